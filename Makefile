@@ -1,0 +1,41 @@
+# Each target first makes .venv, so that one command works on a fresh machine.
+
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+STAMP  := $(VENV)/.installed
+TORCH  := torch>=2.13,<2.14
+
+# Without an NVIDIA GPU take torch's CPU build, which needs no CUDA packages. A few seconds are enough to learn
+# that the extra index cannot be reached; pip then goes on with the indexes it has.
+CPU_INDEX := --timeout 15 --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu
+
+.PHONY: demo test lint bench docs clean
+
+demo: $(STAMP)
+	$(PY) -m autopar demo
+
+test: $(STAMP)
+	$(PY) -m pytest tests -q
+
+lint: $(STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy -p autopar
+
+bench: $(STAMP)
+	@for script in tests/benchmarks/bench_*.py; do echo "== $$script"; $(PY) "$$script" || exit 1; done
+
+docs: $(STAMP)
+	$(PY) docs/make_passes.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	if nvidia-smi >/dev/null 2>&1; then index=""; else index="$(CPU_INDEX)"; fi; \
+	  $(PY) -m pip install --quiet --no-deps $$index '$(TORCH)'
+	$(PY) -m pip install --quiet -e '.[hf,dev]'
+	touch $@

@@ -1,0 +1,23 @@
+"""What torch.distributed keeps private and the runtime needs: the store behind the default group."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+
+def default_store() -> dist.Store:
+    """The key-value store with which the default process group was made."""
+    return distributed_c10d._get_default_store()
+
+
+def group_name(group: dist.ProcessGroup) -> str:
+    """Name by which the functional collectives find a group."""
+    return str(group.group_name)
+
+
+def rank_table(mesh: DeviceMesh) -> torch.Tensor:
+    """Global ranks in mesh layout."""
+    return mesh.mesh

@@ -1,0 +1,132 @@
+"""torch.export as a function from a module to one flat functional graph.
+
+    module, kwargs --torch.export(strict=False)--> training graph --`_prepare`, run_decompositions({})--> flat graph
+
+`run_decompositions({})` makes in-place operators functional and inlines grad-mode regions, and keeps linear,
+layer_norm, sdpa, cross_entropy_loss ... whole. It forgets that a region was no-grad; so what leaves such a region
+and would carry a gradient is detached before. It also leaves out a factory's dtype where it equals the default of the
+moment; so the dtype is written down before.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
+
+_NO_GRAD_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
+_NOISE = (torch.ops.aten._assert_tensor_metadata.default,)
+_TORCH = str(Path(torch.__file__).parent)
+
+
+def export(model: nn.Module, kwargs: Mapping[str, Any]) -> ExportedProgram:
+    """The module as a flat functional graph. Raises ValueError that names the line which cannot be captured."""
+    try:
+        with warnings.catch_warnings(), torch.enable_grad():
+            warnings.simplefilter("ignore")
+            program = torch.export.export(model, (), dict(kwargs), strict=False)
+            _prepare(program)
+            return program.run_decompositions({})
+    except Exception as error:
+        raise ValueError(f"capture: {_where(error)}: {_reason(error)}{_way_out(error)}") from error
+
+
+def _where(error: BaseException) -> str:
+    """The innermost line outside of torch that led to the error."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_TORCH)]
+    outside = [f for f in frames if os.path.dirname(f.filename) != os.path.dirname(__file__)]
+    if not outside:
+        return "torch.export needs a traceable model"
+    frame = outside[-1]
+    return f"torch.export stopped at {frame.filename}:{frame.lineno} in {frame.name}, `{frame.line}`"
+
+
+def _reason(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0].strip() if lines else ''}"
+
+
+def _way_out(error: BaseException) -> str:
+    text = f"{type(error).__name__} {error}"
+    if "DataDependent" in text or "data-dependent" in text or "item()" in text:
+        return "; the line branches on a tensor's value: write it with torch.where or masks"
+    return "; the model must run under torch.export(strict=False) with these inputs"
+
+
+def _prepare(program: ExportedProgram) -> None:
+    """What has to be done while the training graph still tells: see the module's docstring."""
+    graphs = [m.graph for m in program.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]
+    for graph in graphs:
+        for node in list(graph.nodes):
+            if node.target in _NOISE:
+                graph.erase_node(node)
+            elif node.op == "call_function":
+                _write_dtype(node)
+    _detach_no_grad(program.graph_module.graph, _parameter_nodes(program))
+    for module in program.graph_module.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            module.recompile()
+
+
+def _write_dtype(node: Node) -> None:
+    """zeros([4]) --> zeros([4], dtype=float32)"""
+    if not isinstance(node.target, torch._ops.OpOverload) or node.kwargs.get("dtype") is not None:
+        return
+    names = [a.name for a in node.target._schema.arguments]
+    takes_tensor = any(isinstance(a, Node) for a in node.args)
+    if "dtype" in names[len(node.args) :] and "device" in names and not takes_tensor:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor):
+            node.kwargs = {**node.kwargs, "dtype": value.dtype}
+
+
+def _parameter_nodes(program: ExportedProgram) -> set[str]:
+    trainable = {name for name, p in program.named_parameters() if p.requires_grad}
+    signature = program.graph_signature
+    return {node for node, name in signature.inputs_to_parameters.items() if name in trainable}
+
+
+def _detach_no_grad(graph: Graph, parameters: set[str]) -> None:
+    """no_grad(f)(x) --> detach(no_grad(f)(x)), where x depends on a parameter."""
+    carries: set[Node] = {node for node in graph.nodes if node.name in parameters}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not any(i in carries for i in node.all_input_nodes):
+            continue
+        region = node.target is _NO_GRAD_REGION
+        if region and node.args[0] is False:
+            for out in list(node.users):
+                _detach(graph, out)
+        elif node.target is not torch.ops.aten.detach.default and not _is_integer(node.meta.get("val")):
+            carries.add(node)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
+
+
+def _detach(graph: Graph, node: Node) -> None:
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or _is_integer(value):
+        return
+    with graph.inserting_after(node):
+        detached = graph.call_function(torch.ops.aten.detach.default, (node,))
+    detached.meta = dict(node.meta)
+    node.replace_all_uses_with(detached, delete_user_cb=lambda user: user is not detached)
+
+
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """(leaves, spec) of a nested structure, transformers' ModelOutput included; `unflatten` is its inverse."""
+    return pytree.tree_flatten(tree)
+
+
+def unflatten(leaves: list[Any], spec: Any) -> Any:
+    return pytree.tree_unflatten(leaves, spec)

@@ -1,0 +1,247 @@
+"""Module -> one flat functional graph, and the signature that says what goes in and what comes out.
+
+    model(input_ids=..., labels=...)   -->   graph(p_wte, p_ln_weight, ..., input_ids, labels) -> (loss, logits)
+
+The graph is a `torch.fx.GraphModule` without attributes: a placeholder per parameter (tied names share one), used
+buffer, lifted constant and tensor input; then calls of functional operators; then a tuple of tensors. Its
+``meta["signature"]`` is a `Signature`, its ``meta["constants"]`` holds the lifted constants' values.
+
+What only a library's models need is known by adapters, which register themselves in `ADAPTERS`; capture itself
+imports no model library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx import GraphModule, Node
+
+from autopar import ops as ops  # registers the operators that adapters put into models
+from autopar.adapters.export import export, flatten, unflatten
+from autopar.adapters.fake import fake_like, new_mode, structure_copy
+from autopar.exact import LiftFloat32
+
+__all__ = ["ADAPTERS", "Adapter", "InputSpec", "LiftFloat32", "OutputSpec", "Signature", "adapter_for", "capture"]
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """One placeholder: ``kind`` is parameter, buffer, constant, input or seed; ``name`` the original fully qualified
+    name, or the path of the input ("input_ids", "past.0"); ``aliases`` further names tied to it; ``persistent``
+    tells of a buffer whether it is in the state dict."""
+
+    node: str
+    kind: str
+    name: str
+    aliases: tuple[str, ...] = ()
+    requires_grad: bool = False
+    persistent: bool = True
+
+
+@dataclass(frozen=True)
+class OutputSpec:
+    """One output: ``kind`` "output" with the path in the user's structure ("loss", "hidden_states.1"), or "mutation"
+    with the name of the buffer whose new value this is."""
+
+    kind: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Inputs in placeholder order, outputs in the order of the graph's output tuple (outputs before mutations)."""
+
+    inputs: tuple[InputSpec, ...]
+    outputs: tuple[OutputSpec, ...]
+    # The user's structure: its spec, and per leaf the place in `outputs` or the constant to restore.
+    spec: Any = field(default=None, repr=False, compare=False)
+    leaves: tuple[int | _Constant, ...] = field(default=(), repr=False)
+
+    def rebuild(self, values: Sequence[Any]) -> Any:
+        """Flat "output" values (tensors or anything else) -> the user's structure, with None and constant leaves."""
+        filled = [leaf.value if isinstance(leaf, _Constant) else values[leaf] for leaf in self.leaves]
+        return unflatten(filled, self.spec)
+
+
+@dataclass(frozen=True)
+class _Constant:
+    value: Any
+
+
+class Adapter(Protocol):
+    """What capture has to know about the models of one library."""
+
+    def matches(self, model: nn.Module) -> bool:
+        """Is this model one of the library's?"""
+        ...
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Change the structure copy (never the user's model) such that it exports well."""
+        ...
+
+    def arguments(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The keyword arguments for the forward: the batch without what makes no sense in training."""
+        ...
+
+    def context(self, batch: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
+        """Entered around the export."""
+        ...
+
+    def reference(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Entered around an eager float64 run of the user's model that a parallel run is compared with."""
+        ...
+
+    def example_batch(self, model: nn.Module) -> dict[str, Any] | None:
+        """A small batch with labels, for planning before the first real batch; None if the inputs are unknown."""
+        ...
+
+
+ADAPTERS: list[Adapter] = []
+
+
+def adapter_for(model: nn.Module) -> Adapter | None:
+    """The first registered adapter that matches."""
+    return next((adapter for adapter in ADAPTERS if adapter.matches(model)), None)
+
+
+def capture(model: nn.Module, batch: Mapping[str, Any], *, train: bool = True, exact: bool = False) -> GraphModule:
+    """The global graph of ``model(**batch)``.
+
+    ``batch`` holds tensors (shape and dtype matter, the values do not; real, fake or meta), nested tuples, lists and
+    dicts of them, and Python constants, which are specialised into the graph. The model may be anywhere, meta
+    included; it is not modified and its parameters are not copied. ``train`` chooses the mode (dropout, batch norm).
+    ``exact`` lifts float32 islands to float64, see `autopar.exact`; give it a float64 model and batch.
+
+    Raises ValueError that names the operator and line which cannot be captured.
+    """
+    mode = new_mode()
+    replica = structure_copy(model, mode).train(train)
+    adapter = adapter_for(model)
+    arguments = dict(batch)
+    if adapter is not None:
+        replica = adapter.prepare(replica)
+        arguments = adapter.arguments(replica, batch)
+    leaves, spec = flatten(arguments)
+    fakes = [fake_like(leaf, mode) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    with contextlib.ExitStack() as stack:
+        if adapter is not None:
+            stack.enter_context(adapter.context(batch))
+        if exact:
+            stack.enter_context(LiftFloat32())
+        program = export(replica, unflatten(fakes, spec))
+    return _finish(program, replica, arguments)
+
+
+def _finish(program: ExportedProgram, replica: nn.Module, arguments: Mapping[str, Any]) -> GraphModule:
+    graph = program.graph_module.graph
+    leaf_paths = [path for path, _ in _paths(arguments)]
+    inputs = _inputs(program, replica, leaf_paths)
+    outputs, values, leaves = _outputs(program)
+    node = graph.output_node()
+    node.args = (tuple(values),)
+    kept = _drop_unused(program, inputs)
+    gm = GraphModule(nn.Module(), graph)
+    gm.meta["signature"] = Signature(kept, tuple(outputs), program.call_spec.out_spec, tuple(leaves))
+    constants = {spec.name for spec in kept if spec.kind == "constant"}
+    gm.meta["constants"] = {name: program.constants[name].detach() for name in sorted(constants)}
+    return gm
+
+
+def _inputs(program: ExportedProgram, replica: nn.Module, paths: list[str]) -> list[InputSpec]:
+    """Input specs in placeholder order; the placeholders of tied names are merged into the first."""
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    tensors = {**dict(replica.named_parameters(remove_duplicate=False)), **dict(replica.named_buffers(remove_duplicate=False))}
+    names: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), []).append(name)
+    kinds = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant"}
+    specs: dict[int, InputSpec] = {}
+    out: list[InputSpec] = []
+    user = iter(paths)
+    for spec in program.graph_signature.input_specs:
+        if spec.kind == InputKind.USER_INPUT:
+            out.append(InputSpec(spec.arg.name, "input", next(user)))
+            continue
+        assert spec.kind in kinds, f"capture: unexpected input {spec}"
+        tensor = tensors.get(spec.target or "")
+        if tensor is None:
+            out.append(InputSpec(spec.arg.name, "constant", str(spec.target)))
+        elif id(tensor) in specs:
+            nodes[spec.arg.name].replace_all_uses_with(nodes[specs[id(tensor)].node])
+        else:
+            first, *aliases = names[id(tensor)]
+            entry = InputSpec(
+                spec.arg.name, kinds[spec.kind], first, tuple(aliases), tensor.requires_grad, spec.persistent is not False
+            )
+            specs[id(tensor)] = entry
+            out.append(entry)
+    return out
+
+
+def _outputs(program: ExportedProgram) -> tuple[list[OutputSpec], list[Node], list[int | _Constant]]:
+    """(specs, nodes) of the flat tensor outputs, then mutations; and per leaf of the user's structure its place."""
+    nodes: tuple[Any, ...] = program.graph.output_node().args[0]  # type: ignore[assignment]
+    spec = program.call_spec.out_spec
+    names = iter(path for path, _ in _paths(unflatten([_LEAF] * spec.num_leaves, spec)))
+    specs: list[OutputSpec] = []
+    values: list[Node] = []
+    leaves: list[int | _Constant] = []
+    mutations: list[tuple[OutputSpec, Node]] = []
+    for node, entry in zip(nodes, program.graph_signature.output_specs, strict=True):
+        if entry.kind == OutputKind.USER_OUTPUT:
+            name = next(names)
+            if isinstance(node, Node):
+                leaves.append(len(values))
+                specs.append(OutputSpec("output", name))
+                values.append(node)
+            else:
+                leaves.append(_Constant(node))
+        elif entry.kind == OutputKind.BUFFER_MUTATION:
+            mutations.append((OutputSpec("mutation", str(entry.target)), node))
+        else:
+            raise ValueError(
+                f"capture: the model writes to {entry.target!r} ({entry.kind.name.lower()}); only buffers may be "
+                "changed by a forward: clone the tensor before writing to it"
+            )
+    return specs + [s for s, _ in mutations], values + [n for _, n in mutations], leaves
+
+
+def _drop_unused(program: ExportedProgram, inputs: list[InputSpec]) -> tuple[InputSpec, ...]:
+    """Dead code goes, and placeholders without use that are not parameters."""
+    graph = program.graph_module.graph
+    graph.eliminate_dead_code()
+    kinds = {spec.node: spec.kind for spec in inputs}
+    for node in list(graph.nodes):
+        if node.op != "placeholder":
+            continue
+        constant = not isinstance(node.meta.get("val"), Tensor)
+        if constant or (not node.users and kinds.get(node.name) != "parameter"):
+            graph.erase_node(node)
+    left = {node.name for node in graph.nodes}
+    return tuple(spec for spec in inputs if spec.node in left)
+
+
+_LEAF = object()
+
+
+def _paths(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, leaf) of a nested structure, in flattening order: {"a": (x, y)} -> "a.0", "a.1"."""
+    if isinstance(tree, Mapping):
+        items = list(tree.items())
+    elif isinstance(tree, (tuple, list)):
+        items = list(enumerate(tree))
+    else:
+        children, _ = flatten(tree)
+        if children[:1] == [tree] or len(children) == 1 and children[0] is tree:
+            yield path or "0", tree
+            return
+        items = list(enumerate(children))
+    for key, value in items:
+        yield from _paths(value, f"{path}.{key}" if path else str(key))

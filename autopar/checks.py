@@ -1,0 +1,132 @@
+"""Facts that a graph can have, each a named check. The pass manager runs them after every pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch.fx import GraphModule, Node
+
+from autopar.conversions import conversion_of, is_conversion
+from autopar.graph import (
+    describe,
+    global_shape,
+    has_gradient,
+    output_node,
+    placeholders,
+    placement,
+    shape_on,
+    values,
+)
+from autopar.placement import INVARIANT, Placement, Shard, check_shard, conversion
+from autopar.rules import RuleError, local_shapes, matches, operand_placements, result_placements, type_of
+
+if TYPE_CHECKING:
+    from autopar.pass_manager import Context
+
+Check = Callable[[GraphModule, "Context"], None]
+
+
+class PlacementError(Exception):
+    """A graph whose placements do not fit: a gradient would be wrong. Always a mistake of a pass, never of a user."""
+
+
+def check_functional(gm: GraphModule, ctx: Context) -> None:
+    """No in-place operator is left: later steps would drop it silently."""
+    for node in gm.graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            raise PlacementError(f"{describe(node)} writes in place; the normaliser must make it functional")
+
+
+def check_placements(gm: GraphModule, ctx: Context) -> None:
+    """The types: every op's operands fit its rule, every conversion is in the table, inputs and outputs are as promised.
+
+    With the duality of the conversion table this proves that each parameter's gradient arrives with the
+    parameter's own placement.
+    """
+    for axis in ctx.mesh.cut_order:
+        for node in gm.graph.nodes:
+            if node.op == "call_function":
+                _check_call(node, axis, ctx)
+        _check_inputs(gm, axis, ctx)
+        _check_outputs(gm, axis)
+
+
+def _check_call(node: Node, axis: str, ctx: Context) -> None:
+    whole = ctx.plan.options.whole_ops if ctx.plan is not None else ()
+    have = result_placements(node, axis)
+    try:
+        if is_conversion(node) and conversion_of(node)[0] == axis:
+            expected = _converted(node, axis, ctx)
+        else:
+            expected = type_of(node, axis, ctx.mesh, whole)
+    except (RuleError, ValueError) as error:
+        raise PlacementError(f"axis {axis!r}: {describe(node)}: {error}") from None
+    if not all(matches(h, e, has_gradient(node)) for h, e in zip(have, expected, strict=True)):
+        shown = ", ".join(map(str, have)), ", ".join(map(str, expected))
+        raise PlacementError(f"axis {axis!r}: {describe(node)} is marked {shown[0]}, its operands make it {shown[1]}")
+
+
+def _converted(node: Node, axis: str, ctx: Context) -> list[Placement]:
+    _, src, dst = conversion_of(node)
+    operand = operand_placements(node, axis)[0]
+    if not matches(operand, src, has_gradient(node)):
+        raise RuleError(f"converts from {src}, its operand is {operand}")
+    if has_gradient(node) or not matches(src, dst, gradient=False):
+        conversion(src, dst)
+    for p in (src, dst):
+        if isinstance(p, Shard):
+            check_shard(shape_on(node, axis, ctx.mesh)[p.dim], p, ctx.mesh.size(axis))
+    return [dst]
+
+
+def _check_inputs(gm: GraphModule, axis: str, ctx: Context) -> None:
+    if ctx.plan is None:
+        return
+    specs = {s.node: s for s in gm.meta["signature"].inputs}
+    for node in placeholders(gm):
+        spec = specs[node.name]
+        if spec.kind == "parameter" and placement(node, axis) != ctx.plan.parameter(spec.name, axis).stored:
+            raise PlacementError(f"axis {axis!r}: parameter {spec.name} is {placement(node, axis)}, planned otherwise")
+
+
+def _check_outputs(gm: GraphModule, axis: str) -> None:
+    """A scalar with a gradient is a loss: it must be Invariant, so that its gradient (1) is too."""
+    for value in output_node(gm).args[0]:  # type: ignore[union-attr]
+        if isinstance(value, Node) and not global_shape(value) and has_gradient(value):
+            if placement(value, axis) != INVARIANT:
+                raise PlacementError(f"axis {axis!r}: output {value.name} is {placement(value, axis)}, a loss must be I")
+
+
+def check_planned_shards(gm: GraphModule, ctx: Context) -> None:
+    """Every weight that the plan cuts on tp or ep enters compute cut. What can't be is refused, never left whole."""
+    assert ctx.plan is not None
+    names = {s.node: s.name for s in gm.meta["signature"].inputs if s.kind == "parameter"}
+    for node in gm.graph.nodes:
+        if is_conversion(node) and node.args[0].name in names:
+            axis, src, dst = conversion_of(node)
+            name = names[node.args[0].name]
+            if axis in ("tp", "ep") and isinstance(src, Shard) and ctx.plan.parameter(name, axis).used == src != dst:
+                user = next(iter(node.users))
+                raise ValueError(
+                    f"plan: {name} is planned as {src} on axis {axis!r}, but {describe(user)} needs it as {dst}; "
+                    f'leave it whole with plan.override({{"{name}": {{"{axis}": "I"}}}})'
+                )
+
+
+def check_local_shapes(gm: GraphModule, ctx: Context) -> None:
+    """Every value has the shape that its placements cut from the global one."""
+    for node in gm.graph.nodes:
+        if node.op != "output" and "global_shape" in node.meta:
+            have, expected = [tuple(v.shape) for v in values(node)], local_shapes(node, ctx.mesh)
+            if have != expected:
+                raise PlacementError(f"{describe(node)} has local shape {have}, its placements say {expected}")
+
+
+CHECKS: dict[str, Check] = {
+    "functional": check_functional,
+    "placements": check_placements,
+    "planned_shards": check_planned_shards,
+    "local_shapes": check_local_shapes,
+}

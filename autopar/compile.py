@@ -1,0 +1,120 @@
+"""From a model to step graphs: capture, plan, passes, differentiate. Pure: no process group, any mesh, no accelerator."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.fx import GraphModule
+
+from autopar.capture import Signature, capture
+from autopar.graph import global_shape, has_gradient, mark_gradients, output_node, placeholders, remove_dead_code
+from autopar.mesh import Mesh
+from autopar.parameter import ParameterSpec
+from autopar.pass_manager import Context, Observer, PassManager
+from autopar.passes import GLOBAL_PASSES, PLACEMENT_PASSES, STEP_PASSES
+from autopar.passes.differentiate import StepGraphs, differentiate
+from autopar.passes.split_prologue import Prologue, split_prologue
+from autopar.plan import Options, Plan
+from autopar.planner import make_plan
+
+
+@dataclass
+class Compiled:
+    """Everything before `bind`: the same on all ranks.
+
+    ``local``: the typed local graph. ``steps``: its forward and backward. ``prologue``: what is computed once per step from the
+    inputs of all micro-batches (None without micro-batches). ``timings``: seconds per stage of the compiler.
+    """
+
+    signature: Signature
+    plan: Plan
+    local: GraphModule
+    steps: StepGraphs
+    prologue: Prologue | None
+    parameters: tuple[ParameterSpec, ...]
+    train: bool
+    timings: dict[str, float] = field(default_factory=dict)
+
+
+def compile_model(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    mesh: Mesh,
+    options: Options | None = None,
+    *,
+    train: bool = True,
+    exact: bool = False,
+    plan: Plan | None = None,
+    fixed: Plan | None = None,
+    outputs: Sequence[str] | None = None,
+    observers: Sequence[Observer] = (),
+) -> Compiled:
+    """Compile a model for one batch shape.
+
+    Args:
+        model: any module that torch.export accepts; on cpu, cuda or meta; it is not modified.
+        batch: the whole batch (all dp ranks, all micro-batches); only shapes and dtypes matter.
+        plan: use this plan instead of making one. ``fixed``: make one, but keep the parameter placements of this one.
+        outputs: names of the outputs to keep (None: all). Losses are always kept.
+        observers: called with (name, graph, context) after each level.
+    Raises: ValueError for a model that does not export, sizes that do not divide, ops without a rule.
+    """
+    options = options or (plan.options if plan is not None else Options())
+    timings: dict[str, float] = {}
+    ctx = Context(mesh.with_micro_batches(options.micro_batches), observers=list(observers), timings=timings)
+    gm = _timed(timings, "capture", lambda: capture(model, batch, train=train, exact=exact))
+    ctx.observe("capture", gm)
+    gm = PassManager(GLOBAL_PASSES).run(gm, ctx)
+    mark_gradients(gm, [s.node for s in gm.meta["signature"].inputs if s.kind == "parameter" and s.requires_grad])
+    if outputs is not None:
+        keep_outputs(gm, outputs)
+    if plan is None:
+        plan = _timed(timings, "plan", lambda: make_plan(gm, mesh, options, fixed))
+    ctx.plan = plan
+    gm = PassManager(PLACEMENT_PASSES).run(gm, ctx, facts=("functional",))
+    gm, prologue = split_prologue(gm, ctx)
+    parameters = parameter_specs(gm, plan)
+    steps = _timed(timings, "differentiate", lambda: differentiate(gm, train))
+    for name, step in (("forward", steps.forward), ("backward", steps.backward)):
+        if step is not None:
+            PassManager(STEP_PASSES).run(step, ctx)
+            ctx.observe(name, step)
+    return Compiled(gm.meta["signature"], plan, gm, steps, prologue, parameters, train, timings)
+
+
+def keep_outputs(gm: GraphModule, names: Sequence[str]) -> None:
+    """Drop the outputs that are not asked for; losses (scalars with a gradient) and new buffer values stay."""
+    signature, out = gm.meta["signature"], output_node(gm)
+    kept = [
+        (spec, value)
+        for spec, value in zip(signature.outputs, out.args[0], strict=True)  # type: ignore[arg-type]
+        if spec.kind == "mutation" or spec.name in names or (has_gradient(value) and not value.meta["val"].dim())
+    ]
+    out.args = (tuple(value for _, value in kept),)
+    gm.meta["signature"] = dataclasses.replace(signature, outputs=tuple(spec for spec, _ in kept))
+    remove_dead_code(gm)
+    gm.recompile()
+
+
+def _timed(timings: dict[str, float], name: str, call: Any) -> Any:
+    start = time.perf_counter()
+    result = call()
+    timings[name] = timings.get(name, 0.0) + time.perf_counter() - start
+    return result
+
+
+def parameter_specs(gm: GraphModule, plan: Plan) -> tuple[ParameterSpec, ...]:
+    """What the runtime must hold, from the signature and the plan."""
+    nodes = {n.name: n for n in placeholders(gm)}
+    return tuple(
+        ParameterSpec(
+            s.name, global_shape(nodes[s.node]), nodes[s.node].meta["val"].dtype, s.requires_grad, s.aliases, plan.stored(s.name)
+        )
+        for s in gm.meta["signature"].inputs
+        if s.kind == "parameter"
+    )

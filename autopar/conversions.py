@@ -1,0 +1,75 @@
+"""The typed conversion: the one node through which a value changes its placement on an axis.
+
+Two levels. `convert` stands in typed graphs of global shape, where it is the identity. `exchange` stands in local graphs: it
+runs the conversion with raw collectives, and its gradient goes through the transposed conversion.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from autopar import collectives  # noqa: F401  (registers the raw collectives)
+from autopar.placement import Placement, Shard, conversion, parse_placement, transpose
+
+
+def convert(x: torch.Tensor, axis: str, src: str, dst: str) -> torch.Tensor:
+    """Value ``x`` goes from placement ``src`` to ``dst`` on a mesh axis.
+
+    On global shapes it is the identity (the whole value is the same before and after), so that a typed graph
+    still runs in one process. `localize_shapes` turns it into an `exchange`.
+    """
+    return x
+
+
+def exchange(x: torch.Tensor, axis: str, size: int, src: str, dst: str) -> torch.Tensor:
+    """The conversion on local pieces, over ``size`` ranks. Differentiable: the gradient takes the transpose."""
+    out: torch.Tensor = _Exchange.apply(x, axis, size, parse_placement(src), parse_placement(dst))
+    return out
+
+
+def is_conversion(node: Node) -> bool:
+    """Whether a node is a typed conversion, of either level."""
+    return node.op == "call_function" and node.target in (convert, exchange)
+
+
+def conversion_of(node: Node) -> tuple[str, Placement, Placement]:
+    """(axis, source, target) of a conversion, the placements in terms of global shapes."""
+    if "conversion" in node.meta:
+        found: tuple[str, Placement, Placement] = node.meta["conversion"]
+        return found
+    _, axis, src, dst = node.args
+    return str(axis), parse_placement(str(src)), parse_placement(str(dst))
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: str, size: int, src: Placement, dst: Placement) -> torch.Tensor:
+        ctx.facts = axis, size, src, dst
+        return run(x, axis, size, src, dst)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:  # type: ignore[override]
+        axis, size, src, dst = ctx.facts
+        return run(grad, axis, size, *transpose(src, dst)), None, None, None, None
+
+
+def run(x: torch.Tensor, axis: str, size: int, src: Placement, dst: Placement) -> torch.Tensor:
+    """One row of the conversion table as raw collectives."""
+    ops = torch.ops.autopar
+    kind = conversion(src, dst)
+    if kind == "none":
+        return x
+    if kind == "divide":
+        return x / size
+    if kind == "all_reduce":
+        return ops.all_reduce(x, axis, "sum")
+    if kind == "all_to_all":
+        assert isinstance(src, Shard) and isinstance(dst, Shard)
+        return ops.all_to_all(x, src.dim, list(src.blocks), dst.dim, list(dst.blocks), axis, size)
+    piece = src if kind in ("all_gather", "pad") else dst
+    assert isinstance(piece, Shard)
+    op = {"all_gather": ops.all_gather, "reduce_scatter": ops.reduce_scatter, "slice": ops.shard_slice, "pad": ops.shard_pad}
+    return op[kind](x, piece.dim, list(piece.blocks), axis, size)

@@ -1,0 +1,180 @@
+"""Every graph can be seen: a folder with each level's text, the diff to the one before, the plan, times and bytes.
+
+AUTOPAR_DUMP=dump python train.py
+
+dump/00-capture.txt  01-normalize.txt  01-normalize.diff ...  timings.txt  plan.txt  plan.json
+     communication.txt  report.html
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch.distributed
+from torch.fx import GraphModule
+
+from autopar.cost import Volume, communication, total
+from autopar.mesh import Mesh
+from autopar.parameter import ParameterSpec
+from autopar.pass_manager import Context
+from autopar.plan import Plan
+from autopar.printing import diff, format_graph, human_bytes
+from autopar.report import Level, Report, Section, render
+
+VARIABLE = "AUTOPAR_DUMP"
+
+
+def dumper_from_environment() -> Dumper | None:
+    """The dumper that AUTOPAR_DUMP asks for, or None."""
+    folder = os.environ.get(VARIABLE)
+    return Dumper(Path(folder)) if folder else None
+
+
+def is_first_rank() -> bool:
+    """Whether this process writes: all ranks compile the same graphs, so rank 0 alone does."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank() == 0
+    return os.environ.get("RANK", "0") == "0"
+
+
+@dataclass
+class Dumper:
+    """An observer of the pass manager that writes what it sees into ``folder``; see the module.
+
+    Give graphs that no pass made to `record`, and call `finish` once at the end.
+    """
+
+    folder: Path
+    title: str = "autopar"
+    sections: list[Section] = field(default_factory=list)
+    levels: list[Level] = field(default_factory=list, init=False)
+    _volumes: dict[str, dict[tuple[str, str], Volume]] = field(default_factory=dict, init=False)
+    _steps: list[str] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.folder = Path(self.folder)
+        self.enabled = is_first_rank()
+        if self.enabled:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for old in (*self.folder.glob("[0-9][0-9]*-*.txt"), *self.folder.glob("[0-9][0-9]*-*.diff")):
+                old.unlink()  # a shorter run must not leave graphs of a longer one
+
+    def __call__(self, name: str, gm: GraphModule, ctx: Context) -> None:
+        """The graph after pass ``name``."""
+        self.record(name, gm, ctx.mesh, seconds=ctx.timings.get(name, 0.0))
+
+    def record(
+        self, name: str, gm: GraphModule, mesh: Mesh, *, seconds: float = 0.0, step: bool = False, note: str = ""
+    ) -> None:
+        """Write one graph, and its diff to the graph recorded before.
+
+        ``step`` says that the graph runs as it is (F, B of a stage): it starts anew, without a diff, and its
+        communication is what a step does.
+        """
+        if not self.enabled:
+            return
+        text = format_graph(gm, mesh)
+        before = self.levels[-1].text if self.levels and not step else ""
+        level = Level(name, text, diff(before, text) if before else "", seconds, len(gm.graph.nodes), note)
+        stem = f"{len(self.levels):02d}-{_file_name(name)}"
+        self._write(f"{stem}.txt", text)
+        if before:
+            self._write(f"{stem}.diff", level.diff)
+        self.levels.append(level)
+        self._volumes[name] = communication(gm, mesh)
+        if step:
+            self._steps.append(name)
+
+    def add_section(self, title: str, text: str = "", body: str = "") -> None:
+        """A further part of the report: ``body`` is its HTML, ``text`` also goes to a file named by the title."""
+        if not self.enabled:
+            return
+        if text:
+            self._write(f"{_file_name(title)}.txt", text)
+        self.sections.append(Section(title, body or f"<pre>{_escape(text)}</pre>"))
+
+    def finish(
+        self,
+        ctx: Context,
+        *,
+        parameters: Iterable[ParameterSpec] = (),
+        summary: Iterable[tuple[str, str]] = (),
+    ) -> None:
+        """Write timings, plan, communication and the report. ``summary`` rows come before the dumper's own."""
+        if not self.enabled:
+            return
+        self._write("timings.txt", "".join(f"{s * 1e3:10.1f} ms  {name}\n" for name, s in ctx.timings.items()))
+        if ctx.plan:
+            self._write("plan.txt", f"{ctx.plan}\n")
+            self._write("plan.json", ctx.plan.to_json() + "\n")
+        rows = self.communication_rows()
+        self._write("communication.txt", communication_text(rows))
+        report = Report(
+            title=self.title,
+            summary=[*summary, *_summary(ctx, list(parameters)), *self._traffic()],
+            plan=plan_rows(ctx.plan) if ctx.plan else [],
+            timings=list(ctx.timings.items()),
+            levels=self.levels,
+            communication=rows,
+            sections=self.sections,
+        )
+        self._write("report.html", render(report))
+
+    def communication_rows(self) -> list[tuple[str, str, str, str, str]]:
+        """(graph, axis, kind, calls, bytes) of the step graphs, or of the last graph when there are none yet."""
+        return [
+            (name, axis, kind, str(volume.calls), human_bytes(volume.bytes))
+            for name in self._shown()
+            for (axis, kind), volume in self._volumes[name].items()
+        ]
+
+    def _shown(self) -> list[str]:
+        return self._steps or [level.name for level in self.levels[-1:]]
+
+    def _traffic(self) -> list[tuple[str, str]]:
+        sums = total(self._volumes[name] for name in self._shown())
+        axes: dict[str, Volume] = {}
+        for (axis, _), volume in sums.items():
+            axes[axis] = axes.get(axis, Volume()) + volume
+        return [(f"sent over {axis}", f"{human_bytes(v.bytes)} in {v.calls} calls") for axis, v in axes.items()]
+
+    def _write(self, name: str, text: str) -> None:
+        (self.folder / name).write_text(text, encoding="utf-8")
+
+
+def _summary(ctx: Context, parameters: list[ParameterSpec]) -> list[tuple[str, str]]:
+    rows = [("mesh", str(ctx.mesh)), ("ranks", str(ctx.mesh.world_size))]
+    if parameters:
+        whole, mine = sum(p.nbytes() for p in parameters), sum(p.nbytes(ctx.mesh) for p in parameters)
+        rows += [("parameters", f"{len(parameters)}, {human_bytes(whole)}"), ("parameters per rank", human_bytes(mine))]
+    return rows + [("compile time", f"{sum(ctx.timings.values()):.2f} s")]
+
+
+def plan_rows(plan: Plan) -> list[tuple[str, str, str]]:
+    """(what, placement, reason) for each decision of a plan."""
+    rows = []
+    for name, axes in plan.parameters.items():
+        for axis, p in axes.items():
+            used = f", used {p.used}" if p.used != p.stored else ""
+            rows.append((name, f"{axis}:{p.stored}{used}", p.reason))
+    for name, placements in plan.inputs.items():
+        rows.append((f"input {name}", " ".join(f"{axis}:{p}" for axis, p in placements.items()), ""))
+    rows += [(f"stream from {s.node}", f"tp:S({s.dim})", s.reason) for s in plan.streams]
+    return rows + [(subject, "", reason) for subject, reason in plan.notes]
+
+
+def communication_text(rows: Iterable[tuple[str, str, str, str, str]]) -> str:
+    """The table as text: bytes that each rank sends, per graph, axis and kind."""
+    head = ("graph", "axis", "kind", "calls", "bytes per rank")
+    return "".join(f"{g:<28} {a:<6} {k:<16} {c:>6} {b:>16}\n" for g, a, k, c, b in (head, *rows))
+
+
+def _file_name(title: str) -> str:
+    return "".join(c if c.isalnum() or c in "-_." else "-" for c in title).strip("-")
+
+
+def _escape(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -1,0 +1,217 @@
+"""Reading and editing graphs: named arguments, shapes, module paths, and the few edits that passes make."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from autopar.mesh import Mesh
+from autopar.placement import INVARIANT, Placement, Shard, nested_shape
+
+
+def is_call(node: Node, *targets: Any) -> bool:
+    """Whether the node calls one of the targets."""
+    return node.op == "call_function" and node.target in targets
+
+
+def arguments(node: Node) -> dict[str, Any]:
+    """The arguments of a call by the names of its operator's schema, defaults filled in."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        names = _parameter_names(target) if callable(target) else ()
+        return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    out = {}
+    for i, arg in enumerate(target._schema.arguments):
+        if i < len(node.args):
+            out[arg.name] = node.args[i]
+        elif arg.name in node.kwargs:
+            out[arg.name] = node.kwargs[arg.name]
+        else:
+            out[arg.name] = arg.default_value
+    return out
+
+
+@functools.cache
+def _parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
+    try:
+        return tuple(inspect.signature(function).parameters)
+    except ValueError:  # a builtin such as getitem
+        return ("a", "b")
+
+
+def set_argument(node: Node, name: str, value: Any) -> None:
+    """Replace one argument by its schema name."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    names = [arg.name for arg in node.target._schema.arguments]
+    position = names.index(name)
+    if position < len(node.args):
+        node.update_arg(position, value)
+    else:
+        node.update_kwarg(name, value)
+
+
+def tensor_operands(node: Node) -> list[Node]:
+    """Operand nodes in the order of the arguments, lists flattened, repeats kept."""
+    found: list[Node] = []
+
+    def visit(value: Any) -> None:
+        if isinstance(value, Node):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                visit(item)
+        elif isinstance(value, dict):
+            for item in value.values():
+                visit(item)
+
+    visit(node.args)
+    visit(node.kwargs)
+    return found
+
+
+def values(node: Node) -> tuple[torch.Tensor, ...]:
+    """The (fake) tensors a node makes: one, or several for a multi-output op."""
+    val = node.meta["val"]
+    return tuple(v for v in val if isinstance(v, torch.Tensor)) if isinstance(val, (tuple, list)) else (val,)
+
+
+def shape(node: Node) -> tuple[int, ...]:
+    """Shape of a single-tensor value."""
+    return tuple(node.meta["val"].shape)
+
+
+def nbytes(node: Node) -> int:
+    """Bytes of all tensors that a node makes."""
+    return sum(math.prod(v.shape) * v.dtype.itemsize for v in values(node))
+
+
+def placement(node: Node, axis: str) -> Placement:
+    """Placement of a value on an axis (Invariant where none was given)."""
+    found: Placement = node.meta.get("placements", {}).get(axis, INVARIANT)
+    return found
+
+
+def set_placement(node: Node, axis: str, value: Placement) -> None:
+    """Record a placement; the dict is copied so that nodes never share one."""
+    node.meta["placements"] = {**node.meta.get("placements", {}), axis: value}
+
+
+def global_shape(node: Node) -> tuple[int, ...]:
+    """Shape of the whole value over the mesh, at any level."""
+    found = node.meta.get("global_shape")
+    return tuple(found) if found is not None else shape(node)
+
+
+def shape_on(node: Node, axis: str, mesh: Mesh) -> tuple[int, ...]:
+    """Shape as ``axis`` sees it: cut by the axes before it in the cut order, not yet by itself."""
+    earlier = {}
+    for name, size in mesh.cut_order.items():
+        if name == axis:
+            break
+        earlier[name] = size
+    return nested_shape(global_shape(node), node.meta.get("placements", {}), earlier)
+
+
+def has_gradient(node: Node) -> bool:
+    """Whether a gradient flows into the value; set once by `mark_gradients`."""
+    return bool(node.meta.get("has_gradient", False))
+
+
+_NO_GRADIENT = (torch.ops.aten.detach.default,)
+
+
+def mark_gradients(gm: GraphModule, trainable: Iterable[str]) -> None:
+    """meta['has_gradient']: a floating value that depends on a trainable parameter, not through a detach."""
+    names = set(trainable)
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            node.meta["has_gradient"] = node.name in names
+        elif node.op == "call_function":
+            from_operand = any(has_gradient(x) for x in tensor_operands(node)) and node.target not in _NO_GRADIENT
+            floating = any(v.dtype.is_floating_point or v.dtype.is_complex for v in values(node))
+            node.meta["has_gradient"] = from_operand and floating
+
+
+def module_path(node: Node) -> str:
+    """Where in the model a node comes from, for messages and dumps."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    return str(list(stack.values())[-1][0])
+
+
+def layer_of(node: Node) -> str:
+    """The repeated block a node belongs to: its module path up to the first index, '' outside of any."""
+    parts = module_path(node).split(".")
+    for i, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: i + 1])
+    return ""
+
+
+def describe(node: Node) -> str:
+    """'aten.linear.default (linear_3) in model.layers.0.mlp' for messages."""
+    path = module_path(node)
+    target = str(node.target) if node.op == "call_function" else node.op
+    return f"{target} ({node.name})" + (f" in {path}" if path else "")
+
+
+def insert_call(
+    graph: Graph, before: Node, target: Callable[..., Any], args: Sequence[Any], like: Node, val: Any, name: str = ""
+) -> Node:
+    """A new call placed before a node; provenance is copied from ``like``, ``val`` is its fake value."""
+    with graph.inserting_before(before):
+        node = graph.create_node("call_function", target, tuple(args), {}, name=name or None)
+    for key in ("nn_module_stack", "stack_trace", "has_gradient"):
+        if key in like.meta:
+            node.meta[key] = like.meta[key]
+    node.meta["val"] = val
+    return node
+
+
+def replace_operand(user: Node, old: Node, new: Node) -> None:
+    """Use ``new`` instead of ``old`` in one user."""
+    user.replace_input_with(old, new)
+
+
+def placeholders(gm: GraphModule) -> list[Node]:
+    return [n for n in gm.graph.nodes if n.op == "placeholder"]
+
+
+def fake_mode(gm: GraphModule) -> Any:
+    """The mode that the graph's fake values live in; factories must run under it."""
+    return placeholders(gm)[0].meta["val"].fake_mode
+
+
+def output_node(gm: GraphModule) -> Node:
+    return next(iter(reversed(gm.graph.nodes)))
+
+
+def outputs(gm: GraphModule) -> list[Any]:
+    """What the graph returns, flat."""
+    result = output_node(gm).args[0]
+    return list(result) if isinstance(result, (list, tuple)) else [result]
+
+
+def remove_dead_code(gm: GraphModule) -> None:
+    """Drop calls that nobody uses. Parameters' placeholders stay: the signature names them."""
+    for node in reversed(list(gm.graph.nodes)):
+        if node.op == "call_function" and not node.users:
+            gm.graph.erase_node(node)
+
+
+def getitem_index(node: Node) -> int | None:
+    """i when the node is ``operand[i]``."""
+    return int(node.args[1]) if is_call(node, operator.getitem) else None  # type: ignore[arg-type]
+
+
+def shifted(p: Placement, by: int) -> Placement:
+    """A Shard moved along by a number of dims."""
+    return Shard(p.dim + by, p.blocks) if isinstance(p, Shard) else p

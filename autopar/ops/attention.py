@@ -1,0 +1,289 @@
+"""`autopar::attention`: softmax(q k' * scale + mask) v as one operator that knows *facts* about its mask.
+
+Causal, window, chunk, padding and documents are arguments, so that the sequence can be cut over ranks without anybody
+reading an [S, S] tensor. Key/value heads stay unexpanded (GQA). The log-sum-exp is returned: it is what the backward
+and every merge of partial results needs.
+
+Scores, in this order: s = scale * q.k; softcap: s = cap * tanh(s / cap); s += bias; masked entries = -inf. Sinks are
+one further logit per head, in the denominator only. A row without any allowed key gives out = 0 and lse = -inf (its
+sink, if there is one). Half types accumulate in float32.
+
+Two ways to compute: torch's flash kernels where they apply (`_flash`), else plain matrix products (`_Scores`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.ops import kernels
+from autopar.ops.dropout import keep_mask
+
+_FACTS = (
+    "Tensor? bias, Tensor? key_mask, Tensor? segments, Tensor? sinks, Tensor? seed, bool causal, SymInt window, "
+    "SymInt chunk, float scale, float softcap, float dropout, int site, Tensor[] index, SymInt[] shape"
+)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The arguments of `autopar::attention` behind q, k, v, in the order of its schema.
+
+    bias      additive, float, differentiable, broadcastable to [B, Hq, Sq, Sk]
+    key_mask  bool [B, Sk], True = may be attended (padding)
+    segments  int [B, S]: packed documents; attend within equal numbers only (needs Sq == Sk)
+    sinks     [Hq]: one logit per head that takes probability and gives nothing
+    seed, dropout, site, index, shape   of the dropout on the probabilities, as in `autopar::dropout`
+    causal    key j <= query i (top-left aligned when Sq != Sk)
+    window    0, or |i - j| < window
+    chunk     0, or i // chunk == j // chunk
+    softcap   0, or the cap
+    """
+
+    bias: Tensor | None
+    key_mask: Tensor | None
+    segments: Tensor | None
+    sinks: Tensor | None
+    seed: Tensor | None
+    causal: bool
+    window: int
+    chunk: int
+    scale: float
+    softcap: float
+    dropout: float
+    site: int
+    index: Sequence[Tensor]
+    shape: Sequence[int]
+
+    def allowed(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
+        """Bool mask [B|1, 1, Sq, Sk], True = attend; None if everything is allowed."""
+        i = torch.arange(queries, device=device).unsqueeze(-1)
+        j = torch.arange(keys, device=device)
+        terms: list[Tensor] = []
+        if self.causal:
+            terms.append(j <= i)
+        if self.window:
+            terms.append((i - j < self.window) & (j - i < self.window))
+        if self.chunk:
+            terms.append(i // self.chunk == j // self.chunk)
+        if self.key_mask is not None:
+            terms.append(self.key_mask.bool()[:, None, None, :])
+        if self.segments is not None:
+            terms.append((self.segments.unsqueeze(-1) == self.segments.unsqueeze(-2)).unsqueeze(1))
+        if not terms:
+            return None
+        out = terms[0]
+        for term in terms[1:]:
+            out = out & term
+        return out if out.dim() == 4 else out[None, None]
+
+    @property
+    def only_causal(self) -> bool:
+        """No mask beside the triangle, so that a kernel's own causal flag says it all."""
+        masks = (self.bias, self.key_mask, self.segments)
+        return all(m is None for m in masks) and not self.window and not self.chunk
+
+    def additive_mask(self, q: Tensor, keys: int) -> Tensor | None:
+        """Bias and mask as one float mask of q's dtype; None if the causal flag (or nothing) is enough."""
+        if self.only_causal:
+            return None
+        allowed = self.allowed(q.shape[2], keys, q.device)
+        mask = self.bias.to(q.dtype) if self.bias is not None else q.new_zeros(())
+        if allowed is not None:
+            mask = torch.where(allowed, mask, float("-inf"))
+        return mask.expand(-1 if mask.dim() == 4 else 1, *mask.shape[1:]) if mask.dim() == 4 else mask
+
+    def keep(self, scores_shape: Sequence[int]) -> Tensor:
+        """Dropout mask of the probabilities [B, Hq, Sq, Sk]."""
+        if self.seed is None:
+            raise ValueError(
+                f"attention: dropout of {self.dropout} needs a seed, found none; normalise the graph, which adds the "
+                "seed input, or capture with train=False"
+            )
+        return keep_mask(scores_shape, self.seed, self.dropout, self.site, self.index, self.shape)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype == torch.float64 else torch.float32
+
+
+def _rows_first(x: Tensor) -> Tensor:
+    """[B, H, S, D] stored as [B, S, H, D]: joining the heads afterwards is a view."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+class _Scores:
+    """The plain way: all scores at once, query heads of one key head stacked so that k and v stay unexpanded."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> None:
+        self.facts = facts
+        self.wide = _wide(q.dtype)
+        self.q, self.k, self.v = q.to(self.wide), k.to(self.wide), v.to(self.wide)
+        self.shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        raw = self.product(self.q, self.k.transpose(-1, -2)) * facts.scale
+        self.tanh = torch.tanh(raw / facts.softcap) if facts.softcap else None
+        scores = raw if self.tanh is None else self.tanh * facts.softcap
+        if facts.bias is not None:
+            scores = scores + facts.bias.to(self.wide)
+        allowed = facts.allowed(self.shape[2], self.shape[3], q.device)
+        self.scores = scores if allowed is None else scores.masked_fill(~allowed, float("-inf"))
+
+    def product(self, left: Tensor, right: Tensor) -> Tensor:
+        """left [B, Hq, S, *] @ right [B, Hk, *, *] with the heads of one group stacked along S."""
+        batch, heads, size, inner = left.shape
+        stacked = left.reshape(batch, right.shape[1], -1, inner) @ right
+        return stacked.reshape(batch, heads, size, right.shape[-1])
+
+    def reduce(self, left: Tensor, right: Tensor) -> Tensor:
+        """left' @ right, summed over the query heads of a key head: [B, Hk, *, *]."""
+        batch, _, _, inner = left.shape
+        groups = self.k.shape[1]
+        return left.reshape(batch, groups, -1, inner).transpose(-1, -2) @ right.reshape(
+            batch, groups, -1, right.shape[-1]
+        )
+
+    def lse(self) -> Tensor:
+        lse = torch.logsumexp(self.scores, -1)
+        if self.facts.sinks is not None:
+            lse = torch.logaddexp(lse, self.facts.sinks.to(self.wide)[:, None])
+        return lse
+
+    def probabilities(self, lse: Tensor) -> Tensor:
+        safe = lse.masked_fill(lse == float("-inf"), 0.0)
+        return torch.exp(self.scores - safe.unsqueeze(-1))
+
+    def kept(self) -> Tensor | None:
+        """What the probabilities are multiplied with by dropout."""
+        p = self.facts.dropout
+        if not p:
+            return None
+        keep = self.facts.keep(self.shape).to(self.wide)
+        return keep / (1.0 - p) if p < 1 else torch.zeros_like(keep)
+
+
+@torch.library.custom_op(
+    "autopar::attention",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {_FACTS}) -> (Tensor out, Tensor lse)",
+)
+def attention(q: Tensor, k: Tensor, v: Tensor, *facts: Any) -> tuple[Tensor, Tensor]:
+    """q [B, Hq, Sq, D], k [B, Hk, Sk, D], v [B, Hk, Sk, Dv] -> out [B, Hq, Sq, Dv], lse [B, Hq, Sq].
+
+    Hq is a multiple of Hk. ``out`` is stored heads-inside ([B, Sq, Hq, Dv] contiguous). ``lse`` is float32, or
+    float64 for float64 inputs, and not differentiable. The rest is `Facts`.
+    """
+    known = Facts(*facts)
+    if kernels.applies(q, k, v, known):
+        out, lse = kernels.forward(q, k, v, known)
+        return _rows_first(out), lse.contiguous()
+    scores = _Scores(q, k, v, known)
+    lse = scores.lse()
+    weights, kept = scores.probabilities(lse), scores.kept()
+    if kept is not None:
+        weights = weights * kept
+    return _rows_first(scores.product(weights, scores.v).to(q.dtype)), lse
+
+
+@attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *facts: Any) -> tuple[Tensor, Tensor]:
+    batch, heads, size, _ = q.shape
+    torch._check(heads % k.shape[1] == 0, lambda: f"attention: {heads} query heads over {k.shape[1]} key heads")
+    out = q.new_empty(batch, size, heads, v.shape[-1]).transpose(1, 2)
+    return out, q.new_empty(batch, heads, size, dtype=_wide(q.dtype))
+
+
+@torch.library.custom_op(
+    "autopar::attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_FACTS}, bool bias_needs_grad) -> "
+    "(Tensor q_grad, Tensor k_grad, Tensor v_grad, Tensor bias_grad, Tensor sinks_grad)",
+)
+def attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *facts: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, bias and sinks; the last two are empty where there is nothing to differentiate.
+
+    ``out`` and ``lse`` may be those of a larger attention of which k and v are a part (merged results): with
+    p = exp(s - lse) and delta = rowsum(grad * out) each part's gradient is exact on its own.
+    """
+    *rest, bias_needs_grad = facts
+    known = Facts(*rest)
+    to_sinks = _sinks_grad(grad, out, lse, known)
+    if kernels.applies(q, k, v, known) and not bias_needs_grad:
+        to_q, to_k, to_v = kernels.backward(grad, q, k, v, out, lse, known)
+        return _rows_first(to_q), _rows_first(to_k), _rows_first(to_v), q.new_empty(0), to_sinks
+    scores = _Scores(q, k, v, known)
+    weights, kept = scores.probabilities(lse), scores.kept()
+    wide = grad.to(scores.wide)
+    to_v = scores.reduce(weights if kept is None else weights * kept, wide)
+    to_weights = scores.product(wide, scores.v.transpose(-1, -2))
+    if kept is not None:
+        to_weights = to_weights * kept
+    delta = (wide * out.to(scores.wide)).sum(-1, keepdim=True)
+    to_scores = weights * (to_weights - delta)
+    to_bias = _sum_to(to_scores, known.bias) if bias_needs_grad and known.bias is not None else q.new_empty(0)
+    if scores.tanh is not None:
+        to_scores = to_scores * (1 - scores.tanh.square())
+    to_scores = to_scores * known.scale
+    to_q = scores.product(to_scores, scores.k)
+    to_k = scores.reduce(to_scores, scores.q)
+    grads = (_rows_first(g.to(x.dtype)) for g, x in ((to_q, q), (to_k, k), (to_v, v)))
+    return *grads, to_bias, to_sinks  # type: ignore[return-value]
+
+
+def _sinks_grad(grad: Tensor, out: Tensor, lse: Tensor, facts: Facts) -> Tensor:
+    """-sum over rows of p(sink) * rowsum(grad * out): a sink's value is zero, so only the denominator feels it."""
+    if facts.sinks is None:
+        return grad.new_empty(0)
+    delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    return -(torch.exp(facts.sinks.to(lse.dtype)[:, None] - lse) * delta).sum((0, 2)).to(facts.sinks.dtype)
+
+
+def _sum_to(x: Tensor, like: Tensor) -> Tensor:
+    """The gradient of a broadcast: summed over the dims that ``like`` has once."""
+    x = x.sum(tuple(range(x.dim() - like.dim()))) if x.dim() > like.dim() else x
+    once = tuple(d for d in range(like.dim()) if like.shape[d] == 1 and x.shape[d] != 1)
+    return (x.sum(once, keepdim=True) if once else x).to(like.dtype, memory_format=torch.contiguous_format).clone()
+
+
+@attention_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *facts: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    *rest, bias_needs_grad = facts
+    known = Facts(*rest)
+    grads = (x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v))
+    to_bias = known.bias.new_empty(known.bias.shape) if bias_needs_grad and known.bias is not None else q.new_empty(0)
+    to_sinks = known.sinks.new_empty(known.sinks.shape) if known.sinks is not None else grad.new_empty(0)
+    return *grads, to_bias, to_sinks  # type: ignore[return-value]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, bias, key_mask, segments, sinks, seed, *scalars, index, ctx.shape = inputs
+    ctx.scalars, ctx.indices = scalars, len(index)
+    ctx.save_for_backward(q, k, v, *output, bias, key_mask, segments, sinks, seed, *index)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: Tensor | None, grad_lse: None) -> tuple[Any, ...]:
+    # autograd wants the structure of the inputs back, in which an empty list of ints counts as a list
+    nothing = (None,) * (5 + len(ctx.scalars)) + ([None] * ctx.indices, None if ctx.shape else [])
+    if grad is None:
+        return None, None, None, *nothing
+    saved = ctx.saved_tensors
+    tensors, index = saved[:10], list(saved[10:])
+    bias_needs_grad = ctx.needs_input_grad[3]
+    to_q, to_k, to_v, to_bias, to_sinks = torch.ops.autopar.attention_backward(
+        grad, *tensors, *ctx.scalars, index, ctx.shape, bias_needs_grad
+    )
+    bias = to_bias if bias_needs_grad else None
+    sinks = to_sinks if ctx.needs_input_grad[6] else None
+    return to_q, to_k, to_v, bias, None, None, sinks, *nothing[4:]
+
+
+attention.register_autograd(_backward, setup_context=_setup)

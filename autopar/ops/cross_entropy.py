@@ -1,0 +1,89 @@
+"""`autopar::cross_entropy`: one loss per row, with everything that mixes rows (sums, counts, weights) left outside.
+
+The backward recomputes the softmax from the logits and the saved log-sum-exp, so that no second [N, C] tensor is
+kept. Half types are computed, and their losses returned, in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums are taken in."""
+    return dtype if dtype == torch.float64 else torch.float32
+
+
+@torch.library.custom_op(
+    "autopar::cross_entropy",
+    mutates_args=(),
+    schema="(Tensor logits, Tensor target, int ignore_index, float label_smoothing) -> (Tensor loss, Tensor lse)",
+)
+def cross_entropy(
+    logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
+) -> tuple[Tensor, Tensor]:
+    """logits [N, C], target [N] int -> loss [N] (0 where the target is ``ignore_index``), log-sum-exp [N].
+
+    loss = lse - (1 - s) * logit[target] - s * mean(logits), for smoothing s.
+    """
+    x = logits.to(_wide(logits.dtype))
+    lse = torch.logsumexp(x, -1)
+    ignored = target == ignore_index
+    chosen = x.gather(-1, target.masked_fill(ignored, 0).long().unsqueeze(-1)).squeeze(-1)
+    if label_smoothing:
+        chosen = (1.0 - label_smoothing) * chosen + label_smoothing * x.mean(-1)
+    return (lse - chosen).masked_fill_(ignored, 0.0), lse
+
+
+@cross_entropy.register_fake
+def _(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float) -> tuple[Tensor, Tensor]:
+    shape, dtype = logits.shape[:-1], _wide(logits.dtype)
+    return logits.new_empty(shape, dtype=dtype), logits.new_empty(shape, dtype=dtype)
+
+
+@torch.library.custom_op(
+    "autopar::cross_entropy_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor logits, Tensor target, Tensor lse, int ignore_index, float label_smoothing)"
+    " -> Tensor",
+)
+def cross_entropy_backward(
+    grad: Tensor, logits: Tensor, target: Tensor, lse: Tensor, ignore_index: int, label_smoothing: float
+) -> Tensor:
+    """grad [N] of the losses -> gradient of the logits [N, C]: grad * (softmax - (1 - s) * onehot - s / C)."""
+    out = torch.exp(logits.to(lse.dtype) - lse.unsqueeze(-1))
+    ignored = target == ignore_index
+    index = target.masked_fill(ignored, 0).long().unsqueeze(-1)
+    if label_smoothing:
+        out -= label_smoothing / logits.shape[-1]
+    out.scatter_add_(-1, index, torch.full_like(out[:, :1], label_smoothing - 1.0))
+    out *= grad.masked_fill(ignored, 0.0).unsqueeze(-1)
+    return out.to(logits.dtype, memory_format=torch.contiguous_format)
+
+
+@cross_entropy_backward.register_fake
+def _(
+    grad: Tensor, logits: Tensor, target: Tensor, lse: Tensor, ignore_index: int, label_smoothing: float
+) -> Tensor:
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    logits, target, ctx.ignore_index, ctx.label_smoothing = inputs
+    ctx.save_for_backward(logits, target, output[1])
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: Tensor | None, grad_lse: None) -> tuple[Any, ...]:
+    if grad is None:
+        return None, None, None, None
+    logits, target, lse = ctx.saved_tensors
+    out = torch.ops.autopar.cross_entropy_backward(grad, logits, target, lse, ctx.ignore_index, ctx.label_smoothing)
+    return out, None, None, None
+
+
+cross_entropy.register_autograd(_backward, setup_context=_setup)

@@ -1,0 +1,35 @@
+"""What the runtime must know of a parameter to hold its piece: name, whole shape, placements."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from autopar.mesh import Mesh
+from autopar.placement import Placement, nested_shape
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """One parameter: ``shape`` is that of the whole tensor, ``placements`` how it is *stored* per mesh axis.
+
+    ``aliases`` are further names of the same (tied) parameter. An axis that is absent stores it whole.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = True
+    aliases: tuple[str, ...] = ()
+    placements: dict[str, Placement] = field(default_factory=dict)
+
+    def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
+        """Shape of one rank's piece."""
+        return nested_shape(self.shape, self.placements, mesh.cut_order)
+
+    def nbytes(self, mesh: Mesh | None = None) -> int:
+        """Bytes of the whole tensor, or of one rank's piece when a mesh is given."""
+        shape = self.shape if mesh is None else self.local_shape(mesh)
+        return math.prod(shape) * self.dtype.itemsize

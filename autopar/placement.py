@@ -1,0 +1,204 @@
+"""The four placements of a value on one mesh axis, and the one table of conversions between them.
+
+A placement says where the value is *and where its gradient is*:
+
+    Shard(d)    pieces along tensor dim d             gradient Shard(d)
+    Replicate   the same everywhere                   gradient Partial: own contribution only
+    Invariant   the same everywhere                   gradient Invariant: already summed
+    Partial     addends, the sum is pending           gradient Replicate
+
+Communication happens only in conversions. The backward of a conversion needs no table of its own:
+the transpose of a -> b is dual(b) -> dual(a).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Pieces along tensor ``dim``. ``blocks`` cuts the dim into consecutive blocks first (their sizes sum
+    to the dim); each rank holds its piece of every block, concatenated. ``()`` means one block.
+
+    Fused projections need blocks: GPT-2's qkv is ``Shard(0, (h, h, h))``, so that each rank holds
+    its own heads of q, of k and of v.
+    """
+
+    dim: int
+    blocks: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert self.dim >= 0, "Shard.dim counts from the front"
+        if len(self.blocks) == 1:
+            object.__setattr__(self, "blocks", ())
+
+    def __str__(self) -> str:
+        return f"S({self.dim})" if not self.blocks else f"S({self.dim};{_runs(self.blocks)})"
+
+
+@dataclass(frozen=True)
+class Replicate:
+    def __str__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True)
+class Invariant:
+    def __str__(self) -> str:
+        return "I"
+
+
+@dataclass(frozen=True)
+class Partial:
+    def __str__(self) -> str:
+        return "P"
+
+
+Placement = Shard | Replicate | Invariant | Partial
+Placements = Mapping[str, Placement]  # mesh axis name -> placement; an absent axis means INVARIANT
+
+REPLICATE, INVARIANT, PARTIAL = Replicate(), Invariant(), Partial()
+
+
+def _runs(blocks: tuple[int, ...]) -> str:
+    """(16,16,16,8) -> '16x3,8'."""
+    out: list[tuple[int, int]] = []
+    for size in blocks:
+        if out and out[-1][0] == size:
+            out[-1] = (size, out[-1][1] + 1)
+        else:
+            out.append((size, 1))
+    return ",".join(str(s) if n == 1 else f"{s}x{n}" for s, n in out)
+
+
+def parse_placement(text: str) -> Placement:
+    """Inverse of ``str(placement)``: 'R', 'I', 'P', 'S(0)', 'S(0;32,16x2)'."""
+    fixed: dict[str, Placement] = {"R": REPLICATE, "I": INVARIANT, "P": PARTIAL}
+    if text in fixed:
+        return fixed[text]
+    match = re.fullmatch(r"S\((\d+)(?:;([\dx,]+))?\)", text)
+    if not match:
+        raise ValueError(f"placement: expected R, I, P, S(dim) or S(dim;blocks), found {text!r}")
+    blocks: list[int] = []
+    for run in (match[2] or "").split(","):
+        if run:
+            size, _, count = run.partition("x")
+            blocks += [int(size)] * int(count or 1)
+    return Shard(int(match[1]), tuple(blocks))
+
+
+def dual(placement: Placement) -> Placement:
+    """The placement of the gradient of a value with this placement."""
+    if isinstance(placement, Replicate):
+        return PARTIAL
+    if isinstance(placement, Partial):
+        return REPLICATE
+    return placement
+
+
+def transpose(src: Placement, dst: Placement) -> tuple[Placement, Placement]:
+    """The conversion that the gradient goes through: the transpose of a -> b is dual(b) -> dual(a)."""
+    return dual(dst), dual(src)
+
+
+# (source, target) -> what moves. The only such table; the backward column follows by `transpose`.
+CONVERSIONS: dict[tuple[type, type], str] = {
+    (Invariant, Replicate): "none",
+    (Partial, Invariant): "all_reduce",
+    (Partial, Replicate): "all_reduce",
+    (Partial, Shard): "reduce_scatter",
+    (Shard, Replicate): "all_gather",
+    (Shard, Invariant): "all_gather",
+    (Invariant, Shard): "slice",
+    (Replicate, Shard): "slice",
+    (Shard, Shard): "all_to_all",
+    (Shard, Partial): "pad",  # the transpose of Replicate -> Shard
+    (Replicate, Partial): "divide",  # equal copies are addends once divided by their number; its own transpose
+}
+# Replicate -> Invariant has no row: it would claim that a gradient is summed which is not.
+
+
+def conversion(src: Placement, dst: Placement) -> str:
+    """What a conversion does: none, slice, pad, divide, all_gather, reduce_scatter, all_reduce, all_to_all.
+
+    Raises ValueError for a pair that no communication makes right (Replicate -> Invariant).
+    """
+    if src == dst:
+        return "none"
+    kind = CONVERSIONS.get((type(src), type(dst)))
+    if kind is None:
+        raise ValueError(f"placement: no conversion {src} -> {dst}")
+    return kind
+
+
+# --- pieces -------------------------------------------------------------------------------------------
+
+
+def check_shard(size: int, placement: Shard, ranks: int) -> None:
+    """Well-formed: blocks sum to the dim, every block divides over the ranks."""
+    blocks = placement.blocks or (size,)
+    if sum(blocks) != size:
+        raise ValueError(f"placement: blocks of {placement} sum to {sum(blocks)}, the dim has size {size}")
+    bad = [b for b in blocks if b % ranks]
+    if bad:
+        raise ValueError(f"placement: {placement} of size {size}: block of {bad[0]} does not divide over {ranks} ranks")
+
+
+def local_shape(shape: Iterable[int], placement: Placement, ranks: int) -> tuple[int, ...]:
+    """Shape of one rank's piece."""
+    out = list(shape)
+    if isinstance(placement, Shard):
+        check_shard(out[placement.dim], placement, ranks)
+        out[placement.dim] //= ranks
+    return tuple(out)
+
+
+def piece(value: torch.Tensor, placement: Placement, ranks: int, rank: int) -> torch.Tensor:
+    """Rank ``rank``'s piece of a whole tensor (a view when there is one block)."""
+    if not isinstance(placement, Shard):
+        return value
+    check_shard(value.shape[placement.dim], placement, ranks)
+    if not placement.blocks:
+        size = value.shape[placement.dim] // ranks
+        return value.narrow(placement.dim, rank * size, size)
+    parts, start = [], 0
+    for block in placement.blocks:
+        parts.append(value.narrow(placement.dim, start + rank * (block // ranks), block // ranks))
+        start += block
+    return torch.cat(parts, placement.dim)
+
+
+def join(pieces: list[torch.Tensor], placement: Placement) -> torch.Tensor:
+    """The whole tensor from every rank's piece; Partial pieces are summed. Inverse of `piece`."""
+    if isinstance(placement, Partial):
+        return torch.stack(pieces).sum(0)
+    if not isinstance(placement, Shard):
+        return pieces[0]
+    if not placement.blocks:
+        return torch.cat(pieces, placement.dim)
+    sizes = [b // len(pieces) for b in placement.blocks]
+    columns = zip(*(p.split(sizes, placement.dim) for p in pieces))
+    return torch.cat([part for column in columns for part in column], placement.dim)
+
+
+def nested_piece(
+    value: torch.Tensor, placements: Placements, sizes: Mapping[str, int], coordinate: Mapping[str, int]
+) -> torch.Tensor:
+    """The piece of one mesh coordinate. ``sizes`` lists the axes in cut order (`Mesh.cut_order`): each
+    axis cuts what the axes before it left."""
+    for axis, ranks in sizes.items():
+        value = piece(value, placements.get(axis, INVARIANT), ranks, coordinate[axis])
+    return value
+
+
+def nested_shape(shape: Iterable[int], placements: Placements, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Local shape after every axis has cut, in cut order."""
+    out = tuple(shape)
+    for axis, ranks in sizes.items():
+        out = local_shape(out, placements.get(axis, INVARIANT), ranks)
+    return out

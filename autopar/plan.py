@@ -1,0 +1,169 @@
+"""The plan: every decision about a graph on a mesh, frozen, printable with reasons, JSON in and out."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import GraphModule
+
+from autopar.mesh import Mesh
+from autopar.placement import INVARIANT, Placement, parse_placement
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user may ask for.
+
+    zero: 0 (parameters whole on dp) or 3 (cut over dp, gathered for use).
+    sequence_parallel: cut the residual stream along the sequence on tp.
+    micro_batches: number of gradient accumulation steps of one `train_step`.
+    whole_ops: operators without a rule (or with one) that shall run on whole values, by name ("aten.foo.default").
+    bucket_bytes: size of a gradient bucket.
+    """
+
+    zero: int = 0
+    sequence_parallel: bool = False
+    micro_batches: int = 1
+    whole_ops: tuple[str, ...] = ()
+    bucket_bytes: int = 25 * 2**20
+
+    def __post_init__(self) -> None:
+        if self.zero not in (0, 3):
+            raise ValueError(f"zero: expected 0 or 3, found {self.zero}")
+        if self.micro_batches < 1:
+            raise ValueError(f"micro_batches: expected at least 1, found {self.micro_batches}")
+
+
+@dataclass(frozen=True)
+class ParameterPlan:
+    """One parameter on one axis: how it is stored, how it enters compute, and why."""
+
+    stored: Placement = INVARIANT
+    used: Placement = INVARIANT
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A residual stream that sequence parallelism cuts: the value where it starts, and the dim."""
+
+    node: str
+    dim: int
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All decisions for one graph on one mesh. Passes carry them out and decide nothing themselves.
+
+    ``parameters``: name -> axis -> ParameterPlan (absent: Invariant). ``inputs``: name -> axis -> placement.
+    ``notes``: (subject, reason) pairs for what was left whole, and why.
+    """
+
+    mesh: Mesh
+    graph: str
+    options: Options = field(default_factory=Options)
+    parameters: Mapping[str, Mapping[str, ParameterPlan]] = field(default_factory=dict)
+    inputs: Mapping[str, Mapping[str, Placement]] = field(default_factory=dict)
+    streams: tuple[Stream, ...] = ()
+    notes: tuple[tuple[str, str], ...] = ()
+
+    def parameter(self, name: str, axis: str) -> ParameterPlan:
+        return self.parameters.get(name, {}).get(axis, ParameterPlan())
+
+    def stored(self, name: str) -> dict[str, Placement]:
+        """Stored placements of a parameter, Invariant axes left out."""
+        return {a: p.stored for a, p in self.parameters.get(name, {}).items() if p.stored != INVARIANT}
+
+    def override(self, changes: Mapping[str, Mapping[str, Placement | str]]) -> Plan:
+        """Change single decisions: ``plan.override({"lm_head.weight": {"tp": "I"}, "mask": {"dp": "S(1)"}})``.
+
+        Keys are parameter or input names, values axis -> placement (stored and used). Raises ValueError for names
+        or axes that the plan does not know.
+        """
+        parameters = {name: dict(axes) for name, axes in self.parameters.items()}
+        inputs = {name: dict(axes) for name, axes in self.inputs.items()}
+        for name, axes in changes.items():
+            if name not in parameters and name not in inputs:
+                known = ", ".join(list(parameters)[:6])
+                raise ValueError(f"plan: no parameter or input {name!r}; the plan has {known}, ...")
+            for axis, chosen in axes.items():
+                if axis not in self.mesh.sizes and axis != "mb":
+                    raise ValueError(f"plan: no axis {axis!r} in the mesh {self.mesh}")
+                target = parse_placement(chosen) if isinstance(chosen, str) else chosen
+                if name in parameters:
+                    parameters[name][axis] = ParameterPlan(target, target, "the user's choice")
+                else:
+                    inputs[name][axis] = target
+        return dataclasses.replace(self, parameters=parameters, inputs=inputs)
+
+    # --- text and JSON ------------------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        lines = [f"plan for graph {self.graph} on mesh {self.mesh}", f"  {self.options}"]
+        for name, axes in self.parameters.items():
+            for axis, p in axes.items():
+                used = f" used {p.used}" if p.used != p.stored else ""
+                lines.append(f"  {name:<60} {axis}: {p.stored}{used:<8} {p.reason}")
+        for name, placements in self.inputs.items():
+            shown = " ".join(f"{a}: {p}" for a, p in placements.items())
+            lines.append(f"  input {name:<54} {shown}")
+        for s in self.streams:
+            lines.append(f"  stream from {s.node:<48} tp: S({s.dim})  {s.reason}")
+        lines += [f"  note {subject}: {reason}" for subject, reason in self.notes]
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {
+                "mesh": [list(a) for a in self.mesh.axes],
+                "graph": self.graph,
+                "options": dataclasses.asdict(self.options),
+                "parameters": {
+                    name: {a: [str(p.stored), str(p.used), p.reason] for a, p in axes.items()}
+                    for name, axes in self.parameters.items()
+                },
+                "inputs": {name: {a: str(p) for a, p in axes.items()} for name, axes in self.inputs.items()},
+                "streams": [[s.node, s.dim, s.reason] for s in self.streams],
+                "notes": [list(n) for n in self.notes],
+            },
+            indent=1,
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Inverse of `to_json`. Raises ValueError for text that is not a plan."""
+        try:
+            data: dict[str, Any] = json.loads(text)
+            options = {k: tuple(v) if isinstance(v, list) else v for k, v in data["options"].items()}
+            return cls(
+                mesh=Mesh(tuple((str(n), int(s)) for n, s in data["mesh"])),
+                graph=data["graph"],
+                options=Options(**options),
+                parameters={
+                    name: {a: ParameterPlan(parse_placement(s), parse_placement(u), r) for a, (s, u, r) in axes.items()}
+                    for name, axes in data["parameters"].items()
+                },
+                inputs={n: {a: parse_placement(p) for a, p in axes.items()} for n, axes in data["inputs"].items()},
+                streams=tuple(Stream(n, d, r) for n, d, r in data["streams"]),
+                notes=tuple((s, r) for s, r in data["notes"]),
+            )
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"plan: expected the JSON of a plan, found {error!r}; write it with plan.to_json()") from error
+
+
+def graph_digest(gm: GraphModule) -> str:
+    """Identity of a graph's parameters: names, shapes, dtypes. Plans are made for it."""
+    signature = gm.meta["signature"]
+    by_name = {n.name: n for n in gm.graph.nodes if n.op == "placeholder"}
+    facts = [
+        (s.name, tuple(by_name[s.node].meta["val"].shape), str(by_name[s.node].meta["val"].dtype))
+        for s in signature.inputs
+        if s.kind == "parameter"
+    ]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]

@@ -1,0 +1,239 @@
+"""Which dims must be cut together: the closure of one cut over "same factor", by dataflow alone.
+
+Cut one dim of one weight. Every rule that meets the cut value says which other operands and results have the same factor;
+they are cut too, and so on until each path ends: in a contraction (the result is Partial), in an op that
+absorbs the factor (the loss), or at a value that depends on no parameter (a slice of it is free). A closure that meets a
+dim that may not be cut is rejected, with the reason.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import GraphModule, Node
+
+from autopar.graph import (
+    describe,
+    getitem_index,
+    global_shape,
+    is_call,
+    nbytes,
+    tensor_operands,
+    values,
+)
+from autopar.mesh import Mesh
+from autopar.placement import Shard
+from autopar.rules import Cat, Cut, Rule, RuleError, has_rule, rule_of
+
+# A slice of their result is free, and what is before them stays whole: kv heads repeated for more ranks than heads.
+BOUNDARIES = (torch.ops.aten.repeat_interleave.self_int,)
+
+
+class Rejected(Exception):
+    """The cut cannot be made; ``blocks`` lists block structures that may make it possible."""
+
+    def __init__(self, reason: str, blocks: list[tuple[int, ...]] | None = None) -> None:
+        super().__init__(reason)
+        self.blocks = blocks or []
+
+
+@dataclass
+class Closure:
+    """Everything that is cut together with one weight's dim, and what that costs."""
+
+    facts: dict[Node, Shard] = field(default_factory=dict)
+    parameters: dict[Node, Shard] = field(default_factory=dict)
+    contractions: dict[Node, int] = field(default_factory=dict)  # result -> bytes of the pending sum
+    absorbed: list[Node] = field(default_factory=list)
+    entries: dict[Node, int] = field(default_factory=dict)  # whole value that enters a cut region -> bytes
+    boundaries: list[Node] = field(default_factory=list)
+    products: int = 0  # multiplications that are cut, in elements of weights
+
+    @property
+    def traffic(self) -> int:
+        return sum(self.contractions.values()) + sum(self.entries.values())
+
+
+@dataclass
+class Analysis:
+    """Facts about a graph that all closures share."""
+
+    gm: GraphModule
+    mesh: Mesh
+    axis: str
+    parameters: set[Node] = field(default_factory=set)
+    from_parameter: set[Node] = field(default_factory=set)
+    rules: dict[Node, Rule] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        kinds = {s.node: s.kind for s in self.gm.meta["signature"].inputs}
+        for node in self.gm.graph.nodes:
+            if node.op == "placeholder" and kinds.get(node.name) == "parameter":
+                self.parameters.add(node)
+                self.from_parameter.add(node)
+            elif node.op == "call_function" and any(x in self.from_parameter for x in tensor_operands(node)):
+                self.from_parameter.add(node)
+
+    def rule(self, node: Node) -> Rule:
+        if node not in self.rules:
+            self.rules[node] = rule_of(node, self.axis, self.mesh, relaxed=True)
+        return self.rules[node]
+
+    @property
+    def ranks(self) -> int:
+        return self.mesh.size(self.axis)
+
+
+def close(analysis: Analysis, parameter: Node, shard: Shard) -> Closure:
+    """The closure of cutting a parameter. Raises Rejected."""
+    search = _Search(analysis, Closure())
+    search.add(parameter, shard)
+    search.run()
+    closure = search.closure
+    if not closure.contractions and not closure.absorbed:
+        raise Rejected("nothing contracts it")
+    return closure
+
+
+def close_with_blocks(analysis: Analysis, parameter: Node, dim: int) -> Closure:
+    """`close`, trying the block structures that the graph suggests (splits of fused projections)."""
+    size = global_shape(parameter)[dim]
+    tried: list[tuple[int, ...]] = []
+    waiting: list[tuple[int, ...]] = [()]
+    first: Rejected | None = None
+    while waiting and len(tried) < 8:
+        blocks = waiting.pop(0)
+        tried.append(blocks)
+        try:
+            return close(analysis, parameter, Shard(dim, blocks))
+        except Rejected as rejected:
+            first = first or rejected
+            waiting += [b for b in rejected.blocks if sum(b) == size and b not in tried and b not in waiting]
+    assert first is not None
+    raise first
+
+
+class _Search:
+    def __init__(self, analysis: Analysis, closure: Closure) -> None:
+        self.analysis, self.closure = analysis, closure
+        self.queue: deque[Node] = deque()
+
+    def add(self, node: Node, shard: Shard) -> None:
+        known = self.closure.facts.get(node)
+        if known is not None:
+            if known != shard:
+                raise Rejected(f"{node.name} would be cut both as {known} and as {shard}")
+            return
+        self.closure.facts[node] = shard
+        if node in self.analysis.parameters:
+            self.closure.parameters[node] = shard
+        self.queue.append(node)
+
+    def run(self) -> None:
+        while self.queue:
+            node = self.queue.popleft()
+            self._upstream(node)
+            for user in list(node.users):
+                if user.op == "output":
+                    continue
+                self._visit(user, operand=node)
+
+    def _upstream(self, node: Node) -> None:
+        if node.op == "placeholder":
+            if node not in self.analysis.parameters:
+                return  # an input: a slice of it is free when it has no gradient, and inputs have none
+            return
+        if node not in self.analysis.from_parameter:
+            return  # a mask, a table: a slice of it is free
+        if is_call(node, *BOUNDARIES):
+            self.closure.boundaries.append(node)
+            return
+        index = getitem_index(node)
+        if index is not None:
+            self._visit(node.args[0], result=index, value=node)  # type: ignore[arg-type]
+        else:
+            self._visit(node, result=0, value=node)
+
+    def _visit(self, call: Node, operand: Node | None = None, result: int | None = None, value: Node | None = None) -> None:
+        """Meet one op, having cut one of its operands or results."""
+        if getitem_index(call) is not None:
+            return  # handled with the op that makes the tuple
+        if not has_rule(call):
+            raise Rejected(f"no rule for {describe(call)}")
+        rule = self.analysis.rule(call)
+        cut: Cut | None = None
+        if operand is not None:
+            for i, x in enumerate(tensor_operands(call)):
+                dims = rule.operands[i]
+                if x is operand and dims is not None:
+                    cut = self._cut(rule, dims, self.closure.facts[operand], call)
+            if cut is None:
+                return  # only its shape matters
+        else:
+            assert result is not None and value is not None
+            cut = self._cut(rule, rule.results[result], self.closure.facts[value], call)
+        self._spread(call, rule, cut)
+
+    def _cut(self, rule: Rule, dims: tuple, shard: Shard, call: Node) -> Cut:  # type: ignore[type-arg]
+        try:
+            return rule.cut_of(dims, shard, self.analysis.ranks)
+        except RuleError as error:
+            raise Rejected(f"at {describe(call)}: {error}", suggestions(rule, dims, shard)) from None
+
+    def _spread(self, call: Node, rule: Rule, cut: Cut) -> None:
+        try:
+            operands = [None if d is None else rule.shard_of(d, cut) for d in rule.operands]
+            results = [rule.shard_of(d, cut) for d in rule.results]
+        except RuleError as error:
+            raise Rejected(f"at {describe(call)}: {error}") from None
+        nodes = tensor_operands(call)
+        for x, shard, dims in zip(nodes, operands, rule.operands, strict=True):
+            if shard is not None:
+                self.add(x, shard)
+            elif dims is not None and x in self.analysis.from_parameter and x not in self.analysis.parameters:
+                self.closure.entries[x] = nbytes(x)
+        self._note(call, rule, cut, results)
+        if isinstance(call.meta["val"], (list, tuple)):
+            for user in call.users:
+                index = getitem_index(user)
+                if index is not None and results[index] is not None:
+                    self.add(user, results[index])  # type: ignore[arg-type]
+        elif results[0] is not None:
+            self.add(call, results[0])
+
+    def _note(self, call: Node, rule: Rule, cut: Cut, results: list[Shard | None]) -> None:
+        if any(f in rule.absorbed for f in cut):
+            self.closure.absorbed.append(call)
+        elif results[0] is None and call not in self.closure.contractions:
+            self.closure.contractions[call] = sum(v.numel() * v.dtype.itemsize for v in values(call))
+        if call.target in PRODUCTS:
+            weights = [x for x in tensor_operands(call) if x in self.analysis.from_parameter]
+            self.closure.products += min((x.meta["val"].numel() for x in weights), default=0)
+
+
+PRODUCTS = (
+    torch.ops.aten.linear.default,
+    torch.ops.aten.matmul.default,
+    torch.ops.aten.conv1d.default,
+    torch.ops.aten.conv2d.default,
+    torch.ops.aten.conv3d.default,
+    torch.ops.autopar.grouped_mm.default,
+)
+
+
+def suggestions(rule: Rule, dims: tuple, shard: Shard) -> list[tuple[int, ...]]:  # type: ignore[type-arg]
+    """Block structures under which a dim could be cut: its parts, or one of its minor factors."""
+    dim = dims[shard.dim]
+    if isinstance(dim, Cat):
+        return [tuple(rule.sizes[p] for p in dim.parts)]
+    found, outer = [], 1
+    for i, factor in enumerate(dim):
+        inner = 1
+        for later in dim[i:]:
+            inner *= rule.sizes[later]
+        if outer > 1:
+            found.append((inner,) * outer)
+        outer *= rule.sizes[factor]
+    return found

@@ -1,0 +1,125 @@
+"""`make_plan`: choose the placement of every parameter, input and residual stream."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+
+from torch.fx import GraphModule, Node
+
+from autopar.graph import global_shape
+from autopar.mesh import Mesh
+from autopar.placement import INVARIANT, REPLICATE, Placement, Shard, local_shape
+from autopar.plan import Options, ParameterPlan, Plan, graph_digest
+from autopar.planner.closure import Analysis
+from autopar.planner.sequence import find_streams
+from autopar.planner.tensor_parallel import plan_tensor_parallel
+
+
+def make_plan(
+    gm: GraphModule,
+    mesh: Mesh,
+    options: Options | None = None,
+    fixed: Plan | None = None,
+    replicated_inputs: tuple[str, ...] = (),
+) -> Plan:
+    """Decide everything for a normalised global graph.
+
+    ``fixed``: an earlier plan of the same parameters (another input shape); its parameter placements are kept.
+    ``replicated_inputs``: inputs that are no part of the batch.
+    Raises ValueError for sizes that do not divide and for a plan of other parameters.
+    """
+    options = options or Options()
+    digest = graph_digest(gm)
+    if fixed is not None and fixed.graph != digest:
+        raise ValueError(f"plan: made for a graph with parameters {fixed.graph}, this one has {digest}; make a new plan")
+    names = {n: s.name for n, s in _nodes(gm) if s.kind == "parameter"}
+    parameters: dict[str, dict[str, ParameterPlan]] = {name: {} for name in names.values()}
+    notes: list[tuple[str, str]] = []
+    streams = ()
+    if mesh.size("tp") > 1:
+        analysis = Analysis(gm, mesh, "tp")
+        keep = {n: p.stored for n, name in names.items() if isinstance((p := _fixed(fixed, name, "tp")).stored, Shard)}
+        chosen = plan_tensor_parallel(analysis, names, keep)  # type: ignore[arg-type]
+        for name, decision in chosen.parameters.items():
+            parameters[name]["tp"] = decision
+        if fixed is not None:
+            for name in parameters:
+                parameters[name]["tp"] = fixed.parameter(name, "tp")
+        if not any(isinstance(p.stored, Shard) for axes in parameters.values() for p in axes.values()):
+            raise ValueError(_nothing_to_cut(chosen.refused, mesh))
+        notes += _refusals(parameters, chosen.refused, {name: len(global_shape(n)) for n, name in names.items()})
+        if options.sequence_parallel:
+            streams = find_streams(gm, chosen.contractions, mesh, "tp")
+    if mesh.size("dp") > 1:
+        for node, name in names.items():
+            p = _data_parallel(node, parameters[name], options, mesh)
+            parameters[name]["dp"] = p if fixed is None else fixed.parameter(name, "dp")
+    if options.micro_batches > 1:
+        for axes in parameters.values():
+            axes["mb"] = ParameterPlan(INVARIANT, REPLICATE, "gradients of micro-batches are added up")
+    inputs = _inputs(gm, mesh, options.micro_batches, replicated_inputs)
+    return Plan(mesh, digest, options, parameters, inputs, streams, tuple(notes))
+
+
+def _nodes(gm: GraphModule) -> list[tuple[Node, object]]:  # pairs of placeholder and InputSpec
+    specs = {s.node: s for s in gm.meta["signature"].inputs}
+    return [(n, specs[n.name]) for n in gm.graph.nodes if n.op == "placeholder"]
+
+
+def _fixed(plan: Plan | None, name: str, axis: str) -> ParameterPlan:
+    return plan.parameter(name, axis) if plan is not None else ParameterPlan()
+
+
+def _data_parallel(node: Node, axes: Mapping[str, ParameterPlan], options: Options, mesh: Mesh) -> ParameterPlan:
+    """DDP: whole, the gradient is all-reduced. ZeRO-3: cut along the first dim that divides, gathered for use."""
+    if options.zero == 0:
+        return ParameterPlan(INVARIANT, REPLICATE, "whole; gradients are summed")
+    if len(global_shape(node)) < 2:
+        return ParameterPlan(INVARIANT, REPLICATE, "a vector: too small to gather; gradients are summed")
+    shape = local_shape(global_shape(node), axes["tp"].stored, mesh.size("tp")) if "tp" in axes else global_shape(node)
+    ranks = mesh.size("dp")
+    for dim, size in sorted(enumerate(shape), key=lambda d: (-(d[1] % ranks == 0), d[0])):
+        if size % ranks == 0:
+            return ParameterPlan(Shard(dim), REPLICATE, "gathered right before use, gradients scattered")
+    return ParameterPlan(INVARIANT, REPLICATE, f"no dim of {tuple(shape)} divides over {ranks}; whole")
+
+
+def _inputs(
+    gm: GraphModule, mesh: Mesh, micro_batches: int, replicated: tuple[str, ...]
+) -> dict[str, dict[str, Placement]]:
+    """The batch is cut along dim 0, over dp and then over micro-batches. Its size is the most common leading size of the inputs."""
+    tensors = {s.name: n for n, s in _nodes(gm) if s.kind == "input"}  # type: ignore[attr-defined]
+    leading = Counter(global_shape(n)[0] for name, n in tensors.items() if len(global_shape(n)) and name not in replicated)
+    batch = max(leading, key=lambda size: (leading[size], size)) if leading else 0
+    cuts = {axis: size for axis, size in (("dp", mesh.size("dp")), ("mb", micro_batches)) if size > 1}
+    pieces = math.prod(cuts.values())
+    out: dict[str, dict[str, Placement]] = {}
+    for name, node in tensors.items():
+        shape = global_shape(node)
+        cut = bool(shape) and shape[0] == batch and name not in replicated
+        if cut and batch % pieces:
+            raise ValueError(
+                f"data_parallel: the batch of {batch} does not divide into {pieces} pieces (axis 'dp' of size "
+                f"{mesh.size('dp')}, {micro_batches} micro-batches); use a batch of {-(-batch // pieces) * pieces}"
+            )
+        out[name] = {axis: Shard(0) for axis in cuts} if cut else {}
+    return out
+
+
+def _refusals(
+    parameters: Mapping[str, Mapping[str, ParameterPlan]], refused: Mapping[tuple[str, int], str], ranks: Mapping[str, int]
+) -> list[tuple[str, str]]:
+    """Why weights stayed whole: the reason of each matrix that no decision cuts."""
+    out = []
+    for name, axes in parameters.items():
+        if ranks[name] > 1 and not isinstance(axes.get("tp", ParameterPlan()).stored, Shard):
+            why = "; ".join(f"dim {d}: {r}" for (n, d), r in refused.items() if n == name)
+            out.append((name, f"whole on tp: {why or 'a cheaper cut of its neighbours excludes it'}"))
+    return out
+
+
+def _nothing_to_cut(refused: Mapping[tuple[str, int], str], mesh: Mesh) -> str:
+    shown = "; ".join(f"{name} dim {dim}: {why}" for (name, dim), why in list(refused.items())[:3])
+    return f"tensor_parallel: no weight can be cut over axis 'tp' of size {mesh.size('tp')}: {shown}; choose another size"

@@ -1,0 +1,98 @@
+"""Residual streams: where sequence parallelism starts, and which values belong to a stream."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from torch.fx import GraphModule, Node
+
+from autopar.graph import getitem_index, global_shape, is_call, module_path, tensor_operands
+from autopar.mesh import Mesh
+from autopar.placement import Shard
+from autopar.plan import Stream
+from autopar.rules import Rule, RuleError, has_rule, rule_of
+
+SOURCES = (
+    torch.ops.aten.linear.default,
+    torch.ops.aten.embedding.default,
+    torch.ops.autopar.moe_combine.default,
+)
+
+
+def find_streams(gm: GraphModule, contractions: list[Node], mesh: Mesh, axis: str) -> tuple[Stream, ...]:
+    """One stream per residual stream: each pending sum (..., sequence, width) that no earlier stream reaches.
+
+    Raises ValueError when a stream's sequence does not divide over the axis.
+    """
+    order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    labels: dict[Node, Shard] = {}
+    streams: list[Stream] = []
+    for node in sorted(contractions, key=order.__getitem__):
+        if not is_call(node, *SOURCES) or len(global_shape(node)) < 3 or node in labels:
+            continue
+        dim = len(global_shape(node)) - 2
+        size, ranks = global_shape(node)[dim], mesh.size(axis)
+        if size % ranks:
+            raise ValueError(
+                f"sequence_parallel: sequence length {size} of the stream in {module_path(node) or node.name} does not divide "
+                f"over axis {axis!r} of size {ranks}; pad to {-(-size // ranks) * ranks} or set sequence_parallel=False"
+            )
+        streams.append(Stream(node.name, dim, f"residual stream of {module_path(node) or node.name}"))
+        labels |= spread_label(node, Shard(dim), mesh, axis)
+    return tuple(streams)
+
+
+def stream_labels(gm: GraphModule, streams: tuple[Stream, ...], mesh: Mesh, axis: str) -> dict[Node, Shard]:
+    """The sequence dim of every value of the streams, as the Shard that would cut it."""
+    by_name = {n.name: n for n in gm.graph.nodes}
+    labels: dict[Node, Shard] = {}
+    for stream in streams:
+        if stream.node not in by_name:
+            raise ValueError(f"plan: the stream's start {stream.node!r} is not in this graph; make a plan for it")
+        for node, shard in spread_label(by_name[stream.node], Shard(stream.dim), mesh, axis).items():
+            labels.setdefault(node, shard)
+    return labels
+
+
+def spread_label(start: Node, shard: Shard, mesh: Mesh, axis: str) -> dict[Node, Shard]:
+    """Follow one dim through ops that treat its entries alike. Ops that mix them (attention, norms over it) end it."""
+    labels = {start: shard}
+    queue = deque([start])
+    ranks = mesh.size(axis)
+
+    def spread(call: Node, rule: Rule, dims: tuple | None, value: Shard) -> None:  # type: ignore[type-arg]
+        if dims is None:
+            return
+        try:
+            cut = rule.cut_of(dims, value, ranks)
+            operands = [None if d is None else rule.shard_of(d, cut) for d in rule.operands]
+            results = [rule.shard_of(d, cut) for d in rule.results]
+        except RuleError:
+            return
+        if results[0] is None:
+            return  # contracted
+        found = list(zip(tensor_operands(call), operands, strict=True))
+        if isinstance(call.meta["val"], (list, tuple)):
+            found += [(u, results[i]) for u in call.users if (i := getitem_index(u)) is not None]
+        else:
+            found.append((call, results[0]))
+        for node, label in found:
+            if label is not None and node not in labels and node.op != "placeholder":
+                labels[node] = label
+                queue.append(node)
+
+    while queue:
+        node = queue.popleft()
+        index = getitem_index(node)
+        maker = node if index is None else node.args[0]
+        if isinstance(maker, Node) and maker.op == "call_function" and has_rule(maker):
+            rule = rule_of(maker, axis, mesh, relaxed=True)
+            spread(maker, rule, rule.results[index or 0], labels[node])
+        for user in node.users:
+            if user.op == "call_function" and has_rule(user) and getitem_index(user) is None:
+                rule = rule_of(user, axis, mesh, relaxed=True)
+                for i, x in enumerate(tensor_operands(user)):
+                    if x is node:
+                        spread(user, rule, rule.operands[i], labels[node])
+    return labels

@@ -1,0 +1,154 @@
+"""Which weights are columns and which are rows: the closures worth cutting, chosen by traffic per product cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Node
+
+from autopar.graph import global_shape, is_call, module_path, tensor_operands
+from autopar.placement import REPLICATE, Shard
+from autopar.plan import ParameterPlan
+from autopar.planner.closure import PRODUCTS, Analysis, Closure, Rejected, close_with_blocks
+
+# A table that only is looked up is worth an exchange of activations when it holds this share of all parameters.
+LOOKUP_SHARE = 0.01
+
+
+@dataclass
+class TensorParallel:
+    """The decisions on one axis: parameter plans, the Partial results they leave, what was refused."""
+
+    parameters: dict[str, ParameterPlan] = field(default_factory=dict)
+    contractions: list[Node] = field(default_factory=list)
+    refused: dict[tuple[str, int], str] = field(default_factory=dict)
+
+
+def plan_tensor_parallel(analysis: Analysis, names: dict[Node, str], fixed: dict[Node, Shard]) -> TensorParallel:
+    """Choose closures greedily, cheapest traffic per product first; each weight is cut along one dim only.
+
+    ``fixed``: the user's choices, whose closures come first. Raises ValueError where attention heads do not divide.
+    """
+    out = TensorParallel()
+    candidates = _candidates(analysis, names, out)
+    total = sum(p.meta["val"].numel() for p in analysis.parameters)
+    taken: dict[Node, Shard] = dict(fixed)
+    for closure in sorted(candidates, key=_traffic_per_product):
+        if any(p in taken and taken[p] != s for p, s in closure.parameters.items()):
+            continue
+        if not closure.products and sum(p.meta["val"].numel() for p in closure.parameters) < LOOKUP_SHARE * total:
+            for p, s in closure.parameters.items():
+                out.refused[names[p], s.dim] = "a table too small to be worth an exchange of activations"
+            continue
+        taken |= closure.parameters
+        _accept(analysis, closure, names, out)
+    _check_heads(analysis, out)
+    return out
+
+
+def _traffic_per_product(closure: Closure) -> tuple[bool, float]:
+    """Closures with products first, by traffic per product; then tables, by traffic per element."""
+    weight = closure.products or sum(p.meta["val"].numel() for p in closure.parameters)
+    return (not closure.products, closure.traffic / weight)
+
+
+def _candidates(analysis: Analysis, names: dict[Node, str], out: TensorParallel) -> list[Closure]:
+    """One closure for every class of dims; (parameter, dim) pairs of a class met before are not searched again."""
+    seen: set[tuple[Node, int]] = set()
+    found = []
+    for parameter in analysis.gm.graph.nodes:
+        if parameter not in analysis.parameters:
+            continue
+        shape = global_shape(parameter)
+        for dim in range(len(shape) if len(shape) > 1 else 0):
+            if (parameter, dim) in seen:
+                continue
+            try:
+                closure = close_with_blocks(analysis, parameter, dim)
+            except Rejected as rejected:
+                out.refused[names[parameter], dim] = str(rejected)
+                continue
+            seen |= {(p, s.dim) for p, s in closure.parameters.items()}
+            found.append(closure)
+    return found
+
+
+def _accept(analysis: Analysis, closure: Closure, names: dict[Node, str], out: TensorParallel) -> None:
+    for parameter, shard in closure.parameters.items():
+        out.parameters[names[parameter]] = ParameterPlan(shard, shard, _reason(parameter, shard, closure))
+    out.contractions += list(closure.contractions)
+    for boundary in closure.boundaries:
+        for weight in _weights_behind(analysis, boundary):
+            if weight not in closure.parameters:
+                why = "feeds values that every rank slices (fewer kv heads than ranks); its gradient is summed instead"
+                out.parameters.setdefault(names[weight], ParameterPlan(used=REPLICATE, reason=why))
+
+
+def _reason(parameter: Node, shard: Shard, closure: Closure) -> str:
+    users = [u for u in parameter.users for u in (u, *u.users)]
+    contracted = next((u for u in users if u in closure.contractions), None)
+    absorbed = next((u for u in users if u in closure.absorbed), None)
+    ends = f"{len(closure.contractions)} pending sum(s)" if closure.contractions else "the loss"
+    if contracted is not None:
+        return f"row: contracted at {contracted.name}, leaves a pending sum"
+    if absorbed is not None or closure.absorbed:
+        return "vocabulary: cut classes end in the loss"
+    heads = next((f for f in closure.facts if is_call(f, torch.ops.autopar.attention.default)), None)
+    kept = "heads kept whole" if heads is not None or _meets_attention(closure) else f"column: ends in {ends}"
+    fused = f", fused blocks {shard.blocks}" if shard.blocks else ""
+    return f"{kept}{fused}"
+
+
+def _meets_attention(closure: Closure) -> bool:
+    return any(is_call(u, torch.ops.autopar.attention.default) for f in closure.facts for u in f.users)
+
+
+def _weights_behind(analysis: Analysis, node: Node) -> list[Node]:
+    """Parameters between a value and the products that made it, the products' weights included."""
+    found, queue, seen = [], [node], set()
+    while queue:
+        x = queue.pop()
+        if x in seen:
+            continue
+        seen.add(x)
+        if x in analysis.parameters:
+            found.append(x)
+        elif x in analysis.from_parameter:
+            operands = tensor_operands(x)
+            if x.target in PRODUCTS:
+                operands = [o for o in operands if not _is_activation(analysis, o)]
+            queue += operands
+    return found
+
+
+def _is_activation(analysis: Analysis, node: Node) -> bool:
+    """Made of more than parameters: somewhere behind it is an input."""
+    seen, queue = set(), [node]
+    while queue:
+        x = queue.pop()
+        if x in seen:
+            continue
+        seen.add(x)
+        if x.op == "placeholder" and x not in analysis.parameters:
+            return True
+        if x.op == "call_function":
+            queue += tensor_operands(x)
+    return False
+
+
+def _check_heads(analysis: Analysis, out: TensorParallel) -> None:
+    """Attention that stays whole on a tensor parallel axis is the user's mistake in sizes: say so."""
+    ranks = analysis.ranks
+    for node in analysis.gm.graph.nodes:
+        if not is_call(node, torch.ops.autopar.attention.default):
+            continue
+        heads, kv_heads = global_shape(node.args[0])[1], global_shape(node.args[1])[1]
+        if heads % ranks:
+            fitting = [n for n in range(1, heads + 1) if heads % n == 0]
+            raise ValueError(
+                f"tensor_parallel: attention heads must divide over axis {analysis.axis!r} of size {ranks}, found {heads} heads "
+                f"({kv_heads} kv heads) in {module_path(node)}; choose a size from {fitting}"
+            )
+
+

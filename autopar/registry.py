@@ -1,0 +1,55 @@
+"""Name -> object. An unknown name is an error that lists the known ones."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Objects of one kind by name, in the order in which they were added.
+
+    SCHEDULES: Registry[Schedule] = Registry("schedule")
+    SCHEDULES.add("gpipe", GPipe())        # or @SCHEDULES.register("gpipe")
+    SCHEDULES["gpipe"]
+    """
+
+    def __init__(self, kind: str) -> None:
+        """``kind`` is the word for one entry in messages, such as "schedule"."""
+        self.kind = kind
+        self._entries: dict[str, T] = {}
+
+    def add(self, name: str, entry: T) -> T:
+        """Make ``entry`` known as ``name``, and return it. A name has one owner."""
+        assert name not in self._entries, f"{self.kind} {name!r} is registered twice"
+        self._entries[name] = entry
+        return entry
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """Decorator form of `add`."""
+        return lambda entry: self.add(name, entry)
+
+    def __getitem__(self, name: str) -> T:
+        """The entry of a name. Raises ValueError with the known names, and the closest one first."""
+        if name in self._entries:
+            return self._entries[name]
+        close = difflib.get_close_matches(str(name), self._entries, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        known = ", ".join(self._entries) or "none"
+        raise ValueError(f"{self.kind}: unknown name {name!r}; known are {known}{hint}")
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def items(self) -> list[tuple[str, T]]:
+        """(name, entry) pairs in order."""
+        return list(self._entries.items())

@@ -1,0 +1,130 @@
+"""Sharding rules as data (`rule`), the table of them (`table`), and how a node of a graph meets its rule."""
+
+from __future__ import annotations
+
+import operator
+
+from torch.fx import Node
+
+from autopar.graph import (
+    describe,
+    getitem_index,
+    has_gradient,
+    placement,
+    shape_on,
+    tensor_operands,
+    values,
+)
+from autopar.mesh import Mesh
+from autopar.placement import INVARIANT, Invariant, Placement, Replicate, nested_shape
+from autopar.rules.builders import opaque
+from autopar.rules.call import Call
+from autopar.rules.rule import Cat, Cut, Rule, RuleError, apply, matches
+from autopar.rules.table import RULES
+
+__all__ = [
+    "RULES", "Call", "Cat", "Cut", "Rule", "RuleError", "apply", "has_rule", "local_shapes", "matches", "operand_placements",
+    "result_placements", "rule_of", "set_results", "type_of",
+]  # fmt: skip
+
+
+def result_placements(node: Node, axis: str) -> tuple[Placement, ...]:
+    """Placements of every result of a node on an axis."""
+    several = node.meta.get("result_placements")
+    if several is not None:
+        found: tuple[Placement, ...] = several.get(axis, (INVARIANT,) * len(values(node)))
+        return found
+    return (placement(node, axis),)
+
+
+def set_results(node: Node, axis: str, placements: list[Placement]) -> None:
+    """Record the placements of a node's results."""
+    if isinstance(node.meta["val"], (list, tuple)):
+        node.meta["result_placements"] = {**node.meta.get("result_placements", {}), axis: tuple(placements)}
+    else:
+        node.meta["placements"] = {**node.meta.get("placements", {}), axis: placements[0]}
+
+
+def operand_placements(node: Node, axis: str) -> list[Placement]:
+    """Placement of every tensor operand; a getitem sees the one result that it takes."""
+    index = getitem_index(node)
+    if index is not None:
+        return [result_placements(node.args[0], axis)[index]]  # type: ignore[arg-type]
+    return [placement(x, axis) for x in tensor_operands(node)]
+
+
+def _result_shapes(node: Node, axis: str, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
+    if not isinstance(node.meta["val"], (list, tuple)):
+        return (shape_on(node, axis, mesh),)
+    shapes = node.meta.get("global_shape") or [tuple(v.shape) for v in values(node)]
+    cut: list[tuple[int, ...]] = []
+    for i, shape in enumerate(shapes):
+        earlier = {}
+        for name, size in mesh.cut_order.items():
+            if name == axis:
+                break
+            earlier[name] = size
+        placements = {name: result_placements(node, name)[i] for name in earlier}
+        cut.append(nested_shape(shape, placements, earlier))
+    return tuple(cut)
+
+
+def has_rule(node: Node) -> bool:
+    return node.target in RULES
+
+
+def rule_of(node: Node, axis: str, mesh: Mesh, relaxed: bool = False, whole: tuple[str, ...] = ()) -> Rule:
+    """The rule of a call, with factor sizes as the axis sees them.
+
+    ``whole`` names ops that the user asked to run whole. Raises ValueError for an op without a rule.
+    """
+    shapes = _result_shapes(node, axis, mesh)
+
+    def shape_of(x: Node) -> tuple[int, ...]:
+        index = getitem_index(node)
+        if index is not None and x is node.args[0]:
+            return _result_shapes(x, axis, mesh)[index]
+        return shape_on(x, axis, mesh)
+
+    call = Call(node, shape_of, shapes, axis=axis, relaxed=relaxed)
+    if str(node.target) in whole:
+        return opaque("the user asked for it to run whole")(call)
+    build = RULES.get(node.target)
+    if build is None:
+        raise ValueError(missing_rule(node, axis))
+    return build(call)
+
+
+def missing_rule(node: Node, axis: str) -> str:
+    """The message for an op that the table does not have."""
+    at = ", ".join(f"{x.name}: {p}" for x, p in zip(tensor_operands(node), operand_placements(node, axis), strict=True))
+    return (
+        f"placements: no sharding rule for {describe(node)} on axis {axis!r}, operands {at}; add one to "
+        f"autopar/rules/table.py (docs/adding.md), or run the op whole with whole_ops=({str(node.target)!r},)"
+    )
+
+
+def type_of(node: Node, axis: str, mesh: Mesh, whole: tuple[str, ...] = ()) -> list[Placement]:
+    """Result placements that the operands' placements imply. Raises RuleError where they do not fit."""
+    operands = operand_placements(node, axis)
+    gradients = [has_gradient(x) for x in tensor_operands(node)]
+    if not has_rule(node) and all(isinstance(p, Invariant) for p in operands):
+        return [INVARIANT for _ in values(node)]  # any op may run on whole, equal values
+    if node.target is operator.getitem:
+        return operands
+    return apply(rule_of(node, axis, mesh, whole=whole), operands, gradients, mesh.size(axis))
+
+
+def local_shapes(node: Node, mesh: Mesh) -> list[tuple[int, ...]]:
+    """Shapes of one rank's pieces of a node's results, from its global shapes and placements."""
+    shapes = node.meta["global_shape"]
+    shapes = shapes if isinstance(node.meta["val"], (list, tuple)) else [shapes]
+    axes = {axis: result_placements(node, axis) for axis in mesh.cut_order}
+    return [nested_shape(shape, {a: axes[a][i] for a in axes}, mesh.cut_order) for i, shape in enumerate(shapes)]
+
+
+def is_whole(p: Placement) -> bool:
+    """Replicate or Invariant."""
+    return isinstance(p, (Replicate, Invariant))
+
+

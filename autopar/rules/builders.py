@@ -1,0 +1,184 @@
+"""Rule functions for whole families of operators: einsum-like, pointwise, one dim blocked, reductions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch.fx import Node
+
+from autopar.graph import has_gradient
+from autopar.rules.call import Call, RuleFunction
+from autopar.rules.rule import Dims, Rule
+
+UNARY = (frozenset({0}),)
+
+
+def named_dims(call: Call, shape: tuple[int, ...], prefix: str = "d") -> Dims:
+    """One factor per dim: d0, d1, ..."""
+    return tuple(call.factor(f"{prefix}{i}", size) for i, size in enumerate(shape))
+
+
+def broadcast_dims(call: Call, shape: tuple[int, ...], result: tuple[int, ...]) -> Dims:
+    """Factors of an operand aligned to the right of the result; a broadcast dim has none."""
+    offset = len(result) - len(shape)
+    return tuple(
+        call.factor(f"d{i + offset}", size) if size == result[i + offset] else () for i, size in enumerate(shape)
+    )
+
+
+def pointwise(linear: str = "", keep: bool = False) -> RuleFunction:
+    """Elementwise with broadcasting. ``linear``: 'unary' (in the only tensor), 'sum' (in all together),
+    'product' (in either), 'numerator' (in the first), '' (in none)."""
+
+    def build(call: Call) -> Rule:
+        dims: list[Dims | None] = [broadcast_dims(call, call.shape_of(x), call.result) for x in call.operands]
+        n = len(dims)
+        scales = linear in ("product", "numerator")
+        sets: tuple[frozenset[int], ...] = ()
+        if n == 1 and linear in ("unary", "product", "numerator"):
+            sets = UNARY
+        elif linear == "sum" and n > 1:
+            sets = (frozenset(range(n)),)
+        elif linear == "product":
+            sets = tuple(frozenset({i}) for i in range(n))
+        elif linear == "numerator":
+            sets = UNARY
+        return call.rule(dims, [named_dims(call, call.result)], linear=sets, keep_partial=keep or scales and _by_constant(call))
+
+    return build
+
+
+def _by_constant(call: Call) -> bool:
+    """mul or div by a scalar: passing a Partial on costs nothing."""
+    others = call.operands[1:]
+    return not others or all(not x.meta["val"].dim() and not has_gradient(x) for x in others)
+
+
+def einsum(equation: str, names: str, bias: str = "") -> RuleFunction:
+    """``'... i, o i -> ... o'`` over the named arguments; linear in each alone. ``bias``: an optional addend of the
+    result's last dim, which forbids a contraction to be cut (it would be added once per rank)."""
+    left, right = equation.split("->")
+    terms = [term.split() for term in left.split(",")]
+    target = right.split()
+
+    def build(call: Call) -> Rule:
+        operands: dict[int, Dims] = {}
+        for name, term in zip(names.split(), terms, strict=True):
+            operands[id(name)] = _term_dims(call, term, call.shape(name))
+        result = _term_dims(call, target, call.result)
+        dims: list[Dims | None] = list(operands.values())
+        present = {f for dim in result for f in dim}
+        contracted = [f for d in dims if d for dim in d for f in dim if f not in present]
+        blocked = {}
+        sets: tuple[frozenset[int], ...] = tuple(frozenset({i}) for i in range(len(dims)))
+        if bias and call.args.get(bias) is not None:
+            dims.append((result[-1],))
+            sets = ()
+            if not call.relaxed:
+                blocked = {f: "the bias would be added once per rank; split it off first" for f in contracted}
+        return call.rule(dims, [result], blocked=blocked, linear=sets)
+
+    return build
+
+
+def _term_dims(call: Call, term: list[str], shape: tuple[int, ...]) -> Dims:
+    if "..." not in term:
+        assert len(term) == len(shape), f"{call.node}: {term} against {shape}"
+        return tuple(call.factor(f, s) for f, s in zip(term, shape, strict=True))
+    at = term.index("...")
+    tail = len(term) - at - 1
+    lead = len(shape) - tail - at
+    head = tuple(call.factor(f, s) for f, s in zip(term[:at], shape[:at], strict=True))
+    # broadcast dims align to the right of the dots
+    dots = tuple(call.factor(f"lead{lead - i}", s) for i, s in enumerate(shape[at : at + lead]))
+    rest = tuple(call.factor(f, s) for f, s in zip(term[at + 1 :], shape[at + lead :], strict=True))
+    return head + dots + rest
+
+
+def blocks_dims(
+    dims_of: Callable[[Call], Iterable[int]], why: str, source: str = "self", linear: bool = False
+) -> RuleFunction:
+    """Same shape in and out, some dims not to be cut (softmax, cumsum, flip, sort)."""
+
+    def build(call: Call) -> Rule:
+        shape = call.shape(source)
+        dims = named_dims(call, shape)
+        blocked = {f"d{i}": why for i in dims_of(call)}
+        operands: list[Dims | None] = [
+            dims if call.shape_of(x) == shape else broadcast_dims(call, call.shape_of(x), shape) for x in call.operands
+        ]
+        results = [dims if r == shape else _unlinked(call, r, dims, i) for i, r in enumerate(call.result_shapes)]
+        sets = UNARY if linear and len(operands) == 1 else ()
+        return call.rule(operands, results, blocked=blocked, linear=sets)
+
+    return build
+
+
+def _unlinked(call: Call, shape: tuple[int, ...], dims: Dims, i: int) -> Dims:
+    """A result whose blocked dims changed size (topk, layer_norm's statistics): equal sizes link, others do not."""
+    out = []
+    for d, size in enumerate(shape):
+        same = d < len(dims) and dims[d] and call.sizes[dims[d][0]] == size  # type: ignore[index]
+        out.append(dims[d] if same else call.factor(f"new{i}_{d}", size))
+        if not same and size != 1:
+            call.sizes[f"new{i}_{d}"] = size
+    return tuple(out)
+
+
+def reduction(linear: bool, dim: str = "dim", keepdim: str = "keepdim") -> RuleFunction:
+    """sum and mean contract the dims they reduce; amax and the like (``linear=False``) block them."""
+
+    def build(call: Call) -> Rule:
+        shape = call.shape("self")
+        dims = named_dims(call, shape)
+        reduced = _reduced(call.args.get(dim), len(shape))
+        keep = bool(call.args.get(keepdim, False))
+        result = tuple(() if i in reduced else d for i, d in enumerate(dims) if keep or i not in reduced)
+        blocked = {} if linear else {f"d{i}": f"{call.node.target} reduces it" for i in reduced}
+        return call.rule(
+            [dims],
+            [result for _ in call.result_shapes],
+            blocked=blocked,
+            linear=UNARY if linear else (),
+            keep_partial=linear,
+        )
+
+    return build
+
+
+def _reduced(dim: Any, rank: int) -> set[int]:
+    if dim is None or dim == []:
+        return set(range(rank))
+    return {int(d) % max(rank, 1) for d in (dim if isinstance(dim, (list, tuple)) else [dim])}
+
+
+def factory(call: Call) -> Rule:
+    """No tensor operand, or operands of which only dtype and device matter: whole everywhere."""
+    return call.rule([None for _ in call.operands], [named_dims(call, r, f"r{i}_") for i, r in enumerate(call.result_shapes)])
+
+
+def like(call: Call) -> Rule:
+    """zeros_like and kin: the result is cut as the operand is."""
+    dims = named_dims(call, call.result)
+    return call.rule([dims], [dims])
+
+
+def opaque(why: str) -> RuleFunction:
+    """No dim may be cut; the op runs whole."""
+
+    def build(call: Call) -> Rule:
+        operands: list[Dims | None] = [named_dims(call, call.shape_of(x), f"o{i}_") for i, x in enumerate(call.operands)]
+        results = [named_dims(call, r, f"r{i}_") for i, r in enumerate(call.result_shapes)]
+        return call.rule(operands, results, blocked={f: why for f in call.sizes})
+
+    return build
+
+
+def words(text: str) -> list[str]:
+    return re.findall(r"\S+", text)
+
+
+def is_tensor(value: Any) -> bool:
+    return isinstance(value, Node)

@@ -1,0 +1,65 @@
+"""One call of an operator as the rules see it: named arguments, and shapes as one mesh axis sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torch.fx import Node
+
+from autopar.graph import arguments, tensor_operands
+from autopar.rules.rule import Dims, Rule
+
+Shape = tuple[int, ...]
+
+
+@dataclass
+class Call:
+    """``shape_of`` gives an operand's shape before the axis at hand cuts it, ``result_shapes`` that of the results.
+
+    ``relaxed``: the planner's view, in which a bias is no obstacle (it is split off once the plan needs it).
+    """
+
+    node: Node
+    shape_of: Callable[[Node], Shape]
+    result_shapes: tuple[Shape, ...]
+    axis: str = ""
+    relaxed: bool = False
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def args(self) -> dict[str, Any]:
+        return arguments(self.node)
+
+    @cached_property
+    def operands(self) -> list[Node]:
+        return tensor_operands(self.node)
+
+    @property
+    def result(self) -> Shape:
+        return self.result_shapes[0]
+
+    def shape(self, name: str) -> Shape:
+        """Shape of a tensor argument."""
+        return self.shape_of(self.args[name])
+
+    def dim(self, name: str = "dim", of: str = "self") -> int:
+        """An argument that names a dim, counted from the front."""
+        return int(self.args[name]) % max(len(self.shape(of)), 1)
+
+    def factor(self, name: str, size: int) -> tuple[str, ...]:
+        """Introduce (or meet again) a factor; a size of 1 has none."""
+        if size == 1:
+            return ()
+        known = self.sizes.setdefault(name, size)
+        assert known == size, f"{self.node}: factor {name} has sizes {known} and {size}"
+        return (name,)
+
+    def rule(self, operands: list[Dims | None], results: list[Dims], **facts: Any) -> Rule:
+        """The finished rule, with sizes filled in."""
+        return Rule(tuple(operands), tuple(results), dict(self.sizes), **facts)
+
+
+RuleFunction = Callable[[Call], Rule]

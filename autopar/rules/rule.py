@@ -1,0 +1,180 @@
+"""Sharding rules: what an operator means for pieces, as data, and the one function that applies them.
+
+A rule names the *factors* of every dim of every operand and result, in the style of Shardy:
+``linear: (... i), (o i) -> (... o)``. A factor that is in an operand but not in a result is contracted: sharding it
+leaves the result Partial. What factors alone cannot say is listed beside them: factors that may not be cut (``blocked``:
+softmax, norms, slices), operands in which the op is linear (what may pass a Partial), dims that merge several factors
+(``("b", "s")``, major to minor) or concatenate them (`Cat`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from autopar.placement import INVARIANT, PARTIAL, REPLICATE, Invariant, Partial, Placement, Replicate, Shard
+
+
+@dataclass(frozen=True)
+class Cat:
+    """A dim that is the concatenation of factors, all cut together or not at all."""
+
+    parts: tuple[str, ...]
+
+
+Dim = tuple[str, ...] | Cat
+Dims = tuple[Dim, ...]
+Cut = dict[str, tuple[int, ...]]  # the factors cut by an axis, each with the blocks of its own extent
+
+
+class RuleError(Exception):
+    """The placements do not fit the rule; the message says why."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Factors of each operand and result; see the module's docstring.
+
+    ``operands[i] is None``: only the shape of the operand matters (zeros_like), any placement will do.
+    ``absorbed``: factors whose exchange happens inside the op, so that the result is Invariant (the vocabulary in a loss).
+    ``linear``: sets of operands that may be Partial together (others then Replicate), giving a Partial result.
+    ``keep_partial``: whether passing a Partial on is as cheap as resolving it first (views, sums of addends).
+    ``addends``: operand -> factor; when the factor is cut the operand is expected Partial: each rank's own part of
+    a sum (the row offsets of the tokens it holds).
+    """
+
+    operands: tuple[Dims | None, ...]
+    results: tuple[Dims, ...]
+    sizes: dict[str, int]
+    blocked: dict[str, str] = field(default_factory=dict)
+    absorbed: frozenset[str] = frozenset()
+    linear: tuple[frozenset[int], ...] = ()
+    keep_partial: bool = False
+    addends: dict[int, str] = field(default_factory=dict)
+
+    def cut_of(self, dims: Dims, shard: Shard, ranks: int) -> Cut:
+        """The factors that a Shard of a tensor with these dims cuts. Raises RuleError if it cuts none cleanly."""
+        dim = dims[shard.dim]
+        size = self.dim_size(dim)
+        blocks = shard.blocks or (size,)
+        cut = self._cut_cat(dim, blocks) if isinstance(dim, Cat) else self._cut_merged(dim, blocks, ranks)
+        if cut is None:
+            raise RuleError(f"{shard} does not fall on a boundary of the dim's factors {self.show(dim)}")
+        for factor, sizes in cut.items():
+            if factor in self.blocked:
+                raise RuleError(f"dim {shard.dim} of size {size} cannot be cut: {self.blocked[factor]}")
+            if any(b % ranks for b in sizes):
+                raise RuleError(f"a size of {next(b for b in sizes if b % ranks)} does not divide over {ranks} ranks")
+        return cut
+
+    def _cut_cat(self, dim: Cat, blocks: tuple[int, ...]) -> Cut | None:
+        cut, position = {}, 0
+        for part in dim.parts:
+            taken: list[int] = []
+            while sum(taken) < self.sizes[part] and position < len(blocks):
+                taken.append(blocks[position])
+                position += 1
+            if sum(taken) != self.sizes[part]:
+                return None
+            cut[part] = tuple(taken)
+        return cut
+
+    def _cut_merged(self, dim: tuple[str, ...], blocks: tuple[int, ...], ranks: int) -> Cut | None:
+        sizes = [self.sizes[f] for f in dim]
+        fallback = None
+        for i, factor in enumerate(dim):
+            outer, inner = math.prod(sizes[:i]), math.prod(sizes[i + 1 :])
+            period = len(blocks) // outer
+            if len(blocks) % outer or blocks != blocks[:period] * outer or any(b % inner for b in blocks[:period]):
+                continue
+            mine = tuple(b // inner for b in blocks[:period])
+            if sum(mine) != sizes[i] or sizes[i] == 1:
+                continue
+            if all(b % ranks == 0 for b in mine):
+                return {factor: mine}
+            fallback = fallback or {factor: mine}
+        return fallback
+
+    def shard_of(self, dims: Dims, cut: Cut) -> Shard | None:
+        """The Shard that a cut means for a tensor with these dims; None if it has no cut factor."""
+        for position, dim in enumerate(dims):
+            if isinstance(dim, Cat):
+                if any(part in cut for part in dim.parts):
+                    if not all(part in cut for part in dim.parts):
+                        raise RuleError("parts of a concatenation are cut apart from each other")
+                    return Shard(position, tuple(b for part in dim.parts for b in cut[part]))
+                continue
+            for i, factor in enumerate(dim):
+                if factor in cut:
+                    outer = math.prod(self.sizes[f] for f in dim[:i])
+                    inner = math.prod(self.sizes[f] for f in dim[i + 1 :])
+                    return Shard(position, tuple(b * inner for b in cut[factor]) * outer)
+        return None
+
+    def dim_size(self, dim: Dim) -> int:
+        sizes = [self.sizes[f] for f in (dim.parts if isinstance(dim, Cat) else dim)]
+        return sum(sizes) if isinstance(dim, Cat) else math.prod(sizes)
+
+    def show(self, dim: Dim) -> str:
+        parts = dim.parts if isinstance(dim, Cat) else dim
+        return (" + " if isinstance(dim, Cat) else "·").join(f"{f}={self.sizes[f]}" for f in parts) or "1"
+
+    def required(self, cut: Cut) -> list[Placement | None]:
+        """Operand placements that a cut asks for; None where any will do."""
+        out: list[Placement | None] = []
+        for i, dims in enumerate(self.operands):
+            if dims is None:
+                out.append(None)
+            elif i in self.addends and self.addends[i] in cut:
+                out.append(PARTIAL)
+            else:
+                out.append(self.shard_of(dims, cut) or REPLICATE)
+        return out
+
+    def produced(self, cut: Cut) -> list[Placement]:
+        """Result placements under a cut."""
+        whole = INVARIANT if any(f in self.absorbed for f in cut) else PARTIAL
+        return [self.shard_of(dims, cut) or whole for dims in self.results]
+
+
+def apply(rule: Rule, operands: Sequence[Placement], gradients: Sequence[bool], ranks: int) -> list[Placement]:
+    """Result placements of an op whose operands have these placements: the type rule.
+
+    ``gradients``: which operands carry a gradient. Those without are the same whether called Replicate or Invariant.
+    Raises RuleError when the op would be wrong on pieces, or when a gradient would arrive unsummed or twice summed.
+    """
+    used = [(i, p, g) for i, (p, g) in enumerate(zip(operands, gradients, strict=True)) if rule.operands[i] is not None]
+    cut: Cut | None = None
+    for i, p, _ in used:
+        if isinstance(p, Shard):
+            dims = rule.operands[i]
+            assert dims is not None
+            mine = rule.cut_of(dims, p, ranks)
+            if cut is not None and mine != cut:
+                raise RuleError(f"operands are cut along different factors: {sorted(cut)} and {sorted(mine)}")
+            cut = mine
+    if cut is not None:
+        for (i, p, g), need in zip(used, [n for n in rule.required(cut) if n is not None], strict=True):
+            if not matches(p, need, g):
+                raise RuleError(f"operand {i} is {p}, the cut of {sorted(cut)} needs {need}")
+        return rule.produced(cut)
+    partial = frozenset(i for i, p, _ in used if isinstance(p, Partial))
+    if partial:
+        if partial not in rule.linear:
+            raise RuleError(f"the op is not linear in its Partial operands {sorted(partial)}")
+        for i, p, g in used:
+            if i not in partial and not matches(p, REPLICATE, g):
+                raise RuleError(f"operand {i} is {p} beside a Partial operand, needs R")
+        return [PARTIAL for _ in rule.results]
+    kinds = {type(p) for _, p, g in used if g}
+    if kinds == {Replicate, Invariant}:
+        raise RuleError("operands mix Replicate and Invariant")
+    return [REPLICATE if Replicate in kinds else INVARIANT for _ in rule.results]
+
+
+def matches(have: Placement, need: Placement, gradient: bool) -> bool:
+    """Equal, or both whole when no gradient flows."""
+    if have == need:
+        return True
+    return not gradient and isinstance(have, (Replicate, Invariant)) and isinstance(need, (Replicate, Invariant))

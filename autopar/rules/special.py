@@ -1,0 +1,267 @@
+"""Rules of operators with a meaning of their own: embedding, loss, attention, convolution, experts, indexing."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch.fx import Node
+
+from autopar.conversions import conversion_of
+from autopar.mesh import AXES
+from autopar.placement import Placement, Shard
+from autopar.rules.builders import UNARY, broadcast_dims, named_dims
+from autopar.rules.call import Call
+from autopar.rules.rule import Dim, Dims, Rule
+
+
+def embedding(call: Call) -> Rule:
+    """(v h), (... ) -> (... h). v is contracted: a rank answers for its own rows and gives zeros for the others."""
+    rows, width = call.shape("weight")
+    ids = named_dims(call, call.shape("indices"), "i")
+    v, h = call.factor("v", rows), call.factor("h", width)
+    return call.rule([(v, h), ids], [(*ids, h)], linear=UNARY)
+
+
+def cross_entropy(call: Call) -> Rule:
+    """(n c), (n) -> (n), (n). The exchange over classes happens inside: a maximum, and one sum of two numbers per row."""
+    rows, classes = call.shape("logits")
+    n, c = call.factor("n", rows), call.factor("c", classes)
+    return call.rule([(n, c), (n,)], [(n,), (n,)], absorbed=frozenset({"c"}))
+
+
+def attention(call: Call) -> Rule:
+    """q (b, hk·g, s, d), k (b, hk, t, d), v (b, hk, t, e) -> (b, hk·g, s, e), (b, hk·g, s). Heads and batch may be cut."""
+    batch, heads, queries, width = call.shape("q")
+    _, kv_heads, keys, _ = call.shape("k")
+    b, s, t = call.factor("b", batch), call.factor("s", queries), call.factor("t", keys)
+    d, e = call.factor("d", width), call.factor("e", call.shape("v")[3])
+    hk, g = call.factor("hk", kv_heads), call.factor("g", heads // kv_heads)
+    h = (*hk, *g)
+    full: Dims = (b, h, s, t)
+    optional: dict[str, Dims] = {"sinks": (h,), "key_mask": (b, t), "segments": (b, s)}
+    operands: list[Dims | None] = [(b, h, s, d), (b, hk, t, d), (b, hk, t, e)]
+    for name in ("bias", "key_mask", "segments", "sinks", "seed"):
+        if isinstance(call.args.get(name), Node):
+            shape = call.shape(name)
+            if name == "bias":
+                operands.append(_aligned(call, shape, full, (batch, heads, queries, keys)))
+            elif name == "seed":
+                operands.append(())
+            else:
+                operands.append(tuple(() if n == 1 else dim for n, dim in zip(shape, optional[name], strict=True)))
+    operands += [None] * (len(call.operands) - len(operands))
+    why = "attention mixes it; context parallelism cuts it"
+    blocked = {f: why for dims in (s, t) for f in dims}
+    blocked |= {f: "attention contracts it before a softmax" for f in d}
+    return call.rule(operands, [(b, h, s, e), (b, h, s)], blocked=blocked)
+
+
+def _aligned(call: Call, shape: tuple[int, ...], full: Dims, sizes: tuple[int, ...]) -> Dims:
+    offset = len(full) - len(shape)
+    return tuple(full[i + offset] if n == sizes[i + offset] and n != 1 else () for i, n in enumerate(shape))
+
+
+def dropout(call: Call) -> Rule:
+    """Elementwise: the mask depends on the global position of an element, which localisation passes in."""
+    dims = named_dims(call, call.shape("x"))
+    return call.rule([dims, (), *[None] * (len(call.operands) - 2)], [dims])
+
+
+def convolution(call: Call) -> Rule:
+    """x (b, g·ci, ...), w (g·co, ci, ...) -> (b, g·co, ...). Spatial dims are blocked: windows overlap."""
+    source, weight, result = call.shape("input"), call.shape("weight"), call.result
+    groups = int(call.args["groups"])
+    b = call.factor("b", source[0]) if len(source) == len(weight) else None
+    lead = () if b is None else (b,)
+    g, co, ci = call.factor("g", groups), call.factor("co", weight[0] // groups), call.factor("ci", weight[1])
+    first = len(lead)
+    spatial_in = tuple(call.factor(f"x{i}", n) for i, n in enumerate(source[first + 1 :]))
+    spatial_w = tuple(call.factor(f"w{i}", n) for i, n in enumerate(weight[2:]))
+    spatial_out = tuple(call.factor(f"y{i}", n) for i, n in enumerate(result[first + 1 :]))
+    operands: list[Dims | None] = [(*lead, (*g, *ci), *spatial_in), ((*g, *co), ci, *spatial_w)]
+    blocked = {f: "windows of a convolution overlap" for f in call.sizes if f[0] in "xwy"}
+    sets: tuple[frozenset[int], ...] = (frozenset({0}), frozenset({1}))
+    if isinstance(call.args.get("bias"), Node):
+        operands.append(((*g, *co),))
+        sets = ()
+        if not call.relaxed:
+            blocked |= {f: "the bias would be added once per rank; split it off first" for f in ci}
+    return call.rule(operands, [(*lead, (*g, *co), *spatial_out)], blocked=blocked, linear=sets)
+
+
+def pooling(call: Call) -> Rule:
+    """(b, c, ...) -> (b, c, ...) with the window dims blocked. Leading dims of equal size pass."""
+    source = call.shape_of(call.operands[0])
+    window = _window_rank(call)
+    dims = named_dims(call, source)
+    results: list[Dims] = []
+    for r, shape in enumerate(call.result_shapes):
+        tail = tuple(call.factor(f"out{r}_{i}", n) for i, n in enumerate(shape[len(shape) - window :]))
+        results.append((*dims[: len(source) - window], *tail))
+    blocked = {f: "a pooling window spans it" for dim in dims[len(source) - window :] for f in dim}
+    blocked |= {f: "it is made of pooling windows" for f in call.sizes if f.startswith("out")}
+    return call.rule([dims], results, blocked=blocked)
+
+
+def _window_rank(call: Call) -> int:
+    name = str(call.node.target)
+    return next(int(d) for d in "123" if f"{d}d" in name)
+
+
+def group_norm(call: Call) -> Rule:
+    """(b, c, ...): statistics over channels and space; only the batch may be cut."""
+    source = call.shape("input")
+    dims = named_dims(call, source)
+    operands: list[Dims | None] = [dims]
+    operands += [(dims[1],) for name in ("weight", "bias") if isinstance(call.args.get(name), Node)]
+    return call.rule(operands, [dims], blocked={f"d{i}": "group_norm normalises over it" for i in range(1, len(source))})
+
+
+def layer_norm(call: Call) -> Rule:
+    """(... h), (h), (h) -> (... h); h is blocked."""
+    source = call.shape("input")
+    dims = named_dims(call, source)
+    n = len(call.args["normalized_shape"])
+    operands: list[Dims | None] = [dims]
+    operands += [dims[len(dims) - n :] for name in ("weight", "bias") if isinstance(call.args.get(name), Node)]
+    blocked = {f"d{i}": "the norm's statistics span it" for i in range(len(source) - n, len(source))}
+    return call.rule(operands, [dims], blocked=blocked)
+
+
+def gather(call: Call) -> Rule:
+    """Dims other than the gathered one pass where operand and index have the same size."""
+    dim = call.dim()
+    shape, index = call.shape("self"), call.shape("index")
+    dims = tuple(call.factor(f"d{i}", n) for i, n in enumerate(shape))
+    picked = tuple(
+        dims[i] if i != dim and n == shape[i] else call.factor(f"p{i}", n) for i, n in enumerate(index)
+    )
+    blocked = {f"d{i}": "gather reads anywhere in it" for i in range(len(shape)) if i == dim or index[i] != shape[i]}
+    blocked |= {f: "gather picks less than the dim" for f in call.sizes if f.startswith("p") and f != f"p{dim}"}
+    return call.rule([dims, picked], [picked], blocked=blocked, linear=UNARY)
+
+
+def index_select(call: Call) -> Rule:
+    """(.. d ..), (n) -> (.. n ..)."""
+    dim = call.dim()
+    shape = call.shape("self")
+    dims = named_dims(call, shape)
+    n = call.factor("n", call.result[dim])
+    blocked = {f"d{dim}": "entries anywhere in it are selected"}
+    return call.rule([dims, (n,)], [(*dims[:dim], n, *dims[dim + 1 :])], blocked=blocked, linear=UNARY)
+
+
+def advanced_index(call: Call) -> Rule:
+    """x[i, j, :]: indexed dims are blocked, index dims broadcast together, the rest pass."""
+    shape = call.shape("self")
+    indices: list[Any] = list(call.args["indices"]) + [None] * (len(shape) - len(call.args["indices"]))
+    at = [i for i, x in enumerate(indices) if x is not None]
+    dims = named_dims(call, shape, "x")
+    rest = [d for i, d in enumerate(dims) if i not in at]
+    index_shapes = [call.shape_of(indices[i]) for i in at]
+    rank = max(len(s) for s in index_shapes)
+    first = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
+    picked_shape = call.result[first : first + rank]
+    picked = tuple(call.factor(f"d{i}", n) for i, n in enumerate(picked_shape))
+    operands: list[Dims | None] = [dims, *(broadcast_dims(call, s, picked_shape) for s in index_shapes)]
+    blocked = {f"x{i}": "entries anywhere in it are indexed" for i in at}
+    boolean = any(indices[i].meta["val"].dtype.is_floating_point is False and _is_bool(indices[i]) for i in at)
+    if boolean:
+        blocked |= {f: "a boolean mask gives a size known only at run time" for f in call.sizes}
+    result: Dims = (*rest[:first], *picked, *rest[first:])
+    return call.rule(operands, [result], blocked=blocked, linear=UNARY)
+
+
+def _is_bool(node: Node) -> bool:
+    return "bool" in str(node.meta["val"].dtype)
+
+
+# --- experts ---------------------------------------------------------------------------------------------
+
+
+def moe_dispatch(call: Call) -> Rule:
+    """x (t, h), expert (t, k) -> rows (t·k, h), order (t·k), offsets (e): every rank sorts the tokens it holds."""
+    tokens, width = call.shape("x")
+    t, h = call.factor("t", tokens), call.factor("h", width)
+    k = call.factor("k", call.shape("expert")[1])
+    e = call.factor("e", call.result_shapes[2][0])
+    rows: Dim = (*t, *k)
+    blocked = {f: "every token goes to several experts" for f in k} | {f: "experts are offsets here" for f in e}
+    if call.axis == "tp":
+        blocked |= {f: "tokens are gathered before experts that tp cuts" for f in t}
+    return call.rule([(t, h), (t, k)], [(rows, h), (rows,), (e,)], blocked=blocked)
+
+
+def grouped_mm(call: Call) -> Rule:
+    """rows (n, i), weight (e, o, i) or (e, i, o), offsets (e) -> (n, o)."""
+    rows, width = call.shape("rows")
+    experts, a, b = call.shape("weight")
+    n, i, e = call.factor("n", rows), call.factor("i", width), call.factor("e", experts)
+    o = call.factor("o", a if not call.args["transposed"] else b)
+    weight: Dims = (e, i, o) if call.args["transposed"] else (e, o, i)
+    blocked = {f: "cut by expert parallelism, through the dispatch" for f in e}
+    sets = (frozenset({0}), frozenset({1}))
+    return call.rule([(n, i), weight, (e,)], [(n, o)], blocked=blocked, linear=sets, addends={2: "n"} if n else {})
+
+
+def grouped_bias(call: Call) -> Rule:
+    """rows (n, o) + bias (e, o) of the row's expert."""
+    rows, width = call.shape("rows")
+    n, o, e = call.factor("n", rows), call.factor("o", width), call.factor("e", call.shape("bias")[0])
+    blocked = {f: "cut by expert parallelism, through the dispatch" for f in e}
+    return call.rule([(n, o), (e, o), (e,)], [(n, o)], blocked=blocked, addends={2: "n"} if n else {})
+
+
+def moe_combine(call: Call) -> Rule:
+    """rows (t·k, h), order (t·k), weights (t, k) -> (t, h)."""
+    tokens, top = call.shape("weights")
+    t, k = call.factor("t", tokens), call.factor("k", top)
+    h = call.factor("h", call.shape("rows")[1])
+    rows: Dim = (*t, *k)
+    blocked = {f: "the experts of a token are summed" for f in k}
+    return call.rule(
+        [(rows, h), (rows,), (t, k)], [(t, h)], blocked=blocked, linear=(frozenset({0}),), keep_partial=True
+    )
+
+
+# --- structure -------------------------------------------------------------------------------------------
+
+
+def getitem(call: Call) -> Rule:
+    """One of several results. The tuple's own results carry the placements."""
+    dims = named_dims(call, call.result)
+    return call.rule([dims], [dims], linear=UNARY, keep_partial=True)
+
+
+def conversion_of_other_axis(call: Call) -> Rule:
+    """convert(x, axis, src, dst) as another axis sees it: a linear op in which only the converted dims are special."""
+    axis, src, dst = conversion_of(call.node)
+    if AXES.index(axis) < AXES.index(call.axis):  # outer axes cut later, within our pieces: invisible from here
+        dims = named_dims(call, call.result)
+        return call.rule([dims], [dims], linear=UNARY, keep_partial=True)
+    source, result = call.shape_of(call.operands[0]), call.result
+    touched = {p.dim: p for p in (src, dst) if isinstance(p, Shard)}
+    dims_in, dims_out, blocked = [], [], {}
+    for i, (a, b) in enumerate(zip(source, result, strict=True)):
+        if i not in touched:
+            d = call.factor(f"d{i}", a)
+            dims_in.append(d)
+            dims_out.append(d)
+            continue
+        outer = _equal_blocks(touched[i])
+        major = call.factor(f"d{i}", outer)
+        inner_in, inner_out = call.factor(f"in{i}", a // outer), call.factor(f"out{i}", b // outer)
+        blocked |= {f: "another axis converts it" for f in (*inner_in, *inner_out)}
+        dims_in.append((*major, *inner_in))
+        dims_out.append((*major, *inner_out))
+    return call.rule([tuple(dims_in)], [tuple(dims_out)], blocked=blocked, linear=UNARY, keep_partial=True)
+
+
+def _equal_blocks(placement: Placement) -> int:
+    """How many equal blocks a Shard has; 1 when they differ."""
+    assert isinstance(placement, Shard)
+    return len(placement.blocks) if placement.blocks and len(set(placement.blocks)) == 1 else 1
+
+
+GETITEM = operator.getitem

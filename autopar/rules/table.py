@@ -1,0 +1,124 @@
+"""The table: what is supported. An op that is not here is an error that names it."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+
+import autopar.ops  # noqa: F401  (registers the operators that the table names)
+
+from autopar.conversions import convert, exchange
+from autopar.rules import special as sp
+from autopar.rules import views as vw
+from autopar.rules.builders import blocks_dims, einsum, factory, like, opaque, pointwise, reduction, words
+from autopar.rules.call import Call, RuleFunction
+from autopar.vocabulary import cross_entropy_of_piece, embedding_of_piece
+
+RULES: dict[Any, RuleFunction] = {}
+
+
+def overloads(name: str) -> list[Any]:
+    """Functional overloads of an operator: 'silu' or 'autopar::attention'; 'sum.dim_IntList' names one."""
+    namespace, _, rest = name.rpartition("::")
+    packet_name, _, overload = rest.partition(".")
+    packet = getattr(getattr(torch.ops, namespace or "aten"), packet_name)
+    names = [overload] if overload else packet.overloads()
+    found = [getattr(packet, n) for n in names]
+    return [op for op in found if not op._schema.is_mutable]
+
+
+def add(names: str, rule: RuleFunction) -> None:
+    """Enter a rule for operators listed by name."""
+    for name in words(names):
+        for op in overloads(name):
+            RULES[op] = rule
+
+
+def _matmul(call: Call) -> Any:
+    """matmul with 1-D operands has its own equations."""
+    ranks = (len(call.shape("self")), len(call.shape("other")))
+    left = "k" if ranks[0] == 1 else "... m k"
+    right = "k" if ranks[1] == 1 else ("... k n" if ranks[1] > 2 else "k n")
+    out = " ".join(p for p in ("..." if max(ranks) > 1 and (ranks[0] > 1 or ranks[1] > 2) else "",
+                               "m" if ranks[0] > 1 else "", "n" if ranks[1] > 1 else "") if p)
+    return einsum(f"{left}, {right} -> {out}", "self other")(call)
+
+
+def _reduce_all(call: Call) -> Any:
+    return reduction(linear=True)(call)
+
+
+def _last(name: str) -> RuleFunction:
+    return blocks_dims(lambda c: [c.dim(name)], "the op spans it")
+
+
+# Elementwise. Those linear in their operands may pass a Partial.
+add("relu silu gelu tanh sigmoid exp log log2 log1p sqrt rsqrt abs sign sin cos erf reciprocal square floor ceil round "
+    "softplus elu selu leaky_relu mish hardtanh hardswish hardsigmoid relu6 log_sigmoid celu clamp clamp_min clamp_max "
+    "pow maximum minimum fmod remainder floor_divide atan2 isnan isinf isfinite logical_not bitwise_not trunc expm1 "
+    "eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__ "
+    "rsub nan_to_num threshold hardshrink softshrink erfinv logit exp2 sgn tan asin acos atan sinh cosh atanh "
+    "polar complex view_as_real view_as_complex real imag silu_backward lerp addcmul addcdiv", pointwise())
+add("neg clone alias contiguous detach", pointwise("unary", keep=True))
+add("_to_copy to conj", pointwise("unary"))
+add("add.Tensor sub.Tensor", pointwise("sum", keep=True))
+add("mul", pointwise("product"))
+add("div", pointwise("numerator"))
+add("where.self where.ScalarOther where.ScalarSelf where.Scalar masked_fill", pointwise())
+add("autopar::dropout", sp.dropout)
+
+# Products.
+RULES[torch.ops.aten.linear.default] = einsum("... i, o i -> ... o", "input weight", bias="bias")
+add("matmul", _matmul)
+add("conv1d.default conv2d.default conv3d.default", sp.convolution)
+add("autopar::grouped_mm", sp.grouped_mm)
+add("autopar::grouped_bias", sp.grouped_bias)
+add("autopar::moe_dispatch", sp.moe_dispatch)
+add("autopar::moe_combine", sp.moe_combine)
+add("embedding", sp.embedding)
+add("autopar::cross_entropy", sp.cross_entropy)
+add("autopar::attention", sp.attention)
+
+# Rearrangements.
+add("view reshape _unsafe_view flatten.using_ints unflatten.int unsqueeze squeeze _reshape_alias", vw.reshape)
+add("permute", vw.permute)
+add("transpose.int", vw.transpose)
+add("t", vw.t)
+add("expand", vw.expand)
+add("split_with_sizes split.Tensor chunk", vw.split)
+add("cat", vw.cat)
+add("stack", vw.stack)
+add("select.int unbind.int", vw.dropped_dim)
+add("slice.Tensor narrow pad constant_pad_nd flip roll", vw.resized_dims)
+add("slice_scatter select_scatter", vw.scatter_into)
+add("repeat_interleave.self_int", vw.repeat_interleave)
+add("repeat", vw.repeat)
+add("index_select", sp.index_select)
+add("gather", sp.gather)
+add("index.Tensor", sp.advanced_index)
+
+# Reductions and ops that span a dim.
+add("sum mean", reduction(linear=True))
+add("amax amin prod all any argmax argmin var std logsumexp max.dim min.dim norm.ScalarOpt_dim linalg_vector_norm "
+    "max.default min.default count_nonzero median", reduction(linear=False))
+add("softmax.int log_softmax.int _softmax _log_softmax cumsum cumprod logcumsumexp sort topk scatter.src scatter.value "
+    "scatter_add diff", _last("dim"))
+add("tril triu", blocks_dims(lambda c: [len(c.shape("self")) - 2, len(c.shape("self")) - 1], "the op spans it"))
+add("layer_norm rms_norm", sp.layer_norm)
+add("group_norm", sp.group_norm)
+add("max_pool1d max_pool2d avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d _adaptive_avg_pool2d "
+    "max_pool2d_with_indices upsample_nearest2d upsample_bilinear2d adaptive_max_pool2d", sp.pooling)
+
+# Made from nothing, or from a shape.
+add("arange zeros ones full empty scalar_tensor linspace eye tril_indices triu_indices lift_fresh_copy", factory)
+add("new_zeros new_ones new_full new_empty", factory)
+add("zeros_like ones_like full_like empty_like", like)
+add("one_hot bucketize searchsorted.Tensor histc bincount nonzero unique_consecutive", opaque("its size depends on values"))
+
+RULES[embedding_of_piece] = sp.embedding
+RULES[cross_entropy_of_piece] = sp.cross_entropy
+RULES[operator.getitem] = sp.getitem
+RULES[convert] = RULES[exchange] = sp.conversion_of_other_axis
+

@@ -1,0 +1,165 @@
+"""The adapter for transformers: its models export with attention and experts as single `autopar::` operators.
+
+Importing this file registers an attention, a mask and an experts implementation called "autopar" with transformers,
+and the adapter with `autopar.capture.ADAPTERS`. The user's model is not touched: the implementation is chosen on the
+structure copy that capture makes. Classes outside of the registries (falcon, bloom) keep their own attention.
+
+Masks travel as facts (`models.hf_masks`), not as [S, S] tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.moe import ExpertsInterface
+
+from autopar.capture import ADAPTERS
+from autopar.models.hf_batches import example_batch
+from autopar.models.hf_masks import MaskFacts, mask_facts, positions_from_user
+
+NAME = "autopar"
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | MaskFacts | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention signature: q, k, v [B, H, S, D] -> out [B, S, H, D].
+
+    A mask says everything about who attends to whom; without one, a causal module is causal, as in its sdpa path.
+    """
+    if attention_mask is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        facts = MaskFacts(causal=bool(causal) and query.shape[2] > 1)
+    elif isinstance(attention_mask, MaskFacts):
+        facts = attention_mask
+    else:
+        facts = MaskFacts(tensor=attention_mask)
+    if position_bias is not None and facts.causal and key.shape[2] > query.shape[2] and attention_mask is None:
+        position_bias = position_bias[..., : key.shape[2]]
+    bias = _bias(facts.tensor, position_bias, query)
+    out, _ = torch.ops.autopar.attention(
+        query, key, value, bias, facts.key_mask, facts.segments, s_aux, None, facts.causal,
+        facts.window, facts.chunk, float(query.shape[-1] ** -0.5 if scaling is None else scaling),
+        float(softcap or 0.0), float(dropout), 0, [], [],
+    )  # fmt: skip
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _bias(mask: Tensor | None, position_bias: Tensor | None, query: Tensor) -> Tensor | None:
+    """One additive bias from a materialised mask (bool or additive) and a position bias."""
+    if mask is None:
+        return position_bias
+    if mask.dtype == torch.bool:
+        mask = torch.where(mask, torch.zeros((), dtype=query.dtype, device=mask.device), float("-inf"))
+    return mask if position_bias is None else position_bias + mask
+
+
+def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """transformers' experts signature: tokens [T, H], expert numbers and weights [T, K] -> [T, H].
+
+    The activation and gate stay the model's own code; weights may be [E, O, I] or transposed, with or without bias.
+    """
+    rows, order, offsets = torch.ops.autopar.moe_dispatch(hidden_states, top_k_index, self.num_experts)
+    first = "gate_up_proj" if self.has_gate else "up_proj"
+    hidden = _project(self, rows, first, offsets)
+    hidden = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
+    out = _project(self, hidden, "down_proj", offsets)
+    if self.has_post_expert_norm:
+        out = self.post_expert_norm(out)
+    return torch.ops.autopar.moe_combine(out, order, top_k_weights).to(hidden_states.dtype)
+
+
+def _project(experts: Any, rows: Tensor, name: str, offsets: Tensor) -> Tensor:
+    weight = getattr(experts, name)
+    out = torch.ops.autopar.grouped_mm(rows.to(weight.dtype), weight, offsets, bool(experts.is_transposed))
+    if experts.has_bias:
+        out = torch.ops.autopar.grouped_bias(out, getattr(experts, f"{name}_bias"), offsets)
+    return out
+
+
+class TransformersAdapter:
+    """See `autopar.capture.Adapter`."""
+
+    def matches(self, model: nn.Module) -> bool:
+        return any(isinstance(module, PreTrainedModel) for module in model.modules())
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Choose our implementations in every config of the copy; no cache, no re-entrant checkpoints."""
+        for module in model.modules():
+            config = getattr(module, "config", None)
+            if isinstance(config, transformers.PreTrainedConfig):
+                _configure(config, _registered(module))
+            if getattr(module, "gradient_checkpointing", False):
+                module.gradient_checkpointing = False
+        return model
+
+    def arguments(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The batch; never with a cache, always with a ModelOutput."""
+        known = inspect.signature(model.forward).parameters
+        arguments = {k: v for k, v in batch.items() if v is not None and k not in ("use_cache", "return_dict")}
+        if "use_cache" in known:
+            arguments["use_cache"] = False
+        return arguments
+
+    def context(self, batch: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
+        return positions_from_user(batch.get("position_ids") is not None)
+
+    def reference(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        return exact_experts(model)
+
+    def example_batch(self, model: nn.Module) -> dict[str, Any] | None:
+        return example_batch(model)
+
+
+def _registered(module: nn.Module) -> bool:
+    """Does the model's file look its attention up in transformers' registry?"""
+    return hasattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS")
+
+
+def _configure(config: Any, registered: bool) -> None:
+    if registered:
+        config._attn_implementation_internal = NAME
+    config._experts_implementation_internal = NAME
+    if hasattr(config, "use_cache"):
+        config.use_cache = False
+    config.return_dict = True
+
+
+@contextlib.contextmanager
+def exact_experts(model: nn.Module) -> Iterator[None]:
+    """Within: the user's model runs its experts one by one, as plain products. transformers' default calls a kernel
+    that refuses float64, so an exact reference run needs this."""
+    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    before = {key: getattr(c, "_experts_implementation_internal", None) for key, c in configs.items()}
+    for config in configs.values():
+        config._experts_implementation_internal = "eager"
+    try:
+        yield
+    finally:
+        for key, config in configs.items():
+            config._experts_implementation_internal = before[key]
+
+
+AttentionInterface.register(NAME, attention_forward)
+AttentionMaskInterface.register(NAME, mask_facts)
+ExpertsInterface.register(NAME, experts_forward)
+ADAPTERS.append(TransformersAdapter())

@@ -1,0 +1,146 @@
+"""transformers' mask functions read back as facts.
+
+transformers describes a mask as nested closures over (batch, head, query, key) indices:
+
+    and_masks(packed_sequence_mask_function(ids), remap(and_masks(sliding_window_overlay(w), causal)), position_ids)
+        --> MaskFacts(causal=True, window=w, segments=ids)
+
+Closures are recognised by the functions that make them, and their captured variables read. Something unknown makes
+the whole mask a tensor (`MaskFacts.tensor`), as transformers itself would have materialised it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import masking_utils
+
+# Positions that the model numbered itself never say that several documents were packed into one row.
+_POSITIONS_FROM_USER: contextvars.ContextVar[bool] = contextvars.ContextVar("positions_from_user", default=False)
+
+
+@contextlib.contextmanager
+def positions_from_user(given: bool) -> Iterator[None]:
+    """Within: did the user pass position_ids (so that they may describe packed documents)?"""
+    token = _POSITIONS_FROM_USER.set(given)
+    try:
+        yield
+    finally:
+        _POSITIONS_FROM_USER.reset(token)
+
+
+@dataclass(frozen=True)
+class MaskFacts:
+    """Who may attend to whom; see `autopar.ops.attention.Facts`. ``tensor`` is a materialised mask that replaces all
+    other facts: bool (True = attend) or additive."""
+
+    causal: bool = False
+    window: int = 0
+    chunk: int = 0
+    key_mask: Tensor | None = None
+    segments: Tensor | None = None
+    tensor: Tensor | None = None
+
+
+class _Unknown(Exception):
+    """A mask function that is none of the known ones."""
+
+
+def mask_facts(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
+    attention_mask: Tensor | None = None,
+    **others: Any,
+) -> MaskFacts:
+    """transformers' mask interface. ``attention_mask``: bool [B, Sk], True = a token, False = padding."""
+    try:
+        if q_offset != 0 or kv_offset != 0:
+            raise _Unknown
+        facts = _Reader(batch_size, kv_length, attention_mask is not None).facts(mask_function)
+    except _Unknown:
+        others |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        tensor = masking_utils.sdpa_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **others
+        )
+        return MaskFacts(tensor=tensor)
+    if attention_mask is not None:
+        facts = replace(facts, key_mask=masking_utils.prepare_padding_mask(attention_mask, kv_length, 0).bool())
+    longest = max(q_length, kv_length)
+    window = facts.window if facts.window < longest else 0
+    return replace(facts, window=window, chunk=facts.chunk if facts.chunk < longest else 0)
+
+
+def _made_by(function: Callable[..., Any], factory: Callable[..., Any]) -> bool:
+    """Is ``function`` a closure that ``factory`` returned?"""
+    return getattr(function, "__qualname__", "").startswith(f"{factory.__qualname__}.<locals>")
+
+
+class _Reader:
+    """Walks the closures. ``positions`` are those inside packed documents, once a remapping was seen."""
+
+    def __init__(self, batch: int, keys: int, padded: bool) -> None:
+        self.batch, self.keys, self.padded = batch, keys, padded
+        self.one_sided = False
+
+    def facts(self, function: Callable[..., Any]) -> MaskFacts:
+        """Raises _Unknown where a tensor is needed."""
+        facts = self._read(function, MaskFacts(), None)
+        if self.one_sided and not facts.causal:  # our window looks both ways; with causal that is the same
+            raise _Unknown
+        return facts
+
+    def _read(self, function: Callable[..., Any], facts: MaskFacts, positions: Tensor | None) -> MaskFacts:
+        m = masking_utils
+        held = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
+        if function is m.causal_mask_function:
+            return replace(facts, causal=True)
+        if function is m.bidirectional_mask_function:
+            return facts
+        if _made_by(function, m.and_masks):
+            for part in held["mask_functions"]:
+                facts = self._read(part, facts, positions)
+            return facts
+        if _made_by(function, m.sliding_window_overlay):
+            self.one_sided = True
+            return self._window(facts, held["sliding_window"])
+        if _made_by(function, m.sliding_window_bidirectional_overlay):  # |q - k| <= size
+            return self._window(facts, held["sliding_window"] + 1)
+        if _made_by(function, m.chunked_overlay):
+            return self._chunk(facts, held["chunk_size"], held["left_padding"], positions)
+        if _made_by(function, m.packed_sequence_mask_function):
+            return self._segments(facts, held["packed_sequence_mask"]) if _POSITIONS_FROM_USER.get() else facts
+        if _made_by(function, m.remap_positions_for_packed_sequence):
+            inner = held["position_ids"] if _POSITIONS_FROM_USER.get() else None
+            return self._read(held["mask_function"], facts, inner)
+        raise _Unknown
+
+    def _window(self, facts: MaskFacts, size: int) -> MaskFacts:
+        if facts.window and facts.window != size:
+            raise _Unknown
+        return replace(facts, window=size)
+
+    def _chunk(self, facts: MaskFacts, size: int, left_padding: Tensor, positions: Tensor | None) -> MaskFacts:
+        """Chunks that start at 0 are a fact; those counted from the first token or in a document are segments."""
+        if positions is None and not self.padded:
+            return replace(facts, chunk=size)
+        if positions is None:
+            positions = torch.arange(self.keys, device=left_padding.device).unsqueeze(0)
+        numbers = torch.div(positions - left_padding.unsqueeze(-1), size, rounding_mode="floor")
+        return self._segments(facts, numbers)
+
+    def _segments(self, facts: MaskFacts, ids: Tensor) -> MaskFacts:
+        ids = ids.expand(self.batch, -1)
+        if facts.segments is not None:  # both must agree: number the pairs
+            ids = facts.segments * (1 << 20) + ids
+        return replace(facts, segments=ids)

@@ -1,0 +1,14 @@
+"""The passes, in order, one line each."""
+
+from autopar.pass_manager import Pass
+from autopar.passes.bucket_gradients import BucketGradients
+from autopar.passes.expand_kv_heads import ExpandKvHeads
+from autopar.passes.localize_shapes import LocalizeShapes
+from autopar.passes.normalize import Normalize
+from autopar.passes.prefetch_gathers import PrefetchGathers
+from autopar.passes.propagate_placements import PropagatePlacements
+from autopar.passes.split_biases import SplitBiases
+
+GLOBAL_PASSES: tuple[Pass, ...] = (Normalize(), ExpandKvHeads())
+PLACEMENT_PASSES: tuple[Pass, ...] = (SplitBiases(), PropagatePlacements(), LocalizeShapes())
+STEP_PASSES: tuple[Pass, ...] = (PrefetchGathers(), BucketGradients())

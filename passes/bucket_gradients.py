@@ -1,0 +1,116 @@
+"""bucket_gradients: sum small gradients together.
+
+Consumes    a backward step graph.
+Guarantees  all-reduces of gradients below `LONE_BYTES` travel in flat buckets of at most ``bucket_bytes``, one dtype and axis each; a
+            bucket starts as soon as its last member is ready and is unpacked at the end, so that it overlaps the backward.
+Leaves      the all-reduces of activations, on which the backward waits; large gradients, which need no company (a copy into a
+            bucket would cost more than the latency it saves); reduce-scatters.
+
+    ga = all_reduce(a, "dp")               flat = cat([reshape(a), reshape(b)])
+    gb = all_reduce(b, "dp")      -->      sum = all_reduce(flat, "dp")
+                                           ga, gb = view(split(sum))
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from autopar.graph import insert_call, is_call, nbytes, output_node, shape
+from autopar.pass_manager import Context
+
+aten = torch.ops.aten
+LONE_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class BucketGradients:
+    """Joins the all-reduces that end in gradients."""
+
+    bucket_bytes: int = 25 * 2**20
+    name: ClassVar[str] = "bucket_gradients"
+    requires: ClassVar[tuple[str, ...]] = ()
+    ensures: ClassVar[tuple[str, ...]] = ()
+
+    def apply(self, gm: GraphModule, ctx: Context) -> GraphModule:
+        while True:  # one pass per axis of a chain: sums over tp first, then over dp
+            waves = _buckets(gm, self.bucket_bytes)
+            if not waves:
+                break
+            for members in waves:
+                _join(gm, members)
+        gm.recompile()
+        return gm
+
+
+def _buckets(gm: GraphModule, limit: int) -> list[list[Node]]:
+    """Groups of at least two all-reduces that can travel together."""
+    order = {n: i for i, n in enumerate(gm.graph.nodes)}
+    members = [n for n in gm.graph.nodes if _is_gradient_sum(n) and nbytes(n) < LONE_BYTES]
+    # those whose operand waits for another member come in a later wave
+    first = [n for n in members if not _waits_for(n, set(members) - {n})]
+    groups: dict[tuple[object, ...], list[list[Node]]] = {}
+    for node in sorted(first, key=order.__getitem__):
+        open_groups = groups.setdefault((node.args[1], node.args[2], node.meta["val"].dtype), [[]])
+        if sum(map(nbytes, open_groups[-1])) + nbytes(node) > limit:
+            open_groups.append([])
+        open_groups[-1].append(node)
+    return [g for found in groups.values() for g in found if len(g) > 1]
+
+
+def _is_gradient_sum(node: Node) -> bool:
+    """An all-reduce whose result does nothing but become a gradient, through further sums or reshapes."""
+    if not is_call(node, torch.ops.autopar.all_reduce.default) or node.meta.get("bucket"):
+        return False
+    return _ends_in_output(node)
+
+
+def _ends_in_output(node: Node) -> bool:
+    passing = (torch.ops.autopar.all_reduce.default, aten.view.default, aten.t.default, aten.transpose.int, aten._to_copy.default)
+    return bool(node.users) and all(u.op == "output" or (is_call(u, *passing) and _ends_in_output(u)) for u in node.users)
+
+
+def _waits_for(node: Node, others: set[Node]) -> bool:
+    """Whether a chain of reshapes and sums leads from another member to this one."""
+    x = node.args[0]
+    while isinstance(x, Node) and x.op == "call_function" and len(x.all_input_nodes) == 1:
+        if x in others:
+            return True
+        x = x.args[0]
+    return False
+
+
+def _join(gm: GraphModule, members: list[Node]) -> None:
+    graph, last = gm.graph, members[-1]
+    _, axis, op = last.args
+    sizes = [m.meta["val"].numel() for m in members]
+    flat = []
+    for m in members:
+        x = m.args[0]
+        assert isinstance(x, Node)
+        val = x.meta["val"].reshape(-1)
+        flat.append(insert_call(graph, last, aten.reshape.default, (x, [-1]), x, val))
+    val = torch.cat([f.meta["val"] for f in flat])
+    packed = insert_call(graph, last, aten.cat.default, (flat,), last, val, "bucket")
+    total = insert_call(graph, last, torch.ops.autopar.all_reduce.default, (packed, axis, op), last, val, "bucket_sum")
+    total.meta["bucket"] = True
+    end = output_node(gm)
+    parts = insert_call(graph, end, aten.split_with_sizes.default, (total, sizes), last, val.split(sizes))
+    for i, m in enumerate(members):
+        part = insert_call(graph, end, operator.getitem, (parts, i), m, parts.meta["val"][i])
+        new = insert_call(graph, end, aten.view.default, (part, list(shape(m))), m, m.meta["val"])
+        m.replace_all_uses_with(new)
+        graph.erase_node(m)
+        _move_users_to_end(graph, new, end)
+
+
+def _move_users_to_end(graph: torch.fx.Graph, node: Node, end: Node) -> None:
+    """What follows an unpacked gradient (a sum over the next axis) follows it in the order too."""
+    for user in list(node.users):
+        if user is not end:
+            end.prepend(user)
+            _move_users_to_end(graph, user, end)

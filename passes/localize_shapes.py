@@ -1,0 +1,259 @@
+"""localize_shapes: from whole tensors to the pieces of one rank.
+
+Consumes    a typed global graph.
+Guarantees  every value has one rank's shape; typed conversions are exchanges; the placements and global shapes stay in the
+            metadata, so that the types can still be checked.
+Leaves      the order of nodes; one rank's coordinate (all ranks get the same graph).
+
+    y_r = convert(y, "tp", "P", "I")      -->    y_r = exchange(y, "tp", 2, "P", "I")
+    v = view(x, [4, 16, 8, 4])            -->    v = view(x, [4, 16, 4, 4])               # heads cut over tp=2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from autopar.conversions import conversion_of, exchange, is_conversion
+from autopar.graph import (
+    arguments,
+    describe,
+    fake_mode,
+    global_shape,
+    insert_call,
+    placement,
+    set_argument,
+    tensor_operands,
+    values,
+)
+from autopar.mesh import Mesh
+from autopar.pass_manager import Context
+from autopar.placement import INVARIANT, Placement, Shard
+from autopar.rules import local_shapes
+from autopar.vocabulary import cross_entropy_of_piece, embedding_of_piece
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class LocalizeShapes:
+    """Rewrites shapes, sizes and the few ops that compute differently on a piece."""
+
+    name: ClassVar[str] = "localize_shapes"
+    requires: ClassVar[tuple[str, ...]] = ("placements",)
+    ensures: ClassVar[tuple[str, ...]] = ("local_shapes",)
+
+    def apply(self, gm: GraphModule, ctx: Context) -> GraphModule:
+        for node in list(gm.graph.nodes):
+            if node.op == "output":
+                continue
+            several = isinstance(node.meta["val"], (list, tuple))
+            node.meta["global_shape"] = [tuple(v.shape) for v in values(node)] if several else tuple(node.meta["val"].shape)
+        for node in list(gm.graph.nodes):
+            if node.op == "placeholder":
+                node.meta["val"] = node.meta["val"].new_empty(local_shapes(node, ctx.mesh)[0])
+            elif node.op == "call_function":
+                _Local(gm, node, ctx.mesh).rewrite()
+        gm.recompile()
+        return gm
+
+
+class _Local:
+    """One call on local operands."""
+
+    def __init__(self, gm: GraphModule, node: Node, mesh: Mesh) -> None:
+        self.gm, self.node, self.mesh = gm, node, mesh
+        self.shapes = local_shapes(node, mesh)
+        self.args = arguments(node)
+
+    def rewrite(self) -> None:
+        node = self.node
+        if is_conversion(node):
+            self._conversion()
+        elif node.target in LOCALIZERS:
+            LOCALIZERS[node.target](self)
+        self._run_fake()
+
+    def _run_fake(self) -> None:
+        """Run the call on fake local operands: the shapes must come out as the placements say."""
+        node = self.node
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        with fake_mode(self.gm):
+            val = node.target(*args, **kwargs)  # type: ignore[operator]
+        node.meta["val"] = val
+        found = [tuple(v.shape) for v in values(node)]
+        assert found == self.shapes, f"localize_shapes: {describe(node)} gives {found}, its placements say {self.shapes}"
+
+    def _conversion(self) -> None:
+        axis, src, dst = conversion_of(self.node)
+        self.node.meta["conversion"] = (axis, src, dst)
+        src, dst = self.local_placement(axis, src), self.local_placement(axis, dst)
+        self.node.target = exchange
+        self.node.args = (self.node.args[0], axis, self.mesh.size(axis), str(src), str(dst))
+
+    def local_placement(self, axis: str, p: Placement) -> Placement:
+        """Blocks of a Shard, once the outer axes have taken their share of equal blocks of the same dim."""
+        if not isinstance(p, Shard) or not p.blocks:
+            return p
+        later = list(self.mesh.cut_order)[list(self.mesh.cut_order).index(axis) + 1 :]
+        taken = 1
+        for name in later:
+            other = placement(self.node, name)
+            if isinstance(other, Shard) and other.dim == p.dim:
+                taken *= self.mesh.size(name)
+        return Shard(p.dim, p.blocks[: len(p.blocks) // taken])
+
+    def set_sizes(self, name: str) -> None:
+        set_argument(self.node, name, list(self.shapes[0]))
+
+    def cut_axes(self, operand: str, dim: int) -> list[str]:
+        """Axes on which a dim of an operand is cut."""
+        x = self.args[operand]
+        found = [(a, placement(x, a)) for a in self.mesh.cut_order]
+        return [a for a, p in found if isinstance(p, Shard) and p.dim == dim % len(global_shape(x))]
+
+
+# --- ops that say sizes, or compute differently on a piece ------------------------------------------------
+
+
+def _split_sizes(local: _Local) -> None:
+    dim = int(local.args["dim"])
+    set_argument(local.node, "split_sizes", [s[dim] for s in local.shapes])
+
+
+def _mean(local: _Local) -> None:
+    """A mean over a cut dim is a sum of local means, each divided by the number of pieces."""
+    x = local.args["self"]
+    rank = len(global_shape(x))
+    dims = local.args.get("dim") or list(range(rank))
+    ranks = 1
+    for axis, size in local.mesh.cut_order.items():
+        p = placement(x, axis)
+        if isinstance(p, Shard) and p.dim in {d % max(rank, 1) for d in dims}:
+            ranks *= size
+    if ranks == 1:
+        return
+    node = local.node
+    scaled = insert_call(local.gm.graph, node.next, aten.mul.Tensor, (node, 1.0 / ranks), node, node.meta["val"])
+    scaled.meta |= {k: node.meta[k] for k in ("placements", "global_shape", "has_gradient") if k in node.meta}
+    node.replace_all_uses_with(scaled, delete_user_cb=lambda user: user is not scaled)
+    _Local(local.gm, node, local.mesh)._run_fake()
+    _Local(local.gm, scaled, local.mesh)._run_fake()
+
+
+def _groups(local: _Local) -> None:
+    groups = int(local.args["groups"])
+    if groups > 1:
+        for axis in local.cut_axes("weight", 0):
+            groups //= local.mesh.size(axis)
+        set_argument(local.node, "groups", groups)
+
+
+def _embedding(local: _Local) -> None:
+    axes = local.cut_axes("weight", 0)
+    if not axes:
+        return
+    (axis,) = axes
+    node, args = local.node, local.args
+    node.target, node.kwargs = embedding_of_piece, {}
+    node.args = (args["weight"], args["indices"], args["padding_idx"], axis, local.mesh.size(axis))
+
+
+def _cross_entropy(local: _Local) -> None:
+    axes = local.cut_axes("logits", 1)
+    if not axes:
+        return
+    (axis,) = axes
+    node, args = local.node, local.args
+    node.target, node.kwargs = cross_entropy_of_piece, {}
+    node.args = (*(args[k] for k in ("logits", "target", "ignore_index", "label_smoothing")), axis, local.mesh.size(axis))
+
+
+def _dropout(local: _Local) -> None:
+    """The mask is a function of global indices: pass those of the local rows."""
+    x = local.args["x"]
+    _pass_indices(local, global_shape(x), [{a: placement(x, a) for a in local.mesh.cut_order}] * len(global_shape(x)), list(range(9)))
+
+
+def _attention_dropout(local: _Local) -> None:
+    """The mask of the probabilities (batch, heads, queries, keys): batch and heads may be cut, as those of q."""
+    if not local.args["dropout"]:
+        return
+    q, k = local.args["q"], local.args["k"]
+    shape = (*global_shape(q)[:3], global_shape(k)[2])
+    of_q = {a: placement(q, a) for a in local.mesh.cut_order}
+    _pass_indices(local, shape, [of_q, of_q, of_q, {}], [0, 1, 2, 3])
+
+
+def _pass_indices(local: _Local, shape: tuple[int, ...], placed: list[dict[str, Placement]], dims: list[int]) -> None:
+    cut = any(isinstance(p, Shard) for of in placed for p in of.values())
+    if not cut:
+        set_argument(local.node, "shape", list(shape))
+        return
+    index = []
+    device = local.args["seed"].meta["val"].device
+    for i, size in enumerate(shape):
+        index.append(_global_index(local, size, {a: p for a, p in placed[i].items() if isinstance(p, Shard) and p.dim == dims[i]}, device))
+    set_argument(local.node, "index", index)
+    set_argument(local.node, "shape", list(shape))
+
+
+def _global_index(local: _Local, size: int, cuts: dict[str, Placement], device: torch.device) -> Node:
+    """The global indices of the local rows of a dim: arange, cut as the dim is."""
+    mode = local.args["seed"].meta["val"].fake_mode
+    with mode:
+        val = torch.arange(size, device=device)
+    graph, before = local.gm.graph, local.node
+    node = insert_call(graph, before, aten.arange.default, (size,), before, val, "index")
+    node.kwargs = {"device": device}
+    for axis, p in cuts.items():
+        assert isinstance(p, Shard)
+        n = local.mesh.size(axis)
+        args = (node, axis, n, str(INVARIANT), str(Shard(0, p.blocks)))
+        before_val = node.meta["val"]
+        node = insert_call(graph, before, exchange, args, before, before_val.new_empty(before_val.shape[0] // n), "index")
+        node.meta["conversion"] = (axis, INVARIANT, Shard(0, p.blocks))
+    for x in _chain(node):
+        x.meta["has_gradient"] = False
+    _type_chain(node, size, cuts)
+    return node
+
+
+def _chain(node: Node) -> list[Node]:
+    out = [node]
+    while tensor_operands(out[-1]):
+        out.append(tensor_operands(out[-1])[0])
+    return out[::-1]
+
+
+def _type_chain(node: Node, size: int, cuts: dict[str, Placement]) -> None:
+    placed: dict[str, Placement] = {}
+    for x, axis in zip(_chain(node), [None, *cuts], strict=True):
+        if axis is not None:
+            p = cuts[axis]
+            assert isinstance(p, Shard)
+            placed = {**placed, axis: Shard(0, p.blocks)}
+        x.meta["placements"], x.meta["global_shape"] = placed, (size,)
+
+
+LOCALIZERS: dict[Any, Callable[[_Local], None]] = {
+    aten.view.default: lambda local: local.set_sizes("size"),
+    aten.reshape.default: lambda local: local.set_sizes("shape"),
+    aten.expand.default: lambda local: local.set_sizes("size"),
+    aten._unsafe_view.default: lambda local: local.set_sizes("size"),
+    aten.split_with_sizes.default: _split_sizes,
+    aten.mean.default: _mean,
+    aten.mean.dim: _mean,
+    aten.conv1d.default: _groups,
+    aten.conv2d.default: _groups,
+    aten.conv3d.default: _groups,
+    aten.embedding.default: _embedding,
+    torch.ops.autopar.cross_entropy.default: _cross_entropy,
+    torch.ops.autopar.dropout.default: _dropout,
+    torch.ops.autopar.attention.default: _attention_dropout,
+}
+

@@ -1,0 +1,95 @@
+"""normalize: one spelling per operation, and no operator that writes in place.
+
+Consumes    the captured graph: flat, functional, with shapes of the whole batch.
+Guarantees  `linear` for every dense projection, on unflattened values; `matmul` for every other product; `reshape` for
+            every change of shape; `split_with_sizes` for pieces; `autopar::attention`, `autopar::cross_entropy` and
+            `autopar::dropout` for what they name; losses and batch norm as sums and pointwise operators.
+Leaves      operators without a rewrite, all names of inputs and outputs, and the numbers: the graph runs in one process
+            and gives what the model gives.
+No-op       on a normalised graph.
+
+    view = view(x, [8, 32]); addmm = addmm(b, view, w); out = view(addmm, [2, 4, 96])
+        --> out = linear(x, t(w), b)
+    a = slice(x, 1, 0, 4); b = slice(x, 1, 4, 8) --> a, b = split_with_sizes(x, [4, 4], 1)
+    loss = cross_entropy_loss(x, t) --> loss = div(sum(cross_entropy(x, t, -100, 0.0)[0]), sum(ne(t, -100)))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from autopar.graph import mark_gradients, remove_dead_code
+from autopar.pass_manager import Context
+from autopar.passes.normalize import attention, losses, norms, products, shapes
+from autopar.passes.normalize.build import Build, Rewrite, calls
+from autopar.passes.normalize.dropout import number_dropouts
+
+REWRITES: dict[Any, Rewrite] = {
+    **shapes.TABLE,
+    **products.TABLE,
+    **losses.TABLE,
+    **norms.TABLE,
+    **attention.TABLE,
+}
+
+_MOST_SWEEPS = 20  # each sweep makes progress; graphs settle in 3 or 4
+
+
+@dataclass(frozen=True)
+class Normalize:
+    """See the module's docstring."""
+
+    name: ClassVar[str] = "normalize"
+    requires: ClassVar[tuple[str, ...]] = ()
+    ensures: ClassVar[tuple[str, ...]] = ("functional",)
+
+    def apply(self, gm: GraphModule, ctx: Context | None = None) -> GraphModule:
+        fake_mode = _fake_mode(gm)
+        signature = gm.meta["signature"]
+        kinds = {spec.node: spec.kind for spec in signature.inputs}
+        for node in gm.graph.nodes:
+            if node.op == "placeholder":
+                node.meta["kind"] = kinds[node.name]
+        trainable = [spec.node for spec in signature.inputs if spec.requires_grad]
+        _to_fixpoint(gm, fake_mode, trainable, REWRITES)
+        _to_fixpoint(gm, fake_mode, trainable, {torch.ops.aten.matmul.default: attention.pattern})
+        shapes.slices_to_split(gm.graph, fake_mode)
+        number_dropouts(gm, fake_mode)
+        remove_dead_code(gm)
+        gm.graph.lint()
+        gm.recompile()
+        return gm
+
+
+def _fake_mode(gm: GraphModule) -> Any:
+    return next(n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder").fake_mode
+
+
+def _to_fixpoint(gm: GraphModule, fake_mode: Any, trainable: list[str], table: dict[Any, Rewrite]) -> None:
+    for _ in range(_MOST_SWEEPS):
+        mark_gradients(gm, trainable)
+        changed = [_rewrite(gm, node, fake_mode, table) for node in list(gm.graph.nodes)]
+        remove_dead_code(gm)
+        if not any(changed):
+            return
+    raise AssertionError("normalize: the rewrites do not settle")
+
+
+def _rewrite(gm: GraphModule, node: Node, fake_mode: Any, table: dict[Any, Rewrite]) -> bool:
+    rewrite = table.get(node.target) if node.op == "call_function" and node.users else None
+    if rewrite is None:
+        return False
+    before = len(gm.graph.nodes)
+    new = rewrite(node, Build(gm.graph, node, fake_mode))
+    if new is None:
+        return len(gm.graph.nodes) != before
+    node.replace_all_uses_with(new)
+    gm.graph.erase_node(node)
+    return True
+
+
+__all__ = ["REWRITES", "Normalize", "calls"]

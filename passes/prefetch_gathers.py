@@ -1,0 +1,69 @@
+"""prefetch_gathers: start ZeRO-3's gathers one layer ahead of their use.
+
+Consumes    a step graph (F or B) whose gathers of parameters stand right before their first use.
+Guarantees  every gather of a layer starts where the layer before it (in execution order) starts to compute, so that it
+            overlaps one layer; at most two layers of gathered weights are alive.
+Leaves      gathers of activations; the order of gathers among themselves.
+
+    w1 = gather(p1); y = mm(x, w1); w2 = gather(p2); z = mm(y, w2)
+        -->
+    w1 = gather(p1); w2 = gather(p2); y = mm(x, w1); z = mm(y, w2)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from autopar.graph import is_call, layer_of
+from autopar.pass_manager import Context
+
+
+@dataclass(frozen=True)
+class PrefetchGathers:
+    """Moves gathers of parameters up by one layer."""
+
+    name: ClassVar[str] = "prefetch_gathers"
+    requires: ClassVar[tuple[str, ...]] = ()
+    ensures: ClassVar[tuple[str, ...]] = ()
+
+    def apply(self, gm: GraphModule, ctx: Context) -> GraphModule:
+        groups = _by_layer(gm)
+        anchors = [_first_compute(group[0]) for group in groups]
+        for i, group in enumerate(groups):
+            for node in group:
+                anchors[max(i - 1, 0)].prepend(node)
+        gm.recompile()
+        return gm
+
+
+def _first_compute(node: Node) -> Node:
+    """The first node behind a gather that is none."""
+    while is_parameter_gather(node):
+        node = node.next
+    return node
+
+
+def is_parameter_gather(node: Node) -> bool:
+    """An all-gather of a placeholder, or of a placeholder that another gather made whole."""
+    if not is_call(node, torch.ops.autopar.all_gather.default):
+        return False
+    source = node.args[0]
+    return isinstance(source, Node) and (source.op == "placeholder" or is_parameter_gather(source))
+
+
+def _by_layer(gm: GraphModule) -> list[list[Node]]:
+    """Gathers in order, grouped by the layer that uses them first."""
+    groups: list[list[Node]] = []
+    last = None
+    for node in gm.graph.nodes:
+        if is_parameter_gather(node):
+            layer = layer_of(node) or layer_of(next(iter(node.users)))
+            if not groups or layer != last:
+                groups.append([])
+                last = layer
+            groups[-1].append(node)
+    return groups

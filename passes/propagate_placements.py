@@ -1,0 +1,270 @@
+"""propagate_placements: give every value a placement on every axis, and insert the conversions between them.
+
+Consumes    a normalised global graph and a plan (placements of parameters, inputs, streams).
+Guarantees  every value has a placement per axis; every op's operands fit its rule; each conversion stands once per value and
+            placement, right before its first use; outputs are Invariant where they are scalars.
+Leaves      shapes, which stay global: a conversion is the identity there, so the graph still runs in one process.
+
+    linear = linear(x, w)            -->    w_r = convert(w, "dp", S(0), R)
+                                            linear = linear(x, w_r)              # dp: S(0)
+
+Axes are placed one after the other, inner (tp) before outer (dp); each sees shapes as the earlier ones left them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch.fx import GraphModule, Node
+
+from autopar.conversions import convert
+from autopar.graph import (
+    describe,
+    has_gradient,
+    insert_call,
+    nbytes,
+    output_node,
+    placement,
+    replace_operand,
+    set_placement,
+    tensor_operands,
+    values,
+)
+from autopar.pass_manager import Context
+from autopar.placement import (
+    INVARIANT,
+    PARTIAL,
+    REPLICATE,
+    Invariant,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    conversion,
+)
+from autopar.plan import Plan
+from autopar.planner.sequence import stream_labels
+from autopar.rules import (
+    Rule,
+    RuleError,
+    has_rule,
+    matches,
+    missing_rule,
+    operand_placements,
+    rule_of,
+    set_results,
+)
+
+
+# Axes that cut the batch: weights are whole for use there, and activations decide. On tp and ep weights decide.
+BATCH_AXES = ("dp", "mb")
+
+
+@dataclass(frozen=True)
+class PropagatePlacements:
+    """Types every value on every axis and inserts the conversions."""
+
+    name: ClassVar[str] = "propagate_placements"
+    requires: ClassVar[tuple[str, ...]] = ("functional",)
+    ensures: ClassVar[tuple[str, ...]] = ("placements", "planned_shards")
+
+    def apply(self, gm: GraphModule, ctx: Context) -> GraphModule:
+        assert ctx.plan is not None
+        for axis in ctx.mesh.cut_order:
+            _Sweep(gm, ctx, ctx.plan, axis).run()
+        gm.recompile()
+        return gm
+
+
+@dataclass
+class _Choice:
+    """One way to run an op: what its operands must be (None: anything), what the results are, and what it costs."""
+
+    needs: list[Placement | None]
+    results: list[Placement]
+    rank: int
+    cost: float = 0.0
+
+
+class _Sweep:
+    """One axis over the whole graph, in execution order."""
+
+    def __init__(self, gm: GraphModule, ctx: Context, plan: Plan, axis: str) -> None:
+        self.gm, self.plan, self.axis, self.mesh = gm, plan, axis, ctx.mesh
+        self.ranks = ctx.mesh.size(axis)
+        self.whole = plan.options.whole_ops
+        self.versions: dict[Node, dict[Placement, Node]] = {}
+        self.weights: set[Node] = set()
+        self.specs = {s.node: s for s in gm.meta["signature"].inputs}
+        self.labels = stream_labels(gm, plan.streams, ctx.mesh, axis) if axis == "tp" and plan.streams else {}
+
+    def run(self) -> None:
+        for node in list(self.gm.graph.nodes):
+            if node.op == "placeholder":
+                self._place_input(node)
+            elif node.op == "call_function":
+                self._visit(node)
+        self._finish_outputs()
+
+    # --- inputs and outputs -------------------------------------------------------------------------------
+
+    def _place_input(self, node: Node) -> None:
+        spec = self.specs[node.name]
+        chosen: Placement = INVARIANT
+        if spec.kind == "parameter":
+            self.weights.add(node)
+            chosen = self.plan.parameter(spec.name, self.axis).stored
+        elif spec.kind == "input":
+            chosen = self.plan.inputs.get(spec.name, {}).get(self.axis, INVARIANT)
+        elif spec.kind in ("buffer", "constant"):
+            self.weights.add(node)
+        set_placement(node, self.axis, chosen)
+
+    def _finish_outputs(self) -> None:
+        """Scalars and pending sums leave as Invariant; tensors leave as they are cut."""
+        out = output_node(self.gm)
+        mutations = {i for i, o in enumerate(self.gm.meta["signature"].outputs) if o.kind == "mutation"}
+        for i, value in enumerate(list(out.args[0])):  # type: ignore[arg-type]
+            if not isinstance(value, Node):
+                continue
+            have = placement(value, self.axis)
+            scalar = not value.meta["val"].dim()
+            if isinstance(have, Replicate) and has_gradient(value) and scalar:
+                value, have = self._converted(value, PARTIAL, out), PARTIAL
+            if isinstance(have, Partial) or (i in mutations and not matches(have, INVARIANT, has_gradient(value))):
+                value = self._converted(value, INVARIANT, out)
+            out.update_arg(0, tuple(value if j == i else v for j, v in enumerate(out.args[0])))  # type: ignore[arg-type]
+
+    # --- one op -------------------------------------------------------------------------------------------
+
+    def _visit(self, node: Node) -> None:
+        operands = tensor_operands(node)
+        if operands and all(x in self.weights for x in operands):
+            self.weights.add(node)
+        if node.target is operator.getitem:
+            set_results(node, self.axis, operand_placements(node, self.axis))
+            return
+        if not has_rule(node):
+            if any(not matches(placement(x, self.axis), INVARIANT, has_gradient(x)) for x in operands):
+                raise ValueError(missing_rule(node, self.axis))
+            set_results(node, self.axis, [INVARIANT for _ in values(node)])
+            return
+        rule = rule_of(node, self.axis, self.mesh, whole=self.whole)
+        choice = self._choose(node, rule, operands)
+        for x, need in zip(operands, choice.needs, strict=True):
+            if need is not None and not matches(placement(x, self.axis), need, has_gradient(x)):
+                replace_operand(node, x, self._converted(x, need, node))
+        set_results(node, self.axis, choice.results)
+
+    def _choose(self, node: Node, rule: Rule, operands: list[Node]) -> _Choice:
+        """The best way to run the op: by rank, then by the bytes of the conversions it needs."""
+        have = [self._effective(x) for x in operands]
+        choices = [self._costed(c, operands) for c in self._choices(node, rule, operands, have)]
+        return min(choices, key=lambda c: (c.rank, c.cost))
+
+    def _choices(self, node: Node, rule: Rule, operands: list[Node], have: list[Placement]) -> Iterator[_Choice]:
+        partial = frozenset(i for i, p in enumerate(have) if isinstance(p, Partial) and rule.operands[i] is not None)
+        if partial and rule.keep_partial and partial in rule.linear:
+            needs = [None if d is None else (PARTIAL if i in partial else REPLICATE) for i, d in enumerate(rule.operands)]
+            yield _Choice(needs, [PARTIAL for _ in rule.results], rank=0)
+        for i, x in enumerate(operands):
+            p = self._resolved(x) if i in partial else have[i]
+            dims = rule.operands[i]
+            if dims is None or not isinstance(p, Shard) or (self.axis in BATCH_AXES and x in self.weights):
+                continue
+            try:
+                cut = rule.cut_of(dims, p, self.ranks)
+                yield _Choice(rule.required(cut), rule.produced(cut), rank=0 if x in self.weights else 2)
+            except RuleError:
+                continue
+        if self._is_entry(node, operands):
+            try:
+                cut = rule.cut_of(rule.results[0], self.labels[node], self.ranks)
+                yield _Choice(rule.required(cut), rule.produced(cut), rank=1)
+            except RuleError:
+                pass
+        yield self._whole(rule, operands, have)
+
+    def _whole(self, rule: Rule, operands: list[Node], have: list[Placement]) -> _Choice:
+        """All operands whole: Invariant if all can be, else Replicate."""
+        asked = any(self._used(x) == REPLICATE and self.axis == "tp" for x in operands)
+        as_r = any(isinstance(p, Replicate) and has_gradient(x) for x, p in zip(operands, have, strict=True))
+        target: Placement = REPLICATE if as_r or asked else INVARIANT
+        needs = [None if d is None else target for d in rule.operands]
+        return _Choice(needs, [target if any(map(has_gradient, operands)) else INVARIANT for _ in rule.results], 1 if asked else 3)
+
+    def _is_entry(self, node: Node, operands: list[Node]) -> bool:
+        """Where a residual stream starts: a labelled value with a gradient, made of none."""
+        if node not in self.labels or not has_gradient(node) or isinstance(node.meta["val"], (list, tuple)):
+            return False
+        return not any(x in self.labels and has_gradient(x) for x in operands)
+
+    # --- placements and conversions of operands -----------------------------------------------------------
+
+    def _used(self, x: Node) -> Placement | None:
+        spec = self.specs.get(x.name) if x.op == "placeholder" else None
+        return self.plan.parameter(spec.name, self.axis).used if spec is not None and spec.kind == "parameter" else None
+
+    def _effective(self, x: Node) -> Placement:
+        """What an operand counts as: a parameter as it is used, a pending sum as it was resolved before."""
+        used = self._used(x)
+        if used is not None and used != placement(x, self.axis):
+            return used
+        have = placement(x, self.axis)
+        if isinstance(have, Partial):
+            resolved = [p for p in self.versions.get(x, {}) if not isinstance(p, Partial)]
+            return resolved[0] if resolved else have
+        return have
+
+    def _resolved(self, x: Node) -> Placement:
+        """What a pending sum becomes when its user does not say: its stream's cut, or Invariant."""
+        return self.labels.get(x, INVARIANT)
+
+    def _costed(self, choice: _Choice, operands: list[Node]) -> _Choice:
+        for x, need in zip(operands, choice.needs, strict=True):
+            if need is not None and not matches(placement(x, self.axis), need, has_gradient(x)):
+                if need not in self.versions.get(x, {}):
+                    choice.cost += min(self._price(x, p, need) for p in self._sources(x))
+        return choice
+
+    def _sources(self, x: Node) -> list[Placement]:
+        return [placement(x, self.axis), *self.versions.get(x, {})]
+
+    def _price(self, x: Node, src: Placement, dst: Placement) -> float:
+        weight = {"none": 0.0, "slice": 1e-3, "divide": 1e-3, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}
+        if isinstance(src, Replicate) and isinstance(dst, Invariant):
+            return float("inf") if has_gradient(x) else 0.0
+        return weight[conversion(src, dst)] * nbytes(x)
+
+    def _converted(self, x: Node, need: Placement, before: Node) -> Node:
+        """The operand with another placement; made once, right before its first use."""
+        versions = self.versions.setdefault(x, {})
+        if need in versions:
+            return versions[need]
+        src = min(self._sources(x), key=lambda p: self._price(x, p, need))
+        if self._price(x, src, need) == float("inf"):
+            raise ValueError(f"placements: {describe(before)} needs {x.name} as {need} on {self.axis!r}, it is {src}")
+        if isinstance(src, Partial) and isinstance(need, Replicate):
+            # the sum first, then its gradient's sum: the same exchanges, and other users share the first
+            base, src = self._converted(x, INVARIANT, before), INVARIANT
+        else:
+            base = x if src == placement(x, self.axis) else versions[src]
+        new = insert_call(self.gm.graph, before, convert, (base, self.axis, str(src), str(need)), before, base.meta["val"], f"{x.name}_{_suffix(need)}")
+        new.meta["has_gradient"] = has_gradient(base)
+        new.meta["placements"] = dict(base.meta.get("placements", {}))
+        set_placement(new, self.axis, need)
+        if x in self.weights:
+            self.weights.add(new)
+        if x in self.labels:
+            self.labels[new] = self.labels[x]
+        self.versions.setdefault(x, {})[need] = new
+        return new
+
+
+def _suffix(p: Placement) -> str:
+    return {Shard: "s", Replicate: "r", Invariant: "i", Partial: "p"}[type(p)]
+
+

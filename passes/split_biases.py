@@ -1,0 +1,69 @@
+"""split_biases: take the bias off products whose contraction the plan cuts.
+
+Consumes    a normalised global graph and a plan.
+Guarantees  no linear or convolution adds a bias inside a contraction that is cut: it would be added once per rank.
+Leaves      every other product fused with its bias.
+
+    y = linear(x, w, b)            -->    y0 = linear(x, w)
+                                          y = add(y0, b)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from autopar.graph import arguments, insert_call, is_call, set_argument, shape
+from autopar.pass_manager import Context
+from autopar.placement import Placement, Shard
+
+aten = torch.ops.aten
+CONVOLUTIONS = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
+_TRANSPOSED = (aten.t.default, aten.transpose.int)
+
+
+@dataclass(frozen=True)
+class SplitBiases:
+    """linear(x, w, b) -> add(linear(x, w), b) where w's contracted dim is cut."""
+
+    name: ClassVar[str] = "split_biases"
+    requires: ClassVar[tuple[str, ...]] = ("functional",)
+    ensures: ClassVar[tuple[str, ...]] = ()
+
+    def apply(self, gm: GraphModule, ctx: Context) -> GraphModule:
+        assert ctx.plan is not None
+        names = {s.node: s.name for s in gm.meta["signature"].inputs if s.kind == "parameter"}
+        for node in list(gm.graph.nodes):
+            if not is_call(node, aten.linear.default, *CONVOLUTIONS) or arguments(node)["bias"] is None:
+                continue
+            weight, transposed = _behind_transpose(arguments(node)["weight"])
+            placed = [ctx.plan.parameter(names[weight.name], a).used for a in ctx.mesh.cut_order] if weight.name in names else []
+            if any(_cuts_contraction(p, transposed) for p in placed):
+                _split(gm, node)
+        gm.recompile()
+        return gm
+
+
+def _behind_transpose(weight: Node) -> tuple[Node, bool]:
+    if is_call(weight, *_TRANSPOSED) and isinstance(weight.args[0], Node) and len(shape(weight)) == 2:
+        return weight.args[0], True
+    return weight, False
+
+
+def _cuts_contraction(placement: Placement, transposed: bool) -> bool:
+    return isinstance(placement, Shard) and placement.dim == (0 if transposed else 1)
+
+
+def _split(gm: GraphModule, node: Node) -> None:
+    bias = arguments(node)["bias"]
+    set_argument(node, "bias", None)
+    after = node.next
+    if is_call(node, *CONVOLUTIONS):
+        space = len(shape(node)) - 2
+        view = bias.meta["val"].view(-1, *[1] * space)
+        bias = insert_call(gm.graph, after, aten.view.default, (bias, list(view.shape)), bias, view)
+    total = insert_call(gm.graph, after, aten.add.Tensor, (node, bias), node, node.meta["val"], f"{node.name}_biased")
+    node.replace_all_uses_with(total, delete_user_cb=lambda user: user is not total)

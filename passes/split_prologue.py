@@ -1,0 +1,176 @@
+"""split_prologue: what a step needs to know of all its micro-batches before the first one starts.
+
+Consumes    a typed local graph whose outermost axis is "mb", the micro-batches.
+Guarantees  no conversion over "mb" is left. Values without gradient that are summed over micro-batches (the count of targets)
+            are computed by a prologue graph and enter the main graph as inputs ``total_0``, ...; what remains (gradients
+            of parameters, the loss) the runtime adds up.
+Leaves      graphs without micro-batches.
+
+    count = sum(ne(labels, -100)); n = exchange(count, "mb", P, I); loss = div(s, n)
+        -->
+    prologue(labels) -> count                      main(..., total_0): loss = div(s, total_0)
+
+A model whose samples meet otherwise (batch statistics, contrastive losses) is refused: slicing the batch would change it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from autopar.capture import InputSpec
+from autopar.conversions import conversion_of, is_conversion
+from autopar.graph import describe, has_gradient, placeholders, remove_dead_code
+from autopar.pass_manager import Context
+from autopar.placement import Invariant, Partial, Replicate, Shard
+
+
+@dataclass
+class Prologue:
+    """``graph`` takes the placeholders named in ``inputs`` and returns one value per name in ``totals``, to be summed over
+    micro-batches and fed to the main graph."""
+
+    graph: GraphModule
+    inputs: list[str]
+    totals: list[str]
+
+
+def split_prologue(gm: GraphModule, ctx: Context) -> tuple[GraphModule, Prologue | None]:
+    """Remove the axis "mb" from a local graph."""
+    if ctx.mesh.size("mb") == 1:
+        return gm, None
+    cuts: list[Node] = []
+    for node in list(gm.graph.nodes):
+        if not is_conversion(node) or conversion_of(node)[0] != "mb":
+            continue
+        _, src, dst = conversion_of(node)
+        if isinstance(src, Invariant) and isinstance(dst, Replicate):
+            _bypass(node)  # a parameter: the runtime adds the micro-batches' gradients
+        elif isinstance(src, Partial) and isinstance(dst, Invariant) and _is_loss(node):
+            _bypass(node)  # the runtime adds the micro-batches' losses
+        elif isinstance(src, Partial) and isinstance(dst, Invariant) and not has_gradient(node):
+            cuts.append(node)
+        elif isinstance(dst, Shard) and not isinstance(src, (Shard, Partial)):
+            _slice_by_index(gm, node, ctx.mesh.size("mb"), dst)
+        else:
+            raise ValueError(_refusal(node))
+    prologue = _extract(gm, cuts) if cuts else None
+    remove_dead_code(gm)
+    gm.recompile()
+    return gm, prologue
+
+
+def _bypass(node: Node) -> None:
+    node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+    node.graph.erase_node(node)
+
+
+def _is_loss(node: Node) -> bool:
+    """A scalar with a gradient that only leaves the graph, through other axes' conversions at most."""
+    return has_gradient(node) and all(u.op == "output" or (is_conversion(u) and _is_loss(u)) for u in node.users)
+
+
+def _refusal(node: Node) -> str:
+    _, src, dst = conversion_of(node)
+    user = next(iter(node.users))
+    return (
+        f"micro_batches: samples of different micro-batches meet at {describe(user)} (its operand goes from {src} to {dst}), so "
+        f"cutting the batch would change the result; use micro_batches=1"
+    )
+
+
+def _extract(gm: GraphModule, cuts: list[Node]) -> Prologue:
+    """Move the ancestors of the cut values into a graph of their own."""
+    signature = gm.meta["signature"]
+    kinds = {s.node: s for s in signature.inputs}
+    order = list(gm.graph.nodes)
+    needed = _ancestors(cuts)
+    graph, copies = Graph(), dict[Node, Node]()
+    inputs = [n for n in order if n in needed and n.op == "placeholder"]
+    if any(kinds[n.name].kind == "parameter" and kinds[n.name].requires_grad for n in inputs):
+        raise ValueError(_refusal(cuts[0]))
+    for node in order:
+        if node in needed and node not in cuts:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[c.args[0]] for c in cuts))  # type: ignore[index]
+    after = placeholders(gm)[-1]
+    totals = []
+    for i, cut in enumerate(cuts):
+        with gm.graph.inserting_after(after):
+            total = gm.graph.placeholder(f"total_{i}")
+        total.meta = {k: v for k, v in cut.meta.items() if k in ("val", "placements", "global_shape")}
+        total.meta["has_gradient"] = False
+        cut.replace_all_uses_with(total)
+        gm.graph.erase_node(cut)
+        totals.append(total.name)
+        after = total
+    added = tuple(InputSpec(name, "total", name) for name in totals)
+    gm.meta["signature"] = dataclasses.replace(signature, inputs=(*signature.inputs, *added))
+    return Prologue(GraphModule(torch.nn.Module(), graph, "Prologue"), [n.name for n in inputs], totals)
+
+
+def _ancestors(nodes: list[Node]) -> set[Node]:
+    seen: set[Node] = set()
+    queue = list(nodes)
+    while queue:
+        x = queue.pop()
+        if x not in seen:
+            seen.add(x)
+            queue += x.all_input_nodes
+    return seen
+
+
+def _slice_by_index(gm: GraphModule, node: Node, count: int, dst: Shard) -> None:
+    """A whole value of which each micro-batch takes a piece: select it by the number of the micro-batch, an input."""
+    x = node.args[0]
+    assert isinstance(x, Node)
+    index = _micro_batch_input(gm)
+    blocks = dst.blocks or (x.meta["val"].shape[dst.dim],)
+    mode = x.meta["val"].fake_mode
+
+    def call(target: object, *args: object) -> Node:
+        with gm.graph.inserting_before(node):
+            new = gm.graph.call_function(target, args)  # type: ignore[arg-type]
+        fake = torch.fx.node.map_arg(args, lambda n: n.meta["val"])
+        with mode:
+            new.meta = {**{k: node.meta[k] for k in ("nn_module_stack",) if k in node.meta}, "val": target(*fake)}  # type: ignore[operator]
+        new.meta["has_gradient"] = False
+        return new
+
+    aten = torch.ops.aten
+    device = x.meta["val"].device
+    starts, rows = 0, []
+    for block in blocks:
+        size = block // count
+        with gm.graph.inserting_before(node):
+            base = gm.graph.call_function(aten.arange.start, (starts, starts + size), {"device": device})
+        with mode:
+            base.meta = {"val": torch.arange(starts, starts + size, device=device), "has_gradient": False}
+        rows.append(call(aten.add.Tensor, call(aten.mul.Scalar, index, size), base))
+        starts += block
+    chosen = rows[0] if len(rows) == 1 else call(aten.cat.default, rows)
+    picked = call(aten.index_select.default, x, dst.dim, chosen)
+    picked.meta |= {k: node.meta[k] for k in ("placements", "global_shape", "has_gradient") if k in node.meta}
+    node.replace_all_uses_with(picked)
+    gm.graph.erase_node(node)
+
+
+def _micro_batch_input(gm: GraphModule) -> Node:
+    """The placeholder that says which micro-batch runs: an int64 scalar tensor."""
+    for node in placeholders(gm):
+        if node.name == "micro_batch":
+            return node
+    last = placeholders(gm)[-1]
+    with gm.graph.inserting_after(last):
+        node = gm.graph.placeholder("micro_batch")
+    mode = last.meta["val"].fake_mode
+    with mode:
+        node.meta = {"val": torch.zeros((), dtype=torch.int64), "has_gradient": False, "global_shape": ()}
+    signature = gm.meta["signature"]
+    gm.meta["signature"] = dataclasses.replace(signature, inputs=(*signature.inputs, InputSpec("micro_batch", "micro_batch", "micro_batch")))
+    return node
+
+

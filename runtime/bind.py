@@ -1,0 +1,187 @@
+"""Bind a step graph to a running mesh: axis names become process groups, the graph becomes a function.
+
+    x = autopar.all_reduce(h, "tp", "sum")        pending = start_all_reduce(h); h = None
+    y = mm(a, b)                            -->   y = mm(a, b)
+    z = add(x, y)                                 x = finish(pending); z = add(x, y)
+
+A collective starts where its node stands and is waited for right before its first user, so independent work in between
+overlaps with it. The function takes ONE list of inputs and empties it: a saved activation dies after its last use.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.graph import CodeGen
+
+from autopar.collectives import COLLECTIVES, LOCAL
+from autopar.runtime import comm
+from autopar.runtime.comm import Ledger, Traffic, finish, traffic_of
+from autopar.runtime.functional import LOWERINGS
+from autopar.runtime.groups import Groups
+
+BACKENDS = ("eager", "inductor")
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A runnable step graph: ``bound([inputs]) -> tuple``, the list is emptied. ``traffic`` is that of one run."""
+
+    run: Callable[[list[Any]], tuple[Any, ...]]
+    traffic: Ledger
+    code: str = field(repr=False)
+
+    def __call__(self, inputs: list[Any]) -> tuple[Any, ...]:
+        return self.run(inputs)
+
+
+def bind(gm: GraphModule, groups: Groups, backend: str = "eager") -> Bound:
+    """Lower the raw collectives of a step graph onto the mesh. ``gm`` is left as it is.
+
+    backend "eager" runs the graph's operators one by one; "inductor" compiles it. Raises ValueError for a backend that
+    is neither.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"bind: expected a backend out of {', '.join(BACKENDS)}, found {backend!r}")
+    traffic = traffic_of_graph(gm, groups)
+    if backend == "inductor":
+        from autopar.adapters.inductor import compile_graph  # a slow import that only this backend needs
+
+        return Bound(compile_graph(gm, groups, LOWERINGS), traffic, gm.code)
+    lowered = _lower(gm, groups)
+    return Bound(lowered.forward, traffic, lowered.code)
+
+
+def traffic_of_graph(gm: GraphModule, groups: Groups) -> Ledger:
+    """What one run of the graph sends, read from its nodes."""
+    ledger: dict[tuple[str, str], Traffic] = {}
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and node.target in COLLECTIVES:
+            arguments = named_arguments(node)
+            axis, kind, value = arguments["axis"], kind_of(node), arguments["x"].meta["val"]
+            sent = traffic_of(kind, tuple(value.shape), value.dtype, groups.size(axis))
+            ledger[axis, kind] = ledger.get((axis, kind), Traffic()) + Traffic(1, sent)
+    return ledger
+
+
+def kind_of(node: Node) -> str:
+    """'all_reduce' of a raw collective's node."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    return node.target._schema.name.removeprefix("autopar::")
+
+
+def named_arguments(node: Node) -> dict[str, Any]:
+    """Arguments of a raw collective by name."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    names = [a.name for a in node.target._schema.arguments]
+    return {**dict(zip(names, node.args)), **node.kwargs}
+
+
+# --- the eager lowering -------------------------------------------------------------------------------
+
+
+class _BoxedCode(CodeGen):
+    """``def forward(self, inputs)``: takes a list, unpacks it and empties it."""
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
+        names = [name.partition(":")[0].partition("=")[0].strip() for name in free_vars]
+        unpack = f"    [{', '.join(names)}] = inputs\n" if names else ""
+        return f"def {self._func_name}(self, inputs):\n{unpack}    inputs.clear()\n"
+
+    def process_inputs(self, inputs: list[Any]) -> list[Any]:
+        return inputs
+
+
+def _lower(gm: GraphModule, groups: Groups) -> GraphModule:
+    positions = {node: i for i, node in enumerate(gm.graph.nodes)}
+    graph, new = Graph(), {}
+    due: dict[Node, list[Node]] = {}  # first user -> collectives it waits for
+    for node in gm.graph.nodes:
+        for collective in due.pop(node, []):
+            new[collective] = graph.call_function(finish, (new[collective],))
+        if node.op == "call_function" and node.target in COLLECTIVES and node.users:
+            start = _start_of(node, groups)
+            new[node] = graph.call_function(start, (new[named_arguments(node)["x"]],))
+            due.setdefault(min(node.users, key=positions.__getitem__), []).append(node)
+        elif node.op == "call_function" and node.target in LOCAL:
+            new[node] = graph.call_function(_local_of(node, groups), (new[named_arguments(node)["x"]],))
+        elif node.op != "call_function" or node.target not in COLLECTIVES:
+            new[node] = graph.node_copy(node, new.__getitem__)
+    graph.set_codegen(_BoxedCode())
+    graph.lint()
+    return GraphModule(gm, graph)
+
+
+def _start_of(node: Node, groups: Groups) -> Callable[..., Any]:
+    given = {k: v for k, v in named_arguments(node).items() if k not in ("x", "size")}
+    kind = kind_of(node)
+    if kind == "all_reduce":
+        return comm.all_reduce(groups, node.name, in_place=_is_temporary(named_arguments(node)["x"], node), **given)
+    make: dict[str, Callable[..., comm.Start]] = {
+        "all_gather": comm.all_gather,
+        "reduce_scatter": comm.reduce_scatter,
+        "all_to_all": comm.all_to_all,
+    }
+    return make[kind](groups, node.name, **given)
+
+
+def _local_of(node: Node, groups: Groups) -> Callable[..., Any]:
+    given = {k: v for k, v in named_arguments(node).items() if k not in ("x", "size")}
+    if kind_of(node) == "shard_pad":
+        return comm.shard_pad(groups, **given)
+    take = comm.shard_slice(groups, **given)
+    if any(user.op == "output" for user in node.users):
+        return lambda_named("own_slice", lambda x: take(x).clone())  # an output owns its storage
+    return take
+
+
+def lambda_named(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function with a readable name in generated code."""
+    fn.__name__ = fn.__qualname__ = name
+    return fn
+
+
+_ALIASING = (torch.ops.aten._unsafe_view.default, torch.ops.autopar.shard_slice.default)  # say nothing in the schema
+
+
+def _is_temporary(x: Node, user: Node) -> bool:
+    """Whether ``user`` may overwrite x: nobody else sees its storage, and it is no input of the graph."""
+    while True:
+        if x.op != "call_function" or list(x.users) != [user]:
+            return False
+        if x.target is operator.getitem:  # of several fresh results, or of views: the producer says
+            source = x.args[0]
+            return isinstance(source, Node) and not _returns_alias(source)
+        if not _returns_alias(x):
+            return True
+        operands = x.all_input_nodes
+        if len(operands) != 1:
+            return False
+        x, user = operands[0], x
+
+
+def _returns_alias(node: Node) -> bool:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target in _ALIASING:
+        return True
+    return any(r.alias_info is not None for r in target._schema.returns)
+
+
+def check_inputs(values: Sequence[Any], gm: GraphModule) -> None:
+    """Shapes and dtypes of inputs against the graph's placeholders. Raises ValueError naming the first that differs."""
+    nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    if len(values) != len(nodes):
+        raise ValueError(f"bind: the graph takes {len(nodes)} inputs, found {len(values)}")
+    for node, value in zip(nodes, values):
+        expected = node.meta.get("val")
+        if isinstance(expected, torch.Tensor) and isinstance(value, torch.Tensor):
+            if tuple(value.shape) != tuple(expected.shape) or value.dtype != expected.dtype:
+                raise ValueError(
+                    f"bind: input {node.name} needs shape {tuple(expected.shape)} and dtype {expected.dtype}, "
+                    f"found {tuple(value.shape)} and {value.dtype}"
+                )

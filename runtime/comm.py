@@ -1,0 +1,218 @@
+"""Collectives over an axis of the mesh: started asynchronously, waited for later, failures explained, bytes counted.
+
+    pending = start(x)      # a `Collective` made for one node of a graph
+    y = finish(pending)     # right before the first use
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.runtime.failures import CollectiveError, board
+from autopar.runtime.groups import Groups
+from autopar.runtime.layout import from_rows, rows_of, to_rows
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Calls, and bytes that one rank sends in them: all_reduce 2(n-1)/n of the tensor, all_gather and reduce_scatter
+    (n-1)/n of the whole tensor, all_to_all what leaves the rank: (n-1)/n of its own piece (ring algorithms)."""
+
+    calls: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.calls + other.calls, self.bytes + other.bytes)
+
+
+Ledger = Mapping[tuple[str, str], Traffic]  # (axis, kind) -> traffic
+
+
+def add_ledgers(*ledgers: Ledger) -> dict[tuple[str, str], Traffic]:
+    """Sum of several ledgers."""
+    total: dict[tuple[str, str], Traffic] = {}
+    for ledger in ledgers:
+        for key, traffic in ledger.items():
+            total[key] = total.get(key, Traffic()) + traffic
+    return total
+
+
+def traffic_of(kind: str, shape: tuple[int, ...], dtype: torch.dtype, ranks: int) -> int:
+    """Bytes that one rank sends in a collective whose input on this rank has this shape."""
+    local = torch.Size(shape).numel() * dtype.itemsize
+    factor = {"all_reduce": 2, "all_gather": ranks, "reduce_scatter": 1, "all_to_all": 1}[kind]
+    return factor * local * (ranks - 1) // ranks
+
+
+class Work(Protocol):
+    """What torch.distributed returns for an asynchronous collective."""
+
+    def wait(self) -> Any: ...
+
+
+@dataclass
+class Pending:
+    """A collective on its way: ``done(buffer)`` is the result once ``work`` has finished."""
+
+    work: Work
+    buffer: Tensor
+    done: Callable[[Tensor], Tensor] | None
+    collective: Collective
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a graph: which axis, which node, for messages."""
+
+    groups: Groups
+    kind: str
+    axis: str
+    node: str
+
+    def failed(self, error: Exception) -> CollectiveError:
+        what = f'{self.kind} over axis "{self.axis}" (node {self.node})'
+        why = board().explain(self.groups.ranks(self.axis), what)
+        return CollectiveError(f"comm: {what} failed on rank {self.groups.rank}: {why} [{str(error).splitlines()[0]}]")
+
+    def launch(
+        self, call: Callable[..., Any], *args: Any, buffer: Tensor, done: Callable[[Tensor], Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Pending:
+        try:
+            work = call(*args, **kwargs, group=self.groups.group(self.axis), async_op=True)
+        except RuntimeError as error:
+            raise self.failed(error) from error
+        return Pending(work, buffer, done, self)
+
+
+def finish(pending: Pending) -> Tensor:
+    """Wait for a collective. Raises CollectiveError (a RuntimeError) that names the ranks which failed."""
+    try:
+        pending.work.wait()
+    except RuntimeError as error:
+        raise pending.collective.failed(error) from error
+    return pending.buffer if pending.done is None else pending.done(pending.buffer)
+
+
+Start = Callable[[Tensor], Pending]
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+def all_reduce(groups: Groups, node: str, axis: str, op: str, in_place: bool = False) -> Start:
+    """``in_place``: the tensor given is a temporary that may be overwritten."""
+    collective, reduction = Collective(groups, "all_reduce", axis, node), _OPS[op]
+
+    def start_all_reduce(x: Tensor) -> Pending:
+        keep = in_place and x.is_contiguous()
+        out = x if keep else x.clone(memory_format=torch.contiguous_format)
+        return collective.launch(dist.all_reduce, out, op=reduction, buffer=out)
+
+    return start_all_reduce
+
+
+def all_gather(groups: Groups, node: str, dim: int, blocks: list[int], axis: str) -> Start:
+    """Pieces along ``dim`` -> the whole."""
+    collective, ranks = Collective(groups, "all_gather", axis, node), groups.size(axis)
+
+    def start_all_gather(x: Tensor) -> Pending:
+        rows = x.new_empty((ranks, *x.shape))
+        return collective.launch(
+            dist.all_gather_single, _flat(rows), _flat(x), buffer=rows, done=lambda r: from_rows(r, dim, blocks)
+        )
+
+    return start_all_gather
+
+
+def reduce_scatter(groups: Groups, node: str, dim: int, blocks: list[int], axis: str) -> Start:
+    """Addends of the whole -> this rank's piece of the sum."""
+    collective, ranks = Collective(groups, "reduce_scatter", axis, node), groups.size(axis)
+
+    def start_reduce_scatter(x: Tensor) -> Pending:
+        rows = to_rows(x, dim, blocks, ranks)
+        out = x.new_empty(rows.shape[1:])
+        return collective.launch(dist.reduce_scatter_single, _flat(out), _flat(rows), buffer=out)
+
+    return start_reduce_scatter
+
+
+def all_to_all(
+    groups: Groups, node: str, src_dim: int, src_blocks: list[int], dst_dim: int, dst_blocks: list[int], axis: str
+) -> Start:
+    """Pieces along ``src_dim`` -> pieces along ``dst_dim``."""
+    if src_dim == dst_dim:
+        return _regroup(groups, node, src_dim, src_blocks, dst_blocks, axis)
+    collective, ranks = Collective(groups, "all_to_all", axis, node), groups.size(axis)
+
+    def start_all_to_all(x: Tensor) -> Pending:
+        rows = to_rows(x, dst_dim, dst_blocks, ranks)
+        out = torch.empty_like(rows)
+        return collective.launch(
+            dist.all_to_all_single, _flat(out), _flat(rows), buffer=out, done=lambda r: from_rows(r, src_dim, src_blocks)
+        )
+
+    return start_all_to_all
+
+
+def _regroup(groups: Groups, node: str, dim: int, src: list[int], dst: list[int], axis: str) -> Start:
+    """Shard(d, src) -> Shard(d, dst): the same dim, cut otherwise. Each position goes to the rank that shall hold it."""
+    collective, ranks, me = Collective(groups, "all_to_all", axis, node), groups.size(axis), groups.index(axis)
+
+    def start_all_to_all(x: Tensor) -> Pending:
+        before, after = (rows_of(x.shape[dim] * ranks, blocks, ranks) for blocks in (src, dst))
+        sent = [torch.isin(before[me], after[r]).nonzero()[:, 0] for r in range(ranks)]
+        received = [torch.isin(after[me], before[r]).nonzero()[:, 0] for r in range(ranks)]
+        moved = x.movedim(dim, 0)
+        rows = moved.index_select(0, torch.cat(sent).to(x.device))
+        out = torch.empty_like(rows)
+        order = torch.cat(received).argsort().to(x.device)
+        return collective.launch(
+            dist.all_to_all_single,
+            out,
+            rows,
+            [len(r) for r in received],
+            [len(s) for s in sent],
+            buffer=out,
+            done=lambda r: r.index_select(0, order).movedim(0, dim).contiguous(),
+        )
+
+    return start_all_to_all
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.contiguous().view(-1)
+
+
+def shard_slice(groups: Groups, dim: int, blocks: list[int], axis: str) -> Callable[[Tensor], Tensor]:
+    """This rank's piece; a view where the piece is contiguous in the whole."""
+    ranks, me = groups.size(axis), groups.index(axis)
+
+    def slice_shard(x: Tensor) -> Tensor:
+        parts = x.split(list(blocks) or [x.shape[dim]], dim)
+        mine = [p.narrow(dim, me * (p.shape[dim] // ranks), p.shape[dim] // ranks) for p in parts]
+        return mine[0].contiguous() if len(mine) == 1 else torch.cat(mine, dim)
+
+    return slice_shard
+
+
+def shard_pad(groups: Groups, dim: int, blocks: list[int], axis: str) -> Callable[[Tensor], Tensor]:
+    """The whole, zero but for this rank's piece."""
+    ranks, me = groups.size(axis), groups.index(axis)
+
+    def pad_shard(x: Tensor) -> Tensor:
+        shape = list(x.shape)
+        shape[dim] *= ranks
+        whole = x.new_zeros(shape)
+        sizes = list(blocks) or [shape[dim]]
+        parts = x.split([b // ranks for b in sizes], dim)
+        for target, part in zip(whole.split(sizes, dim), parts):
+            target.narrow(dim, me * part.shape[dim], part.shape[dim]).copy_(part)
+        return whole
+
+    return pad_shard

@@ -1,0 +1,86 @@
+"""The raw collectives in terms of functional ones and plain operators: what a compiler is given.
+
+The same layouts as in `autopar.runtime.comm`, without in-place writes and without explicit starts and waits.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+import autopar.collectives  # noqa: F401 - defines the operators
+
+
+class Collectives(Protocol):
+    """Functional collectives over an axis; dim 0 of a tensor is split over, or collected from, the ranks in order."""
+
+    groups: Any
+
+    def all_reduce(self, x: Tensor, axis: str, op: str) -> Tensor: ...
+    def all_gather(self, x: Tensor, axis: str) -> Tensor: ...
+    def reduce_scatter(self, x: Tensor, axis: str) -> Tensor: ...
+    def all_to_all(self, x: Tensor, received: list[int], sent: list[int], axis: str) -> Tensor: ...
+
+
+def to_stack(x: Tensor, dim: int, blocks: list[int], ranks: int) -> Tensor:
+    """[.., D, ..] -> [ranks, .., D/ranks, ..], functional twin of `layout.to_rows`."""
+    parts = x.split(blocks or [x.shape[dim]], dim)
+    return torch.cat([p.unflatten(dim, (ranks, p.shape[dim] // ranks)).movedim(dim, 0) for p in parts], dim + 1)
+
+
+def from_stack(rows: Tensor, dim: int, blocks: list[int]) -> Tensor:
+    """Inverse of `to_stack`."""
+    ranks = rows.shape[0]
+    sizes = [b // ranks for b in blocks] or [rows.shape[dim + 1]]
+    return torch.cat([p.movedim(0, dim).flatten(dim, dim + 1) for p in rows.split(sizes, dim + 1)], dim)
+
+
+def all_reduce(c: Collectives, x: Tensor, axis: str, op: str) -> Tensor:
+    return c.all_reduce(x.contiguous(), axis, op)
+
+
+def all_gather(c: Collectives, x: Tensor, dim: int, blocks: list[int], axis: str, size: int) -> Tensor:
+    gathered = c.all_gather(x.contiguous().unsqueeze(0), axis)
+    return from_stack(gathered, dim, blocks).contiguous()
+
+
+def reduce_scatter(c: Collectives, x: Tensor, dim: int, blocks: list[int], axis: str, size: int) -> Tensor:
+    return c.reduce_scatter(to_stack(x, dim, blocks, size).contiguous(), axis).squeeze(0)
+
+
+def all_to_all(
+    c: Collectives, x: Tensor, src_dim: int, src_blocks: list[int], dst_dim: int, dst_blocks: list[int], axis: str, size: int
+) -> Tensor:
+    if src_dim == dst_dim:
+        whole = all_gather(c, x, src_dim, src_blocks, axis, size)
+        return shard_slice(c, whole, dst_dim, dst_blocks, axis, size)
+    rows = to_stack(x, dst_dim, dst_blocks, size).contiguous()
+    return from_stack(c.all_to_all(rows, [1] * size, [1] * size, axis), src_dim, src_blocks).contiguous()
+
+
+def shard_slice(c: Collectives, x: Tensor, dim: int, blocks: list[int], axis: str, size: int) -> Tensor:
+    me = c.groups.index(axis)
+    parts = [p.narrow(dim, me * (p.shape[dim] // size), p.shape[dim] // size) for p in x.split(blocks or [x.shape[dim]], dim)]
+    return torch.cat(parts, dim)
+
+
+def shard_pad(c: Collectives, x: Tensor, dim: int, blocks: list[int], axis: str, size: int) -> Tensor:
+    me = c.groups.index(axis)
+    padded = []
+    for part in x.split([b // size for b in blocks] or [x.shape[dim]], dim):
+        zero = torch.zeros_like(part)
+        padded += [part if r == me else zero for r in range(size)]
+    return torch.cat(padded, dim)
+
+
+_RAW = torch.ops.autopar
+LOWERINGS = {
+    _RAW.all_reduce.default: all_reduce,
+    _RAW.all_gather.default: all_gather,
+    _RAW.reduce_scatter.default: reduce_scatter,
+    _RAW.all_to_all.default: all_to_all,
+    _RAW.shard_slice.default: shard_slice,
+    _RAW.shard_pad.default: shard_pad,
+}

@@ -1,0 +1,209 @@
+"""Process groups: the only place that creates any. Everything else says the name of an axis.
+
+    mesh = init_mesh(dp=2, tp=2)     # a torch DeviceMesh whose dims are named after the axes
+    groups = Groups(mesh)            # axis name -> ProcessGroup, size, my coordinate
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.adapters.distributed import default_store, rank_table
+from autopar.mesh import Mesh
+from autopar.runtime.failures import board
+
+DEFAULT_TIMEOUT = 600.0  # seconds
+
+_meshes: dict[tuple[int, str, Mesh], DeviceMesh] = {}
+_made: dict[Mesh, int] = {}  # how many Groups of a mesh there were: their common name in the store
+
+
+def init_mesh(
+    device: str | torch.device | None = None, timeout: float | timedelta | None = None, **sizes: int
+) -> DeviceMesh:
+    """``init_mesh(dp=2, tp=2)``: a torch DeviceMesh over all ranks. The last axis varies fastest with the rank.
+
+    Uses the default process group if there is one. Otherwise makes it: from torchrun's environment, or as a world
+    of one. ``device``: "cpu" (gloo) or "cuda" (nccl); by default cuda where there is one. ``timeout``: seconds (or
+    a timedelta) after which a collective without its peers fails; default $AUTOPAR_TIMEOUT or 600.
+
+    Raises ValueError for an unknown axis, a size below 1, or sizes whose product is not the number of ranks.
+    """
+    mesh = Mesh.of(**sizes)
+    kind = torch.device(device).type if device is not None else ("cuda" if torch.cuda.is_available() else "cpu")
+    limit = _timeout(timeout)
+    expected = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if mesh.world_size != expected:
+        raise ValueError(
+            f"mesh: {mesh} needs {mesh.world_size} ranks, the world has {expected}; "
+            "choose sizes whose product is the number of ranks, or start that many processes"
+        )
+    if not mesh.axes:
+        mesh = Mesh.of(dp=1)
+    if not dist.is_initialized():
+        _init_world(kind, limit)
+    key = (id(default_store()), kind, mesh)
+    if key not in _meshes:
+        _meshes[key] = _make_mesh(mesh, kind, limit)
+    return _meshes[key]
+
+
+def _timeout(timeout: float | timedelta | None) -> timedelta:
+    if isinstance(timeout, timedelta):
+        return timeout
+    return timedelta(seconds=float(os.environ.get("AUTOPAR_TIMEOUT", DEFAULT_TIMEOUT)) if timeout is None else timeout)
+
+
+def _init_world(kind: str, timeout: timedelta) -> None:
+    if kind == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, init_method="env://", timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def _make_mesh(mesh: Mesh, kind: str, timeout: timedelta) -> DeviceMesh:
+    """One group per axis and coordinate. Made here and not by torch, which gives subgroups a timeout of 30 minutes."""
+    rank = dist.get_rank()
+    groups = []
+    for axis, _ in mesh.axes:
+        mine = None
+        for ranks in sorted({tuple(mesh.group_of(axis, r)) for r in range(mesh.world_size)}):
+            group = dist.new_group(list(ranks), timeout=timeout, group_desc=f"mesh_{axis}")
+            if rank in ranks:
+                mine = group
+        assert isinstance(mine, dist.ProcessGroup), "every rank is in one group of each axis"
+        groups.append(mine)
+    shape = [size for _, size in mesh.axes]
+    names = tuple(name for name, _ in mesh.axes)
+    table = torch.arange(mesh.world_size, dtype=torch.int).view(shape)
+    if len(groups) == 1:
+        return DeviceMesh.from_group(groups[0], kind, mesh=table, mesh_dim_names=names)
+    return DeviceMesh.from_group(groups, kind, mesh=table, mesh_dim_names=names)
+
+
+def mesh_of(device_mesh: DeviceMesh) -> Mesh:
+    """Names and sizes of a DeviceMesh. Raises ValueError for dims without axis names or ranks in another order."""
+    names = device_mesh.mesh_dim_names
+    if names is None:
+        raise ValueError("mesh: the DeviceMesh needs mesh_dim_names; name its dims after the axes, such as ('dp', 'tp')")
+    mesh = Mesh(tuple(zip(names, (int(s) for s in device_mesh.shape))))
+    if dist.is_initialized():
+        table = rank_table(device_mesh).flatten().tolist()
+        if table != list(range(dist.get_world_size())):
+            raise ValueError(
+                f"mesh: the DeviceMesh must hold the ranks 0..{dist.get_world_size() - 1} in order, found {table}; "
+                "use autopar.init_mesh, or torch's init_device_mesh over the whole world"
+            )
+    return mesh
+
+
+class Groups:
+    """Process groups of a mesh by axis name.
+
+    An axis is a name ("tp") or several joined by commas ("dp,cp"): the ranks that differ in any of these.
+    """
+
+    def __init__(self, device_mesh: DeviceMesh):
+        self.device_mesh = device_mesh
+        self.mesh = mesh_of(device_mesh)
+        self.rank = dist.get_rank()
+        self.coordinate = self.mesh.coordinate(self.rank)
+        kind = device_mesh.device_type
+        self.device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        self._groups: dict[str, dist.ProcessGroup] = {a: device_mesh.get_group(a) for a in self.mesh.sizes}
+        self._agreed: dict[str, int] = {}
+        _made[self.mesh] = _made.get(self.mesh, 0) + 1
+        self._name = f"{self.mesh}/{_made[self.mesh]}"
+        board()  # from now on the others see that this rank is alive
+
+    def size(self, axis: str) -> int:
+        """Number of ranks along an axis (or joined axes)."""
+        out = 1
+        for name in axis.split(","):
+            out *= self.mesh.size(name)
+        return out
+
+    def ranks(self, axis: str) -> list[int]:
+        """Global ranks of my group, in the order of the axis (of joined axes: the first varies slowest)."""
+        names = axis.split(",")
+        fixed = {a: c for a, c in self.coordinate.items() if a not in names}
+        inside = [
+            (tuple(c[n] for n in names if n in c), r)
+            for r, c in ((r, self.mesh.coordinate(r)) for r in range(self.mesh.world_size))
+            if all(c[a] == v for a, v in fixed.items())
+        ]
+        return [r for _, r in sorted(inside)]
+
+    def index(self, axis: str) -> int:
+        """My position in ``ranks(axis)``."""
+        return self.ranks(axis).index(self.rank)
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The process group. That of joined axes is made at the first use, which every member must reach."""
+        if axis not in self._groups:
+            for name in axis.split(","):
+                if name not in self.mesh.sizes:
+                    raise ValueError(f"groups: no axis {name!r} in the mesh {self.mesh}")
+            ranks = self.ranks(axis)
+            if ranks != sorted(ranks):
+                raise ValueError(f"groups: join the axes in mesh order ({self.mesh}), found {axis!r}")
+            # Only the members take part: pipeline stages may need different joins.
+            group = dist.new_group(ranks, timeout=_timeout(None), use_local_synchronization=True)
+            assert isinstance(group, dist.ProcessGroup)
+            self._groups[axis] = group
+        return self._groups[axis]
+
+    @property
+    def world(self) -> str:
+        """All axes joined: the axis expression of the whole world."""
+        return ",".join(self.mesh.sizes)
+
+
+def agree(groups: Groups, digest: str, what: str, axis: str | None = None, timeout: float | None = None) -> None:
+    """All ranks (or those of my group on ``axis``) must hold the same digest.
+
+    Raises the same ValueError on each of them that names the ranks which differ, and RuntimeError naming the ranks
+    that do not come within the timeout. Goes through the store: no device, no process group.
+    """
+    ranks = groups.ranks(axis) if axis else list(range(groups.mesh.world_size))
+    if len(ranks) == 1:
+        return
+    scope = f"agree/{axis or 'world'}/{ranks[0]}"
+    count = groups._agreed.get(scope, 0)
+    groups._agreed[scope] = count + 1
+    store = dist.PrefixStore(f"autopar/{groups._name}/{scope}", default_store())
+    store.set(f"{count}/{groups.rank}", f"{what}\n{digest}")
+    keys = [f"{count}/{r}" for r in ranks]
+    try:
+        store.wait(keys, _timeout(timeout))
+    except (RuntimeError, dist.DistStoreError) as error:
+        raise RuntimeError(f"agree: {what}: {board().explain(ranks, f'agreeing on {what}')}") from error
+    values = [v.decode() for v in store.multi_get(keys)]
+    if count:  # everybody has set this round's key, so everybody has read the last round's
+        store.delete_key(f"{count - 1}/{groups.rank}")
+    _compare(what, ranks, values)
+
+
+def _compare(what: str, ranks: Sequence[int], values: Sequence[str]) -> None:
+    by_value: dict[str, list[int]] = {}
+    for rank, value in zip(ranks, values):
+        by_value.setdefault(value, []).append(rank)
+    if len(by_value) == 1:
+        return
+    common = max(by_value, key=lambda v: len(by_value[v]))
+    odd = {value: who for value, who in by_value.items() if value != common}
+    listed = "; ".join(f"rank {', '.join(map(str, who))}: {value.partition(chr(10))[2]}" for value, who in odd.items())
+    rest = f"rank {', '.join(map(str, by_value[common]))}: {common.partition(chr(10))[2]}"
+    raise ValueError(
+        f"agree: {what} must be the same on all ranks, found {listed}; against {rest}; "
+        "give every rank the same model, mesh, options and batch shapes"
+    )

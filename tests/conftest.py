@@ -1,0 +1,26 @@
+"""Shared fixtures: real ranks, one thread, and the warnings that are errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+
+torch.set_num_threads(1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # An op without a backward gives a silently wrong gradient: never only a warning.
+    config.addinivalue_line("filterwarnings", "error:.*an autograd kernel was not registered.*:UserWarning")
+    # torch 2.13 renamed the *_tensor collectives; the old names are the ones older torch knows too.
+    config.addinivalue_line("filterwarnings", "ignore:.*(all_gather_into_tensor|reduce_scatter_tensor).*:FutureWarning")
+
+
+@pytest.fixture
+def ranks() -> Callable[..., list[Any]]:
+    """``ranks(n, fn, *args, timeout=60)``: results of fn on n gloo ranks (see tests/ranks.py)."""
+    return run_ranks

@@ -1,0 +1,254 @@
+"""Real gloo ranks for tests: a persistent pool of forked processes, one pool per number of ranks.
+
+    results = run_ranks(4, body, arg, timeout=30)      # body(arg) on ranks 0..3, results in rank order
+
+``body`` is a module-level function of a test module; it is sent by name and runs with the default process
+group in place (gloo), one intra-op thread, and the same seed on every rank. A pool is forked once (0.1 s)
+and reused; any failure or timeout retires it, because a failed gloo collective poisons the next ones.
+
+Arguments and results travel as plain pickles, so tensors are copied, never shared. The store is hosted by
+the parent: it outlives any rank, which tests of dying ranks need.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import datetime
+import faulthandler
+import importlib
+import importlib.util
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+GROUP_TIMEOUT = 30.0  # seconds until a collective whose peer is absent fails
+GRACE = 2.0  # seconds the other ranks get to report after the first failure
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class Outcome:
+    """What became of one rank: a value, a traceback, or neither (it died, or it was still running)."""
+
+    rank: int
+    value: Any = None
+    error: str | None = None
+    lost: str | None = None  # "died with exit code -9", "still running after 30 s"
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None and self.lost is None
+
+
+class RankError(AssertionError):
+    """A rank failed. ``outcomes`` has what every rank did."""
+
+    def __init__(self, outcomes: list[Outcome]):
+        self.outcomes = outcomes
+        lines = []
+        for o in outcomes:
+            if o.error:
+                lines.append(f"--- rank {o.rank} raised\n{o.error}")
+            elif o.lost:
+                lines.append(f"--- rank {o.rank} {o.lost}")
+        super().__init__("ranks: " + ", ".join(str(o.rank) for o in outcomes if not o.ok) + " failed\n" + "\n".join(lines))
+
+
+def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    """Run ``fn(*args)`` on ``n`` gloo ranks; the results in rank order. Raises RankError with every traceback."""
+    outcomes = rank_outcomes(n, fn, *args, timeout=timeout)
+    if not all(o.ok for o in outcomes):
+        raise RankError(outcomes)
+    return [o.value for o in outcomes]
+
+
+def rank_outcomes(
+    n: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, grace: float = GRACE
+) -> list[Outcome]:
+    """As run_ranks, but failures come back as outcomes: for tests of ranks that die or raise.
+
+    After the first failure the others get ``grace`` seconds.
+    """
+    pool = _POOLS.get(n) or _Pool(n)
+    _POOLS[n] = pool
+    try:
+        outcomes = pool.run(fn, args, timeout, grace)
+    except BaseException:
+        _retire(n)
+        raise
+    if not all(o.ok for o in outcomes):
+        _retire(n)
+    return outcomes
+
+
+_POOLS: dict[int, _Pool] = {}
+
+
+def _retire(n: int) -> None:
+    pool = _POOLS.pop(n, None)
+    if pool:
+        pool.kill()
+
+
+@atexit.register
+def close_pools() -> None:
+    """End all pools (also called at interpreter exit)."""
+    for n in list(_POOLS):
+        _retire(n)
+
+
+class _Pool:
+    def __init__(self, n: int):
+        assert not torch.cuda.is_initialized(), "a process that has initialised CUDA cannot be forked"
+        self.n = n
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.folder = tempfile.TemporaryDirectory(prefix="autopar-ranks-")
+        self.pipes: list[Connection] = []
+        self.processes = []
+        context = multiprocessing.get_context("fork")
+        sys.stdout.flush(), sys.stderr.flush()  # else each child prints the parent's buffer again
+        for rank in range(n):
+            here, there = context.Pipe()
+            inherited = [*self.pipes, here, *(c for p in _POOLS.values() for c in p.pipes)]
+            process = context.Process(
+                target=_worker, args=(rank, n, self.store.port, there, inherited, self.folder.name), daemon=True
+            )
+            process.start()
+            there.close()
+            self.pipes.append(here)
+            self.processes.append(process)
+
+    def run(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float, grace: float) -> list[Outcome]:
+        module = sys.modules[fn.__module__]
+        assert "<locals>" not in fn.__qualname__, f"ranks: {fn.__qualname__} must be a module-level function"
+        where = (fn.__module__, getattr(module, "__file__", None), fn.__qualname__)
+        task = pickle.dumps((where, sys.path, pickle.dumps(args)))
+        outcomes = [Outcome(rank) for rank in range(self.n)]
+        pending = {}
+        for rank, pipe in enumerate(self.pipes):
+            try:
+                pipe.send_bytes(task)
+                pending[pipe] = rank
+            except OSError:
+                outcomes[rank].lost = self._fate(rank)
+        deadline, shortened = time.monotonic() + timeout, False
+        while pending:
+            ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                outcome = outcomes[pending.pop(pipe)]
+                try:
+                    ok, value = pickle.loads(pipe.recv_bytes())
+                    outcome.value, outcome.error = (value, None) if ok else (None, value)
+                except EOFError:
+                    outcome.lost = self._fate(outcome.rank)
+                if not outcome.ok and not shortened:
+                    deadline, shortened = min(deadline, time.monotonic() + grace), True
+        for rank in pending.values():
+            after = f"{grace:.0f} s after another rank failed" if shortened else f"after {timeout:.0f} s"
+            outcomes[rank].lost = f"was still running {after}\n{self._stack(rank)}"
+        return outcomes
+
+    def _fate(self, rank: int) -> str:
+        self.processes[rank].join(2)
+        return f"died with exit code {self.processes[rank].exitcode}"
+
+    def _stack(self, rank: int) -> str:
+        """Where a stuck rank is: its Python stack, written by faulthandler on SIGUSR1."""
+        try:
+            os.kill(self.processes[rank].pid or 0, signal.SIGUSR1)
+        except ProcessLookupError:
+            return ""
+        time.sleep(0.2)
+        return (Path(self.folder.name) / f"stack{rank}").read_text()
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join(5)
+        for pipe in self.pipes:
+            pipe.close()
+        self.folder.cleanup()
+
+
+def _worker(rank: int, n: int, port: int, pipe: Connection, inherited: list[Connection], folder: str) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # die with the parent, however it dies
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    for other in inherited:
+        other.close()
+    stack = open(f"{folder}/stack{rank}", "w")  # noqa: SIM115 - stays open for the life of the process
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
+    torch.set_num_threads(1)  # a forked OpenMP pool is unusable; one thread needs none
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(n), MASTER_ADDR="127.0.0.1")
+    os.environ.update(MASTER_PORT=str(port), LOCAL_WORLD_SIZE=str(n), OMP_NUM_THREADS="1")
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=datetime.timedelta(seconds=GROUP_TIMEOUT))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=n, timeout=datetime.timedelta(seconds=GROUP_TIMEOUT)
+    )
+    while True:
+        try:
+            task = pipe.recv_bytes()
+        except (EOFError, OSError):
+            os._exit(0)
+        reply = _answer(task)
+        sys.stdout.flush(), sys.stderr.flush()
+        try:
+            pipe.send_bytes(reply)
+        except OSError:
+            os._exit(0)
+
+
+def _answer(task: bytes) -> bytes:
+    try:
+        where, path, packed = pickle.loads(task)
+        sys.path[:] = path  # before the arguments: unpickling them may import test modules
+        fn = _find(*where)
+        args = pickle.loads(packed)
+        torch.manual_seed(0)
+        random.seed(0)
+        torch.set_default_dtype(torch.float32)
+        return pickle.dumps((True, fn(*args)))
+    except BaseException:
+        return pickle.dumps((False, traceback.format_exc()))
+
+
+def _find(name: str, file: str | None, qualname: str) -> Any:
+    """The function, from the module of that name and file (imported here if the fork was older than it)."""
+    module = sys.modules.get(name)
+    if module is None or getattr(module, "__file__", None) != file:
+        try:
+            module = importlib.import_module(name)
+        except ImportError:
+            module = None
+    if module is None or getattr(module, "__file__", None) != file:
+        assert file, f"ranks: cannot import {name}"
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec and spec.loader
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    found: Any = module
+    for part in qualname.split("."):
+        found = getattr(found, part)
+    return found

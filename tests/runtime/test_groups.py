@@ -1,0 +1,122 @@
+"""Process groups by axis name, agreement over the ranks, and who is named when a rank is missing."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.mesh import Mesh
+from autopar.runtime.groups import Groups, agree, init_mesh, mesh_of
+from tests.ranks import rank_outcomes, run_ranks
+
+
+def axis_sums(sizes: dict[str, int]) -> dict[str, float]:
+    groups = Groups(init_mesh(**sizes))
+    out = {}
+    for axis in [*sizes, groups.world]:
+        x = torch.tensor(float(groups.rank))
+        dist.all_reduce(x, group=groups.group(axis))
+        out[axis] = x.item()
+        assert groups.group(axis).size() == groups.size(axis) == len(groups.ranks(axis))
+        assert dist.get_process_group_ranks(groups.group(axis)) == groups.ranks(axis)
+    return out
+
+
+def test_each_axis_has_its_group() -> None:
+    out = run_ranks(4, axis_sums, {"dp": 2, "tp": 2})
+    assert [o["tp"] for o in out] == [1, 1, 5, 5]
+    assert [o["dp"] for o in out] == [2, 4, 2, 4]
+    assert all(o["dp,tp"] == 6 for o in out)
+
+
+def test_three_axes_one_of_size_one() -> None:
+    out = run_ranks(4, axis_sums, {"pp": 2, "cp": 1, "tp": 2})
+    assert [o["pp"] for o in out] == [2, 4, 2, 4] and [o["cp"] for o in out] == [0, 1, 2, 3]
+
+
+def mistakes() -> list[str]:
+    def message(**kwargs: Any) -> str:
+        with pytest.raises(ValueError) as caught:
+            init_mesh(**kwargs)
+        return str(caught.value)
+
+    return [message(dp=3), message(dp=1), message(xx=2), message(tp=0)]
+
+
+def test_mistakes_are_refused() -> None:
+    for larger, smaller, unknown, empty in run_ranks(2, mistakes):
+        assert "needs 3 ranks, the world has 2" in larger
+        assert "needs 1 ranks, the world has 2" in smaller
+        assert "unknown axis 'xx'" in unknown
+        assert "size of at least 1" in empty
+
+
+def own_meshes() -> list[Any]:
+    fine = dist.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    found = [mesh_of(fine), Groups(fine).coordinate, init_mesh(dp=2) is init_mesh(dp=2)]
+    for bad in (DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 0], mesh_dim_names=("dp",))):
+        with pytest.raises(ValueError) as caught:
+            mesh_of(bad)
+        found.append(str(caught.value))
+    return found
+
+
+def test_a_user_mesh_is_taken_or_refused() -> None:
+    for rank, (mesh, coordinate, cached, unnamed, order) in enumerate(run_ranks(2, own_meshes)):
+        assert mesh == Mesh.of(dp=2, tp=1) and coordinate == {"dp": rank, "tp": 0} and cached
+        assert "needs mesh_dim_names" in unnamed and "found [1, 0]" in order
+
+
+def agreement() -> list[str]:
+    groups = Groups(init_mesh(dp=2, tp=2))
+    for _ in range(3):
+        agree(groups, "same", "the plan")
+    agree(groups, f"dp {groups.coordinate['tp']}", "the batch", axis="dp")  # differs over tp, not over dp
+    messages = []
+    for axis, digest in ((None, f"shape {groups.rank == 2}"), ("tp", str(groups.coordinate["tp"]))):
+        with pytest.raises(ValueError) as caught:
+            agree(groups, digest, "the plan", axis=axis)
+        messages.append(str(caught.value))
+    agree(groups, "same", "the plan")
+    return messages
+
+
+def test_agree_names_who_differs_the_same_everywhere() -> None:
+    out = run_ranks(4, agreement)
+    assert len({o[0] for o in out}) == 1
+    assert "found rank 2: shape True; against rank 0, 1, 3: shape False" in out[0][0]
+    assert "rank 3: 1; against rank 2: 0" in out[3][1]
+
+
+def agree_without(rank: int) -> str:
+    groups = Groups(init_mesh(dp=2))
+    if groups.rank == rank:
+        time.sleep(8)
+    with pytest.raises(RuntimeError) as caught:
+        agree(groups, "x", "the plan", timeout=1)
+    return str(caught.value)
+
+
+def test_an_absent_rank_is_named() -> None:
+    out = rank_outcomes(2, agree_without, 1, timeout=20)
+    assert "rank 1 did not respond: alive, but never joined" in out[0].value
+
+
+def die_in_agree(rank: int) -> str:
+    groups = Groups(init_mesh(dp=2))
+    if groups.rank == rank:
+        os._exit(1)
+    with pytest.raises(RuntimeError) as caught:
+        agree(groups, "x", "the plan", timeout=1)
+    return str(caught.value)
+
+
+def test_a_dead_rank_is_named() -> None:
+    out = rank_outcomes(2, die_in_agree, 0, grace=10)
+    assert "rank 0 did not respond: no sign of life" in out[1].value

@@ -1,0 +1,86 @@
+"""Runs a step graph on all ranks of a mesh in one process, node by node in lockstep.
+
+Every rank's value of a node is computed before the next node; a collective sees the values of all ranks of its group. So the
+numbers of any mesh can be checked without processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from autopar.mesh import Mesh
+from autopar.placement import Shard, join, piece
+
+ops = torch.ops.autopar
+
+
+def simulate(gm: GraphModule, inputs: Sequence[Sequence[Any]], mesh: Mesh) -> list[tuple[Any, ...]]:
+    """Outputs per rank, for inputs per rank (in placeholder order)."""
+    world = range(mesh.world_size)
+    env: list[dict[Node, Any]] = [{} for _ in world]
+    fed = [iter(values) for values in inputs]
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            for rank in world:
+                env[rank][node] = next(fed[rank])
+        elif node.op == "output":
+            return [torch.fx.node.map_arg(node.args[0], lambda n, e=env[rank]: e[n]) for rank in world]
+        elif node.target in COLLECTIVE:
+            for rank, value in enumerate(_collective(node, env, mesh)):
+                env[rank][node] = value
+        else:
+            for rank in world:
+                args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n, e=env[rank]: e[n])
+                env[rank][node] = node.target(*args, **kwargs)
+    raise AssertionError("a graph ends in an output")
+
+
+def _collective(node: Node, env: list[dict[Node, Any]], mesh: Mesh) -> list[torch.Tensor]:
+    x = node.args[0]
+    run, axis_at = COLLECTIVE[node.target]
+    axis = node.args[axis_at]
+    out: list[torch.Tensor] = []
+    for rank in range(mesh.world_size):
+        group = mesh.group_of(axis, rank)
+        out.append(run([env[r][x] for r in group], group.index(rank), *node.args[1:]))
+    return out
+
+
+def _all_reduce(xs: list[torch.Tensor], me: int, axis: str, op: str) -> torch.Tensor:
+    stacked = torch.stack(xs)
+    return stacked.sum(0) if op == "sum" else stacked.amax(0)
+
+
+def _all_gather(xs: list[torch.Tensor], me: int, dim: int, blocks: list[int], axis: str, size: int) -> torch.Tensor:
+    return join(xs, Shard(dim, tuple(blocks)))
+
+
+def _reduce_scatter(xs: list[torch.Tensor], me: int, dim: int, blocks: list[int], axis: str, size: int) -> torch.Tensor:
+    return piece(torch.stack(xs).sum(0), Shard(dim, tuple(blocks)), size, me).contiguous()
+
+
+def _all_to_all(xs: Any, me: int, src: int, src_blocks: Any, dst: int, dst_blocks: Any, axis: str, size: int) -> Any:
+    return piece(join(xs, Shard(src, tuple(src_blocks))), Shard(dst, tuple(dst_blocks)), size, me).contiguous()
+
+
+def _shard_slice(xs: list[torch.Tensor], me: int, dim: int, blocks: list[int], axis: str, size: int) -> torch.Tensor:
+    return piece(xs[me], Shard(dim, tuple(blocks)), size, me).contiguous()
+
+
+def _shard_pad(xs: list[torch.Tensor], me: int, dim: int, blocks: list[int], axis: str, size: int) -> torch.Tensor:
+    pieces = [xs[me] if r == me else torch.zeros_like(xs[me]) for r in range(size)]
+    return join(pieces, Shard(dim, tuple(blocks)))
+
+
+COLLECTIVE = {
+    ops.all_reduce.default: (_all_reduce, 1),
+    ops.all_gather.default: (_all_gather, 3),
+    ops.reduce_scatter.default: (_reduce_scatter, 3),
+    ops.all_to_all.default: (_all_to_all, 5),
+    ops.shard_slice.default: (_shard_slice, 3),
+    ops.shard_pad.default: (_shard_pad, 3),
+}

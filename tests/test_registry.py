@@ -1,0 +1,44 @@
+"""The registry: order, both ways to add, and the error for an unknown name."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.registry import Registry
+
+
+def test_entries_keep_their_order() -> None:
+    numbers: Registry[int] = Registry("number")
+    assert numbers.add("two", 2) == 2
+    numbers.add("one", 1)
+    assert list(numbers) == ["two", "one"] and numbers.items() == [("two", 2), ("one", 1)]
+    assert numbers["one"] == 1 and "one" in numbers and "three" not in numbers and len(numbers) == 2
+
+
+def test_register_decorates() -> None:
+    kinds: Registry[type] = Registry("kind")
+
+    @kinds.register("a")
+    class A:
+        pass
+
+    assert kinds["a"] is A
+
+
+def test_unknown_name_lists_the_known_ones_and_the_closest() -> None:
+    schedules: Registry[str] = Registry("schedule")
+    schedules.add("gpipe", "")
+    schedules.add("interleaved", "")
+    with pytest.raises(
+        ValueError, match=r"schedule: unknown name 'interleave'; known are gpipe, interleaved; did you mean 'inter"
+    ):
+        schedules["interleave"]
+    with pytest.raises(ValueError, match="known are none"):
+        Registry[int]("axis")["x"]
+
+
+def test_a_name_has_one_owner() -> None:
+    names: Registry[int] = Registry("number")
+    names.add("one", 1)
+    with pytest.raises(AssertionError, match="registered twice"):
+        names.add("one", 1)
