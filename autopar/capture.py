@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
@@ -157,10 +156,11 @@ def _finish(program: ExportedProgram, replica: nn.Module, arguments: Mapping[str
 def _inputs(program: ExportedProgram, replica: nn.Module, paths: list[str]) -> list[InputSpec]:
     """Input specs in placeholder order; the placeholders of tied names are merged into the first."""
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
-    tensors = {**dict(replica.named_parameters(remove_duplicate=False)), **dict(replica.named_buffers(remove_duplicate=False))}
+    tensors: dict[str, Tensor] = dict(replica.named_parameters(remove_duplicate=False))
+    tensors |= dict(replica.named_buffers(remove_duplicate=False))
     names: dict[int, list[str]] = {}
-    for name, tensor in tensors.items():
-        names.setdefault(id(tensor), []).append(name)
+    for name, value in tensors.items():
+        names.setdefault(id(value), []).append(name)
     kinds = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant"}
     specs: dict[int, InputSpec] = {}
     out: list[InputSpec] = []
@@ -187,7 +187,7 @@ def _inputs(program: ExportedProgram, replica: nn.Module, paths: list[str]) -> l
 
 def _outputs(program: ExportedProgram) -> tuple[list[OutputSpec], list[Node], list[int | _Constant]]:
     """(specs, nodes) of the flat tensor outputs, then mutations; and per leaf of the user's structure its place."""
-    nodes: tuple[Any, ...] = program.graph.output_node().args[0]  # type: ignore[assignment]
+    nodes: Any = program.graph.output_node().args[0]
     spec = program.call_spec.out_spec
     names = iter(path for path, _ in _paths(unflatten([_LEAF] * spec.num_leaves, spec)))
     specs: list[OutputSpec] = []
@@ -239,7 +239,7 @@ def _paths(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         items = list(enumerate(tree))
     else:
         children, _ = flatten(tree)
-        if children[:1] == [tree] or len(children) == 1 and children[0] is tree:
+        if children[:1] == [tree] or (len(children) == 1 and children[0] is tree):
             yield path or "0", tree
             return
         items = list(enumerate(children))

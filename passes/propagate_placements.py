@@ -167,22 +167,24 @@ class _Sweep:
 
     def _choices(self, node: Node, rule: Rule, operands: list[Node], have: list[Placement]) -> Iterator[_Choice]:
         partial = frozenset(i for i, p in enumerate(have) if isinstance(p, Partial) and rule.operands[i] is not None)
-        if partial and rule.keep_partial and partial in rule.linear:
-            needs = [None if d is None else (PARTIAL if i in partial else REPLICATE) for i, d in enumerate(rule.operands)]
-            yield _Choice(needs, [PARTIAL for _ in rule.results], rank=0)
+        for kept in rule.linear if rule.keep_partial else ():
+            others = partial - kept  # a pending count under a pending sum: resolved, when nobody differentiates it
+            if partial and kept <= partial and not any(has_gradient(operands[i]) for i in others):
+                needs = [None if d is None else (PARTIAL if i in kept else REPLICATE) for i, d in enumerate(rule.operands)]
+                yield _Choice(needs, [PARTIAL for _ in rule.results], rank=0)
         for i, x in enumerate(operands):
             p = self._resolved(x) if i in partial else have[i]
             dims = rule.operands[i]
             if dims is None or not isinstance(p, Shard) or (self.axis in BATCH_AXES and x in self.weights):
                 continue
             try:
-                cut = rule.cut_of(dims, p, self.ranks)
+                cut = rule.completed(rule.cut_of(dims, p, self.ranks))
                 yield _Choice(rule.required(cut), rule.produced(cut), rank=0 if x in self.weights else 2)
             except RuleError:
                 continue
         if self._is_entry(node, operands):
             try:
-                cut = rule.cut_of(rule.results[0], self.labels[node], self.ranks)
+                cut = rule.completed(rule.cut_of(rule.results[0], self.labels[node], self.ranks))
                 yield _Choice(rule.required(cut), rule.produced(cut), rank=1)
             except RuleError:
                 pass
@@ -247,6 +249,8 @@ class _Sweep:
         src = min(self._sources(x), key=lambda p: self._price(x, p, need))
         if self._price(x, src, need) == float("inf"):
             raise ValueError(f"placements: {describe(before)} needs {x.name} as {need} on {self.axis!r}, it is {src}")
+        if isinstance(src, Partial) and isinstance(need, Replicate) and not has_gradient(x):
+            return self._converted(x, INVARIANT, before)
         if isinstance(src, Partial) and isinstance(need, Replicate):
             # the sum first, then its gradient's sum: the same exchanges, and other users share the first
             base, src = self._converted(x, INVARIANT, before), INVARIANT

@@ -35,7 +35,8 @@ def export(model: nn.Module, kwargs: Mapping[str, Any]) -> ExportedProgram:
             warnings.simplefilter("ignore")
             program = torch.export.export(model, (), dict(kwargs), strict=False)
             _prepare(program)
-            return program.run_decompositions({})
+            flat: ExportedProgram = program.run_decompositions({})
+            return flat
     except Exception as error:
         raise ValueError(f"capture: {_where(error)}: {_reason(error)}{_way_out(error)}") from error
 

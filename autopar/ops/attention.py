@@ -95,7 +95,7 @@ class Facts:
         mask = self.bias.to(q.dtype) if self.bias is not None else q.new_zeros(())
         if allowed is not None:
             mask = torch.where(allowed, mask, float("-inf"))
-        return mask.expand(-1 if mask.dim() == 4 else 1, *mask.shape[1:]) if mask.dim() == 4 else mask
+        return mask
 
     def keep(self, scores_shape: Sequence[int]) -> Tensor:
         """Dropout mask of the probabilities [B, Hq, Sq, Sk]."""
@@ -191,7 +191,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *facts: Any) -> tuple[Tensor, Ten
 @attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *facts: Any) -> tuple[Tensor, Tensor]:
     batch, heads, size, _ = q.shape
-    torch._check(heads % k.shape[1] == 0, lambda: f"attention: {heads} query heads over {k.shape[1]} key heads")
+    if heads % k.shape[1]:
+        raise ValueError(f"attention: {heads} query heads need a divisor as key heads, found {k.shape[1]}")
     out = q.new_empty(batch, size, heads, v.shape[-1]).transpose(1, 2)
     return out, q.new_empty(batch, heads, size, dtype=_wide(q.dtype))
 

@@ -48,7 +48,7 @@ def _expand(x: Tensor, heads: int) -> Tensor:
 
 
 def _unexpand(x: Tensor, heads: int) -> Tensor:
-    return x if x.shape[1] == heads else x.unflatten(1, (heads, -1)).sum(2)
+    return x if x.shape[1] == heads else x.reshape(x.shape[0], heads, -1, *x.shape[2:]).sum(2)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, Tensor]:

@@ -109,7 +109,7 @@ def close_with_blocks(analysis: Analysis, parameter: Node, dim: int) -> Closure:
         try:
             return close(analysis, parameter, Shard(dim, blocks))
         except Rejected as rejected:
-            first = first or rejected
+            first = rejected if first is None or first.blocks else first  # the last structure's reason says most
             waiting += [b for b in rejected.blocks if sum(b) == size and b not in tried and b not in waiting]
     assert first is not None
     raise first
@@ -178,7 +178,7 @@ class _Search:
 
     def _cut(self, rule: Rule, dims: tuple, shard: Shard, call: Node) -> Cut:  # type: ignore[type-arg]
         try:
-            return rule.cut_of(dims, shard, self.analysis.ranks)
+            return rule.completed(rule.cut_of(dims, shard, self.analysis.ranks))
         except RuleError as error:
             raise Rejected(f"at {describe(call)}: {error}", suggestions(rule, dims, shard)) from None
 

@@ -65,7 +65,7 @@ def spread_label(start: Node, shard: Shard, mesh: Mesh, axis: str) -> dict[Node,
         if dims is None:
             return
         try:
-            cut = rule.cut_of(dims, value, ranks)
+            cut = rule.completed(rule.cut_of(dims, value, ranks))
             operands = [None if d is None else rule.shard_of(d, cut) for d in rule.operands]
             results = [rule.shard_of(d, cut) for d in rule.results]
         except RuleError:

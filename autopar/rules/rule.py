@@ -68,6 +68,16 @@ class Rule:
                 raise RuleError(f"a size of {next(b for b in sizes if b % ranks)} does not divide over {ranks} ranks")
         return cut
 
+    def completed(self, cut: Cut) -> Cut:
+        """A cut of some parts of a concatenation cuts its other parts too, each as one block."""
+        full = dict(cut)
+        for dims in (*self.operands, *self.results):
+            for dim in dims or ():
+                if isinstance(dim, Cat) and any(part in cut for part in dim.parts):
+                    for part in dim.parts:
+                        full.setdefault(part, (self.sizes[part],))
+        return full
+
     def _cut_cat(self, dim: Cat, blocks: tuple[int, ...]) -> Cut | None:
         cut, position = {}, 0
         for part in dim.parts:
@@ -151,10 +161,11 @@ def apply(rule: Rule, operands: Sequence[Placement], gradients: Sequence[bool], 
             dims = rule.operands[i]
             assert dims is not None
             mine = rule.cut_of(dims, p, ranks)
-            if cut is not None and mine != cut:
+            if cut is not None and rule.completed(mine) != rule.completed(cut):
                 raise RuleError(f"operands are cut along different factors: {sorted(cut)} and {sorted(mine)}")
             cut = mine
     if cut is not None:
+        cut = rule.completed(cut)
         for (i, p, g), need in zip(used, [n for n in rule.required(cut) if n is not None], strict=True):
             if not matches(p, need, g):
                 raise RuleError(f"operand {i} is {p}, the cut of {sorted(cut)} needs {need}")

@@ -52,7 +52,7 @@ def _replace(gm: GraphModule, node: Node, value: Node) -> None:
     firsts: Sequence[Node] = [node] if calls(node, aten.dropout.default) else list(node.users)
     for first in firsts:
         assert first is node or first.args[1] == 0 or not first.users, "normalize: the mask of a dropout is used"
-        if first is node or calls(first, operator.getitem) and first.args[1] == 0:
+        if first is node or (calls(first, operator.getitem) and first.args[1] == 0):
             first.replace_all_uses_with(value)
         gm.graph.erase_node(first)
     if firsts != [node]:

@@ -19,11 +19,11 @@ def reshape(node: Node, build: Build) -> Node | None:
 
     reshape, not view: strides change when a graph is cut over ranks.
     """
-    x = operand(node)
-    if calls(node, aten.reshape.default) and list(shape_of(node)) == node.args[1] != list(shape_of(x)):
-        if not calls(x, aten.reshape.default):
-            return None
-    return build.reshape(x, shape_of(node))
+    x, shape = operand(node), shape_of(node)
+    spelled = calls(node, aten.reshape.default) and list(node.args[1]) == list(shape)  # type: ignore[arg-type]
+    if spelled and shape != shape_of(x) and not calls(x, aten.reshape.default):
+        return None
+    return build.reshape(x, shape)
 
 
 def same(node: Node, build: Build) -> Node | None:

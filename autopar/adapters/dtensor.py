@@ -1,0 +1,28 @@
+"""DTensor's constructor and its layout record, which torch keeps private."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement
+
+
+def layout_record(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
+    """A record of mesh, placements and the whole tensor's shape (contiguous strides)."""
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, tuple(reversed(stride)), dtype))
+
+
+def record_of(x: DTensor) -> DTensorSpec:
+    return x._spec
+
+
+def local_of(x: DTensor) -> Tensor:
+    """The local tensor itself, without a view and without autograd."""
+    return x._local_tensor

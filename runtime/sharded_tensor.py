@@ -1,0 +1,180 @@
+"""A DTensor for the shards that torch's own cannot say: blocked ones, and several axes on one dim.
+
+torch's DTensor cuts the outer mesh dim first, ours the inner one (tp before dp), and its `_StridedShard` knows equal
+blocks only (with unequal ones `full_tensor` is silently wrong, and distributed checkpoint refuses both).
+
+A ShardedTensor is what a parameter, its gradient and its optimizer state need to be:
+  - elementwise and foreach operators run on the local pieces, where all operands are cut the same way;
+  - sums, norms and extrema over the whole tensor reduce over the axes that cut it;
+  - `full_tensor` gathers; distributed checkpoint writes and reads each run of rows as a chunk of its own;
+  - everything else is refused: silently wrong numbers are the alternative.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Replicate as TorchReplicate
+from torch.distributed.tensor.placement_types import Shard as TorchShard
+
+from autopar.adapters.dtensor import layout_record, local_of
+from autopar.mesh import AXES
+from autopar.placement import Placement, Shard, nested_piece
+from autopar.runtime.layout import from_rows
+
+Cuts = tuple[tuple[str, Shard], ...]  # the axes that cut the tensor, in cut order
+
+
+def cuts_of(placements: Mapping[str, Placement], sizes: Mapping[str, int]) -> Cuts:
+    """The shards of a parameter on axes of more than one rank, in cut order (inner axes first)."""
+    found = {a: p for a, p in placements.items() if isinstance(p, Shard) and sizes.get(a, 1) > 1}
+    return tuple((a, found[a]) for a in reversed(AXES) if a in found)
+
+
+class ShardedTensor(DTensor):
+    """``ShardedTensor.make(local, mesh, cuts, shape)``; see the module's docstring. ``cuts`` says which axes cut which
+    dims in which blocks; on every other axis of the mesh the tensor is the same."""
+
+    cuts: Cuts
+
+    @staticmethod
+    def make(local: Tensor, mesh: DeviceMesh, cuts: Cuts, shape: torch.Size) -> ShardedTensor:
+        """From this rank's piece. Not collective. No gradient flows through it."""
+        by_axis = dict(cuts)
+        placements = tuple(
+            TorchShard(by_axis[axis].dim) if axis in by_axis else TorchReplicate() for axis in mesh.mesh_dim_names or ()
+        )
+        record = layout_record(mesh, placements, shape, local.dtype)
+        out: ShardedTensor = DTensor.__new__(ShardedTensor, local, record, requires_grad=False)  # type: ignore[call-arg]
+        out.cuts = cuts
+        return out
+
+    def like(self, local: Tensor) -> ShardedTensor:
+        """Another tensor of this layout."""
+        return ShardedTensor.make(local, self.device_mesh, self.cuts, self.shape)
+
+    def __repr__(self, *_: Any, **__: Any) -> str:
+        shown = ", ".join(f"{axis}: {shard}" for axis, shard in self.cuts)
+        return f"ShardedTensor(shape={tuple(self.shape)}, {shown or 'whole'}, local={local_of(self)})"
+
+    # --- the whole tensor and the piece ---------------------------------------------------------------
+
+    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
+        """The whole tensor on every rank. Collective over the axes that cut it; no gradient flows through it."""
+        value = local_of(self).detach()
+        for axis, shard in reversed(self.cuts):
+            value = gather(value, self.device_mesh.get_group(axis), shard)
+        return value
+
+    def to_local(self, *, grad_placements: Any = None) -> Tensor:
+        """This rank's piece; gradients flow back to the ShardedTensor."""
+        if torch.is_grad_enabled() and self.requires_grad:
+            out: Tensor = _ToLocal.apply(self)
+            return out
+        return local_of(self)
+
+    def redistribute(self, *_: Any, **__: Any) -> DTensor:
+        raise ValueError(f"{_name(self)}: cannot be redistributed; take full_tensor() and distribute that")
+
+    # --- distributed checkpoint: one chunk per run of consecutive positions ----------------------------
+
+    def chunks(self) -> list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
+        """(offset in the whole, size, offset in the local tensor) of each box this rank holds."""
+        coordinate = dict(zip(self.device_mesh.mesh_dim_names or (), self.device_mesh.get_coordinate() or ()))
+        sizes = {axis: self.device_mesh.get_group(axis).size() for axis, _ in self.cuts}
+        runs = [_runs(size, dim, self.cuts, sizes, coordinate) for dim, size in enumerate(self.shape)]
+        boxes = itertools.product(*runs)
+        return [tuple(zip(*box)) if box else ((), (), ()) for box in boxes]  # type: ignore[misc]
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        local = local_of(self)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, torch.Size(offset)),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=ChunkStorageMetadata(torch.Size(offset), torch.Size(size)),
+                    properties=TensorProperties.create_from_tensor(local),
+                    size=self.shape,
+                ),
+            )
+            for offset, size, _ in self.chunks()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(offset), torch.Size(size)) for offset, size, _ in self.chunks()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        for offset, size, at in self.chunks():
+            if torch.Size(offset) == index.offset:
+                part = local_of(self).detach()
+                for dim, (start, length) in enumerate(zip(at, size)):
+                    part = part.narrow(dim, start, length)
+                return part
+        raise ValueError(f"{_name(self)}: no chunk at {index.offset} of {index.fqn}")
+
+    # --- operators ------------------------------------------------------------------------------------
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from autopar.runtime.sharded_ops import dispatch  # the two files know each other
+
+        return dispatch(func, args, kwargs or {})
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: ShardedTensor) -> Tensor:
+        ctx.layout = (x.device_mesh, x.cuts, x.shape)
+        local = local_of(x)
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> ShardedTensor:  # type: ignore[override]
+        return ShardedTensor.make(grad, *ctx.layout)
+
+
+def gather(value: Tensor, group: dist.ProcessGroup, shard: Shard) -> Tensor:
+    """The pieces of a group, joined."""
+    rows = value.new_empty((group.size(), *value.shape))
+    dist.all_gather_single(rows.view(-1), value.contiguous().view(-1), group=group)
+    return from_rows(rows, shard.dim, shard.blocks)
+
+
+def _runs(
+    size: int, dim: int, cuts: Cuts, sizes: Mapping[str, int], coordinate: Mapping[str, int]
+) -> list[tuple[int, int, int]]:
+    """(global start, length, local start) of each run of consecutive positions of a dim that this rank holds."""
+    here: dict[str, Placement] = {a: Shard(0, s.blocks) for a, s in cuts if s.dim == dim}
+    order = {a: sizes[a] for a, s in cuts if s.dim == dim}
+    if not here:
+        return [(0, size, 0)]
+    held = nested_piece(torch.arange(size), here, order, coordinate).tolist()
+    out: list[tuple[int, int, int]] = []
+    for at, position in enumerate(held):
+        if out and out[-1][0] + out[-1][1] == position:
+            out[-1] = (out[-1][0], out[-1][1] + 1, out[-1][2])
+        else:
+            out.append((position, 1, at))
+    return out
+
+
+def _name(x: ShardedTensor) -> str:
+    shown = ", ".join(f"{axis}: {shard}" for axis, shard in x.cuts)
+    return f"a ShardedTensor of shape {tuple(x.shape)} cut by {shown or 'nothing'}"
+
+
+def reduction_groups(x: DTensor) -> Sequence[dist.ProcessGroup]:
+    """The groups over which the pieces of a DTensor differ."""
+    if isinstance(x, ShardedTensor):
+        return [x.device_mesh.get_group(axis) for axis, _ in x.cuts]
+    return [x.device_mesh.get_group(i) for i, p in enumerate(x.placements) if p.is_shard()]

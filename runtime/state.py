@@ -1,0 +1,192 @@
+"""A model's state on a mesh: parameters as DTensors, and whole tensors under the original names, both ways.
+
+    local = local_piece(whole, spec, groups)            this rank's piece, a copy
+    p = make_parameter(local, spec, groups)             nn.Parameter over a DTensor
+    full_state_dict({name: p}, specs, groups)           original name -> whole tensor
+
+Every parameter lies on one mesh of all axes, whole (Replicate) where an axis does not cut it: so the foreach paths of
+torch.optim and clip_grad_norm_ see one kind of thing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Replicate as TorchReplicate
+from torch.distributed.tensor.placement_types import Shard as TorchShard
+
+from autopar.adapters.dtensor import local_of
+from autopar.parameter import ParameterSpec
+from autopar.placement import nested_piece
+from autopar.runtime.groups import Groups
+from autopar.runtime.sharded_tensor import ShardedTensor, cuts_of
+
+
+def parameter_mesh(groups: Groups) -> DeviceMesh:
+    """The mesh of this rank's parameters: all axes but pp, since a stage's parameters live on its own ranks only."""
+    names = tuple(axis for axis in groups.mesh.sizes if axis != "pp")
+    if groups.mesh.size("pp") == 1 or not names:
+        return groups.device_mesh
+    return groups.device_mesh[names]
+
+
+def local_piece(whole: Tensor, spec: ParameterSpec, groups: Groups) -> Tensor:
+    """This rank's piece of a whole tensor: a contiguous copy on the mesh's device."""
+    piece = nested_piece(whole.detach(), spec.placements, groups.mesh.cut_order, groups.coordinate)
+    return piece.to(device=groups.device, dtype=spec.dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def wrap(local: Tensor, spec: ParameterSpec, groups: Groups) -> DTensor:
+    """This rank's piece (of a parameter or of its gradient) as a DTensor; shares the storage, no gradient flows."""
+    expected = spec.local_shape(groups.mesh)
+    assert tuple(local.shape) == expected, f"{spec.name}: a piece has shape {expected}, found {tuple(local.shape)}"
+    cuts = cuts_of(spec.placements, groups.mesh.sizes)
+    mesh, shape = parameter_mesh(groups), torch.Size(spec.shape)
+    dims = [shard.dim for _, shard in cuts]
+    if len(set(dims)) < len(dims) or any(shard.blocks for _, shard in cuts):
+        return ShardedTensor.make(local, mesh, cuts, shape)
+    by_axis = dict(cuts)
+    placements = [TorchShard(by_axis[a].dim) if a in by_axis else TorchReplicate() for a in mesh.mesh_dim_names or ()]
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local.detach(), mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def make_parameter(local: Tensor, spec: ParameterSpec, groups: Groups) -> nn.Parameter:
+    """A parameter that optimizers and checkpoints see whole, over this rank's piece (same storage)."""
+    return nn.Parameter(wrap(local, spec, groups), requires_grad=spec.requires_grad)
+
+
+def local_tensor(x: Tensor) -> Tensor:
+    """The piece itself: what step graphs compute with."""
+    return local_of(x).detach() if isinstance(x, DTensor) else x.detach()
+
+
+def set_gradient(parameter: nn.Parameter, local: Tensor, spec: ParameterSpec, groups: Groups) -> None:
+    """Accumulate this rank's piece of the gradient into ``parameter.grad``, in the parameter's own layout."""
+    if parameter.grad is None:
+        parameter.grad = wrap(local, spec, groups)
+    else:
+        local_tensor(parameter.grad).add_(local)
+
+
+def whole_tensor(x: Tensor) -> Tensor:
+    """The whole of a parameter, gradient or buffer, on every rank of its mesh. Collective."""
+    return x.full_tensor().detach() if isinstance(x, DTensor) else x.detach()
+
+
+# --- whole states -------------------------------------------------------------------------------------
+
+
+def full_state_dict(
+    parameters: Mapping[str, Tensor],
+    specs: Iterable[ParameterSpec],
+    groups: Groups,
+    buffers: Mapping[str, Tensor] | None = None,
+    rank0_only: bool = False,
+    owners: Mapping[str, int] | None = None,
+) -> dict[str, Tensor]:
+    """Original name (tied names too) -> whole tensor on the CPU.
+
+    ``rank0_only``: only rank 0 gets it, the others an empty dict; one tensor at a time is whole on the others.
+    ``owners``: with pipeline stages, the pp coordinate on which a parameter or buffer lives. Collective: every rank calls it.
+    """
+    out: dict[str, Tensor] = {}
+    for spec in specs:
+        value = _fetch(spec.name, parameters.get(spec.name), spec.shape, spec.dtype, groups, owners)
+        if not rank0_only or groups.rank == 0:
+            kept = value.cpu().clone() if not isinstance(parameters.get(spec.name), DTensor) else value.cpu()
+            out.update(dict.fromkeys((spec.name, *spec.aliases), kept))
+    if not rank0_only or groups.rank == 0:
+        out.update({name: buffer.detach().cpu().clone() for name, buffer in (buffers or {}).items()})
+    return out
+
+
+def full_gradients(
+    parameters: Mapping[str, nn.Parameter],
+    specs: Iterable[ParameterSpec],
+    groups: Groups,
+    rank0_only: bool = False,
+    owners: Mapping[str, int] | None = None,
+) -> dict[str, Tensor]:
+    """Original name -> whole gradient on the CPU; a parameter without gradient is left out. Collective."""
+    out = {}
+    for spec in specs:
+        gradient = parameters[spec.name].grad if spec.name in parameters else None
+        if owners is None and gradient is None:
+            continue
+        value = _fetch(spec.name, gradient, spec.shape, spec.dtype, groups, owners)
+        if value.numel() == torch.Size(spec.shape).numel() and (not rank0_only or groups.rank == 0):
+            out[spec.name] = value.cpu().clone()
+    return out
+
+
+def _fetch(
+    name: str, x: Tensor | None, shape: Any, dtype: torch.dtype, groups: Groups, owners: Mapping[str, int] | None
+) -> Tensor:
+    """The whole of a tensor that this rank's stage, or another stage, holds."""
+    stages = groups.mesh.size("pp")
+    if stages == 1 or owners is None or name not in owners:
+        if x is None:
+            raise ValueError(f"state: no tensor for {name}; pass every parameter, and owners on a mesh with pp")
+        return whole_tensor(x)
+    value = whole_tensor(x) if x is not None else None
+    source = groups.ranks("pp")[owners[name]]
+    there = torch.tensor(int(value is not None), device=groups.device)
+    dist.broadcast(there, source, group=groups.group("pp"))
+    if not there.item():
+        return torch.empty(0, dtype=dtype)
+    if value is None or groups.rank != source:
+        value = torch.empty(tuple(shape), dtype=dtype, device=groups.device)
+    value = value.contiguous()
+    dist.broadcast(value, source, group=groups.group("pp"))
+    return value
+
+
+def load_state_dict(
+    state: Mapping[str, Tensor],
+    parameters: Mapping[str, nn.Parameter],
+    specs: Iterable[ParameterSpec],
+    groups: Groups,
+    buffers: Mapping[str, Tensor] | None = None,
+    strict: bool = True,
+) -> None:
+    """Copy whole tensors, by original name, into this rank's pieces. Not collective.
+
+    A tied parameter may come under any of its names. Raises ValueError listing missing names, unexpected names and
+    tensors of another shape, before anything is written; ``strict=False`` allows missing and unexpected names.
+    """
+    specs, buffers = list(specs), dict(buffers or {})
+    found: list[tuple[ParameterSpec, Tensor]] = []
+    problems, known = [], {*buffers}
+    for spec in specs:
+        known |= {spec.name, *spec.aliases}
+        name = next((n for n in (spec.name, *spec.aliases) if n in state), None)
+        if name is None:
+            problems += [f"missing {spec.name}"] if strict else []
+        elif tuple(state[name].shape) != tuple(spec.shape):
+            problems.append(f"{name} has shape {tuple(state[name].shape)}, needs {tuple(spec.shape)}")
+        elif spec.name in parameters:
+            found.append((spec, state[name]))
+    for name, buffer in buffers.items():
+        if name not in state:
+            problems += [f"missing {name}"] if strict else []
+        elif state[name].shape != buffer.shape:
+            problems.append(f"{name} has shape {tuple(state[name].shape)}, needs {tuple(buffer.shape)}")
+    if strict:
+        problems += [f"unexpected {name}" for name in state if name not in known]
+    if problems:
+        listed = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
+        raise ValueError(f"load_state_dict: {listed}; pass a state of the same model, or strict=False for a part of it")
+    with torch.no_grad():
+        for spec, whole in found:
+            piece = nested_piece(whole_tensor(whole), spec.placements, groups.mesh.cut_order, groups.coordinate)
+            local_tensor(parameters[spec.name]).copy_(piece)
+        for name, buffer in buffers.items():
+            if name in state:
+                buffer.copy_(whole_tensor(state[name]))

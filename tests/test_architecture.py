@@ -1,0 +1,260 @@
+"""Who may import whom, and the few other rules of the house, read off the source of every file."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+AREAS = ("passes", "runtime", "models")
+MOST_LINES = 400
+
+# file -> {imported or used private name: reason}. Files of the adapters need no entry.
+PRIVATE_NAMES_ALLOWED: dict[str, dict[str, str]] = {}
+
+# torch documents it as public, in spite of its name.
+DOCUMENTED = {"torch._check"}
+
+# These know the passes and the runtime; the arrows of all other core files point at core alone.
+KNOW_EVERYTHING = {
+    "autopar/" + name for name in ("api.py", "cli.py", "verify.py", "__main__.py", "__init__.py", "demo.py")
+}
+KNOW_MODELS = {"autopar/cli.py", "autopar/demo.py"}
+LOADS_MODELS_LAZILY = "autopar/api.py"
+
+SMALL_LIBRARIES = {"torch", "networkx", "sympy", "numpy", "safetensors", "rich", "tqdm", "autopar"}
+EXTRA_LIBRARIES = {"models": {"transformers", "accelerate"}, "passes": set(), "runtime": set(), "core": {"flash_attn"}}
+
+# Only here process groups are made.
+MAKES_GROUPS = {"runtime/groups.py"}
+GROUP_MAKERS = re.compile(r"\b(new_group|new_subgroups\w*|split_group)\(")
+
+
+def sources(*folders: str) -> list[Path]:
+    """Python files of top-level folders, by their real path (autopar/passes is a link to passes)."""
+    return [
+        file
+        for folder in folders
+        for file in sorted((ROOT / folder).rglob("*.py"))
+        if not (folder == "autopar" and file.relative_to(ROOT / folder).parts[0] in AREAS)
+    ]
+
+
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+PACKAGE = sources("autopar", *AREAS)
+TREES = {file: ast.parse(file.read_text(encoding="utf-8")) for file in PACKAGE}
+
+
+def relative(file: Path) -> str:
+    return file.relative_to(ROOT).as_posix()
+
+
+def area(file: Path) -> str:
+    """core, passes, runtime or models."""
+    top = file.relative_to(ROOT).parts[0]
+    return top if top in AREAS else "core"
+
+
+def module_of(file: Path) -> list[str]:
+    """Parts of the dotted name of the package that a file is in."""
+    parts = file.relative_to(ROOT).parent.parts
+    return list(parts) if parts[0] == "autopar" else ["autopar", *parts]
+
+
+def imports(file: Path, tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """(absolute dotted name, line); ``from a import b`` gives a.b."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            package = module_of(file)
+            base = package[: len(package) - node.level + 1] if node.level else []
+            prefix = ".".join([*base, *(node.module.split(".") if node.module else [])])
+            yield from ((f"{prefix}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def target_area(name: str) -> str | None:
+    """The area that an import reaches, None for other packages."""
+    parts = name.split(".")
+    if parts[0] in AREAS:
+        return f"top-level {parts[0]}"
+    if parts[0] != "autopar":
+        return None
+    return parts[1] if len(parts) > 1 and parts[1] in AREAS else "core"
+
+
+def at_import_time(tree: ast.Module) -> list[ast.stmt]:
+    """Statements that run on import, those of functions left out."""
+    return [s for s in tree.body if not isinstance(s, DEFINITIONS)]
+
+
+def test_arrows_between_the_folders() -> None:
+    """Core imports core; passes and runtime import core and themselves; models import core and themselves."""
+    wrong = []
+    for file, tree in TREES.items():
+        here = area(file)
+        allowed = {"core", here}
+        if relative(file) in KNOW_EVERYTHING:
+            allowed |= {"passes", "runtime"}
+        if relative(file) in KNOW_MODELS | {LOADS_MODELS_LAZILY}:
+            allowed.add("models")
+        wrong += [
+            f"{relative(file)}:{line} imports {name}"
+            for name, line in imports(file, tree)
+            if target_area(name) not in {None, *allowed}
+        ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_models_are_loaded_lazily() -> None:
+    """api.py must work without transformers: it imports the adapter only inside a function."""
+    file = ROOT / LOADS_MODELS_LAZILY
+    if file.exists():
+        eager = [n for s in at_import_time(TREES[file]) for n, _ in imports(file, s) if target_area(n) == "models"]
+        assert not eager
+
+
+def test_libraries() -> None:
+    """Only torch and small libraries, and transformers only in models/."""
+    wrong = []
+    for file, tree in TREES.items():
+        allowed = SMALL_LIBRARIES | EXTRA_LIBRARIES[area(file)]
+        for name, line in imports(file, tree):
+            top = name.split(".")[0]
+            if top not in allowed and top not in sys.stdlib_module_names:
+                wrong.append(f"{relative(file)}:{line} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+# --- private names ------------------------------------------------------------------------------------
+
+
+def is_adapter(file: Path) -> bool:
+    """Whether a file may use private names of torch or transformers."""
+    name = relative(file)
+    return (
+        name == "autopar/capture.py"
+        or name.startswith("autopar/adapters/")
+        or re.match(r"models/hf\w*\.py$", name) is not None
+    )
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def our_private_names() -> set[str]:
+    """Private names that the project defines: functions, classes, methods, fields, variables, attributes of self."""
+    names = {"_asdict", "_replace", "_fields"}  # the public part of named tuples
+    for tree in TREES.values():
+        for node in ast.walk(tree):
+            if isinstance(node, DEFINITIONS):
+                names.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                owner = node.value
+                if isinstance(owner, ast.Name) and owner.id in ("self", "cls"):
+                    names.add(node.attr)
+    return names
+
+
+def private_uses(file: Path, ours: set[str]) -> Iterator[tuple[str, int]]:
+    for name, line in imports(file, TREES[file]):
+        if name.split(".")[0] != "autopar" and any(is_private(part) for part in name.split(".")):
+            yield name, line
+    for node in ast.walk(TREES[file]):
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in ours:
+            text = ast.unparse(node)
+            # aten's own operators may begin with an underscore: torch.ops.aten._to_copy is a public operator name
+            if text not in DOCUMENTED and not re.search(r"\b_?(aten|prims|ops(\.\w+)?)\._\w+", text):
+                yield node.attr, node.lineno
+
+
+def test_private_names_of_libraries_stay_in_adapters() -> None:
+    ours = our_private_names()
+    wrong = []
+    for file in PACKAGE:
+        if not is_adapter(file):
+            allowed = PRIVATE_NAMES_ALLOWED.get(relative(file), {})
+            wrong += [
+                f"{relative(file)}:{line} uses {name}" for name, line in private_uses(file, ours) if name not in allowed
+            ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_exceptions_are_needed_and_have_reasons() -> None:
+    ours = our_private_names()
+    for name, allowed in PRIVATE_NAMES_ALLOWED.items():
+        used = {use for use, _ in private_uses(ROOT / name, ours)}
+        for private, reason in allowed.items():
+            assert reason, f"{name}: {private} is allowed without a reason"
+            assert private in used, f"{name}: {private} is allowed but not used"
+
+
+def test_adapters_are_imported_by_few() -> None:
+    """Private names do not leave an adapter: nothing private is imported from one."""
+    wrong = [
+        f"{relative(file)}:{line} imports {name}"
+        for file, tree in TREES.items()
+        for name, line in imports(file, tree)
+        if name.startswith("autopar.adapters.") and is_private(name.rpartition(".")[2])
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+# --- process groups -----------------------------------------------------------------------------------
+
+
+def test_passes_never_touch_a_process_group() -> None:
+    wrong = [
+        f"{relative(file)}:{line} imports {name}"
+        for file, tree in TREES.items()
+        if area(file) == "passes"
+        for name, line in imports(file, tree)
+        if name.startswith("torch.distributed")
+    ]
+    wrong += [
+        f"{relative(file)}:{node.lineno} uses torch.distributed"
+        for file, tree in TREES.items()
+        if area(file) == "passes"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed"
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_one_file_makes_process_groups() -> None:
+    wrong = [relative(f) for f in PACKAGE if GROUP_MAKERS.search(f.read_text()) and relative(f) not in MAKES_GROUPS]
+    assert not wrong, f"process groups are made in {wrong}, not only in {sorted(MAKES_GROUPS)}"
+
+
+# --- readability --------------------------------------------------------------------------------------
+
+
+def test_files_are_short() -> None:
+    lengths = {relative(f): len(f.read_text().splitlines()) for f in [*PACKAGE, *sources("tests", "docs")]}
+    long = {name: length for name, length in lengths.items() if length > MOST_LINES}
+    assert not long, f"longer than {MOST_LINES} lines: {long}"
+
+
+def test_public_names_have_docstrings() -> None:
+    """Modules (that hold anything), and their public functions and classes."""
+    wrong = []
+    for file, tree in TREES.items():
+        if tree.body and not ast.get_docstring(tree):
+            wrong.append(f"{relative(file)}: the module")
+        public = [s for s in tree.body if isinstance(s, DEFINITIONS) and not s.name.startswith("_")]
+        wrong += [f"{relative(file)}:{s.lineno} {s.name}" for s in public if not ast.get_docstring(s)]
+    assert not wrong, "without a docstring:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("word", ["TO" + "DO", "FIX" + "ME", "NotImplemented" + "Error"])
+def test_nothing_is_left_for_later(word: str) -> None:
+    found = [relative(f) for f in [*PACKAGE, *sources("tests", "docs")] if word in f.read_text()]
+    assert not found, f"{word} in {found}"

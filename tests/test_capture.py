@@ -1,0 +1,248 @@
+"""capture(): the graph gives what the model gives, loss and gradients, and the signature says what is what."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import autopar.models.hf as hf
+from autopar.capture import LiftFloat32, Signature, adapter_for, capture
+from autopar.models.tiny import TINY, TinyModel
+from autopar.passes.normalize import Normalize
+
+EXACT = 1e-12
+
+
+def graph_inputs(gm: torch.fx.GraphModule, model: nn.Module, batch: dict[str, Any], seed: int = 7) -> list[Tensor]:
+    """The values of a captured graph's placeholders."""
+    state = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+        **gm.meta["constants"],
+        "seed": torch.tensor(seed),
+        **batch,
+    }
+    return [state[spec.name] for spec in gm.meta["signature"].inputs]
+
+
+def run(gm: torch.fx.GraphModule, model: nn.Module, batch: dict[str, Any]) -> Any:
+    """The graph's result in the model's own structure."""
+    signature: Signature = gm.meta["signature"]
+    outputs = sum(spec.kind == "output" for spec in signature.outputs)
+    return signature.rebuild(gm(*graph_inputs(gm, model, batch))[:outputs])
+
+
+def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    names, parameters = zip(*model.named_parameters())
+    found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return {n: torch.zeros_like(p) if g is None else g for n, p, g in zip(names, parameters, found)}
+
+
+def compare(entry: TinyModel, batch: dict[str, Any], train: bool) -> torch.fx.GraphModule:
+    """Capture and normalise; loss and every gradient must equal eager transformers."""
+    model = entry.build().train(train)
+    with LiftFloat32(), hf.exact_experts(model):
+        expected = model(**batch)
+    gm = Normalize().apply(capture(model, batch, train=train, exact=True))
+    found = run(gm, model, batch)
+    assert type(found) is type(expected)
+    left, right = gradients(model, found.loss), gradients(model, expected.loss)
+    assert abs(found.loss - expected.loss) < EXACT
+    worst = max(left, key=lambda name: (left[name] - right[name]).abs().max().item())
+    assert (left[worst] - right[worst]).abs().max() < EXACT, worst
+    assert max(g.abs().max() for g in right.values()) > 1e-3  # the comparison is not one of zeros
+    return gm
+
+
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("name", TINY)
+def test_all(name: str, train: bool) -> None:
+    compare(TINY[name], TINY[name].batch(4, 16), train)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "gemma2", "bert", "t5", "opt", "gpt_oss", "mixtral", "falcon"])
+def test_padding(name: str, side: str) -> None:
+    """Padding is a key mask, never an [S, S] tensor."""
+    entry = TINY[name]
+    batch = entry.batch(4, 16)
+    mask = torch.ones(4, 16, dtype=torch.int64)
+    for example in range(1, 4):
+        mask[example, -3 * example :] = 0
+        if side == "left":
+            mask[example] = mask[example].flip(0)
+    batch["attention_mask"] = mask
+    if entry.kind != "seq2seq":
+        # A padded row attends to nothing: 0 for us and for sdpa, an average over everything in eager transformers.
+        # The shifted loss of the first token would see it.
+        unseen = (mask == 0) | (mask.cumsum(1) == 1)
+        batch["labels"] = batch["labels"].masked_fill(unseen, -100)
+    gm = compare(entry, batch, train=True)
+    calls = [n for n in gm.graph.nodes if n.target is torch.ops.autopar.attention.default]
+    if name not in ("t5", "falcon"):
+        assert calls and all(n.args[3] is None and n.args[4] is not None for n in calls)
+
+
+def test_packed_documents() -> None:
+    """position_ids that start again are documents: segments, as transformers masks them."""
+    entry = TINY["mistral"]
+    batch = entry.batch(2, 16)
+    lengths = [(5, 11), (16,)]
+    batch["position_ids"] = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    gm = compare(entry, batch, train=True)
+    attention = next(n for n in gm.graph.nodes if n.target is torch.ops.autopar.attention.default)
+    assert attention.args[3] is None and attention.args[5] is not None
+    assert list(attention.args[8:10]) == [True, 6]
+
+
+def test_without_labels() -> None:
+    entry = TINY["llama"]
+    batch = {"input_ids": entry.batch(2, 8)["input_ids"]}
+    model = entry.build()
+    with LiftFloat32():
+        expected = model(**batch)
+    gm = capture(model, batch, exact=True)
+    found = run(gm, model, batch)
+    assert found.loss is None and torch.equal(found.logits, expected.logits)
+    assert [(o.kind, o.name) for o in gm.meta["signature"].outputs] == [("output", "logits")]
+
+
+def test_facts_of_masks() -> None:
+    """causal, window, softcap and sinks are arguments of the one operator."""
+    names = ("bias", "key_mask", "segments", "sinks", "seed", "causal", "window", "chunk", "scale", "softcap")
+
+    def facts(name: str) -> list[dict[str, Any]]:
+        gm = capture(TINY[name].build(), TINY[name].batch(2, 16))
+        calls = [n for n in gm.graph.nodes if n.target is torch.ops.autopar.attention.default]
+        return [dict(zip(names, n.args[3:])) for n in calls]
+
+    sliding, full = facts("gpt_oss")
+    assert (sliding["window"], full["window"]) == (6, 0)
+    assert sliding["causal"] and sliding["sinks"].name.endswith("sinks")
+    assert {f["softcap"] for f in facts("gemma2")} == {50.0}
+    assert not any(f["causal"] for f in facts("bert"))
+    assert all(f[n] is None for f in facts("llama") for n in ("bias", "key_mask", "segments"))
+
+
+class _Everything(nn.Module):
+    """Ties, an unused parameter, buffers that change, a region without gradient, nested inputs and outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4, bias=False)
+        self.second.weight = self.first.weight
+        self.norm = nn.BatchNorm1d(4)
+        self.unused = nn.Parameter(torch.ones(2))
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+        self.register_buffer("idle", torch.zeros(3))
+
+    def forward(self, pair: tuple[Tensor, Tensor], extra: dict[str, Tensor], flag: bool = False) -> dict[str, Any]:
+        h = self.first(pair[0]) + pair[1]
+        with torch.no_grad():
+            size = h.abs().max() + torch.tensor(0.5)
+        h = self.norm(h / size) * self.table
+        h.add_(1.0)
+        out = torch.zeros(8, 4)
+        out[:, 1:] = self.second(h)[:, 1:]
+        return {"loss": (out * extra["weight"]).sum(), "none": None, "rest": [h, flag]}
+
+
+def test_signature() -> None:
+    torch.manual_seed(0)
+    model = _Everything()
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    pair = (torch.randn(8, 4), torch.randn(8, 4))
+    weight = torch.randn(4)
+    batch: dict[str, Any] = {"extra": {"weight": weight}, "pair": pair, "flag": True}
+    gm = capture(model, batch)
+    signature: Signature = gm.meta["signature"]
+    specs = {spec.name: spec for spec in signature.inputs}
+    assert specs["first.weight"].aliases == ("second.weight",)
+    assert {"unused", "pair.0", "pair.1", "extra.weight", "lifted_tensor_0"} <= set(specs)
+    assert "idle" not in specs and "flag" not in specs
+    assert not specs["table"].persistent and specs["norm.running_mean"].kind == "buffer"
+    mutated = [spec.name for spec in signature.outputs if spec.kind == "mutation"]
+    assert mutated == ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+
+    flat = {"pair.0": pair[0], "pair.1": pair[1], "extra.weight": weight}
+    for graph in (gm, Normalize().apply(capture(model, batch))):
+        model.load_state_dict(before)
+        found = graph(*graph_inputs(graph, model, flat))
+        result = graph.meta["signature"].rebuild(found[:2])
+        expected = model(**batch)
+        assert result["none"] is None and result["rest"][1] is True
+        torch.testing.assert_close(result["rest"][0], expected["rest"][0])
+        left, right = gradients(model, result["loss"]), gradients(model, expected["loss"])
+        for name in left:  # in particular: no gradient through the region without gradient
+            torch.testing.assert_close(left[name], right[name], rtol=1e-4, atol=1e-5)
+        for value, name in zip(found[2:], mutated):
+            torch.testing.assert_close(value, model.state_dict()[name])
+
+
+def test_factories_keep_their_dtype() -> None:
+    """A graph captured under the lift gives the same under another default dtype."""
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.float() + torch.zeros(3) + torch.arange(3, dtype=torch.float32) + torch.ones(3).to(x.dtype)
+
+    x = torch.rand(3, dtype=torch.float64)
+    gm = capture(Model(), {"x": x}, exact=True)
+    assert all(n.meta["val"].dtype == torch.float64 for n in gm.graph.nodes if n.op == "call_function")
+    with LiftFloat32():
+        expected = Model()(x)
+    assert expected.dtype == torch.float64 and torch.equal(gm(x)[0], expected)
+
+
+def test_refuses_what_cannot_be_traced() -> None:
+    class Branches(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1 if x.sum() > 0 else x
+
+    with pytest.raises(ValueError, match=r"test_capture\.py:\d+ in forward, `return x \+ 1 if.*torch\.where") as caught:
+        capture(Branches(), {"x": torch.ones(3)})
+    assert caught.value.__cause__ is not None
+
+
+def test_meta_model_of_real_size() -> None:
+    """An 8B architecture (two of its layers, no storage) in whole-batch shapes."""
+    config = transformers.LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_attention_heads=32, num_key_value_heads=8,
+        vocab_size=128256, max_position_embeddings=8192,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    batch = {name: torch.empty(8, 8192, dtype=torch.int64, device="meta") for name in ("input_ids", "labels")}
+    gm = capture(model, batch)
+    logits = next(n for n in gm.graph.nodes if n.op == "output").args[0][1]
+    assert tuple(logits.meta["val"].shape) == (8, 8192, 128256)
+    assert max(abs(v.numel()) for n in gm.graph.nodes if isinstance(v := n.meta.get("val"), Tensor)) < 8193 * 8 * 128256
+    assert not any(p.is_meta is False for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "t5", "vit", "whisper"])
+def test_example_batch(name: str) -> None:
+    """Enough for a plan before the first batch: it captures, and there is a loss."""
+    model = TINY[name].build()
+    adapter = adapter_for(model)
+    assert adapter is not None
+    batch = adapter.example_batch(model)
+    assert batch is not None
+    gm = capture(model, batch)
+    assert gm.meta["signature"].outputs[0].name == "loss"
+
+
+def test_gradient_checkpointing_is_left_to_the_plan() -> None:
+    model = TINY["llama"].build()
+    model.gradient_checkpointing_enable()
+    gm = capture(model, TINY["llama"].batch(2, 8))
+    with contextlib.suppress(AttributeError):
+        assert all("checkpoint" not in str(n.target) for n in gm.graph.nodes)
+    assert model.is_gradient_checkpointing
