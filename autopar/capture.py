@@ -169,7 +169,11 @@ def _inputs(program: ExportedProgram, replica: nn.Module, paths: list[str]) -> l
         if spec.kind == InputKind.USER_INPUT:
             out.append(InputSpec(spec.arg.name, "input", next(user)))
             continue
-        assert spec.kind in kinds, f"capture: unexpected input {spec}"
+        if spec.kind not in kinds:
+            raise ValueError(
+                f"capture: inputs must be tensors and Python constants, found {spec.target!r} ({spec.kind.name.lower()}); "
+                "generators and other objects cannot be part of a graph: create them outside of the forward"
+            )
         tensor = tensors.get(spec.target or "")
         if tensor is None:
             out.append(InputSpec(spec.arg.name, "constant", str(spec.target)))
@@ -177,9 +181,8 @@ def _inputs(program: ExportedProgram, replica: nn.Module, paths: list[str]) -> l
             nodes[spec.arg.name].replace_all_uses_with(nodes[specs[id(tensor)].node])
         else:
             first, *aliases = names[id(tensor)]
-            entry = InputSpec(
-                spec.arg.name, kinds[spec.kind], first, tuple(aliases), tensor.requires_grad, spec.persistent is not False
-            )
+            kind, persistent = kinds[spec.kind], spec.persistent is not False
+            entry = InputSpec(spec.arg.name, kind, first, tuple(aliases), tensor.requires_grad, persistent)
             specs[id(tensor)] = entry
             out.append(entry)
     return out

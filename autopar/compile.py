@@ -17,7 +17,7 @@ from autopar.mesh import Mesh
 from autopar.parameter import ParameterSpec
 from autopar.pass_manager import Context, Observer, PassManager
 from autopar.passes import GLOBAL_PASSES, PLACEMENT_PASSES, STEP_PASSES
-from autopar.passes.differentiate import StepGraphs, differentiate
+from autopar.passes.differentiate import StepGraphs, differentiate, lowered
 from autopar.passes.split_prologue import Prologue, split_prologue
 from autopar.plan import Options, Plan
 from autopar.planner import make_plan
@@ -78,6 +78,8 @@ def compile_model(
     ctx.plan = plan
     gm = PassManager(PLACEMENT_PASSES).run(gm, ctx, facts=("functional",))
     gm, prologue = split_prologue(gm, ctx)
+    if prologue is not None:
+        prologue.graph = lowered(prologue.graph)
     parameters = parameter_specs(gm, plan)
     steps = _timed(timings, "differentiate", lambda: differentiate(gm, train))
     for name, step in (("forward", steps.forward), ("backward", steps.backward)):

@@ -43,7 +43,9 @@ class TinyModel:
             _spread(model)
         return model.to(dtype).train()
 
-    def batch(self, batch_size: int = 4, seq: int = 16, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    def batch(
+        self, batch_size: int = 4, seq: int = 16, *, seed: int = 0, dtype: torch.dtype = torch.float64
+    ) -> dict[str, Tensor]:
         """Keyword arguments with labels, some of which are ignored (-100), unevenly over the examples."""
         generator = torch.Generator().manual_seed(seed)
         return _BATCHES[self.kind](batch_size, seq, dtype, generator)
@@ -113,26 +115,29 @@ _BERT_DROP = ("hidden_dropout_prob", "attention_probs_dropout_prob")
 
 
 def _entries() -> list[TinyModel]:
+    drop: tuple[str, ...] = ("attention_dropout",)
+    gemma2 = {"query_pre_attn_scalar": 8, "sliding_window": 6}
+    gpt_oss = {"sliding_window": 6, "layer_types": list(_SIX)}
     causal: list[tuple[str, str, dict[str, Any], tuple[str, ...]]] = [
-        ("llama", "Llama", _LLAMA, ("attention_dropout",)),
-        ("llama_mha", "Llama", {**_LLAMA, "num_key_value_heads": HEADS}, ("attention_dropout",)),
-        ("llama_tied", "Llama", {**_LLAMA, "tie_word_embeddings": True}, ("attention_dropout",)),
-        ("mistral", "Mistral", {**_LLAMA, **_HEAD, "sliding_window": 6}, ("attention_dropout",)),
-        ("qwen2", "Qwen2", _LLAMA, ("attention_dropout",)),
-        ("qwen3", "Qwen3", {**_LLAMA, **_HEAD}, ("attention_dropout",)),
-        ("gemma2", "Gemma2", {**_LLAMA, **_HEAD, "query_pre_attn_scalar": 8, "sliding_window": 6}, ("attention_dropout",)),
-        ("olmo2", "Olmo2", _LLAMA, ("attention_dropout",)),
-        ("smollm3", "SmolLM3", _LLAMA, ("attention_dropout",)),
-        ("cohere", "Cohere", _LLAMA, ("attention_dropout",)),
-        ("glm4", "Glm4", {**_LLAMA, **_HEAD}, ("attention_dropout",)),
+        ("llama", "Llama", _LLAMA, drop),
+        ("llama_mha", "Llama", {**_LLAMA, "num_key_value_heads": HEADS}, drop),
+        ("llama_tied", "Llama", {**_LLAMA, "tie_word_embeddings": True}, drop),
+        ("mistral", "Mistral", {**_LLAMA, **_HEAD, "sliding_window": 6}, drop),
+        ("qwen2", "Qwen2", _LLAMA, drop),
+        ("qwen3", "Qwen3", {**_LLAMA, **_HEAD}, drop),
+        ("gemma2", "Gemma2", {**_LLAMA, **_HEAD, **gemma2}, drop),
+        ("olmo2", "Olmo2", _LLAMA, drop),
+        ("smollm3", "SmolLM3", _LLAMA, drop),
+        ("cohere", "Cohere", _LLAMA, drop),
+        ("glm4", "Glm4", {**_LLAMA, **_HEAD}, drop),
         ("phi3", "Phi3", _LLAMA, ("resid_pdrop", "embd_pdrop", "attention_dropout")),
-        ("mixtral", "Mixtral", {**_LLAMA, **_MOE, "sliding_window": None}, ("attention_dropout",)),
-        ("qwen3_moe", "Qwen3Moe", {**_LLAMA, **_HEAD, **_MOE, "norm_topk_prob": True}, ("attention_dropout",)),
-        ("gpt_oss", "GptOss", {**_LLAMA, **_HEAD, **_MOE, "sliding_window": 6, "layer_types": list(_SIX)}, ("attention_dropout",)),
+        ("mixtral", "Mixtral", {**_LLAMA, **_MOE, "sliding_window": None}, drop),
+        ("qwen3_moe", "Qwen3Moe", {**_LLAMA, **_HEAD, **_MOE, "norm_topk_prob": True}, drop),
+        ("gpt_oss", "GptOss", {**_LLAMA, **_HEAD, **_MOE, **gpt_oss}, drop),
     ]
     llama_like = [
-        TinyModel(name, f"{prefix}Config", f"{prefix}ForCausalLM", sizes, "causal", drop)
-        for name, prefix, sizes, drop in causal
+        TinyModel(name, f"{prefix}Config", f"{prefix}ForCausalLM", sizes, "causal", rates)
+        for name, prefix, sizes, rates in causal
     ]
     return [*llama_like, *_OTHERS]
 

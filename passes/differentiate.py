@@ -81,6 +81,13 @@ def differentiate(gm: GraphModule, train: bool = True) -> StepGraphs:
     )  # fmt: skip
 
 
+def lowered(gm: GraphModule) -> GraphModule:
+    """A graph that nobody differentiates, in the operators of step graphs."""
+    specs = placeholders(gm)
+    traced = joint_graph(gm, [False for _ in specs])
+    return _forward(traced, placeholders(traced), [n.name for n in specs], list(output_node(traced).args[0]), [])[0]  # type: ignore[arg-type]
+
+
 def _detach_other_outputs(gm: GraphModule, train: bool) -> list[int]:
     """Indices of the losses. Every other output with a gradient is detached, or AOTAutograd would ask for its tangent."""
     out = output_node(gm)

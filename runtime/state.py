@@ -100,8 +100,7 @@ def full_state_dict(
     for spec in specs:
         value = _fetch(spec.name, parameters.get(spec.name), spec.shape, spec.dtype, groups, owners)
         if not rank0_only or groups.rank == 0:
-            kept = value.cpu().clone() if not isinstance(parameters.get(spec.name), DTensor) else value.cpu()
-            out.update(dict.fromkeys((spec.name, *spec.aliases), kept))
+            out.update(dict.fromkeys((spec.name, *spec.aliases), _own_copy(value, parameters.get(spec.name))))
     if not rank0_only or groups.rank == 0:
         out.update({name: buffer.detach().cpu().clone() for name, buffer in (buffers or {}).items()})
     return out
@@ -122,8 +121,15 @@ def full_gradients(
             continue
         value = _fetch(spec.name, gradient, spec.shape, spec.dtype, groups, owners)
         if value.numel() == torch.Size(spec.shape).numel() and (not rank0_only or groups.rank == 0):
-            out[spec.name] = value.cpu().clone()
+            out[spec.name] = _own_copy(value, gradient)
     return out
+
+
+def _own_copy(value: Tensor, source: Tensor | None) -> Tensor:
+    """On the CPU, in storage of its own: the whole of a tensor that no axis cuts is the local tensor itself."""
+    out = value.cpu()
+    shared = source is not None and out.data_ptr() == local_tensor(source).data_ptr()
+    return out.clone() if shared else out
 
 
 def _fetch(

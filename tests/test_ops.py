@@ -214,9 +214,9 @@ def test_cross_entropy(smoothing: float) -> None:
     assert ops.cross_entropy(x.bfloat16(), target, -100, smoothing)[0].dtype == torch.float32
 
 
-def mask_of(shape: Sequence[int], seed: int, site: int, p: float = 0.5, **kwargs: Any) -> Tensor:
+def mask_of(local: Sequence[int], seed: int, site: int, p: float = 0.5, **kwargs: Any) -> Tensor:
     out: Tensor = ops.dropout(
-        torch.ones(shape), torch.tensor(seed), p, site, kwargs.get("index", []), kwargs.get("shape", [])
+        torch.ones(tuple(local)), torch.tensor(seed), p, site, kwargs.get("index", []), kwargs.get("shape", [])
     )
     return out != 0
 

@@ -89,7 +89,9 @@ def _clear_tail(out: Tensor, offsets: Tensor) -> Tensor:
 
 
 @torch.library.custom_op(
-    "autopar::grouped_mm", mutates_args=(), schema="(Tensor rows, Tensor weight, Tensor offsets, bool transposed) -> Tensor"
+    "autopar::grouped_mm",
+    mutates_args=(),
+    schema="(Tensor rows, Tensor weight, Tensor offsets, bool transposed) -> Tensor",
 )
 def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
     """rows [N, I] times each row's expert: weight [E, O, I], or [E, I, O] if ``transposed`` -> [N, O]."""

@@ -25,7 +25,7 @@ from torch.fx import GraphModule, Node
 from autopar.graph import mark_gradients, remove_dead_code
 from autopar.pass_manager import Context
 from autopar.passes.normalize import attention, losses, norms, products, shapes
-from autopar.passes.normalize.build import Build, Rewrite, calls
+from autopar.passes.normalize.build import Build, Rewrite
 from autopar.passes.normalize.dropout import number_dropouts
 
 REWRITES: dict[Any, Rewrite] = {
@@ -92,4 +92,4 @@ def _rewrite(gm: GraphModule, node: Node, fake_mode: Any, table: dict[Any, Rewri
     return True
 
 
-__all__ = ["REWRITES", "Normalize", "calls"]
+__all__ = ["REWRITES", "Normalize"]

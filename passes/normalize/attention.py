@@ -162,7 +162,9 @@ def _product_under(build: Build, x: Node, facts: Facts, masks: list[Node]) -> tu
             keep = build(aten.logical_not.default, known["mask"])
             masks.append(_rank4(build, _additive(build, keep, value_of(x).dtype)))
             x = known["self"]
-        elif calls(x, aten.add.Tensor) and known["alpha"] == 1 and facts.scale == 1.0 and isinstance(known["other"], Node):
+        elif calls(x, aten.add.Tensor):
+            if known["alpha"] != 1 or facts.scale != 1.0 or not isinstance(known["other"], Node):
+                return None
             scores, mask = known["self"], known["other"]
             if shape_of(scores) != shape_of(x):
                 scores, mask = mask, scores

@@ -40,8 +40,9 @@ class Build:
         return node
 
     def reshape(self, x: Node, shape: Sequence[int]) -> Node:
-        """x in another shape; x itself if that is its shape; from the base if x is a reshape."""
-        while x.op == "call_function" and x.target is torch.ops.aten.reshape.default:
+        """x in another shape; x itself if that is its shape; from the base if x is a reshape of one kind or another."""
+        aten = torch.ops.aten
+        while calls(x, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim):
             x = operand(x)
         return x if tuple(shape) == shape_of(x) else self(torch.ops.aten.reshape.default, x, list(shape))
 

@@ -73,9 +73,9 @@ def _add_seed(gm: GraphModule, fake_mode: Any) -> Node:
 
 def _refuse_random(node: Node) -> None:
     target = node.target
-    if isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:
-        if target.namespace != "autopar":
-            raise ValueError(
-                f"normalize: random numbers must not depend on how the graph is cut, found {describe(node)}; use "
-                "torch.nn.functional.dropout, set the rate to 0, or capture with train=False"
-            )
+    random = isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+    if random and node.users:
+        raise ValueError(
+            f"normalize: random numbers must not depend on how the graph is cut, found {describe(node)}; use "
+            "torch.nn.functional.dropout, set the rate to 0, or capture with train=False"
+        )

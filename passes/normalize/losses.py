@@ -25,7 +25,7 @@ def _reduced(build: Build, x: Node, reduction: int) -> Node:
 
 
 def cross_entropy_loss(node: Node, build: Build) -> Node | None:
-    """cross_entropy_loss(x, t) --> loss = autopar.cross_entropy(x, t, -100, 0.0)[0]; div(sum(loss), sum(ne(t, -100)))"""
+    """cross_entropy_loss(x, t) --> loss = cross_entropy(x, t, -100, 0.0)[0]; div(sum(loss), sum(ne(t, -100)))"""
     known = arguments(node)
     x, target = known["self"], known["target"]
     if value_of(target).is_floating_point():

@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 def reshape(node: Node, build: Build) -> Node | None:
-    """view(x, [2, -1]), _unsafe_view, flatten, unflatten, squeeze() --> reshape(x, [2, 8]); reshape(reshape(x)) --> one.
+    """view(x, [2, -1]), flatten, unflatten, squeeze() --> reshape(x, [2, 8]); reshape(reshape(x)) --> one.
 
     reshape, not view: strides change when a graph is cut over ranks.
     """
@@ -107,8 +107,8 @@ def unary_before_reshape(node: Node, build: Build) -> Node | None:
 
 TABLE: dict[Any, Rewrite] = {
     **dict.fromkeys(
-        (aten.view.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.unflatten.int, aten.reshape.default,
-         aten._reshape_alias.default, aten.squeeze.default, aten.view_as.default, aten.reshape_as.default),
+        (aten.view.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.unflatten.int,
+         aten.reshape.default, aten._reshape_alias.default, aten.squeeze.default, aten.view_as.default, aten.reshape_as.default),
         reshape,
     ),
     **dict.fromkeys(

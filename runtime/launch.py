@@ -1,0 +1,179 @@
+"""Ranks on this machine: ``launch(fn, nproc=4)`` runs fn on 4 processes and returns their results.
+
+Each process sees the environment that torchrun gives, so ``autopar.init_mesh`` in ``fn`` does the same in both. Under
+torchrun, `launch` starts nothing: it runs ``fn`` on the rank that is there. The launcher hosts the store, which
+therefore outlives any rank: the survivors can ask it who failed.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import socket
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.runtime import failures
+from autopar.runtime.groups import DEFAULT_TIMEOUT
+
+GRACE = failures.SILENCE + 3.0  # seconds the others get, after a rank has failed, to say what they saw
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What a rank sends back."""
+
+    value: Any = None
+    error: str = ""
+    trace: str = ""
+    consequence: bool = False  # it failed because another rank did
+
+
+def launch(
+    fn: Callable[..., Any],
+    nproc: int = 4,
+    args: Sequence[Any] = (),
+    timeout: float | None = None,
+    device: str | None = None,
+) -> list[Any]:
+    """Run ``fn(*args)`` on ``nproc`` ranks of this machine; results in rank order.
+
+    ``fn`` is a module-level function; it, its arguments and results are pickled. ``timeout``: seconds after which a
+    collective without its peers fails (default $AUTOPAR_TIMEOUT or 600). ``device``: "cpu" or "cuda" (one GPU per rank).
+    Under torchrun: ``[fn(*args)]`` of this rank.
+
+    Raises RuntimeError that names the ranks which failed, with the traceback of the first cause; the other ranks are ended.
+    """
+    if "RANK" in os.environ:
+        return [fn(*args)]
+    if nproc < 1:
+        raise ValueError(f"launch: nproc must be at least 1, found {nproc}")
+    if device == "cuda" and nproc > torch.cuda.device_count():
+        raise ValueError(f"launch: {nproc} ranks need {nproc} GPUs, found {torch.cuda.device_count()}; use device='cpu'")
+    try:
+        task = pickle.dumps((fn, tuple(args)))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(f"launch: fn must be a module-level function with picklable arguments: {error}") from error
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes, pipes = _start(task, nproc, store.port, timeout, device)
+    try:
+        return _collect(processes, pipes)
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
+
+
+def _start(
+    task: bytes, nproc: int, port: int, timeout: float | None, device: str | None
+) -> tuple[list[BaseProcess], list[Connection]]:
+    # A server that has imported torch once forks the ranks; it holds no threads and no device.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["autopar.runtime.launch"])
+    processes: list[BaseProcess] = []
+    pipes: list[Connection] = []
+    for rank in range(nproc):
+        here, there = context.Pipe(duplex=False)
+        environment = _environment(rank, nproc, port, timeout, device)
+        process = context.Process(target=_rank_main, args=(task, there, environment, device), daemon=True)
+        process.start()
+        there.close()
+        processes.append(process)
+        pipes.append(here)
+    return processes, pipes
+
+
+def _environment(rank: int, nproc: int, port: int, timeout: float | None, device: str | None) -> dict[str, str]:
+    threads = max(1, (os.cpu_count() or 1) // nproc)
+    out = {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        # The launcher hosts the store, as torchrun's agent does.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+    }
+    if timeout is not None:
+        out["AUTOPAR_TIMEOUT"] = str(timeout)
+    out.setdefault("AUTOPAR_TIMEOUT", str(DEFAULT_TIMEOUT))
+    if device == "cpu":
+        out["CUDA_VISIBLE_DEVICES"] = ""
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        out.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return out
+
+
+def _rank_main(task: bytes, pipe: Connection, environment: dict[str, str], device: str | None) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    if device == "cuda":
+        torch.cuda.set_device(int(environment["LOCAL_RANK"]))
+    try:
+        fn, args = pickle.loads(task)
+        report = _Report(fn(*args))
+        message = pickle.dumps(report)
+    except BaseException as error:
+        if dist.is_initialized():
+            failures.board().report(error)
+        first = (str(error).splitlines() or [""])[0]
+        consequence = isinstance(error, failures.CollectiveError)
+        message = pickle.dumps(_Report(None, f"{type(error).__name__}: {first}", traceback.format_exc(), consequence))
+    pipe.send_bytes(message)
+    pipe.close()
+    failures.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _collect(processes: list[BaseProcess], pipes: list[Connection]) -> list[Any]:
+    reports: list[_Report | None] = [None] * len(pipes)
+    pending = {pipe: rank for rank, pipe in enumerate(pipes)}
+    deadline: float | None = None
+    while pending:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready = wait(list(pending), left)
+        if not ready:
+            break
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = pending.pop(pipe)
+            try:
+                report: _Report = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                processes[rank].join(5)
+                report = _Report(None, f"died with exit code {processes[rank].exitcode}")
+            reports[rank] = report
+            if report.error and deadline is None:
+                deadline = time.monotonic() + GRACE
+    failed = {rank: r for rank, r in enumerate(reports) if r is not None and r.error}
+    if failed:
+        raise RuntimeError(_story(failed, [rank for rank, r in enumerate(reports) if r is None]))
+    return [r.value for r in reports if r is not None]
+
+
+def _story(failed: dict[int, _Report], ended: list[int]) -> str:
+    causes = {rank: r for rank, r in failed.items() if not r.consequence} or failed
+    lines = [f"launch: rank {rank} {'' if r.error.startswith('died') else 'failed: '}{r.error}" for rank, r in causes.items()]
+    lines += [f"  as a consequence, rank {rank}: {r.error}" for rank, r in failed.items() if rank not in causes]
+    if ended:
+        lines.append(f"  ended by the launcher: rank {', '.join(map(str, ended))}")
+    first = next(iter(causes.items()))
+    if first[1].trace:
+        lines.append(f"traceback of rank {first[0]}:\n{first[1].trace}")
+    return "\n".join(lines)

@@ -1,0 +1,85 @@
+"""Ranks by launch and by torchrun: results, tracebacks, a dead rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from autopar.runtime.groups import Groups, agree, init_mesh
+from autopar.runtime.launch import launch
+
+
+def total(x: torch.Tensor) -> tuple[int, float]:
+    groups = Groups(init_mesh("cpu", dp=2))
+    y = x * (groups.rank + 1)
+    dist.all_reduce(y, group=groups.group("dp"))
+    return groups.rank, y.item()
+
+
+def fail(rank: int, how: str) -> None:
+    groups = Groups(init_mesh("cpu", dp=2))
+    agree(groups, "x", "start")
+    if groups.rank == rank:
+        if how == "raise":
+            raise KeyError("boom")
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+    agree(groups, "x", "the end", timeout=4)
+
+
+def test_results_in_rank_order() -> None:
+    assert launch(total, 2, (torch.tensor(2.0),), timeout=30) == [(0, 6.0), (1, 6.0)]
+
+
+def test_an_error_comes_back_with_its_traceback() -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)rank 1 failed: KeyError: 'boom'.*traceback of rank 1.*in fail"):
+        launch(fail, 2, (1, "raise"), timeout=10)
+
+
+def test_a_killed_rank_ends_the_others() -> None:
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="rank 0 died with exit code -9"):
+        launch(fail, 2, (0, "kill"), timeout=10)
+    assert time.monotonic() - start < 30
+
+
+def test_mistakes_are_refused() -> None:
+    with pytest.raises(ValueError, match="module-level function"):
+        launch(lambda: None, 2)
+    with pytest.raises(ValueError, match="at least 1"):
+        launch(total, 0)
+
+
+def test_under_torchrun_it_runs_on_the_rank_that_is_there(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\nfrom autopar.runtime.launch import launch\nfrom tests.runtime.test_launch import total\n"
+        "(result,) = launch(total, 7, (torch.tensor(1.0),))\nassert result[1] == 3, result\nprint('rank', result[0], 'fine')\n"
+    )
+    root = str(Path(__file__).parents[2])
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
+    environment.update(PYTHONPATH=root, OMP_NUM_THREADS="1")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", str(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 fine" in done.stdout and "rank 1 fine" in done.stdout
+
+
+def alone() -> dict[str, int]:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    groups = Groups(init_mesh("cpu"))
+    agree(groups, "x", "alone")
+    return groups.mesh.sizes
+
+
+def test_one_process_without_any_environment() -> None:
+    assert launch(alone, 1) == [{"dp": 1}]
