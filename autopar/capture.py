@@ -171,8 +171,9 @@ def _inputs(program: ExportedProgram, replica: nn.Module, paths: list[str]) -> l
             continue
         if spec.kind not in kinds:
             raise ValueError(
-                f"capture: inputs must be tensors and Python constants, found {spec.target!r} ({spec.kind.name.lower()}); "
-                "generators and other objects cannot be part of a graph: create them outside of the forward"
+                f"capture: inputs must be tensors and Python constants, found {spec.target!r} "
+                f"({spec.kind.name.lower()}); generators and other objects cannot be part of a graph: create them "
+                "outside of the forward"
             )
         tensor = tensors.get(spec.target or "")
         if tensor is None:

@@ -17,10 +17,23 @@ from autopar.mesh import Mesh
 from autopar.parameter import ParameterSpec
 from autopar.pass_manager import Context, Observer, PassManager
 from autopar.passes import GLOBAL_PASSES, PLACEMENT_PASSES, STEP_PASSES
+from autopar.passes.accumulate_gradients import split_accumulation
 from autopar.passes.differentiate import StepGraphs, differentiate, lowered
 from autopar.passes.split_prologue import Prologue, split_prologue
 from autopar.plan import Options, Plan
 from autopar.planner import make_plan
+
+
+def plan_model(
+    model: nn.Module, batch: Mapping[str, Any], mesh: Mesh, options: Options, *, train: bool = True
+) -> tuple[Plan, tuple[ParameterSpec, ...]]:
+    """The plan, and what it makes of the parameters, without compiling: enough to hold and load them."""
+    gm = capture(model, batch, train=train)
+    ctx = Context(mesh)
+    gm = PassManager(GLOBAL_PASSES).run(gm, ctx)
+    mark_gradients(gm, [s.node for s in gm.meta["signature"].inputs if s.kind == "parameter" and s.requires_grad])
+    plan = make_plan(gm, mesh, options)
+    return plan, parameter_specs(gm, plan)
 
 
 @dataclass
@@ -82,7 +95,10 @@ def compile_model(
         prologue.graph = lowered(prologue.graph)
     parameters = parameter_specs(gm, plan)
     steps = _timed(timings, "differentiate", lambda: differentiate(gm, train))
-    for name, step in (("forward", steps.forward), ("backward", steps.backward)):
+    if options.micro_batches > 1 and steps.backward is not None:
+        steps.backward_local, steps.backward = split_accumulation(steps.backward)
+    graphs = {"forward": steps.forward, "backward_local": steps.backward_local, "backward": steps.backward}
+    for name, step in graphs.items():
         if step is not None:
             PassManager(STEP_PASSES).run(step, ctx)
             ctx.observe(name, step)

@@ -53,8 +53,6 @@ def attention_forward(
         facts = attention_mask
     else:
         facts = MaskFacts(tensor=attention_mask)
-    if position_bias is not None and facts.causal and key.shape[2] > query.shape[2] and attention_mask is None:
-        position_bias = position_bias[..., : key.shape[2]]
     bias = _bias(facts.tensor, position_bias, query)
     out, _ = torch.ops.autopar.attention(
         query, key, value, bias, facts.key_mask, facts.segments, s_aux, None, facts.causal,
@@ -85,12 +83,13 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     out = _project(self, hidden, "down_proj", offsets)
     if self.has_post_expert_norm:
         out = self.post_expert_norm(out)
-    return torch.ops.autopar.moe_combine(out, order, top_k_weights).to(hidden_states.dtype)
+    combined: Tensor = torch.ops.autopar.moe_combine(out, order, top_k_weights)
+    return combined.to(hidden_states.dtype)
 
 
 def _project(experts: Any, rows: Tensor, name: str, offsets: Tensor) -> Tensor:
     weight = getattr(experts, name)
-    out = torch.ops.autopar.grouped_mm(rows.to(weight.dtype), weight, offsets, bool(experts.is_transposed))
+    out: Tensor = torch.ops.autopar.grouped_mm(rows.to(weight.dtype), weight, offsets, bool(experts.is_transposed))
     if experts.has_bias:
         out = torch.ops.autopar.grouped_bias(out, getattr(experts, f"{name}_bias"), offsets)
     return out
@@ -109,7 +108,7 @@ class TransformersAdapter:
             if isinstance(config, transformers.PreTrainedConfig):
                 _configure(config, _registered(module))
             if getattr(module, "gradient_checkpointing", False):
-                module.gradient_checkpointing = False
+                setattr(module, "gradient_checkpointing", False)  # noqa: B010  (typed as a tensor or module)
         return model
 
     def arguments(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -75,7 +75,9 @@ def mask_facts(
         )
         return MaskFacts(tensor=tensor)
     if attention_mask is not None:
-        facts = replace(facts, key_mask=masking_utils.prepare_padding_mask(attention_mask, kv_length, 0).bool())
+        padded = masking_utils.prepare_padding_mask(attention_mask, kv_length, 0)
+        assert padded is not None
+        facts = replace(facts, key_mask=padded.bool())
     longest = max(q_length, kv_length)
     window = facts.window if facts.window < longest else 0
     return replace(facts, window=window, chunk=facts.chunk if facts.chunk < longest else 0)

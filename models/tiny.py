@@ -41,7 +41,9 @@ class TinyModel:
             torch.manual_seed(seed)
             model: PreTrainedModel = getattr(transformers, self.model)(config)
             _spread(model)
-        return model.to(dtype).train()
+        torch.nn.Module.to(model, dtype)
+        model.train()
+        return model
 
     def batch(
         self, batch_size: int = 4, seq: int = 16, *, seed: int = 0, dtype: torch.dtype = torch.float64

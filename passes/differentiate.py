@@ -40,6 +40,8 @@ class StepGraphs:
     backward: placeholders are ``backward_inputs``: names of ``inputs``, of saved values, then one tangent per loss; returns
     a gradient for each of ``gradients`` (names of placeholders of the local graph), reduced.
     losses: indices of the outputs that have a tangent. backward is None when nothing has a gradient.
+    backward_local: with micro-batches, the backward of all but the last: gradients are this rank's own; ``backward`` then takes
+    their sums as further inputs.
     """
 
     forward: GraphModule
@@ -51,6 +53,7 @@ class StepGraphs:
     tangents: int = 0
     losses: list[int] = field(default_factory=list)
     gradients: list[str] = field(default_factory=list)
+    backward_local: GraphModule | None = None
 
 
 def differentiate(gm: GraphModule, train: bool = True) -> StepGraphs:
@@ -210,8 +213,18 @@ class _Split:
 
         for node in self.dependent:
             copy(node)
-        graph.output(tuple(copy(g) if g is not None else None for g in grads))
+        graph.output(tuple(self._owned(graph, copy(g), i, grads) if g is not None else None for i, g in enumerate(grads)))
         return GraphModule(torch.nn.Module(), graph, "Backward"), inputs
+
+
+    def _owned(self, graph: Graph, value: Node, i: int, grads: list[Node | None]) -> Node:
+        """A gradient in storage of its own: optimizers write to it. The same value twice, or an input, is cloned."""
+        shared = grads[i] in grads[:i] or value.op == "placeholder" or is_call(value, aten.expand.default)
+        if not shared:
+            return value
+        own = graph.call_function(aten.clone.default, (value,), {"memory_format": torch.contiguous_format})
+        own.meta = dict(value.meta)
+        return own
 
 
 def _part_of_view(node: Node) -> bool:

@@ -80,6 +80,10 @@ class FailureBoard:
         except (RuntimeError, OSError):
             return "the store cannot be reached; rank 0 or the launcher that hosts it is gone"
 
+    def errors(self, ranks: Sequence[int]) -> dict[int, str]:
+        """What the others have reported so far."""
+        return self._texts("error", [r for r in ranks if r != self.rank])
+
     def _ask(self, others: Sequence[int]) -> str:
         # Everybody, not only the group: the cause may be a rank that a silent member of the group waits for.
         everybody = [r for r in range(dist.get_world_size()) if r != self.rank]

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.adapters.distributed import default_store, rank_table
 from autopar.mesh import Mesh
-from autopar.runtime.failures import board
+from autopar.runtime.failures import CollectiveError, board
 
 DEFAULT_TIMEOUT = 600.0  # seconds
 
@@ -183,14 +184,23 @@ def agree(groups: Groups, digest: str, what: str, axis: str | None = None, timeo
     store = dist.PrefixStore(f"autopar/{groups._name}/{scope}", default_store())
     store.set(f"{count}/{groups.rank}", f"{what}\n{digest}")
     keys = [f"{count}/{r}" for r in ranks]
-    try:
-        store.wait(keys, _timeout(timeout))
-    except (RuntimeError, dist.DistStoreError) as error:
-        raise RuntimeError(f"agree: {what}: {board().explain(ranks, f'agreeing on {what}')}") from error
+    _wait_for(store, keys, ranks, what, _timeout(timeout).total_seconds())
     values = [v.decode() for v in store.multi_get(keys)]
     if count:  # everybody has set this round's key, so everybody has read the last round's
         store.delete_key(f"{count - 1}/{groups.rank}")
     _compare(what, ranks, values)
+
+
+def _wait_for(store: dist.Store, keys: list[str], ranks: list[int], what: str, limit: float) -> None:
+    """Until all keys are there. Polls, so that a rank that fails meanwhile is noticed before the timeout."""
+    start, pause, look = time.monotonic(), 0.0002, 1.0
+    while not store.check(keys):
+        waited = time.monotonic() - start
+        if waited > look and board().errors(ranks) or waited > limit:
+            raise CollectiveError(f"agree: {what}: {board().explain(ranks, f'agreeing on {what}')}")
+        look += 1.0 if waited > look else 0.0
+        time.sleep(pause)
+        pause = min(2 * pause, 0.02)
 
 
 def _compare(what: str, ranks: Sequence[int], values: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -92,7 +93,8 @@ PRODUCTS: dict[str, tuple[Callable[..., Any], dict[str, Tensor], list[str]]] = {
         ["t(w)", "linear(x, %0, b)"],
     ),
     "matmul with a transposed weight": (lambda x, w: x @ w.T, {"w": rand(8, 6)}, ["linear(x, w)"]),
-    "mm": (lambda x, w: torch.mm(x.reshape(8, 6), w).tanh(), {"w": W}, ["t(w)", "linear(x, %0)", "tanh(%1)", "reshape(%2, [8, 8])"]),
+    "mm": (lambda x, w: torch.mm(x.reshape(8, 6), w).tanh(), {"w": W},
+           ["t(w)", "linear(x, %0)", "tanh(%1)", "reshape(%2, [8, 8])"]),
     "bmm": (lambda x, w: torch.bmm(x, x.transpose(1, 2)) + w.sum(), {"w": BIAS},
             ["transpose(x, 1, 2)", "matmul(x, %0)", "sum(w)", "add(%1, %2)"]),
     "baddbmm": (lambda x, w: torch.baddbmm(w, x, x.transpose(1, 2), beta=0.5, alpha=2.0), {"w": rand(4)},
@@ -114,13 +116,14 @@ def test_products_of_activations_stay_matmul() -> None:
 
 
 SHAPES: dict[str, tuple[Callable[..., Any], list[str]]] = {
-    "views merge": (lambda x: x.view(8, 6).unflatten(1, (2, 3)).tanh(), ["tanh(x)", "reshape(%0, [8, 2, 3])"]),
+    "views merge": (lambda x: x.view(8, 6).unflatten(1, (2, 3)).tanh(), ["reshape(x, [8, 2, 3])", "tanh(%0)"]),
     "no-ops vanish": (lambda x: x.contiguous().clone().to(x.dtype).expand(2, 4, 6)[:, :].detach() + 1, ["add(x, 1)"]),
     "slices that tile": (
         lambda x: torch.cat((-x[..., 3:], x[..., :3]), -1),
         ["split_with_sizes(x, [3, 3], 2)", "getitem(%0, 0)", "getitem(%0, 1)", "neg(%2)", "cat([%3, %1], -1)"],
     ),
-    "slices that do not": (lambda x: x[..., 2:] + x[..., :4], ["slice(x, 2, 2, 9223372036854775807)", "slice(x, 2, 0, 4)", "add(%0, %1)"]),
+    "slices that do not": (lambda x: x[..., 2:] + x[..., :4],
+                           ["slice(x, 2, 2, 9223372036854775807)", "slice(x, 2, 0, 4)", "add(%0, %1)"]),
     "chunk": (lambda x: x.chunk(3, -1)[1] * 2, ["split_with_sizes(x, [2, 2, 2], 2)", "getitem(%0, 1)", "mul(%1, 2)"]),
     "flattened pointwise": (lambda x: x.view(8, 6).relu().view(2, 4, 6) + 1, ["relu(x)", "add(%0, 1)"]),
 }  # fmt: skip
@@ -169,11 +172,16 @@ LOSSES: dict[str, tuple[Callable[..., Any], dict[str, Tensor]]] = {
 }
 PAIR = {"x": rand(4, 5, grad=True), "y": rand(4, 5, seed=5)}
 UNIT = {"x": rand(4, 5, grad=True), "y": rand(4, 5, seed=5).sigmoid()}
+
+
+def _call(name: str, reduction: str, x: Tensor, y: Tensor) -> Tensor:
+    out: Tensor = getattr(F, name)(x, y, reduction=reduction)
+    return out
+
+
 for _name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"):
     for _reduction in ("mean", "sum", "none"):
-        LOSSES[f"{_name} {_reduction}"] = (
-            lambda x, y, f=getattr(F, _name), r=_reduction: f(x, y, reduction=r), PAIR,
-        )  # fmt: skip
+        LOSSES[f"{_name} {_reduction}"] = (functools.partial(_call, _name, _reduction), PAIR)
 FIVE = rand(5).abs()
 LOSSES |= {
     "smooth_l1_loss with a small knee": (lambda x, y: F.smooth_l1_loss(x, y, beta=0.3), PAIR),
@@ -200,7 +208,8 @@ def test_mean_loss_is_a_sum_and_a_count() -> None:
 
 
 def heads(**extra: Tensor) -> dict[str, Tensor]:
-    return {"q": rand(2, 4, 6, 8, grad=True), "k": rand(2, 2, 6, 8, seed=1, grad=True), "v": rand(2, 2, 6, 8, seed=2, grad=True), **extra}
+    shapes = {"q": (2, 4, 6, 8), "k": (2, 2, 6, 8), "v": (2, 2, 6, 8)}
+    return {name: rand(*shape, seed=i, grad=True) for i, (name, shape) in enumerate(shapes.items())} | extra
 
 
 def repeated(x: Tensor) -> Tensor:
@@ -226,7 +235,9 @@ ATTENTIONS: dict[str, tuple[Callable[..., Any], dict[str, Tensor], str]] = {
         "None, None, None, None, None, True",
     ),
     "sdpa, key mask": (
-        lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, m[:, None, None].expand(2, 1, 6, 6), enable_gqa=True),
+        lambda q, k, v, m: F.scaled_dot_product_attention(
+            q, k, v, m[:, None, None].expand(2, 1, 6, 6), enable_gqa=True
+        ),
         heads(m=KEYS), "None, m, None, None, None, False",
     ),
     "sdpa, bool mask": (

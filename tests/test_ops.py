@@ -167,8 +167,8 @@ def test_attention_parts_merge() -> None:
     known = facts({})
     whole, lse = ops.attention(q, k, v, *known.values())
     halves = [ops.attention(q, k[:, :, s], v[:, :, s], *known.values()) for s in (slice(0, 3), slice(3, 6))]
-    merged = torch.logsumexp(torch.stack([l for _, l in halves]), 0)
-    out = sum(o * torch.exp(l - merged).unsqueeze(-1) for o, l in halves)
+    merged = torch.logsumexp(torch.stack([part for _, part in halves]), 0)
+    out = sum(o * torch.exp(part - merged).unsqueeze(-1) for o, part in halves)
     torch.testing.assert_close(out, whole)
     torch.testing.assert_close(merged, lse)
     grad = torch.randn_like(whole)
@@ -233,7 +233,8 @@ def test_dropout_rate(p: float) -> None:
 def test_dropout_masks_are_independent() -> None:
     """Between seeds, sites, neighbouring rows and columns, and on shifted copies: correlation as of coin flips."""
     base = mask_of((512, 512), 1, 0).double() * 2 - 1
-    others = [mask_of((512, 512), seed, site).double() * 2 - 1 for seed, site in ((2, 0), (1, 1), (1 << 40, 0), (-1, 0))]
+    calls = ((2, 0), (1, 1), (1 << 40, 0), (-1, 0))
+    others = [mask_of((512, 512), seed, site).double() * 2 - 1 for seed, site in calls]
     shifted = [base.roll(by, dim) for by in (1, 2, 16) for dim in (0, 1)]
     for other in (*others, *shifted, base.t()):
         assert (base * other).mean().abs() < 5 / 512
@@ -252,7 +253,7 @@ def test_dropout_scales_and_differentiates() -> None:
     out = ops.dropout(x, seed, 0.25, 0, [], [])
     kept = out != 0
     torch.testing.assert_close(out[kept], x[kept] / 0.75)
-    torch.testing.assert_close(torch.autograd.grad(out.sum(), x)[0], kept / 0.75)
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), x)[0], kept.double() / 0.75)
     assert ops.dropout(x, seed, 1.0, 0, [], []).eq(0).all()
     opcheck(ops.dropout.default, (x, seed, 0.25, 0, [], []), test_utils=CHECKS)
     index = [torch.arange(4), torch.arange(5)]

@@ -45,3 +45,12 @@ def structure_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
             f"capture: the module's structure must be copyable, found {error}; move what cannot be deep-copied "
             "(locks, handles, generators) out of the module"
         ) from error
+
+
+def skeleton_of(model: nn.Module) -> nn.Module:
+    """A deep copy without weights: parameters and buffers on the meta device, ties kept."""
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        meta = torch.empty_like(tensor, device="meta")
+        memo[id(tensor)] = nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
+    return copy.deepcopy(model, memo)

@@ -108,7 +108,8 @@ def unary_before_reshape(node: Node, build: Build) -> Node | None:
 TABLE: dict[Any, Rewrite] = {
     **dict.fromkeys(
         (aten.view.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.unflatten.int,
-         aten.reshape.default, aten._reshape_alias.default, aten.squeeze.default, aten.view_as.default, aten.reshape_as.default),
+         aten.reshape.default, aten._reshape_alias.default, aten.squeeze.default, aten.view_as.default,
+         aten.reshape_as.default),
         reshape,
     ),
     **dict.fromkeys(

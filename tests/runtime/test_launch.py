@@ -67,8 +67,8 @@ def test_under_torchrun_it_runs_on_the_rank_that_is_there(tmp_path: Path) -> Non
     root = str(Path(__file__).parents[2])
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
     environment.update(PYTHONPATH=root, OMP_NUM_THREADS="1")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", str(script)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=tmp_path, check=False)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
     assert "rank 0 fine" in done.stdout and "rank 1 fine" in done.stdout
 

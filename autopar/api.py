@@ -1,0 +1,126 @@
+"""`parallelize`: the whole story on one screen.
+
+    skeleton, values = strip(model)                 structure without weights, and the weights
+    plan, specs      = plan_model(skeleton)         capture, normalise, decide
+    ParallelModule(...)                             each rank takes its pieces
+    .train_step(batch)                              compile_model(skeleton, batch) -> bind -> run, once per batch shape
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.adapters.fake import skeleton_of
+from autopar.capture import adapter_for
+from autopar.compile import Compiled, compile_model, plan_model
+from autopar.dump import Dumper, dumper_from_environment
+from autopar.plan import Options, Plan
+from autopar.runtime.failures import reporting
+from autopar.runtime.groups import Groups, agree
+from autopar.runtime.module import ParallelModule
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    example_batch: Mapping[str, Any] | None = None,
+    plan: Plan | None = None,
+    backend: str = "eager",
+    seed: int = 0,
+    exact: bool = False,
+    dump: str | None = None,
+    **options: Any,
+) -> ParallelModule:
+    """Put a model on a mesh.
+
+    Args:
+        model: any module that torch.export accepts, transformers models unmodified. On the meta device: load weights afterwards.
+            It is not changed; drop it to free the whole weights.
+        mesh: from `autopar.init_mesh`, or a torch DeviceMesh whose dims are named dp, tp.
+        example_batch: keyword arguments of the forward (one rank's batch), to plan the parameters with. Not needed for transformers
+            models.
+        plan: placements to use instead of deciding, such as ``plan.override({...})`` of an earlier one.
+        backend: "eager" runs step graphs as generated code, "inductor" compiles them.
+        seed: of dropout; masks depend on it, the step, and the position of an element in the whole batch, not on the mesh.
+        exact: lift float32 islands (norms, losses) of a float64 model to float64, for comparisons.
+        dump: folder for every level of the graphs, the plan and a report; also $AUTOPAR_DUMP.
+        options: fields of `autopar.plan.Options`: zero, sequence_parallel, micro_batches, whole_ops, bucket_bytes.
+
+    Raises ValueError, on every rank and before any collective, for sizes that do not divide, models that do not export, plans of
+    other models.
+    """
+    groups = Groups(mesh)
+    with reporting():
+        chosen = _options(options)
+        _load_adapters(model)
+        skeleton = skeleton_of(model)
+        batch = _example(model, example_batch, groups, chosen)
+        made, specs = plan_model(skeleton, batch, groups.mesh, chosen, plan)
+        agree(groups, f"{made.to_json()}{chosen}", "the plan")
+
+        def compiler(skeleton: nn.Module, batch: Mapping[str, Any], **how: Any) -> Compiled:
+            folder = Dumper(dump) if dump else dumper_from_environment()
+            with contextlib.nullcontext():
+                result = compile_model(
+                    skeleton, _whole(batch, groups), groups.mesh, chosen, exact=exact, observers=[folder] if folder else [], **how
+                )
+            if folder:
+                folder.finish(result.context, result.parameters)
+            return result
+
+        values = {name: None if p.is_meta else p for name, p in model.named_parameters(remove_duplicate=False)}
+        buffers = dict(model.named_buffers(remove_duplicate=False))
+        return ParallelModule(skeleton, compiler, groups, made, specs, values, buffers, backend, seed)
+
+
+def _options(given: Mapping[str, Any]) -> Options:
+    known = set(Options.__dataclass_fields__)
+    unknown = sorted(set(given) - known)
+    if unknown:
+        raise ValueError(f"parallelize: unknown option {unknown[0]!r}; the options are {', '.join(sorted(known))}")
+    return Options(**given)
+
+
+def _load_adapters(model: nn.Module) -> None:
+    """Models of a library bring its adapter, which registers itself."""
+    if any(cls.__module__.startswith("transformers.") for m in model.modules() for cls in type(m).__mro__[:2]):
+        importlib.import_module("autopar.models.hf")
+
+
+def _example(model: nn.Module, given: Mapping[str, Any] | None, groups: Groups, options: Options) -> dict[str, Any]:
+    """A batch to plan parameters with."""
+    if given is not None:
+        return dict(_whole(given, groups))
+    adapter = adapter_for(model)
+    batch = adapter.example_batch(model) if adapter is not None else None
+    if batch is None:
+        raise ValueError(
+            f"parallelize: needs to know the inputs of {type(model).__name__} to plan its parameters; "
+            f"pass example_batch={{...}}, the keyword arguments of its forward"
+        )
+    return dict(_whole(batch, groups))
+
+
+def _whole(batch: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
+    """The whole batch over dp, as shapes: every rank has 1/dp of dim 0 of what is cut over dp."""
+    ranks = groups.mesh.size("dp")
+    sizes = [x.shape[0] for x in batch.values() if isinstance(x, Tensor) and x.dim()]
+    rows = max(set(sizes), key=lambda s: (sizes.count(s), s)) if sizes else 0
+
+    def widened(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            cut = x.dim() and x.shape[0] == rows
+            return torch.empty((x.shape[0] * ranks, *x.shape[1:]) if cut else x.shape, dtype=x.dtype, device="meta")
+        if isinstance(x, Mapping):
+            return {k: widened(v) for k, v in x.items()}
+        return type(x)(widened(v) for v in x) if isinstance(x, (tuple, list)) else x
+
+    return {name: widened(value) for name, value in batch.items()}

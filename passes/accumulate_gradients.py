@@ -1,0 +1,83 @@
+"""accumulate_gradients: reduce gradients once per step, not once per micro-batch.
+
+Consumes    a backward step graph whose gradients end in sums over ranks.
+Guarantees  two graphs. The local one stops before the sums: it returns this rank's own gradients. The other takes the sums of
+            earlier micro-batches as further inputs (``sum_0``, ...), adds them, and reduces.
+Leaves      sums over ranks of activations, which every micro-batch needs.
+
+    g = mm(dy, x); r = all_reduce(g, "dp"); return r
+        -->
+    local:  return mm(dy, x)
+    last:   g = add(mm(dy, x), sum_0); r = all_reduce(g, "dp"); return r
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from autopar.graph import insert_call, is_call, output_node, remove_dead_code
+
+aten, ops = torch.ops.aten, torch.ops.autopar
+
+SUMS = (ops.all_reduce.default, ops.reduce_scatter.default)
+PASSING = (aten.view.default, aten.t.default, aten.transpose.int, aten.permute.default, aten._to_copy.default, aten.clone.default)
+
+
+def split_accumulation(gm: GraphModule) -> tuple[GraphModule, GraphModule]:
+    """(local, last): see the module's docstring. ``gm`` is not changed."""
+    return _local(_copied(gm)), _last(_copied(gm))
+
+
+def _copied(gm: GraphModule) -> GraphModule:
+    graph = Graph()
+    mapping: dict[Node, Node] = {}
+    result = graph.graph_copy(gm.graph, mapping)
+    graph.output(result)
+    for old, new in mapping.items():
+        new.meta = copy.copy(old.meta)
+    return GraphModule(torch.nn.Module(), graph, type(gm).__name__)
+
+
+def own_gradient(gradient: Node) -> Node:
+    """This rank's own gradient, behind the sums over ranks that end in ``gradient``."""
+    own = x = gradient
+    while is_call(x, *SUMS, *PASSING) and isinstance(x.args[0], Node):
+        if is_call(x, *SUMS):
+            own = x.args[0]
+        x = x.args[0]
+    return own
+
+
+def _local(gm: GraphModule) -> GraphModule:
+    out = output_node(gm)
+    out.args = (tuple(own_gradient(g) if isinstance(g, Node) else None for g in out.args[0]),)  # type: ignore[union-attr]
+    remove_dead_code(gm)
+    gm.recompile()
+    return gm
+
+
+def _last(gm: GraphModule) -> GraphModule:
+    out = output_node(gm)
+    gradients = list(out.args[0])  # type: ignore[arg-type]
+    after = [n for n in gm.graph.nodes if n.op == "placeholder"][-1]
+    for i, gradient in enumerate(gradients):
+        if not isinstance(gradient, Node):
+            continue
+        own = own_gradient(gradient)
+        with gm.graph.inserting_after(after):
+            after = gm.graph.placeholder(f"sum_{i}")
+        after.meta["val"] = own.meta["val"]
+        total = insert_call(gm.graph, own.next, aten.add.Tensor, (own, after), own, own.meta["val"])
+        if gradient is own:
+            gradients[i] = total
+            continue
+        user = gradient  # the sum that takes this rank's own gradient
+        while user.args[0] is not own:
+            user = user.args[0]  # type: ignore[assignment]
+        user.update_arg(0, total)
+    out.args = (tuple(gradients),)
+    gm.recompile()
+    return gm

@@ -1,0 +1,155 @@
+"""Runs the step graphs of one compiled model on this rank: feed, prologue, forward, backward, micro-batches.
+
+    prologue(all micro-batches)  ->  totals
+    for each micro-batch:            F -> outputs, saved;  B(saved) -> gradients, summed over micro-batches
+    once:                            R(gradients) -> reduced gradients
+
+Without micro-batches the reductions are part of B, so that they overlap with it. With them the last micro-batch's B
+takes the sums of the earlier ones, adds its own and reduces: once per step, and overlapped as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from autopar.compile import Compiled
+from autopar.placement import Shard
+from autopar.runtime.bind import Bound, bind
+from autopar.runtime.comm import Ledger, add_ledgers
+from autopar.runtime.groups import Groups
+
+
+@dataclass
+class Result:
+    """Outputs of a step (flat, in signature order), and gradients by placeholder name of the local graph."""
+
+    outputs: list[Any]
+    gradients: dict[str, Tensor]
+
+
+class Executor:
+    """The bound step graphs of one batch shape. ``traffic`` grows with every run."""
+
+    def __init__(self, compiled: Compiled, groups: Groups, backend: str = "eager") -> None:
+        self.compiled, self.groups = compiled, groups
+        steps = compiled.steps
+        self.forward = bind(steps.forward, groups, backend)
+        self.backward = bind(steps.backward, groups, backend) if steps.backward is not None else None
+        self.accumulate = bind(steps.backward_local, groups, backend) if steps.backward_local is not None else None
+        self.prologue = bind(compiled.prologue.graph, groups, backend) if compiled.prologue is not None else None
+        self.specs = {s.node: s for s in compiled.local.meta["signature"].inputs}
+        self.micro_batches = compiled.plan.options.micro_batches
+        self.traffic: Ledger = {}
+
+    # --- inputs -------------------------------------------------------------------------------------------
+
+    def _feed(self, names: Sequence[str], values: Mapping[str, Tensor], micro_batch: int) -> list[Any]:
+        """Values of placeholders: ``values`` holds state by name, inputs by name, and what the step made by node."""
+        return [self._value(name, values, micro_batch) for name in names]
+
+    def _value(self, name: str, values: Mapping[str, Tensor], micro_batch: int) -> Any:
+        if name in values:
+            return values[name]
+        spec = self.specs[name]
+        if spec.kind == "micro_batch":
+            return torch.tensor(micro_batch)
+        value = values[spec.name]
+        if spec.kind == "input" and isinstance(self.compiled.plan.inputs.get(spec.name, {}).get("mb"), Shard):
+            return value.chunk(self.micro_batches, 0)[micro_batch]
+        return value
+
+    def _run(self, bound: Bound, inputs: list[Any]) -> tuple[Any, ...]:
+        self.traffic = add_ledgers(self.traffic, bound.traffic)
+        return bound(inputs)
+
+    # --- steps --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def run_forward(self, values: Mapping[str, Tensor], micro_batch: int = 0) -> tuple[list[Any], list[Any]]:
+        """(outputs, saved values) of one micro-batch."""
+        steps = self.compiled.steps
+        out = self._run(self.forward, self._feed(steps.inputs, values, micro_batch))
+        return list(out[: steps.outputs]), list(out[steps.outputs :])
+
+    @torch.no_grad()
+    def run_backward(
+        self,
+        values: Mapping[str, Tensor],
+        saved: list[Any],
+        tangents: Sequence[Tensor],
+        micro_batch: int = 0,
+        sums: list[Tensor | None] | None = None,
+        last: bool = True,
+    ) -> list[Tensor | None]:
+        """Gradients of one micro-batch, in the order of ``steps.gradients``; empties ``saved``.
+
+        ``last``: reduce them over the mesh, together with ``sums`` of earlier micro-batches. Otherwise they are this rank's
+        own, added to ``sums``.
+        """
+        steps = self.compiled.steps
+        available = {**values, **dict(zip(steps.saved, saved, strict=True))}
+        saved.clear()
+        fixed = steps.backward_inputs[: len(steps.backward_inputs) - steps.tangents]
+        inputs = self._feed(fixed, available, micro_batch) + list(tangents)
+        available.clear()
+        if last:
+            assert self.backward is not None
+            if self.micro_batches > 1:
+                inputs += [x for x in sums or [] if x is not None]
+            return list(self._run(self.backward, inputs))
+        assert self.accumulate is not None
+        found = list(self._run(self.accumulate, inputs))
+        if sums is None:
+            return found
+        return [f if s is None or f is None else s + f for s, f in zip(sums, found, strict=True)]
+
+    def train_step(self, values: Mapping[str, Tensor]) -> Result:
+        """Forward and backward of all micro-batches."""
+        values = self.with_totals(values)
+        outputs: list[Any] = []
+        sums: list[Tensor | None] | None = None
+        losses = self.compiled.steps.losses
+        for i in range(self.micro_batches):
+            out, saved = self.run_forward(values, i)
+            for k in losses:
+                out[k] = out[k].clone()
+            tangents = [torch.ones_like(out[k]) for k in losses]
+            sums = self.run_backward(values, saved, tangents, i, sums, last=i == self.micro_batches - 1)
+            outputs = out if not outputs else self._summed(outputs, out)
+        names = self.compiled.steps.gradients
+        return Result(outputs, {n: g for n, g in zip(names, sums or [], strict=True) if g is not None})
+
+    def _summed(self, total: list[Any], more: list[Any]) -> list[Any]:
+        """Losses of micro-batches add up; buffers keep their newest value; other outputs are those of the last one."""
+        losses = self.compiled.steps.losses
+        return [total[k] + value if k in losses else value for k, value in enumerate(more)]
+
+    @torch.no_grad()
+    def with_totals(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The values, and what the prologue sums over all micro-batches."""
+        out = dict(values)
+        prologue = self.compiled.prologue
+        if prologue is None:
+            return out
+        assert self.prologue is not None
+        for i in range(self.micro_batches):
+            found = self._run(self.prologue, self._feed(prologue.inputs, values, i))
+            for name, value in zip(prologue.totals, found, strict=True):
+                out[name] = out[name] + value if name in out else value
+        return out
+
+
+def digest_of(compiled: Compiled) -> str:
+    """A short text of everything that must be the same on all ranks."""
+    graphs: list[GraphModule | None] = [compiled.steps.forward, compiled.steps.backward]
+    text = "\n".join(g.code for g in graphs if g is not None) + compiled.plan.to_json()
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+

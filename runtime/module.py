@@ -1,0 +1,313 @@
+"""ParallelModule: the user's model on a mesh.
+
+It holds this rank's pieces of the parameters as DTensors under their original names, compiles a step for each new shape of the
+batch, and runs it. Everything that torch knows to do with parameters (optimizers, clipping, checkpoints) works on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from autopar.capture import Signature
+from autopar.compile import Compiled
+from autopar.parameter import ParameterSpec
+from autopar.placement import INVARIANT, Shard
+from autopar.plan import Plan
+from autopar.rules import result_placements
+from autopar.runtime import state
+from autopar.runtime.comm import Ledger, add_ledgers
+from autopar.runtime.executor import Executor, digest_of
+from autopar.runtime.failures import reporting
+from autopar.runtime.groups import Groups, agree
+
+Compiler = Callable[..., Compiled]
+Key = tuple[Any, ...]
+
+
+class ParallelModule(nn.Module):
+    """A model on a mesh, made by `autopar.parallelize`.
+
+    ``train_step(**batch)``: forward and backward of all micro-batches; returns the loss of the whole batch.
+    ``model(**batch)``: the model's own output structure; its loss has a ``backward()``. Outputs other than losses are DTensors over
+    the mesh, as they are cut; they carry no gradient.
+    ``eval_step(**batch)``: the same in eval mode, without gradients.
+
+    Every rank of a dp group passes the same batch, its dp part of the whole; as with DistributedDataParallel.
+    """
+
+    def __init__(
+        self,
+        skeleton: nn.Module,
+        compiler: Compiler,
+        groups: Groups,
+        plan: Plan,
+        specs: tuple[ParameterSpec, ...],
+        values: Mapping[str, Tensor | None],
+        buffers: Mapping[str, Tensor],
+        backend: str,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        self._skeleton = [skeleton]  # in a list: its (meta) parameters are not this module's
+        self._compiler, self._groups, self._backend, self._seed = compiler, groups, backend, seed
+        self._plan, self._specs = plan, specs
+        self._executors: dict[Key, Executor] = {}
+        self._steps = 0
+        self._loaded = all(values.get(s.name) is not None for s in specs)
+        self._own: dict[str, nn.Parameter] = {}
+        for spec in specs:
+            whole = values.get(spec.name)
+            local = (
+                torch.empty(spec.local_shape(groups.mesh), dtype=spec.dtype, device=groups.device)
+                if whole is None
+                else state.local_piece(whole, spec, groups)
+            )
+            parameter = self._own[spec.name] = state.make_parameter(local, spec, groups)
+            for name in (spec.name, *spec.aliases):
+                _owner(self, name, skeleton).register_parameter(name.rpartition(".")[2], parameter)
+        persistent = set(skeleton.state_dict())
+        for name, buffer in buffers.items():
+            owner = _owner(self, name, skeleton)
+            owner.register_buffer(name.rpartition(".")[2], buffer.to(groups.device), persistent=name in persistent)
+
+    # --- what it is ---------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """The decisions: of the last compiled step, or of the parameters before the first one."""
+        return next(reversed(self._executors.values())).compiled.plan if self._executors else self._plan
+
+    @property
+    def mesh(self) -> Any:
+        """The torch DeviceMesh."""
+        return self._groups.device_mesh
+
+    @property
+    def parameter_specs(self) -> tuple[ParameterSpec, ...]:
+        return self._specs
+
+    def compiled(self) -> list[Compiled]:
+        """Everything compiled so far, oldest first."""
+        return [e.compiled for e in self._executors.values()]
+
+    def traffic(self) -> Ledger:
+        """Calls and bytes sent by this rank so far, by (axis, kind)."""
+        return add_ledgers(*(e.traffic for e in self._executors.values()))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            skeleton = self.__dict__.get("_skeleton")
+            if skeleton is None or name.startswith("_"):
+                raise
+            value = getattr(skeleton[0], name)  # config, main_input_name, ...
+            if isinstance(value, (nn.Module, Tensor)):
+                raise AttributeError(f"{name!r} of the original model is not on the mesh") from None
+            return value
+
+    # --- steps --------------------------------------------------------------------------------------------
+
+    def train_step(self, *args: Any, **batch: Any) -> Tensor:
+        """Forward and backward of this rank's part of the batch, in all its micro-batches.
+
+        Returns the loss of the whole batch (a scalar, or a tuple of them for a model with several losses); gradients accumulate in
+        ``.grad`` of the parameters, as ``backward()`` does. Raises ValueError for batches that do not fit.
+        """
+        with reporting():
+            executor, values = self._prepare(args, batch, train=True, outputs=())
+            if not executor.compiled.steps.losses:
+                raise ValueError("train_step: the model returns no scalar with a gradient; pass what makes it return a loss (labels)")
+            result = executor.train_step(values)
+            self._store_gradients(executor, result.gradients)
+            self._store_buffers(executor.compiled, result.outputs)
+            losses = [result.outputs[k] for k in executor.compiled.steps.losses]
+            return losses[0] if len(losses) == 1 else tuple(losses)  # type: ignore[return-value]
+
+    def forward(self, *args: Any, **batch: Any) -> Any:
+        """The model's outputs for this rank's part of the batch."""
+        if not self.training:
+            return self.eval_step(*args, **batch)
+        with reporting():
+            executor, values = self._prepare(args, batch, train=True, outputs=None)
+            if executor.micro_batches > 1:
+                raise ValueError(
+                    f"model(**batch): works without micro-batches, found micro_batches={executor.micro_batches}; use train_step(**batch)"
+                )
+            outputs, saved = executor.run_forward(values)
+            self._store_buffers(executor.compiled, outputs)
+            steps = executor.compiled.steps
+            if torch.is_grad_enabled() and steps.backward is not None:
+                anchor = torch.zeros((), requires_grad=True, device=self._groups.device)
+                losses = _Backward.apply(anchor, self, executor, values, saved, *(outputs[k] for k in steps.losses))
+                for k, loss in zip(steps.losses, losses, strict=True):
+                    outputs[k] = loss
+            return self._rebuild(executor.compiled, outputs)
+
+    @torch.no_grad()
+    def eval_step(self, *args: Any, **batch: Any) -> Any:
+        """The model's outputs in eval mode (no dropout, running statistics), without gradients."""
+        with reporting():
+            executor, values = self._prepare(args, batch, train=False, outputs=None)
+            outputs, _ = executor.run_forward(values)
+            return self._rebuild(executor.compiled, outputs)
+
+    def _prepare(
+        self, args: tuple[Any, ...], batch: dict[str, Any], train: bool, outputs: tuple[str, ...] | None
+    ) -> tuple[Executor, dict[str, Tensor]]:
+        if not self._loaded:
+            raise ValueError(
+                "parallelize: the model came without weights (meta device); load them first with load_pretrained(folder) or "
+                "load_state_dict(state)"
+            )
+        named = _named(self._skeleton[0], args, batch)
+        key = (train, outputs, _facts(named))
+        # a store round trip per step: a rank with another batch would otherwise end in a hang
+        agree(self._groups, str(key), "the shapes of the batch")
+        executor = self._executors.get(key)
+        if executor is None:
+            executor = self._executors[key] = self._compile(named, train, outputs)
+        values = self._state() | executor.compiled.local.meta.get("constants", {})
+        self._steps += train
+        values["__seed__"] = torch.tensor(self._seed + 1_000_003 * self._steps)
+        for name, value in _tensors(named).items():
+            values[name] = value.to(self._groups.device)
+        for spec in executor.specs.values():
+            if spec.kind == "seed":
+                values[spec.name] = values["__seed__"]
+        return executor, values
+
+    def _compile(self, batch: Mapping[str, Any], train: bool, outputs: tuple[str, ...] | None) -> Executor:
+        compiled = self._compiler(self._skeleton[0], batch, train=train, outputs=outputs, fixed=self._plan)
+        agree(self._groups, digest_of(compiled), "the compiled step")
+        return Executor(compiled, self._groups, self._backend)
+
+    def _state(self) -> dict[str, Tensor]:
+        found = {name: state.local_tensor(p) for name, p in self._own.items()}
+        return found | dict(self.named_buffers())
+
+    def _store_gradients(self, executor: Executor, gradients: Mapping[str, Tensor]) -> None:
+        specs = {s.name: s for s in self._specs}
+        for node, gradient in gradients.items():
+            name = executor.specs[node].name
+            state.set_gradient(self._own[name], gradient.contiguous(), specs[name], self._groups)
+
+    def _store_buffers(self, compiled: Compiled, outputs: list[Any]) -> None:
+        buffers = dict(self.named_buffers())
+        for spec, value in zip(compiled.signature.outputs, outputs, strict=True):
+            if spec.kind == "mutation":
+                buffers[spec.name].copy_(value)
+
+    def _rebuild(self, compiled: Compiled, outputs: list[Any]) -> Any:
+        """The user's structure; tensors that are cut become DTensors."""
+        signature: Signature = compiled.signature
+        nodes = list(compiled.local.graph.nodes)[-1].args[0]
+        flat = []
+        for spec, node, value in zip(signature.outputs, nodes, outputs, strict=True):
+            if spec.kind == "output":
+                flat.append(self._wrapped(compiled, node, value) if value.dim() else value)
+        return signature.rebuild(flat)
+
+    def _wrapped(self, compiled: Compiled, node: Any, value: Tensor) -> Tensor:
+        axes = [a for a in self._groups.mesh.cut_order if a in self._groups.mesh.sizes]
+        placements = {a: p for a in axes if (p := result_placements(_source(node), a)[0]) != INVARIANT and isinstance(p, Shard)}
+        if not placements:
+            return value
+        shape = tuple(_source(node).meta["global_shape"])
+        return state.wrap(value, ParameterSpec("output", shape, value.dtype, False, (), placements), self._groups)
+
+    # --- state --------------------------------------------------------------------------------------------
+
+    def full_state_dict(self, rank0_only: bool = False) -> dict[str, Tensor]:
+        """Original name (tied names too) -> whole tensor on the CPU. Collective."""
+        persistent = {n: b for n, b in self.named_buffers() if n in self._skeleton[0].state_dict()}
+        return state.full_state_dict(self._own, self._specs, self._groups, persistent, rank0_only)
+
+    def full_gradients(self, rank0_only: bool = False) -> dict[str, Tensor]:
+        """Original name -> whole gradient on the CPU, for parameters that have one. Collective."""
+        return state.full_gradients(self._own, self._specs, self._groups, rank0_only)
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True, assign: bool = False) -> Any:  # type: ignore[override]
+        """Load whole tensors, or the DTensors of a `state_dict` of this mesh, by original names.
+
+        Raises ValueError listing what is missing, unexpected or of another shape.
+        """
+        if any(isinstance(v, torch.distributed.tensor.DTensor) for v in state_dict.values()):
+            result = super().load_state_dict(state_dict, strict=strict)
+        else:
+            buffers = {n: b for n, b in self.named_buffers() if n in self._skeleton[0].state_dict()}
+            result = state.load_state_dict(state_dict, self._own, self._specs, self._groups, buffers, strict)
+        self._loaded = True
+        return result
+
+
+class _Backward(torch.autograd.Function):
+    """Ties the losses of a forward step to the backward step graph."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, module: ParallelModule, executor: Executor, values: Any, saved: Any, *losses: Tensor) -> Any:
+        ctx.facts = module, executor, values, saved
+        return tuple(loss.clone() for loss in losses)
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Tensor) -> Any:
+        module, executor, values, saved = ctx.facts
+        if not saved and executor.compiled.steps.saved:
+            raise RuntimeError("backward: this loss was already differentiated, its saved values are gone; run the model again")
+        with reporting():
+            found = executor.run_backward(values, saved, [t.contiguous() for t in tangents])
+        names = executor.compiled.steps.gradients
+        module._store_gradients(executor, {n: g for n, g in zip(names, found, strict=True) if g is not None})
+        return (None,) * (5 + len(tangents))
+
+
+def _owner(root: nn.Module, name: str, skeleton: nn.Module) -> nn.Module:
+    """The submodule that holds a dotted name; made on the way, so that names stay the original ones."""
+    module = root
+    for part in name.split(".")[:-1]:
+        if part not in module._modules:
+            module.add_module(part, nn.Module())
+        module = module._modules[part]  # type: ignore[assignment]
+    return module
+
+
+def _named(model: nn.Module, args: tuple[Any, ...], batch: dict[str, Any]) -> dict[str, Any]:
+    """Positional arguments by their names in the model's forward."""
+    if not args:
+        return batch
+    import inspect
+
+    names = [n for n, p in inspect.signature(model.forward).parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if len(args) > len(names):
+        raise ValueError(f"model: its forward takes {len(names)} positional arguments, found {len(args)}")
+    return {**dict(zip(names, args, strict=False)), **batch}
+
+
+def _facts(batch: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a compiled step depends on: shapes and dtypes of tensors, values of everything else."""
+    leaves, spec = tree_flatten(dict(batch))
+    facts = tuple((tuple(x.shape), str(x.dtype)) if isinstance(x, Tensor) else repr(x) for x in leaves)
+    return (*facts, str(spec))
+
+
+def _tensors(batch: Any, path: str = "") -> dict[str, Tensor]:
+    """Tensors of a nested batch by path: {'past': (a, b)} -> past.0, past.1."""
+    if isinstance(batch, Tensor):
+        return {path: batch}
+    items = batch.items() if isinstance(batch, Mapping) else enumerate(batch) if isinstance(batch, (tuple, list)) else ()
+    out: dict[str, Tensor] = {}
+    for key, value in items:
+        out |= _tensors(value, f"{path}.{key}" if path else str(key))
+    return out
+
+
+def _source(node: Any) -> Any:
+    """Behind the detach that separates an output from the losses' graph."""
+    while "global_shape" not in node.meta:
+        node = node.args[0]
+    return node
