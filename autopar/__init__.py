@@ -1,0 +1,17 @@
+"""autopar: a parallelizing compiler for PyTorch models.
+
+    mesh  = autopar.init_mesh(dp=2, tp=2)
+    model = autopar.parallelize(model, mesh)
+    loss  = model.train_step(**batch)
+"""
+
+import torch.distributed._functional_collectives  # registers autograd on functional collectives before anything traces them
+
+from autopar.api import parallelize
+from autopar.plan import Options, Plan
+from autopar.runtime.groups import init_mesh
+from autopar.runtime.launch import launch
+from autopar.runtime.module import ParallelModule
+
+__version__ = "0.1.0"
+__all__ = ["Options", "ParallelModule", "Plan", "init_mesh", "launch", "parallelize"]

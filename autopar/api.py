@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.adapters.fake import skeleton_of
 from autopar.capture import adapter_for
 from autopar.compile import Compiled, compile_model, plan_model
-from autopar.dump import Dumper, dumper_from_environment
+from autopar.dump import dumper_for
 from autopar.plan import Options, Plan
 from autopar.runtime.failures import reporting
 from autopar.runtime.groups import Groups, agree
@@ -63,17 +62,17 @@ def parallelize(
         _load_adapters(model)
         skeleton = skeleton_of(model)
         batch = _example(model, example_batch, groups, chosen)
+        if plan is not None and not options:
+            chosen = plan.options
         made, specs = plan_model(skeleton, batch, groups.mesh, chosen, plan)
         agree(groups, f"{made.to_json()}{chosen}", "the plan")
 
         def compiler(skeleton: nn.Module, batch: Mapping[str, Any], **how: Any) -> Compiled:
-            folder = Dumper(dump) if dump else dumper_from_environment()
-            with contextlib.nullcontext():
-                result = compile_model(
-                    skeleton, _whole(batch, groups), groups.mesh, chosen, exact=exact, observers=[folder] if folder else [], **how
-                )
+            whole = _whole(batch, groups)
+            folder = dumper_for(how.pop("dump", dump))
+            result = compile_model(skeleton, whole, groups.mesh, chosen, exact=exact, observers=[folder] if folder else [], **how)
             if folder:
-                folder.finish(result.context, result.parameters)
+                folder.finish(result.context, parameters=result.parameters)
             return result
 
         values = {name: None if p.is_meta else p for name, p in model.named_parameters(remove_duplicate=False)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -25,14 +25,18 @@ from autopar.planner import make_plan
 
 
 def plan_model(
-    model: nn.Module, batch: Mapping[str, Any], mesh: Mesh, options: Options, *, train: bool = True
+    model: nn.Module, batch: Mapping[str, Any], mesh: Mesh, options: Options, fixed: Plan | None = None
 ) -> tuple[Plan, tuple[ParameterSpec, ...]]:
-    """The plan, and what it makes of the parameters, without compiling: enough to hold and load them."""
-    gm = capture(model, batch, train=train)
+    """The plan, and what it makes of the parameters, without compiling: enough to hold and load them.
+
+    Only the parameters' decisions are meant to be used; those that depend on the batch are made when a batch comes.
+    """
+    options = dataclasses.replace(options, sequence_parallel=False, micro_batches=1)
+    gm = capture(model, batch, train=True)
     ctx = Context(mesh)
     gm = PassManager(GLOBAL_PASSES).run(gm, ctx)
     mark_gradients(gm, [s.node for s in gm.meta["signature"].inputs if s.kind == "parameter" and s.requires_grad])
-    plan = make_plan(gm, mesh, options)
+    plan = make_plan(gm, mesh, options, fixed)
     return plan, parameter_specs(gm, plan)
 
 
@@ -41,7 +45,7 @@ class Compiled:
     """Everything before `bind`: the same on all ranks.
 
     ``local``: the typed local graph. ``steps``: its forward and backward. ``prologue``: what is computed once per step from the
-    inputs of all micro-batches (None without micro-batches). ``timings``: seconds per stage of the compiler.
+    inputs of all micro-batches (None without micro-batches). ``context``: what the passes knew, and how long they took.
     """
 
     signature: Signature
@@ -51,7 +55,12 @@ class Compiled:
     prologue: Prologue | None
     parameters: tuple[ParameterSpec, ...]
     train: bool
-    timings: dict[str, float] = field(default_factory=dict)
+    context: Context
+
+    @property
+    def timings(self) -> dict[str, float]:
+        """Seconds per stage of the compiler."""
+        return self.context.timings
 
 
 def compile_model(
@@ -100,9 +109,14 @@ def compile_model(
     graphs = {"forward": steps.forward, "backward_local": steps.backward_local, "backward": steps.backward}
     for name, step in graphs.items():
         if step is not None:
+            ctx.prefix = f"{name}."
+            ctx.observe("differentiate", step)
             PassManager(STEP_PASSES).run(step, ctx)
+            ctx.prefix = ""
             ctx.observe(name, step)
-    return Compiled(gm.meta["signature"], plan, gm, steps, prologue, parameters, train, timings)
+    if prologue is not None:
+        ctx.observe("prologue", prologue.graph)
+    return Compiled(gm.meta["signature"], plan, gm, steps, prologue, parameters, train, ctx)
 
 
 def keep_outputs(gm: GraphModule, names: Sequence[str]) -> None:

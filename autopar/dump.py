@@ -25,6 +25,24 @@ from autopar.printing import diff, format_graph, human_bytes
 from autopar.report import Level, Report, Section, render
 
 VARIABLE = "AUTOPAR_DUMP"
+STEP_GRAPHS = ("prologue", "forward", "backward_local", "backward")
+
+
+def dumper_for(folder: str | Path | None) -> Dumper | None:
+    """The dumper for a folder that the user named, or that AUTOPAR_DUMP names, or None.
+
+    A folder that holds a report already keeps it: further compiled steps (other shapes, eval mode) go to step-1, step-2, ...
+    of it, as long as one process writes them.
+    """
+    root = Path(folder) if folder else Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None
+    if root is None:
+        return None
+    count = _written.get(root, 0)
+    _written[root] = count + 1
+    return Dumper(root / f"step-{count}" if count else root)
+
+
+_written: dict[Path, int] = {}
 
 
 def dumper_from_environment() -> Dumper | None:
@@ -63,8 +81,9 @@ class Dumper:
                 old.unlink()  # a shorter run must not leave graphs of a longer one
 
     def __call__(self, name: str, gm: GraphModule, ctx: Context) -> None:
-        """The graph after pass ``name``."""
-        self.record(name, gm, ctx.mesh, seconds=ctx.timings.get(name, 0.0))
+        """The graph after pass ``name``; the step graphs under their own names, as they run."""
+        seconds = ctx.timings.get(name.rpartition(".")[2], 0.0)
+        self.record(name, gm, ctx.mesh, seconds=seconds, step=name in STEP_GRAPHS)
 
     def record(
         self, name: str, gm: GraphModule, mesh: Mesh, *, seconds: float = 0.0, step: bool = False, note: str = ""

@@ -25,10 +25,12 @@ class Context:
     observers: list[Observer] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
 
+    prefix: str = ""  # of the names that observers see: which step graph the passes run on
+
     def observe(self, name: str, gm: GraphModule) -> None:
         """Show a graph to everybody who watches."""
         for observer in self.observers:
-            observer(name, gm, self)
+            observer(self.prefix + name, gm, self)
 
 
 class Observer(Protocol):

@@ -62,7 +62,8 @@ class Plan:
     """All decisions for one graph on one mesh. Passes carry them out and decide nothing themselves.
 
     ``parameters``: name -> axis -> ParameterPlan (absent: Invariant). ``inputs``: name -> axis -> placement.
-    ``notes``: (subject, reason) pairs for what was left whole, and why.
+    ``notes``: (subject, reason) pairs for what was left whole, and why. ``overrides``: the user's choices, kept so that the plans
+    of further batch shapes follow them.
     """
 
     mesh: Mesh
@@ -72,6 +73,7 @@ class Plan:
     inputs: Mapping[str, Mapping[str, Placement]] = field(default_factory=dict)
     streams: tuple[Stream, ...] = ()
     notes: tuple[tuple[str, str], ...] = ()
+    overrides: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def parameter(self, name: str, axis: str) -> ParameterPlan:
         return self.parameters.get(name, {}).get(axis, ParameterPlan())
@@ -100,7 +102,10 @@ class Plan:
                     parameters[name][axis] = ParameterPlan(target, target, "the user's choice")
                 else:
                     inputs[name][axis] = target
-        return dataclasses.replace(self, parameters=parameters, inputs=inputs)
+        kept = {name: dict(axes) for name, axes in self.overrides.items()}
+        for name, axes in changes.items():
+            kept.setdefault(name, {}).update({axis: str(p) for axis, p in axes.items()})
+        return dataclasses.replace(self, parameters=parameters, inputs=inputs, overrides=kept)
 
     # --- text and JSON ------------------------------------------------------------------------------------
 
@@ -131,6 +136,7 @@ class Plan:
                 "inputs": {name: {a: str(p) for a, p in axes.items()} for name, axes in self.inputs.items()},
                 "streams": [[s.node, s.dim, s.reason] for s in self.streams],
                 "notes": [list(n) for n in self.notes],
+                "overrides": {name: dict(axes) for name, axes in self.overrides.items()},
             },
             indent=1,
         )
@@ -152,6 +158,7 @@ class Plan:
                 inputs={n: {a: parse_placement(p) for a, p in axes.items()} for n, axes in data["inputs"].items()},
                 streams=tuple(Stream(n, d, r) for n, d, r in data["streams"]),
                 notes=tuple((s, r) for s, r in data["notes"]),
+                overrides=data["overrides"],
             )
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"plan: expected the JSON of a plan, found {error!r}; write it with plan.to_json()") from error

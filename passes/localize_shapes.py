@@ -125,6 +125,21 @@ def _split_sizes(local: _Local) -> None:
     set_argument(local.node, "split_sizes", [s[dim] for s in local.shapes])
 
 
+def _split_size(local: _Local) -> None:
+    set_argument(local.node, "split_size", local.shapes[0][int(local.args["dim"])])
+
+
+def _unflatten(local: _Local) -> None:
+    dim = int(local.args["dim"]) % len(global_shape(local.args["self"]))
+    set_argument(local.node, "sizes", list(local.shapes[0][dim : dim + len(local.args["sizes"])]))
+
+
+def _squeeze(local: _Local) -> None:
+    """A dim that has size 1 only because it is cut must stay."""
+    node = local.node
+    node.target, node.args, node.kwargs = aten.reshape.default, (local.args["self"], list(local.shapes[0])), {}
+
+
 def _mean(local: _Local) -> None:
     """A mean over a cut dim is a sum of local means, each divided by the number of pieces."""
     x = local.args["self"]
@@ -146,9 +161,12 @@ def _mean(local: _Local) -> None:
 
 
 def _groups(local: _Local) -> None:
+    """Groups are cut where both the channels that go in and those that come out are; else channels within each group."""
     groups = int(local.args["groups"])
     if groups > 1:
-        for axis in local.cut_axes("weight", 0):
+        channels = len(global_shape(local.args["input"])) - len(global_shape(local.args["weight"])) + 1
+        into, out = local.cut_axes("input", channels), local.cut_axes("weight", 0)
+        for axis in set(into) & set(out):
             groups //= local.mesh.size(axis)
         set_argument(local.node, "groups", groups)
 
@@ -246,6 +264,11 @@ LOCALIZERS: dict[Any, Callable[[_Local], None]] = {
     aten.expand.default: lambda local: local.set_sizes("size"),
     aten._unsafe_view.default: lambda local: local.set_sizes("size"),
     aten.split_with_sizes.default: _split_sizes,
+    aten.split.Tensor: _split_size,
+    aten.unflatten.int: _unflatten,
+    aten.squeeze.default: _squeeze,
+    aten.squeeze.dim: _squeeze,
+    aten.squeeze.dims: _squeeze,
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
     aten.conv1d.default: _groups,

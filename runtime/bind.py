@@ -99,7 +99,8 @@ class _BoxedCode(CodeGen):
 
 def _lower(gm: GraphModule, groups: Groups) -> GraphModule:
     positions = {node: i for i, node in enumerate(gm.graph.nodes)}
-    graph, new = Graph(), {}
+    graph = Graph()
+    new: dict[Node, Node] = {}
     due: dict[Node, list[Node]] = {}  # first user -> collectives it waits for
     for node in gm.graph.nodes:
         for collective in due.pop(node, []):
@@ -179,9 +180,10 @@ def check_inputs(values: Sequence[Any], gm: GraphModule) -> None:
         raise ValueError(f"bind: the graph takes {len(nodes)} inputs, found {len(values)}")
     for node, value in zip(nodes, values):
         expected = node.meta.get("val")
-        if isinstance(expected, torch.Tensor) and isinstance(value, torch.Tensor):
-            if tuple(value.shape) != tuple(expected.shape) or value.dtype != expected.dtype:
-                raise ValueError(
-                    f"bind: input {node.name} needs shape {tuple(expected.shape)} and dtype {expected.dtype}, "
-                    f"found {tuple(value.shape)} and {value.dtype}"
-                )
+        if not (isinstance(expected, torch.Tensor) and isinstance(value, torch.Tensor)):
+            continue
+        if tuple(value.shape) != tuple(expected.shape) or value.dtype != expected.dtype:
+            raise ValueError(
+                f"bind: input {node.name} needs shape {tuple(expected.shape)} and dtype {expected.dtype}, "
+                f"found {tuple(value.shape)} and {value.dtype}"
+            )

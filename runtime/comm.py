@@ -1,7 +1,7 @@
 """Collectives over an axis of the mesh: started asynchronously, waited for later, failures explained, bytes counted.
 
-    pending = start(x)      # a `Collective` made for one node of a graph
-    y = finish(pending)     # right before the first use
+pending = start(x)      # a `Collective` made for one node of a graph
+y = finish(pending)     # right before the first use
 """
 
 from __future__ import annotations
@@ -81,7 +81,11 @@ class Collective:
         return CollectiveError(f"comm: {what} failed on rank {self.groups.rank}: {why} [{str(error).splitlines()[0]}]")
 
     def launch(
-        self, call: Callable[..., Any], *args: Any, buffer: Tensor, done: Callable[[Tensor], Tensor] | None = None,
+        self,
+        call: Callable[..., Any],
+        *args: Any,
+        buffer: Tensor,
+        done: Callable[[Tensor], Tensor] | None = None,
         **kwargs: Any,
     ) -> Pending:
         try:
@@ -154,14 +158,18 @@ def all_to_all(
         rows = to_rows(x, dst_dim, dst_blocks, ranks)
         out = torch.empty_like(rows)
         return collective.launch(
-            dist.all_to_all_single, _flat(out), _flat(rows), buffer=out, done=lambda r: from_rows(r, src_dim, src_blocks)
+            dist.all_to_all_single,
+            _flat(out),
+            _flat(rows),
+            buffer=out,
+            done=lambda r: from_rows(r, src_dim, src_blocks),
         )
 
     return start_all_to_all
 
 
 def _regroup(groups: Groups, node: str, dim: int, src: list[int], dst: list[int], axis: str) -> Start:
-    """Shard(d, src) -> Shard(d, dst): the same dim, cut otherwise. Each position goes to the rank that shall hold it."""
+    """Shard(d, src) -> Shard(d, dst): the same dim cut otherwise. Each position goes to its new rank."""
     collective, ranks, me = Collective(groups, "all_to_all", axis, node), groups.size(axis), groups.index(axis)
 
     def start_all_to_all(x: Tensor) -> Pending:

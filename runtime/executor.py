@@ -55,9 +55,9 @@ class Executor:
         return [self._value(name, values, micro_batch) for name in names]
 
     def _value(self, name: str, values: Mapping[str, Tensor], micro_batch: int) -> Any:
-        if name in values:
+        spec = self.specs.get(name)
+        if spec is None or (spec.kind == "total" and name in values):
             return values[name]
-        spec = self.specs[name]
         if spec.kind == "micro_batch":
             return torch.tensor(micro_batch)
         value = values[spec.name]
@@ -151,5 +151,3 @@ def digest_of(compiled: Compiled) -> str:
     graphs: list[GraphModule | None] = [compiled.steps.forward, compiled.steps.backward]
     text = "\n".join(g.code for g in graphs if g is not None) + compiled.plan.to_json()
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-

@@ -21,7 +21,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from autopar.adapters.distributed import default_store
+from autopar.adapters.distributed import default_store, own_client
 
 BEAT = 1.0  # seconds between two signs of life
 SILENCE = 2.5 * BEAT  # a count that stands still this long belongs to a dead rank
@@ -40,7 +40,7 @@ class FailureBoard:
         self._reported = False
         self._stop = threading.Event()
         # A client of its own: a blocking wait on a shared one would stop the beat.
-        self._beats = dist.PrefixStore("autopar/failures", store.clone())
+        self._beats = dist.PrefixStore("autopar/failures", own_client(store))
         self._beats.add(f"alive/{rank}", 1)
         self._thread = threading.Thread(target=self._beat, name="autopar-alive", daemon=True)
         self._thread.start()

@@ -5,6 +5,7 @@ The same layouts as in `autopar.runtime.comm`, without in-place writes and witho
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -51,7 +52,14 @@ def reduce_scatter(c: Collectives, x: Tensor, dim: int, blocks: list[int], axis:
 
 
 def all_to_all(
-    c: Collectives, x: Tensor, src_dim: int, src_blocks: list[int], dst_dim: int, dst_blocks: list[int], axis: str, size: int
+    c: Collectives,
+    x: Tensor,
+    src_dim: int,
+    src_blocks: list[int],
+    dst_dim: int,
+    dst_blocks: list[int],
+    axis: str,
+    size: int,
 ) -> Tensor:
     if src_dim == dst_dim:
         whole = all_gather(c, x, src_dim, src_blocks, axis, size)
@@ -62,7 +70,9 @@ def all_to_all(
 
 def shard_slice(c: Collectives, x: Tensor, dim: int, blocks: list[int], axis: str, size: int) -> Tensor:
     me = c.groups.index(axis)
-    parts = [p.narrow(dim, me * (p.shape[dim] // size), p.shape[dim] // size) for p in x.split(blocks or [x.shape[dim]], dim)]
+    parts = [
+        p.narrow(dim, me * (p.shape[dim] // size), p.shape[dim] // size) for p in x.split(blocks or [x.shape[dim]], dim)
+    ]
     return torch.cat(parts, dim)
 
 
@@ -76,7 +86,7 @@ def shard_pad(c: Collectives, x: Tensor, dim: int, blocks: list[int], axis: str,
 
 
 _RAW = torch.ops.autopar
-LOWERINGS = {
+LOWERINGS: dict[Any, Callable[..., Tensor]] = {
     _RAW.all_reduce.default: all_reduce,
     _RAW.all_gather.default: all_gather,
     _RAW.reduce_scatter.default: reduce_scatter,

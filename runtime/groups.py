@@ -1,7 +1,7 @@
 """Process groups: the only place that creates any. Everything else says the name of an axis.
 
-    mesh = init_mesh(dp=2, tp=2)     # a torch DeviceMesh whose dims are named after the axes
-    groups = Groups(mesh)            # axis name -> ProcessGroup, size, my coordinate
+mesh = init_mesh(dp=2, tp=2)     # a torch DeviceMesh whose dims are named after the axes
+groups = Groups(mesh)            # axis name -> ProcessGroup, size, my coordinate
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ def mesh_of(device_mesh: DeviceMesh) -> Mesh:
     """Names and sizes of a DeviceMesh. Raises ValueError for dims without axis names or ranks in another order."""
     names = device_mesh.mesh_dim_names
     if names is None:
-        raise ValueError("mesh: the DeviceMesh needs mesh_dim_names; name its dims after the axes, such as ('dp', 'tp')")
+        raise ValueError(
+            "mesh: the DeviceMesh needs mesh_dim_names; name its dims after the axes, such as ('dp', 'tp')"
+        )
     mesh = Mesh(tuple(zip(names, (int(s) for s in device_mesh.shape))))
     if dist.is_initialized():
         table = rank_table(device_mesh).flatten().tolist()
@@ -196,7 +198,7 @@ def _wait_for(store: dist.Store, keys: list[str], ranks: list[int], what: str, l
     start, pause, look = time.monotonic(), 0.0002, 1.0
     while not store.check(keys):
         waited = time.monotonic() - start
-        if waited > look and board().errors(ranks) or waited > limit:
+        if (waited > look and board().errors(ranks)) or waited > limit:
             raise CollectiveError(f"agree: {what}: {board().explain(ranks, f'agreeing on {what}')}")
         look += 1.0 if waited > look else 0.0
         time.sleep(pause)

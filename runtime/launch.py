@@ -48,17 +48,19 @@ def launch(
     """Run ``fn(*args)`` on ``nproc`` ranks of this machine; results in rank order.
 
     ``fn`` is a module-level function; it, its arguments and results are pickled. ``timeout``: seconds after which a
-    collective without its peers fails (default $AUTOPAR_TIMEOUT or 600). ``device``: "cpu" or "cuda" (one GPU per rank).
+    collective without its peers fails (default $AUTOPAR_TIMEOUT or 600). ``device``: "cpu" or "cuda" (a GPU per rank).
     Under torchrun: ``[fn(*args)]`` of this rank.
 
-    Raises RuntimeError that names the ranks which failed, with the traceback of the first cause; the other ranks are ended.
+    Raises RuntimeError that names the ranks which failed, with the traceback of the first cause; the others are ended.
     """
     if "RANK" in os.environ:
         return [fn(*args)]
     if nproc < 1:
         raise ValueError(f"launch: nproc must be at least 1, found {nproc}")
     if device == "cuda" and nproc > torch.cuda.device_count():
-        raise ValueError(f"launch: {nproc} ranks need {nproc} GPUs, found {torch.cuda.device_count()}; use device='cpu'")
+        raise ValueError(
+            f"launch: {nproc} ranks need {nproc} GPUs, found {torch.cuda.device_count()}; use device='cpu'"
+        )
     try:
         task = pickle.dumps((fn, tuple(args)))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -169,7 +171,9 @@ def _collect(processes: list[BaseProcess], pipes: list[Connection]) -> list[Any]
 
 def _story(failed: dict[int, _Report], ended: list[int]) -> str:
     causes = {rank: r for rank, r in failed.items() if not r.consequence} or failed
-    lines = [f"launch: rank {rank} {'' if r.error.startswith('died') else 'failed: '}{r.error}" for rank, r in causes.items()]
+    lines = [
+        f"launch: rank {rank} {'' if r.error.startswith('died') else 'failed: '}{r.error}" for rank, r in causes.items()
+    ]
     lines += [f"  as a consequence, rank {rank}: {r.error}" for rank, r in failed.items() if rank not in causes]
     if ended:
         lines.append(f"  ended by the launcher: rank {', '.join(map(str, ended))}")

@@ -122,7 +122,9 @@ class ParallelModule(nn.Module):
         with reporting():
             executor, values = self._prepare(args, batch, train=True, outputs=())
             if not executor.compiled.steps.losses:
-                raise ValueError("train_step: the model returns no scalar with a gradient; pass what makes it return a loss (labels)")
+                raise ValueError(
+                    "train_step: the model returns no scalar with a gradient; pass what makes it return a loss (labels)"
+                )
             result = executor.train_step(values)
             self._store_gradients(executor, result.gradients)
             self._store_buffers(executor.compiled, result.outputs)
@@ -215,7 +217,9 @@ class ParallelModule(nn.Module):
 
     def _wrapped(self, compiled: Compiled, node: Any, value: Tensor) -> Tensor:
         axes = [a for a in self._groups.mesh.cut_order if a in self._groups.mesh.sizes]
-        placements = {a: p for a in axes if (p := result_placements(_source(node), a)[0]) != INVARIANT and isinstance(p, Shard)}
+        placements = {
+            a: p for a in axes if (p := result_placements(_source(node), a)[0]) != INVARIANT and isinstance(p, Shard)
+        }
         if not placements:
             return value
         shape = tuple(_source(node).meta["global_shape"])
@@ -250,7 +254,9 @@ class _Backward(torch.autograd.Function):
     """Ties the losses of a forward step to the backward step graph."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, module: ParallelModule, executor: Executor, values: Any, saved: Any, *losses: Tensor) -> Any:
+    def forward(
+        ctx: Any, anchor: Tensor, module: ParallelModule, executor: Executor, values: Any, saved: Any, *losses: Tensor
+    ) -> Any:
         ctx.facts = module, executor, values, saved
         return tuple(loss.clone() for loss in losses)
 
@@ -258,7 +264,9 @@ class _Backward(torch.autograd.Function):
     def backward(ctx: Any, *tangents: Tensor) -> Any:
         module, executor, values, saved = ctx.facts
         if not saved and executor.compiled.steps.saved:
-            raise RuntimeError("backward: this loss was already differentiated, its saved values are gone; run the model again")
+            raise RuntimeError(
+                "backward: this loss was already differentiated, its saved values are gone; run the model again"
+            )
         with reporting():
             found = executor.run_backward(values, saved, [t.contiguous() for t in tangents])
         names = executor.compiled.steps.gradients
@@ -299,7 +307,9 @@ def _tensors(batch: Any, path: str = "") -> dict[str, Tensor]:
     """Tensors of a nested batch by path: {'past': (a, b)} -> past.0, past.1."""
     if isinstance(batch, Tensor):
         return {path: batch}
-    items = batch.items() if isinstance(batch, Mapping) else enumerate(batch) if isinstance(batch, (tuple, list)) else ()
+    items = (
+        batch.items() if isinstance(batch, Mapping) else enumerate(batch) if isinstance(batch, (tuple, list)) else ()
+    )
     out: dict[str, Tensor] = {}
     for key, value in items:
         out |= _tensors(value, f"{path}.{key}" if path else str(key))

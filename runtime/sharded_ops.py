@@ -56,7 +56,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _stack(func, *args, **kwargs)
     if packet in SCALAR_RESULT or packet is aten.mean:
         return _reduce(func, *args, **kwargs)
-    if name.startswith("_foreach_") and name not in ("_foreach_max", "_foreach_powsum") or name in FUSED:
+    if (name.startswith("_foreach_") and name not in ("_foreach_max", "_foreach_powsum")) or name in FUSED:
         return _foreach(func, args, kwargs)
     if packet is aten.view and list(args[1]) == list(args[0].shape):
         return args[0].like(local_of(args[0]).view_as(local_of(args[0])))
@@ -120,7 +120,8 @@ def _check_alike(func: Any, operands: Sequence[Any]) -> DTensor | None:
             sharded = next((t for t in (model, x) if isinstance(t, ShardedTensor)), None)
             other = f"{_layout(x)}" if isinstance(x, DTensor) else "a plain tensor"
             raise ValueError(
-                f"parameter: {func} needs operands that are cut alike, found {tuple(model.shape)} cut by {_layout(model)} and "
+                f"parameter: {func} needs operands that are cut alike, found "
+                f"{tuple(model.shape)} cut by {_layout(model)} and "
                 f"{tuple(x.shape)} as {other}; make the second with zeros_like or full_like of the first"
             ) from (refused(func, sharded) if sharded is not None else None)
     return model
@@ -211,8 +212,10 @@ def _vector_norm(
     func: Any, x: DTensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> ShardedTensor:
     if isinstance(x, ShardedTensor) and not x.cuts:
-        return x.like(torch.linalg.vector_norm(local_of(x), ord, dim, keepdim, dtype=dtype)) if keepdim else _scalar(
-            torch.linalg.vector_norm(local_of(x), ord, dim, dtype=dtype), x
+        return (
+            x.like(torch.linalg.vector_norm(local_of(x), ord, dim, keepdim, dtype=dtype))
+            if keepdim
+            else _scalar(torch.linalg.vector_norm(local_of(x), ord, dim, dtype=dtype), x)
         )
     assert isinstance(x, ShardedTensor)
     if keepdim or (dim and len(dim) != x.dim()):

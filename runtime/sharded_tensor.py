@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,6 +41,28 @@ def cuts_of(placements: Mapping[str, Placement], sizes: Mapping[str, int]) -> Cu
     return tuple((a, found[a]) for a in reversed(AXES) if a in found)
 
 
+@dataclass(frozen=True)
+class Box:
+    """Consecutive positions in every dim: where they start in the whole and in the local tensor, and how many."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    local: tuple[int, ...]
+
+    def of_local(self, local: Tensor) -> Tensor:
+        """The box as a view of the local tensor."""
+        for dim, (at, length) in enumerate(zip(self.local, self.size)):
+            local = local.narrow(dim, at, length)
+        return local
+
+
+def boxes(shape: Sequence[int], cuts: Cuts, sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> list[Box]:
+    """What the rank at a coordinate holds of a tensor of this (whole) shape."""
+    runs = [_runs(size, dim, cuts, sizes, coordinate) for dim, size in enumerate(shape)]
+    found = itertools.product(*runs)
+    return [Box(*(tuple(r[i] for r in box) for i in range(3))) for box in found]
+
+
 class ShardedTensor(DTensor):
     """``ShardedTensor.make(local, mesh, cuts, shape)``; see the module's docstring. ``cuts`` says which axes cut which
     dims in which blocks; on every other axis of the mesh the tensor is the same."""
@@ -54,7 +77,8 @@ class ShardedTensor(DTensor):
             TorchShard(by_axis[axis].dim) if axis in by_axis else TorchReplicate() for axis in mesh.mesh_dim_names or ()
         )
         record = layout_record(mesh, placements, shape, local.dtype)
-        out: ShardedTensor = DTensor.__new__(ShardedTensor, local, record, requires_grad=False)  # type: ignore[call-arg]
+        out = DTensor.__new__(ShardedTensor, local, record, requires_grad=False)
+        assert isinstance(out, ShardedTensor)
         out.cuts = cuts
         return out
 
@@ -62,7 +86,7 @@ class ShardedTensor(DTensor):
         """Another tensor of this layout."""
         return ShardedTensor.make(local, self.device_mesh, self.cuts, self.shape)
 
-    def __repr__(self, *_: Any, **__: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         shown = ", ".join(f"{axis}: {shard}" for axis, shard in self.cuts)
         return f"ShardedTensor(shape={tuple(self.shape)}, {shown or 'whole'}, local={local_of(self)})"
 
@@ -87,45 +111,42 @@ class ShardedTensor(DTensor):
 
     # --- distributed checkpoint: one chunk per run of consecutive positions ----------------------------
 
-    def chunks(self) -> list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
-        """(offset in the whole, size, offset in the local tensor) of each box this rank holds."""
+    def chunks(self) -> list[Box]:
+        """What this rank holds, as boxes of the whole tensor."""
         coordinate = dict(zip(self.device_mesh.mesh_dim_names or (), self.device_mesh.get_coordinate() or ()))
         sizes = {axis: self.device_mesh.get_group(axis).size() for axis, _ in self.cuts}
-        runs = [_runs(size, dim, self.cuts, sizes, coordinate) for dim, size in enumerate(self.shape)]
-        boxes = itertools.product(*runs)
-        return [tuple(zip(*box)) if box else ((), (), ()) for box in boxes]  # type: ignore[misc]
+        return boxes(self.shape, self.cuts, sizes, coordinate)
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         local = local_of(self)
         return [
             WriteItem(
-                index=MetadataIndex(fqn, torch.Size(offset)),
+                index=MetadataIndex(fqn, torch.Size(box.start)),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    chunk=ChunkStorageMetadata(torch.Size(offset), torch.Size(size)),
+                    chunk=ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.size)),
                     properties=TensorProperties.create_from_tensor(local),
                     size=self.shape,
                 ),
             )
-            for offset, size, _ in self.chunks()
+            for box in self.chunks()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(offset), torch.Size(size)) for offset, size, _ in self.chunks()]
+        return [ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.size)) for box in self.chunks()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        for offset, size, at in self.chunks():
-            if torch.Size(offset) == index.offset:
-                part = local_of(self).detach()
-                for dim, (start, length) in enumerate(zip(at, size)):
-                    part = part.narrow(dim, start, length)
-                return part
+        for box in self.chunks():
+            if torch.Size(box.start) == index.offset:
+                return box.of_local(local_of(self).detach())
         raise ValueError(f"{_name(self)}: no chunk at {index.offset} of {index.fqn}")
 
     # --- operators ------------------------------------------------------------------------------------
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         from autopar.runtime.sharded_ops import dispatch  # the two files know each other
 
         return dispatch(func, args, kwargs or {})
@@ -139,7 +160,7 @@ class _ToLocal(torch.autograd.Function):
         return local.view_as(local)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> ShardedTensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> ShardedTensor:
         return ShardedTensor.make(grad, *ctx.layout)
 
 

@@ -94,11 +94,11 @@ def full_state_dict(
     """Original name (tied names too) -> whole tensor on the CPU.
 
     ``rank0_only``: only rank 0 gets it, the others an empty dict; one tensor at a time is whole on the others.
-    ``owners``: with pipeline stages, the pp coordinate on which a parameter or buffer lives. Collective: every rank calls it.
+    ``owners``: with pipeline stages, the pp coordinate on which a parameter lives. Collective: every rank calls it.
     """
     out: dict[str, Tensor] = {}
     for spec in specs:
-        value = _fetch(spec.name, parameters.get(spec.name), spec.shape, spec.dtype, groups, owners)
+        value = fetch_whole(spec.name, parameters.get(spec.name), spec.shape, spec.dtype, groups, owners)
         if not rank0_only or groups.rank == 0:
             out.update(dict.fromkeys((spec.name, *spec.aliases), _own_copy(value, parameters.get(spec.name))))
     if not rank0_only or groups.rank == 0:
@@ -119,7 +119,7 @@ def full_gradients(
         gradient = parameters[spec.name].grad if spec.name in parameters else None
         if owners is None and gradient is None:
             continue
-        value = _fetch(spec.name, gradient, spec.shape, spec.dtype, groups, owners)
+        value = fetch_whole(spec.name, gradient, spec.shape, spec.dtype, groups, owners)
         if value.numel() == torch.Size(spec.shape).numel() and (not rank0_only or groups.rank == 0):
             out[spec.name] = _own_copy(value, gradient)
     return out
@@ -132,7 +132,7 @@ def _own_copy(value: Tensor, source: Tensor | None) -> Tensor:
     return out.clone() if shared else out
 
 
-def _fetch(
+def fetch_whole(
     name: str, x: Tensor | None, shape: Any, dtype: torch.dtype, groups: Groups, owners: Mapping[str, int] | None
 ) -> Tensor:
     """The whole of a tensor that this rank's stage, or another stage, holds."""

@@ -67,7 +67,9 @@ class RankError(AssertionError):
                 lines.append(f"--- rank {o.rank} raised\n{o.error}")
             elif o.lost:
                 lines.append(f"--- rank {o.rank} {o.lost}")
-        super().__init__("ranks: " + ", ".join(str(o.rank) for o in outcomes if not o.ok) + " failed\n" + "\n".join(lines))
+        super().__init__(
+            "ranks: " + ", ".join(str(o.rank) for o in outcomes if not o.ok) + " failed\n" + "\n".join(lines)
+        )
 
 
 def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:

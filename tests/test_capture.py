@@ -67,7 +67,9 @@ def test_all(name: str, train: bool) -> None:
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "gemma2", "bert", "t5", "opt", "gpt_oss", "mixtral", "falcon"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt2", "mistral", "gemma2", "bert", "t5", "opt", "gpt_oss", "mixtral", "falcon"]
+)
 def test_padding(name: str, side: str) -> None:
     """Padding is a key mask, never an [S, S] tensor."""
     entry = TINY[name]

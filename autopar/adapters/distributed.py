@@ -13,6 +13,12 @@ def default_store() -> dist.Store:
     return distributed_c10d._get_default_store()
 
 
+def own_client(store: dist.Store) -> dist.Store:
+    """A second connection to the same store: a blocking wait on one does not stop the other."""
+    client: dist.Store = store.clone()  # type: ignore[attr-defined]
+    return client
+
+
 def group_name(group: dist.ProcessGroup) -> str:
     """Name by which the functional collectives find a group."""
     return str(group.group_name)

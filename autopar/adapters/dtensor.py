@@ -10,7 +10,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
 
-def layout_record(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
+def layout_record(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype
+) -> DTensorSpec:
     """A record of mesh, placements and the whole tensor's shape (contiguous strides)."""
     stride, step = [], 1
     for size in reversed(shape):

@@ -47,7 +47,9 @@ def compile_graph(
     fakes = [_fake_input(v, mode) for v in values]
     with mode, torch.no_grad():
         flat = make_fx(
-            _Lowering(gm, Functional(groups), lowerings).boxed, decomposition_table=select_decomp_table(), tracing_mode="real"
+            _Lowering(gm, Functional(groups), lowerings).boxed,
+            decomposition_table=select_decomp_table(),
+            tracing_mode="real",
         )(*fakes)
         with V.set_fake_mode(mode):
             joint_graph_passes(flat)

@@ -34,6 +34,8 @@ def make_plan(
     digest = graph_digest(gm)
     if fixed is not None and fixed.graph != digest:
         raise ValueError(f"plan: made for a graph with parameters {fixed.graph}, this one has {digest}; make a new plan")
+    if fixed is not None and fixed.mesh != mesh:
+        raise ValueError(f"plan: made for the mesh {fixed.mesh}, this one is {mesh}; make a new plan")
     names = {n: s.name for n, s in _nodes(gm) if s.kind == "parameter"}
     parameters: dict[str, dict[str, ParameterPlan]] = {name: {} for name in names.values()}
     notes: list[tuple[str, str]] = []
@@ -60,7 +62,9 @@ def make_plan(
         for axes in parameters.values():
             axes["mb"] = ParameterPlan(INVARIANT, REPLICATE, "gradients of micro-batches are added up")
     inputs = _inputs(gm, mesh, options.micro_batches, replicated_inputs)
-    return Plan(mesh, digest, options, parameters, inputs, streams, tuple(notes))
+    plan = Plan(mesh, digest, options, parameters, inputs, streams, tuple(notes))
+    overrides = fixed.overrides if fixed is not None else {}
+    return plan.override({n: axes for n, axes in overrides.items() if n in plan.parameters or n in plan.inputs})
 
 
 def _nodes(gm: GraphModule) -> list[tuple[Node, object]]:  # pairs of placeholder and InputSpec

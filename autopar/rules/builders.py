@@ -110,6 +110,7 @@ def blocks_dims(
             dims if call.shape_of(x) == shape else broadcast_dims(call, call.shape_of(x), shape) for x in call.operands
         ]
         results = [dims if r == shape else _unlinked(call, r, dims, i) for i, r in enumerate(call.result_shapes)]
+        blocked |= {f: why for f in call.sizes if f.startswith("new")}
         sets = UNARY if linear and len(operands) == 1 else ()
         return call.rule(operands, results, blocked=blocked, linear=sets)
 

@@ -20,7 +20,10 @@ def embedding(call: Call) -> Rule:
     rows, width = call.shape("weight")
     ids = named_dims(call, call.shape("indices"), "i")
     v, h = call.factor("v", rows), call.factor("h", width)
-    return call.rule([(v, h), ids], [(*ids, h)], linear=UNARY)
+    blocked = {}
+    if call.args.get("scale_grad_by_freq"):
+        blocked = {f: "gradients are scaled by the frequency of a row in the whole batch" for d in (v, *ids) for f in d}
+    return call.rule([(v, h), ids], [(*ids, h)], blocked=blocked, linear=UNARY)
 
 
 def cross_entropy(call: Call) -> Rule:
@@ -140,6 +143,35 @@ def gather(call: Call) -> Rule:
     blocked = {f"d{i}": "gather reads anywhere in it" for i in range(len(shape)) if i == dim or index[i] != shape[i]}
     blocked |= {f: "gather picks less than the dim" for f in call.sizes if f.startswith("p") and f != f"p{dim}"}
     return call.rule([dims, picked], [picked], blocked=blocked, linear=UNARY)
+
+
+def scatter(call: Call) -> Rule:
+    """Dims other than the scattered one pass where index, source and target have the same size."""
+    dim = call.dim()
+    shape, index = call.shape("self"), call.shape("index")
+    dims = named_dims(call, shape)
+    written = tuple(dims[i] if i != dim and n == shape[i] else call.factor(f"w{i}", n) for i, n in enumerate(index))
+    why = "scatter writes anywhere in it"
+    blocked = {f"d{i}": why for i in range(len(shape)) if i == dim or index[i] != shape[i]}
+    blocked |= {f: why for f in call.sizes if f.startswith("w")}
+    operands: list[Dims | None] = [dims, written]
+    if isinstance(call.args.get("src"), Node):
+        larger = [call.factor(f"s{i}", n) for i, n in enumerate(call.shape("src"))]
+        operands.append(tuple(written[i] if n == index[i] else larger[i] for i, n in enumerate(call.shape("src"))))
+        blocked |= {f: "a part of it is read" for f in call.sizes if f.startswith("s")}
+        blocked |= {f"d{i}": why for i, n in enumerate(call.shape("src")) if n != index[i]}
+    return call.rule(operands, [dims], blocked=blocked)
+
+
+def complex_pairs(call: Call) -> Rule:
+    """(..., 2) real and (...) complex: the dim of the two parts comes last, and goes last."""
+    dims = named_dims(call, call.shape_of(call.operands[0]))
+    n = len(call.result)
+    pair = call.factor("pair", 2)
+    result = (*dims, pair) if n > len(dims) else dims[:-1]
+    why = "it holds real and imaginary part"
+    blocked = {"pair": why} if n > len(dims) else {f: why for f in dims[-1]}
+    return call.rule([dims], [result], blocked=blocked, linear=UNARY)
 
 
 def index_select(call: Call) -> Rule:

@@ -20,13 +20,18 @@ RULES: dict[Any, RuleFunction] = {}
 
 
 def overloads(name: str) -> list[Any]:
-    """Functional overloads of an operator: 'silu' or 'autopar::attention'; 'sum.dim_IntList' names one."""
+    """Functional overloads that make tensors: 'silu' or 'autopar::attention'; 'sum.dim_IntList' names one."""
     namespace, _, rest = name.rpartition("::")
     packet_name, _, overload = rest.partition(".")
     packet = getattr(getattr(torch.ops, namespace or "aten"), packet_name)
     names = [overload] if overload else packet.overloads()
     found = [getattr(packet, n) for n in names]
-    return [op for op in found if not op._schema.is_mutable]
+    return [op for op in found if not op._schema.is_mutable and _makes_tensors(op)]
+
+
+def _makes_tensors(op: Any) -> bool:
+    """Many operators have twins for Python numbers (aten.log.float), which never are in a graph."""
+    return any("Tensor" in str(r.type) for r in op._schema.returns)
 
 
 def add(names: str, rule: RuleFunction) -> None:
@@ -50,6 +55,13 @@ def _reduce_all(call: Call) -> Any:
     return reduction(linear=True)(call)
 
 
+def _cast(call: Call) -> Any:
+    """A cast between floating types is linear; rounding to integers, or to truth values, is not."""
+    before, after = call.operands[0].meta["val"].dtype, call.node.meta["val"].dtype
+    exact = after.is_floating_point or after.is_complex or (before == after != torch.bool)
+    return pointwise("unary" if exact else "")(call)
+
+
 def _last(name: str) -> RuleFunction:
     return blocks_dims(lambda c: [c.dim(name)], "the op spans it")
 
@@ -60,12 +72,14 @@ add("relu silu gelu tanh sigmoid exp log log2 log1p sqrt rsqrt abs sign sin cos 
     "pow maximum minimum fmod remainder floor_divide atan2 isnan isinf isfinite logical_not bitwise_not trunc expm1 "
     "eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__ "
     "rsub nan_to_num threshold hardshrink softshrink erfinv logit exp2 sgn tan asin acos atan sinh cosh atanh "
-    "polar complex view_as_real view_as_complex real imag silu_backward lerp addcmul addcdiv", pointwise())
-add("neg clone alias contiguous detach", pointwise("unary", keep=True))
-add("_to_copy to conj", pointwise("unary"))
+    "div.Tensor_mode div.Scalar_mode polar complex real imag silu_backward lerp addcmul addcdiv", pointwise())
+add("neg clone alias contiguous detach lift_fresh_copy", pointwise("unary", keep=True))
+add("conj", pointwise("unary"))
+add("_to_copy to.device to.dtype to.dtype_layout", _cast)
+add("view_as_real view_as_complex", sp.complex_pairs)
 add("add.Tensor sub.Tensor", pointwise("sum", keep=True))
 add("mul", pointwise("product"))
-add("div", pointwise("numerator"))
+add("div.Tensor div.Scalar", pointwise("numerator"))
 add("where.self where.ScalarOther where.ScalarSelf where.Scalar masked_fill", pointwise())
 add("autopar::dropout", sp.dropout)
 
@@ -82,7 +96,7 @@ add("autopar::cross_entropy", sp.cross_entropy)
 add("autopar::attention", sp.attention)
 
 # Rearrangements.
-add("view reshape _unsafe_view flatten.using_ints unflatten.int unsqueeze squeeze _reshape_alias", vw.reshape)
+add("view.default reshape _unsafe_view flatten.using_ints unflatten.int unsqueeze squeeze", vw.reshape)
 add("permute", vw.permute)
 add("transpose.int", vw.transpose)
 add("t", vw.t)
@@ -91,7 +105,7 @@ add("split_with_sizes split.Tensor chunk", vw.split)
 add("cat", vw.cat)
 add("stack", vw.stack)
 add("select.int unbind.int", vw.dropped_dim)
-add("slice.Tensor narrow pad constant_pad_nd flip roll", vw.resized_dims)
+add("slice.Tensor narrow.default pad constant_pad_nd flip roll", vw.resized_dims)
 add("slice_scatter select_scatter", vw.scatter_into)
 add("repeat_interleave.self_int", vw.repeat_interleave)
 add("repeat", vw.repeat)
@@ -103,8 +117,8 @@ add("index.Tensor", sp.advanced_index)
 add("sum mean", reduction(linear=True))
 add("amax amin prod all any argmax argmin var std logsumexp max.dim min.dim norm.ScalarOpt_dim linalg_vector_norm "
     "max.default min.default count_nonzero median", reduction(linear=False))
-add("softmax.int log_softmax.int _softmax _log_softmax cumsum cumprod logcumsumexp sort topk scatter.src scatter.value "
-    "scatter_add diff", _last("dim"))
+add("softmax.int log_softmax.int _softmax _log_softmax cumsum cumprod logcumsumexp sort topk diff", _last("dim"))
+add("scatter.src scatter.value scatter_add", sp.scatter)
 add("tril triu", blocks_dims(lambda c: [len(c.shape("self")) - 2, len(c.shape("self")) - 1], "the op spans it"))
 add("layer_norm rms_norm", sp.layer_norm)
 add("group_norm", sp.group_norm)
@@ -112,7 +126,7 @@ add("max_pool1d max_pool2d avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_av
     "max_pool2d_with_indices upsample_nearest2d upsample_bilinear2d adaptive_max_pool2d", sp.pooling)
 
 # Made from nothing, or from a shape.
-add("arange zeros ones full empty scalar_tensor linspace eye tril_indices triu_indices lift_fresh_copy", factory)
+add("arange zeros ones full empty scalar_tensor linspace.default eye tril_indices triu_indices", factory)
 add("new_zeros new_ones new_full new_empty", factory)
 add("zeros_like ones_like full_like empty_like", like)
 add("one_hot bucketize searchsorted.Tensor histc bincount nonzero unique_consecutive", opaque("its size depends on values"))

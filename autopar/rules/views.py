@@ -167,6 +167,8 @@ def resized_dims(call: Call) -> Rule:
 
 def _touched(call: Call, shape: Shape, result: Shape) -> set[int]:
     touched = {i for i, (a, b) in enumerate(zip(shape, result, strict=True)) if a != b}
+    padding = call.args.get("pad")  # from the last dim forwards, in pairs; (1, -1) shifts and keeps the size
+    touched |= {len(shape) - 1 - i // 2 for i, width in enumerate(padding or ()) if width}
     for name in ("dim", "dims"):
         value = call.args.get(name)
         if value is not None and not (name == "dim" and call.node.target.__name__.startswith("slice") and not touched):  # type: ignore[union-attr]
@@ -189,6 +191,9 @@ def scatter_into(call: Call) -> Rule:
     return call.rule([dims, source], [dims], blocked=blocked, linear=(frozenset({0, 1}),), keep_partial=True)
 
 
+_COPIES = "every rank makes all copies"
+
+
 def repeat_interleave(call: Call) -> Rule:
     """(hk) -> (hk, r) on one dim."""
     dim = call.dim()
@@ -197,7 +202,7 @@ def repeat_interleave(call: Call) -> Rule:
     repeats = call.result[dim] // shape[dim]
     call.sizes["repeat"] = repeats
     target = tuple((*d, "repeat") if i == dim else d for i, d in enumerate(dims))
-    return call.rule([dims], [target], linear=UNARY, keep_partial=True)
+    return call.rule([dims], [target], blocked={"repeat": _COPIES}, linear=UNARY, keep_partial=True)
 
 
 def repeat(call: Call) -> Rule:
@@ -210,4 +215,5 @@ def repeat(call: Call) -> Rule:
         inner = dims[i - lead] if i >= lead else ()
         times = size // (shape[i - lead] if i >= lead else 1)
         target.append((*call.factor(f"repeat{i}", times), *inner))  # type: ignore[misc]
-    return call.rule([dims], [tuple(target)], linear=UNARY, keep_partial=True)
+    blocked = {f: _COPIES for f in call.sizes if f.startswith("repeat")}
+    return call.rule([dims], [tuple(target)], blocked=blocked, linear=UNARY, keep_partial=True)

@@ -39,13 +39,17 @@ def number_dropouts(gm: GraphModule, fake_mode: Any) -> None:
                 source = build(torch.ops.autopar.dropout.default, source, seed, rate, site, [], [])
                 site += 1
             _replace(gm, node, source)
-        elif calls(node, torch.ops.autopar.attention.default) and arguments(node)["dropout"]:
+        elif calls(node, torch.ops.autopar.attention.default) and _unseeded(arguments(node)):
             seed = seed or _add_seed(gm, fake_mode)
             set_argument(node, "seed", seed)
             set_argument(node, "site", site)
             site += 1
         else:
             _refuse_random(node)
+
+
+def _unseeded(known: dict[str, Any]) -> bool:
+    return bool(known["dropout"]) and known["seed"] is None
 
 
 def _replace(gm: GraphModule, node: Node, value: Node) -> None:

@@ -6,7 +6,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -28,7 +28,9 @@ raw = torch.ops.autopar
 aten = torch.ops.aten
 
 
-def graph_of(shapes: list[tuple[int, ...]], build: Callable[..., Any], dtype: torch.dtype = torch.float64) -> GraphModule:
+def graph_of(
+    shapes: list[tuple[int, ...]], build: Callable[..., Any], dtype: torch.dtype = torch.float64
+) -> GraphModule:
     """A graph of placeholders and what ``build(call, *nodes)`` adds, with fake values."""
     mode, graph = FakeTensorMode(), Graph()
 
@@ -183,7 +185,9 @@ def overwrites() -> list[bool]:
     reduce = raw.all_reduce.default
     return [
         in_place(lambda call, x: [call(reduce, call(aten.neg.default, x), "tp", "sum")]),
-        in_place(lambda call, x: [call(reduce, call(aten.view.default, call(aten.neg.default, x), [2, 8]), "tp", "sum")]),
+        in_place(
+            lambda call, x: [call(reduce, call(aten.view.default, call(aten.neg.default, x), [2, 8]), "tp", "sum")]
+        ),
         in_place(lambda call, x: [call(reduce, x, "tp", "sum")]),
         in_place(lambda call, x: [call(reduce, call(aten.view.default, x, [2, 8]), "tp", "sum")]),
         in_place(lambda call, x: [(n := call(aten.neg.default, x)), call(reduce, n, "tp", "sum")]),
@@ -229,7 +233,7 @@ def test_an_input_dies_after_its_last_use() -> None:
 class Counter:
     """Bytes by kind as torch.distributed sees them: independent of the graph."""
 
-    kinds = {
+    kinds: ClassVar[dict[str, Callable[..., int]]] = {
         "all_reduce": lambda a, n: 2 * a[0].nbytes * (n - 1) // n,
         "all_gather_single": lambda a, n: a[0].nbytes * (n - 1) // n,
         "reduce_scatter_single": lambda a, n: a[1].nbytes * (n - 1) // n,

@@ -310,7 +310,12 @@ def load(sizes: dict[str, int], folder: str) -> None:
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [({"dp": 2, "tp": 2}, {"tp": 4}), ({"tp": 2}, {"tp": 2, "dp": 2}), ({"tp": 4}, {"dp": 2}), ({"dp": 2, "tp": 2}, {})],
+    [
+        ({"dp": 2, "tp": 2}, {"tp": 4}),
+        ({"tp": 2}, {"tp": 2, "dp": 2}),
+        ({"tp": 4}, {"dp": 2}),
+        ({"dp": 2, "tp": 2}, {}),
+    ],
     ids=str,
 )
 def test_a_checkpoint_loads_on_another_mesh(tmp_path: Path, before: dict[str, int], after: dict[str, int]) -> None:

@@ -1,0 +1,323 @@
+"""Is a sharding rule true? Whatever the types accept must compute, on pieces, what the operator computes on the whole.
+
+A `Sample` is a small call (or a chain of calls) with real tensors. `unsound` enumerates placements of its operands; for each
+combination that the types accept it localises the graph, differentiates it, runs all ranks in one process, puts results and
+gradients together again and compares them with the whole call. Types prove placements, this proves the rules behind them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from autopar.adapters.aot import joint_graph
+from autopar.adapters.fake import new_mode
+from autopar.capture import InputSpec, Signature
+from autopar.conversions import conversion_of, is_conversion
+from autopar.graph import has_gradient, mark_gradients, output_node, placement, placements_of
+from autopar.mesh import Mesh
+from autopar.pass_manager import Context
+from autopar.passes.localize_shapes import LocalizeShapes
+from autopar.placement import INVARIANT, PARTIAL, REPLICATE, Partial, Placement, Shard, dual
+from autopar.rules import RuleError, apply, rule_of, set_results, type_of
+from tests.harness import gather, scatter
+from tests.simulate import simulate
+
+TOLERANCE = 1e-11
+Typed = tuple[dict[str, Placement], ...]  # per operand: axis -> placement
+
+
+@dataclass(frozen=True)
+class Ref:
+    """The ``index``-th result of an earlier step of a chain."""
+
+    step: int
+    index: int = 0
+
+
+@dataclass
+class Step:
+    """One call; tensors among its arguments are operands of the sample."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Sample:
+    """Calls in order; the results of all of them are compared, or only their shapes (``values=False``: empty_like).
+
+    ``private``: steps whose results mean nothing outside of the chain (rows sorted by each rank for itself).
+    """
+
+    steps: list[Step]
+    values: bool = True
+    private: tuple[int, ...] = ()
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Operands in order, each once."""
+        found: dict[int, Tensor] = {}
+        for step in self.steps:
+            for leaf in torch.utils._pytree.tree_leaves((step.args, dict(step.kwargs))):
+                if isinstance(leaf, Tensor):
+                    found.setdefault(id(leaf), leaf)
+        return list(found.values())
+
+
+def call(target: Any, *args: Any, values: bool = True, **kwargs: Any) -> Sample:
+    """A sample of one call."""
+    return Sample([Step(target, args, kwargs)], values)
+
+
+def differentiable(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+def results_of(sample: Sample, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The results of every step, flat, on whole tensors."""
+    known = {id(old): new for old, new in zip(sample.tensors, tensors, strict=True)}
+    made: list[list[Any]] = []
+
+    def fill(leaf: Any) -> Any:
+        return made[leaf.step][leaf.index] if isinstance(leaf, Ref) else known.get(id(leaf), leaf)
+
+    for step in sample.steps:
+        out = step.target(*_map(step.args, fill), **_map(dict(step.kwargs), fill))
+        made.append(list(out) if isinstance(out, (tuple, list)) else [out])
+    return [r for i, results in enumerate(made) if i not in sample.private for r in results]
+
+
+def _map(value: Any, function: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)(_map(v, function) for v in value)
+    if isinstance(value, dict):
+        return {k: _map(v, function) for k, v in value.items()}
+    return function(value)
+
+
+def graph_of(sample: Sample) -> GraphModule:
+    """The sample as a global graph: a placeholder per operand, outputs of all steps."""
+    graph, mode = Graph(), new_mode()
+    operands: dict[int, Node] = {}
+    specs = []
+    for i, x in enumerate(sample.tensors):
+        node = operands[id(x)] = graph.placeholder(f"x{i}")
+        node.meta["val"] = mode.from_tensor(x)
+        specs.append(InputSpec(node.name, "parameter", node.name, requires_grad=differentiable(x)))
+    made: list[list[Node]] = []
+    for step in sample.steps:
+        made.append(_add_step(graph, step, operands, made, mode))
+    outs = [n for i, nodes in enumerate(made) if i not in sample.private for n in nodes]
+    graph.output(tuple(outs))
+    gm = GraphModule(torch.nn.Module(), graph)
+    gm.meta["signature"] = Signature(tuple(specs), ())
+    mark_gradients(gm, [s.node for s in specs if s.requires_grad])
+    return gm
+
+
+def _add_step(graph: Graph, step: Step, operands: dict[int, Node], made: list[list[Node]], mode: Any) -> list[Node]:
+    def fill(leaf: Any) -> Any:
+        return made[leaf.step][leaf.index] if isinstance(leaf, Ref) else operands.get(id(leaf), leaf)
+
+    node = graph.call_function(step.target, _map(step.args, fill), _map(dict(step.kwargs), fill))
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    with mode:
+        node.meta["val"] = val = step.target(*args, **kwargs)
+    if not isinstance(val, (tuple, list)):
+        return [node]
+    items = []
+    for i, v in enumerate(val):
+        items.append(graph.call_function(operator.getitem, (node, i)))
+        items[-1].meta["val"] = v
+    return items
+
+
+# --- which placements to try ------------------------------------------------------------------------------------------
+
+
+def candidates(x: Tensor, ranks: int) -> list[Placement]:
+    """Every placement that a tensor could have."""
+    out: list[Placement] = [INVARIANT]
+    out += [REPLICATE] if differentiable(x) else []
+    out += [PARTIAL] if x.dtype != torch.bool else []
+    for dim, size in enumerate(x.shape):
+        for blocks in ((size,), (size // 2,) * 2, (size // 3 * 2, size // 3), (size // 3,) * 3):
+            if size and sum(blocks) == size and not any(b % ranks or not b for b in blocks):
+                out.append(Shard(dim, blocks))
+    return list(dict.fromkeys(out))
+
+
+def combinations(sample: Sample, gm: GraphModule, axis: str, mesh: Mesh, most: int = 600) -> Iterator[tuple[Placement, ...]]:
+    """All combinations where they are few; else those that the rule asks for, and all that differ in one operand."""
+    ranks = mesh.size(axis)
+    options = [candidates(x, ranks) for x in sample.tensors]
+    total = 1
+    for o in options:
+        total *= len(o)
+    if total <= most:
+        yield from itertools.product(*options)
+        return
+    seeds = [tuple(p if p in o else INVARIANT for o in options) for p in (INVARIANT, REPLICATE, PARTIAL)]
+    if len(sample.steps) == 1:
+        seeds += _asked(gm, axis, mesh, options)
+    else:
+        seeds += [tuple(next((p for p in o if isinstance(p, Shard) and p.dim == d), REPLICATE if REPLICATE in o else INVARIANT)
+                        for o in options) for d in range(3)]  # fmt: skip
+    near = (s[:i] + (p,) + s[i + 1 :] for s in seeds for i, o in enumerate(options) for p in o)
+    yield from dict.fromkeys([*seeds, *near])
+
+
+def _asked(gm: GraphModule, axis: str, mesh: Mesh, options: list[list[Placement]]) -> list[tuple[Placement, ...]]:
+    node = next(n for n in gm.graph.nodes if n.op == "call_function")
+    rule = rule_of(node, axis, mesh)
+    nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    order = [nodes.index(x) for x in torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n) and _operands(node)]
+    found = []
+    for i, dims in enumerate(rule.operands):
+        for p in options[order[i]]:
+            if dims is None or not isinstance(p, Shard):
+                continue
+            try:
+                cut = rule.completed(rule.cut_of(dims, p, mesh.size(axis)))
+            except RuleError:
+                continue
+            seed: list[Placement] = [INVARIANT] * len(options)
+            for j, need in zip(order, rule.required(cut), strict=True):
+                seed[j] = INVARIANT if need is None or (need == REPLICATE and need not in options[j]) else need
+            found.append(tuple(seed))
+    return found
+
+
+def _operands(node: Node) -> list[Node]:
+    from autopar.graph import tensor_operands
+
+    return tensor_operands(node)
+
+
+# --- the comparison ---------------------------------------------------------------------------------------------------
+
+
+def typed(sample: Sample, placements: Typed, mesh: Mesh) -> GraphModule:
+    """The sample's graph with placements on every value. Raises RuleError or ValueError where they do not fit."""
+    gm = graph_of(sample)
+    for axis in mesh.cut_order:
+        inputs = iter(placements)
+        for node in gm.graph.nodes:
+            if node.op == "placeholder":
+                node.meta["placements"] = {**node.meta.get("placements", {}), axis: next(inputs).get(axis, INVARIANT)}
+            elif node.op == "call_function":
+                if is_conversion(node) and conversion_of(node)[0] == axis:
+                    set_results(node, axis, [conversion_of(node)[2]])
+                else:
+                    set_results(node, axis, type_of(node, axis, mesh))
+    return gm
+
+
+def accepted(sample: Sample, mesh: Mesh) -> Iterator[Typed]:
+    """The placements on a mesh of one axis that the types accept."""
+    (axis,) = mesh.cut_order
+    gm = graph_of(sample)
+    single = next(n for n in gm.graph.nodes if n.op == "call_function") if len(sample.steps) == 1 else None
+    rule = rule_of(single, axis, mesh) if single is not None else None
+    nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    for combination in combinations(sample, gm, axis, mesh):
+        placements = tuple({axis: p} for p in combination)
+        try:
+            if rule is not None and single is not None:
+                found = dict(zip(nodes, combination, strict=True))
+                operands = _operands(single)
+                apply(rule, [found[x] for x in operands], [has_gradient(x) for x in operands], mesh.size(axis))
+            else:
+                typed(sample, placements, mesh)
+        except (RuleError, ValueError):
+            continue
+        yield placements
+
+
+def unsound(sample: Sample, mesh: Mesh) -> tuple[int, list[str]]:
+    """(placements tried, what is wrong) over all placements that the types accept on a mesh of one axis."""
+    whole = Whole.of(sample)
+    tried, wrong = 0, []
+    for placements in accepted(sample, mesh):
+        tried += 1
+        problem = compare(sample, placements, mesh, whole)
+        if problem:
+            shown = ", ".join(str(p) for of in placements for p in of.values())
+            wrong.append(f"{sample.steps[0].target}({shown}) over {mesh}: {problem}")
+    return tried, wrong
+
+
+@dataclass
+class Whole:
+    """What the sample gives in one process: results, one tangent per differentiable result, gradients of operands."""
+
+    results: list[Tensor]
+    tangents: list[Tensor | None]
+    gradients: list[Tensor | None]
+
+    @classmethod
+    def of(cls, sample: Sample) -> Whole:
+        leaves = [x.detach().clone().requires_grad_(differentiable(x)) for x in sample.tensors]
+        results = results_of(sample, leaves)
+        tangents = [torch.randn_like(r) if r.requires_grad else None for r in results]
+        pairs = [(r, t) for r, t in zip(results, tangents, strict=True) if t is not None]
+        wanted = [x for x in leaves if x.requires_grad]
+        grads: Sequence[Tensor | None] = [None] * len(wanted)
+        if pairs and wanted:
+            grads = torch.autograd.grad([r for r, _ in pairs], wanted, [t for _, t in pairs], allow_unused=True)
+        found = iter(grads)
+        gradients = [next(found) if x.requires_grad else None for x in leaves]
+        return cls([r.detach() for r in results], tangents, gradients)
+
+
+def compare(sample: Sample, placements: Typed, mesh: Mesh, whole: Whole) -> str:
+    """'' when the pieces give what the whole gives, else what differs."""
+    try:
+        gm = LocalizeShapes().apply(typed(sample, placements, mesh), Context(mesh))
+        results = [placements_of(n) for n in output_node(gm).args[0]]  # type: ignore[union-attr]
+        joint = joint_graph(gm, [differentiable(x) and any(t is not None for t in whole.tangents) for x in sample.tensors])
+        fed = [scatter(x, p, mesh) for x, p in zip(sample.tensors, placements, strict=True)]
+        for t, p in zip(whole.tangents, results, strict=True):
+            if t is not None:
+                fed.append(scatter(t, {a: dual(q) for a, q in p.items()}, mesh))
+        with torch.no_grad():
+            out = simulate(joint, list(zip(*fed)), mesh)
+    except (AssertionError, RuntimeError, ValueError, IndexError, TypeError) as error:
+        return f"{type(error).__name__}: {str(error)[:300]}"
+    count = len(whole.results)
+    for i, (expected, p) in enumerate(zip(whole.results, results, strict=True)):
+        problem = _differs([o[i] for o in out], expected, p, mesh, sample.values)
+        if problem:
+            return f"result {i} ({', '.join(map(str, p.values()))}) {problem}"
+    for i, (gradient, p) in enumerate(zip(whole.gradients, placements, strict=True)):
+        if gradient is None or not any(t is not None for t in whole.tangents):
+            continue
+        back = {a: dual(q) for a, q in p.items()}
+        problem = _differs([o[count + i] for o in out], gradient, back, mesh, True)
+        if problem:
+            return f"gradient of operand {i} ({', '.join(map(str, p.values()))}) {problem}"
+    return ""
+
+
+def _differs(pieces: list[Any], expected: Tensor, p: Mapping[str, Placement], mesh: Mesh, values: bool) -> str:
+    if any(x is None for x in pieces):
+        return "is None" if expected.abs().sum() else ""
+    try:
+        found = gather(pieces, p, mesh)
+    except (AssertionError, RuntimeError) as error:
+        return str(error)[:200]
+    if found.shape != expected.shape:
+        return f"has shape {tuple(found.shape)}, not {tuple(expected.shape)}"
+    if not values or (expected.dtype == torch.bool and any(isinstance(q, Partial) for q in p.values())):
+        return ""
+    same = torch.allclose(found.to(expected.dtype), expected, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
+    return "" if same else f"differs by {(found - expected).abs().max():.1e}"
