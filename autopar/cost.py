@@ -1,4 +1,4 @@
-"""What a graph costs on the wire: bytes per conversion and per raw collective.
+"""What a graph costs on the wire: bytes per conversion and per raw collective, per graph and per step.
 
 Bytes are those that one rank sends under the ring algorithms, which are optimal in volume (Patarasuk and Yuan,
 2009), for a value whose whole is b bytes on an axis of n ranks:
@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import GraphModule, Node
@@ -23,6 +24,9 @@ from autopar.conversions import conversion_of, exchange, is_conversion
 from autopar.graph import arguments, global_shape, is_call, nbytes, placement
 from autopar.mesh import Mesh
 from autopar.placement import Shard, conversion
+
+if TYPE_CHECKING:
+    from autopar.compile import Compiled
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 _RAW = {getattr(torch.ops.autopar, kind).default: kind for kind in KINDS}
@@ -55,6 +59,10 @@ class Volume:
 
     def __add__(self, other: Volume) -> Volume:
         return Volume(self.calls + other.calls, self.bytes + other.bytes)
+
+    def times(self, count: int) -> Volume:
+        """The volume of as many runs."""
+        return Volume(self.calls * count, self.bytes * count)
 
 
 def transfer(node: Node, mesh: Mesh) -> Transfer | None:
@@ -104,3 +112,24 @@ def total(volumes: Iterable[dict[tuple[str, str], Volume]]) -> dict[tuple[str, s
         for key, value in volume.items():
             out[key] = out.get(key, Volume()) + value
     return out
+
+
+def runs(compiled: Compiled) -> dict[str, tuple[GraphModule, int]]:
+    """Name -> (step graph, how often one step runs it): micro-batches, of which the last one alone reduces gradients."""
+    steps, count = compiled.steps, compiled.plan.options.micro_batches
+    prologue = compiled.prologue.graph if compiled.prologue is not None else None
+    found = {
+        "prologue": (prologue, count),
+        "forward": (steps.forward, count),
+        "backward_local": (steps.backward_local, count - 1),
+        "backward": (steps.backward, 1),
+    }
+    return {name: (gm, n) for name, (gm, n) in found.items() if gm is not None}
+
+
+def step_communication(compiled: Compiled) -> dict[tuple[str, str], Volume]:
+    """(axis, kind) -> volume of one whole step: forward and backward of all micro-batches, and the prologue."""
+    mesh = compiled.plan.mesh
+    return total(
+        {key: volume.times(n) for key, volume in communication(gm, mesh).items()} for gm, n in runs(compiled).values()
+    )

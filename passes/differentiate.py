@@ -189,11 +189,15 @@ class _Split:
         if x in self.primals:
             return
         cheap = x.target in VIEWS or _part_of_view(x) or not x.all_input_nodes
-        if cheap or x in self.parameter_only or x not in self.forward:
+        if cheap or x in self.parameter_only or not self._made_by_forward(x):
             for operand in x.all_input_nodes:
                 self._give(operand)
         else:
             self.saved.append(x)
+
+    def _made_by_forward(self, x: Node) -> bool:
+        """F makes it, or makes the tuple it is an entry of: the entry is saved then, never the tuple."""
+        return x in self.forward or (is_call(x, operator.getitem) and x.args[0] in self.forward)
 
     def backward(self, renamed: dict[Node, str], grads: list[Node | None]) -> tuple[GraphModule, list[str]]:
         """Nodes that are made again are copied right before their first use, so that gathers stay next to it."""

@@ -113,6 +113,8 @@ def _lower(gm: GraphModule, groups: Groups) -> GraphModule:
             new[node] = graph.call_function(_local_of(node, groups), (new[named_arguments(node)["x"]],))
         elif node.op != "call_function" or node.target not in COLLECTIVES:
             new[node] = graph.node_copy(node, new.__getitem__)
+            if node.op == "placeholder":
+                new[node].target = new[node].name  # else generated code renames arguments one by one, over each other
     graph.set_codegen(_BoxedCode())
     graph.lint()
     return GraphModule(gm, graph)

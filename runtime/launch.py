@@ -157,7 +157,7 @@ def _collect(processes: list[BaseProcess], pipes: list[Connection]) -> list[Any]
             rank = pending.pop(pipe)
             try:
                 report: _Report = pickle.loads(pipe.recv_bytes())
-            except EOFError:
+            except (EOFError, OSError):
                 processes[rank].join(5)
                 report = _Report(None, f"died with exit code {processes[rank].exitcode}")
             reports[rank] = report

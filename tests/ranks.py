@@ -160,7 +160,7 @@ class _Pool:
                 try:
                     ok, value = pickle.loads(pipe.recv_bytes())
                     outcome.value, outcome.error = (value, None) if ok else (None, value)
-                except EOFError:
+                except (EOFError, OSError):
                     outcome.lost = self._fate(outcome.rank)
                 if not outcome.ok and not shortened:
                     deadline, shortened = min(deadline, time.monotonic() + grace), True

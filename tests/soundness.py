@@ -21,7 +21,7 @@ from autopar.adapters.aot import joint_graph
 from autopar.adapters.fake import new_mode
 from autopar.capture import InputSpec, Signature
 from autopar.conversions import conversion_of, is_conversion
-from autopar.graph import has_gradient, mark_gradients, output_node, placement, placements_of
+from autopar.graph import has_gradient, mark_gradients, output_node, placement, tensor_operands
 from autopar.mesh import Mesh
 from autopar.pass_manager import Context
 from autopar.passes.localize_shapes import LocalizeShapes
@@ -180,7 +180,7 @@ def _asked(gm: GraphModule, axis: str, mesh: Mesh, options: list[list[Placement]
     node = next(n for n in gm.graph.nodes if n.op == "call_function")
     rule = rule_of(node, axis, mesh)
     nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    order = [nodes.index(x) for x in torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n) and _operands(node)]
+    order = [nodes.index(x) for x in tensor_operands(node)]
     found = []
     for i, dims in enumerate(rule.operands):
         for p in options[order[i]]:
@@ -195,12 +195,6 @@ def _asked(gm: GraphModule, axis: str, mesh: Mesh, options: list[list[Placement]
                 seed[j] = INVARIANT if need is None or (need == REPLICATE and need not in options[j]) else need
             found.append(tuple(seed))
     return found
-
-
-def _operands(node: Node) -> list[Node]:
-    from autopar.graph import tensor_operands
-
-    return tensor_operands(node)
 
 
 # --- the comparison ---------------------------------------------------------------------------------------------------
@@ -234,7 +228,7 @@ def accepted(sample: Sample, mesh: Mesh) -> Iterator[Typed]:
         try:
             if rule is not None and single is not None:
                 found = dict(zip(nodes, combination, strict=True))
-                operands = _operands(single)
+                operands = tensor_operands(single)
                 apply(rule, [found[x] for x in operands], [has_gradient(x) for x in operands], mesh.size(axis))
             else:
                 typed(sample, placements, mesh)
@@ -283,7 +277,8 @@ def compare(sample: Sample, placements: Typed, mesh: Mesh, whole: Whole) -> str:
     """'' when the pieces give what the whole gives, else what differs."""
     try:
         gm = LocalizeShapes().apply(typed(sample, placements, mesh), Context(mesh))
-        results = [placements_of(n) for n in output_node(gm).args[0]]  # type: ignore[union-attr]
+        results = [{a: placement(n, a) for a in mesh.cut_order} for n in output_node(gm).args[0]]  # type: ignore[union-attr]
+        _clone_outputs(gm)
         joint = joint_graph(gm, [differentiable(x) and any(t is not None for t in whole.tangents) for x in sample.tensors])
         fed = [scatter(x, p, mesh) for x, p in zip(sample.tensors, placements, strict=True)]
         for t, p in zip(whole.tangents, results, strict=True):
@@ -306,6 +301,14 @@ def compare(sample: Sample, placements: Typed, mesh: Mesh, whole: Whole) -> str:
         if problem:
             return f"gradient of operand {i} ({', '.join(map(str, p.values()))}) {problem}"
     return ""
+
+
+def _clone_outputs(gm: GraphModule) -> None:
+    """AOTAutograd refuses outputs that are views; a step graph never returns any."""
+    end = output_node(gm)
+    with gm.graph.inserting_before(end):
+        end.args = (tuple(gm.graph.call_function(torch.clone, (n,)) for n in end.args[0]),)  # type: ignore[union-attr]
+    gm.recompile()
 
 
 def _differs(pieces: list[Any], expected: Tensor, p: Mapping[str, Placement], mesh: Mesh, values: bool) -> str:

@@ -1,0 +1,122 @@
+"""From a transformers config.json to a model without weights, and a batch of shapes for it.
+
+    model = build("config.json", torch.bfloat16)        on the meta device: nothing is allocated
+    batch = batch_of(model, batch=8, seq=8192)          {"input_ids": [8, 8192], "labels": [8, 8192]}
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from autopar.models import hf as hf  # registers the adapter
+from autopar.models.hf_batches import example_batch
+
+# Tried in order for a config that names no class: a BERT is in the lists of masked and of causal models.
+AUTO_CLASSES = (
+    "AutoModelForSpeechSeq2Seq",
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForMaskedLM",
+    "AutoModelForCausalLM",
+    "AutoModelForImageClassification",
+    "AutoModelForAudioClassification",
+    "AutoModelForCTC",
+    "AutoModelForImageTextToText",
+    "AutoModelForSequenceClassification",
+)
+_BY_TOKEN = ("input_ids", "labels", "decoder_input_ids")
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions")
+_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """'bfloat16' -> torch.bfloat16. Raises ValueError for an unknown name."""
+    if name not in _DTYPES:
+        raise ValueError(f"dtype: unknown dtype {name!r}; the dtypes are {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def load_config(path: str | Path) -> PreTrainedConfig:
+    """The config of a config.json, or of a folder that holds one. Raises ValueError for what is none."""
+    file = Path(path)
+    file = file / "config.json" if file.is_dir() else file
+    if not file.is_file():
+        raise ValueError(f"config: no file {str(file)!r}; give the path of a transformers config.json")
+    try:
+        data: Any = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"config: {str(file)!r} is not JSON: {error}") from error
+    kind = data.pop("model_type", None) if isinstance(data, dict) else None
+    if not isinstance(kind, str):
+        raise ValueError(f"config: {str(file)!r} has no model_type; it must be the config.json of a transformers model")
+    try:
+        return AutoConfig.for_model(kind, **data)
+    except (ValueError, KeyError) as error:
+        if kind in transformers.CONFIG_MAPPING:
+            raise ValueError(f"config: {kind} does not take the values of {str(file)!r}: {error}") from error
+        raise ValueError(
+            f"config: unknown model_type {kind!r} in {str(file)!r}; transformers {transformers.__version__} knows "
+            f"{len(transformers.CONFIG_MAPPING)} others (llama, gpt2, bert, t5, ...)"
+        ) from error
+
+
+def build(config: PreTrainedConfig, dtype: torch.dtype, device: str = "meta") -> PreTrainedModel:
+    """The model that a config describes: of the class it names, else the first of `AUTO_CLASSES` that knows it.
+
+    Raises ValueError for a kind of model that has none, and for sizes that its class refuses.
+    """
+    make = _maker(config)
+    try:
+        with torch.device(device):
+            model: PreTrainedModel = make(config, dtype)
+    except (ValueError, RuntimeError, AssertionError) as error:
+        raise ValueError(f"config: {type(config).__name__} cannot be built: {error}") from error
+    return model.train()
+
+
+def _maker(config: PreTrainedConfig) -> Any:
+    named = [getattr(transformers, name, None) for name in config.architectures or ()]
+    if any(named):
+        return lambda config, dtype: named[0]._from_config(config, dtype=dtype)  # type: ignore[union-attr]
+    for name in AUTO_CLASSES:
+        auto = getattr(transformers, name)
+        if type(config) in auto._model_mapping:
+            return lambda config, dtype: auto.from_config(config, dtype=dtype)
+    raise ValueError(
+        f"config: no training model for model_type {config.model_type!r}; name one in the config's architectures, "
+        "such as LlamaForCausalLM"
+    )
+
+
+def batch_of(model: PreTrainedModel, batch: int, seq: int, device: str = "meta") -> dict[str, Tensor]:
+    """The shapes of a training batch: ``batch`` examples of ``seq`` tokens each, as `autopar.capture` takes them.
+
+    Images and audio have the sizes of the config; ``seq`` is then the length of the labels, if they are tokens.
+    Raises ValueError for models whose inputs are neither tokens, images nor audio, and for sequences that are
+    longer than a table of positions.
+    """
+    found = example_batch(model)
+    if found is None:
+        raise ValueError(f"config: cannot tell the inputs of {type(model).__name__}; it takes no tokens, images or audio")
+    _check_positions(model.config, seq)
+    shapes = {
+        name: (batch, seq) if name in _BY_TOKEN and value.dim() == 2 else (batch, *value.shape[1:])
+        for name, value in found.items()
+    }
+    return {name: torch.zeros(shape, dtype=found[name].dtype, device=device) for name, shape in shapes.items()}
+
+
+def _check_positions(config: PreTrainedConfig, seq: int) -> None:
+    """Learned positions end; rotary ones go on."""
+    if getattr(config, "rope_parameters", None):
+        return
+    limits = [(name, value) for name in _POSITIONS if isinstance(value := getattr(config, name, None), int) and value > 0]
+    for name, limit in limits:
+        if seq > limit:
+            raise ValueError(f"sequence: {config.model_type} has {limit} positions ({name}), found a length of {seq}")

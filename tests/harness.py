@@ -1,0 +1,200 @@
+"""A whole compiled model on all ranks of a mesh, in one process: loss and every gradient against eager.
+
+    result = check_model(model, batch, Mesh.of(dp=2, tp=2), Options(zero=3))
+    assert result.worst < 1e-10
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.compile import Compiled, compile_model
+from autopar.exact import LiftFloat32
+from autopar.mesh import Mesh
+from autopar.placement import INVARIANT, Partial, Placement, Placements, join, nested_piece, piece
+from autopar.plan import Options
+from tests.simulate import simulate
+
+
+def scatter(value: Tensor, placements: Placements, mesh: Mesh) -> list[Tensor]:
+    """One piece per rank; the addends of a Partial are random."""
+    pieces: dict[tuple[tuple[str, int], ...], Tensor] = {(): value}
+    for axis, ranks in mesh.cut_order.items():
+        p = placements.get(axis, INVARIANT)
+        pieces = {
+            (*at, (axis, i)): x for at, whole in pieces.items() for i, x in enumerate(_parts(whole, p, ranks))
+        }
+    found = {frozenset(at): x for at, x in pieces.items()}
+    return [found[_key(c, mesh)].contiguous() for c in mesh.coordinates()]
+
+
+def _parts(value: Tensor, p: Placement, ranks: int) -> list[Tensor]:
+    if not isinstance(p, Partial):
+        return [piece(value, p, ranks, i) for i in range(ranks)]
+    if value.is_floating_point() or value.is_complex():
+        addends = [torch.randn_like(value) for _ in range(ranks - 1)]
+    else:
+        addends = [torch.randint_like(value, -3, 4) for _ in range(ranks - 1)]
+    return [*addends, value - sum(addends)]  # type: ignore[list-item]
+
+
+def _key(coordinate: Mapping[str, int], mesh: Mesh) -> frozenset[tuple[str, int]]:
+    return frozenset((a, coordinate[a]) for a in mesh.cut_order)
+
+
+def gather(pieces: Sequence[Tensor], placements: Placements, mesh: Mesh) -> Tensor:
+    """The whole value from every rank's piece. Asserts that copies are equal."""
+    current = {_key(c, mesh): x for c, x in zip(mesh.coordinates(), pieces, strict=True)}
+    for axis, ranks in reversed(list(mesh.cut_order.items())):
+        p = placements.get(axis, INVARIANT)
+        joined = {}
+        for rest in {frozenset(k for k in key if k[0] != axis) for key in current}:
+            group = [current[rest | {(axis, i)}] for i in range(ranks)]
+            if str(p) in "RI":
+                for other in group[1:]:
+                    same = torch.allclose(group[0], other, rtol=1e-11, atol=1e-11, equal_nan=True)
+                    assert same, f"copies on axis {axis!r} differ by {(group[0] - other).abs().max():.1e}"
+            joined[rest] = join(group, p)
+        current = joined
+    return next(iter(current.values()))
+
+
+@dataclass
+class Result:
+    """What a compiled model gave, and how far it is from eager."""
+
+    compiled: Compiled
+    loss_error: float
+    errors: dict[str, float]  # of the gradient of each parameter
+    missing: list[str]  # parameters with a gradient in eager and none here, or the other way round
+
+    @property
+    def worst(self) -> float:
+        return max(self.loss_error, *self.errors.values(), float("inf") if self.missing else 0.0)
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss in what a model returns: ``.loss``, the tensor itself, or the first of a tuple."""
+    if isinstance(output, Tensor):
+        return output
+    found = getattr(output, "loss", None)
+    return found if found is not None else loss_of(next(iter(output.values() if isinstance(output, dict) else output)))
+
+
+def eager(model: nn.Module, batch: Mapping[str, Any]) -> tuple[float, dict[str, Tensor | None]]:
+    """Loss and gradients of one process, float32 islands lifted; the model's buffers are put back."""
+    buffers = {n: b.clone() for n, b in model.named_buffers()}
+    model.zero_grad()
+    with LiftFloat32():
+        loss = loss_of(model(**batch))
+        loss.backward()
+    with torch.no_grad():
+        for name, b in model.named_buffers():
+            b.copy_(buffers[name])
+    grads = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    return float(loss), grads
+
+
+def check_model(
+    model: nn.Module, batch: Mapping[str, Any], mesh: Mesh, options: Options | None = None, **facts: Any
+) -> Result:
+    """Compile, run all ranks and micro-batches, compare with eager. ``facts`` go to `compile_model`."""
+    options = options or Options()
+    compiled = compile_model(model, batch, mesh, options, exact=True, outputs=(), **facts)
+    loss, gradients = Run(compiled, model, batch, mesh).step()
+    expected_loss, expected = eager(model, batch)
+    errors: dict[str, float] = {}
+    for name, pieces in gradients.items():
+        spec = next(p for p in compiled.parameters if p.name == name)
+        whole = next((expected[n] for n in (name, *spec.aliases) if expected.get(n) is not None), None)
+        if whole is None:
+            errors[name] = max(float(p.abs().max()) for p in pieces)  # eager has no gradient: ours must be zero
+            continue
+        cut = [nested_piece(whole, spec.placements, mesh.cut_order, c) for c in mesh.coordinates()]
+        errors[name] = max(float((a - b).abs().max()) for a, b in zip(pieces, cut, strict=True))
+    have = {n for p in compiled.parameters if p.name in gradients for n in (p.name, *p.aliases)}
+    missing = [n for n, g in expected.items() if g is not None and n not in have]
+    return Result(compiled, max(abs(x - expected_loss) for x in loss), errors, missing)
+
+
+class Run:
+    """One training step of a compiled model on all ranks."""
+
+    def __init__(self, compiled: Compiled, model: nn.Module, batch: Mapping[str, Any], mesh: Mesh) -> None:
+        self.compiled, self.batch, self.mesh = compiled, batch, mesh
+        self.count = compiled.plan.options.micro_batches
+        self.cut_order = mesh.with_micro_batches(self.count).cut_order
+        self.specs = {s.node: s for s in compiled.local.meta["signature"].inputs}
+        self.specs |= {s.node: s for s in compiled.signature.inputs}
+        self.placed = {p.name: p.placements for p in compiled.parameters}
+        self.state = {
+            **dict(model.named_parameters(remove_duplicate=False)),
+            **dict(model.named_buffers(remove_duplicate=False)),
+            **compiled.local.meta.get("constants", {}),
+        }
+
+    def feed(self, names: Sequence[str], rank: int, micro_batch: int, known: Mapping[str, Any]) -> list[Any]:
+        """Values of a step graph's placeholders on one rank."""
+        return [known[n] if n in known else self._value(n, rank, micro_batch) for n in names]
+
+    def _value(self, name: str, rank: int, micro_batch: int) -> Any:
+        spec = self.specs[name]
+        at = {**self.mesh.coordinate(rank), "mb": micro_batch}
+        if spec.kind == "parameter":
+            return nested_piece(self.state[spec.name].detach(), self.placed[spec.name], self.mesh.cut_order, at).clone()
+        if spec.kind in ("buffer", "constant"):
+            x = self.state[spec.name]
+            return x.double() if x.dtype == torch.float32 else x
+        if spec.kind == "input":
+            return nested_piece(_at(self.batch, spec.name), self.compiled.plan.inputs[spec.name], self.cut_order, at)
+        assert spec.kind in ("micro_batch", "seed"), spec
+        return torch.tensor(micro_batch if spec.kind == "micro_batch" else 0)
+
+    def _totals(self) -> list[dict[str, Any]]:
+        prologue, world = self.compiled.prologue, range(self.mesh.world_size)
+        if prologue is None:
+            return [{} for _ in world]
+        sums: list[list[Any]] = [[0] * len(prologue.totals) for _ in world]
+        for mb in range(self.count):
+            made = simulate(prologue.graph, [self.feed(prologue.inputs, r, mb, {}) for r in world], self.mesh)
+            sums = [[a + b for a, b in zip(x, y, strict=True)] for x, y in zip(sums, made, strict=True)]
+        return [dict(zip(prologue.totals, s, strict=True)) for s in sums]
+
+    @torch.no_grad()
+    def step(self) -> tuple[list[float], dict[str, list[Tensor]]]:
+        """Loss per rank; parameter name -> its reduced gradient on every rank."""
+        steps, world = self.compiled.steps, range(self.mesh.world_size)
+        totals = self._totals()
+        loss = [0.0 for _ in world]
+        sums: list[list[Any]] = [[None] * len(steps.gradients) for _ in world]
+        for mb in range(self.count):
+            fed = [self.feed(steps.inputs, r, mb, totals[r]) for r in world]
+            out = simulate(steps.forward, fed, self.mesh)
+            loss = [total + float(o[steps.losses[0]]) for total, o in zip(loss, out, strict=True)]
+            if steps.backward is None:
+                continue
+            given = [self._backward_inputs(values, o) for values, o in zip(fed, out, strict=True)]
+            made = simulate(steps.backward, given, self.mesh)
+            sums = [[b if a is None else a + b for a, b in zip(x, y, strict=True)] for x, y in zip(sums, made, strict=True)]
+        names = [self.specs[n].name for n in steps.gradients]
+        return loss, {n: [sums[r][i] for r in world] for i, n in enumerate(names)}
+
+    def _backward_inputs(self, values: Sequence[Any], out: Sequence[Any]) -> list[Any]:
+        steps = self.compiled.steps
+        known = dict(zip(steps.inputs, values, strict=True)) | dict(zip(steps.saved, out[steps.outputs :], strict=True))
+        names = steps.backward_inputs[: len(steps.backward_inputs) - steps.tangents]
+        ones = [torch.ones((), dtype=torch.float64) if i == 0 else torch.zeros((), dtype=torch.float64) for i in range(steps.tangents)]
+        return [known[n] for n in names] + ones
+
+
+def _at(batch: Any, path: str) -> Any:
+    """'past.0' -> batch['past'][0]."""
+    for part in path.split("."):
+        batch = batch[int(part)] if isinstance(batch, (list, tuple)) else batch[part]
+    return batch

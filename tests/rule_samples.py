@@ -1,0 +1,340 @@
+"""A small sample call for every entry of the rule table: what `tests/test_rules.py` puts through `tests/soundness.py`.
+
+Pointwise operators get theirs from their schema; the others are spelled out. Sizes are multiples of 6 where they can be, so
+that they divide over 2 and over 3 ranks; 1 and broadcasting are among them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.conversions import convert, exchange
+from autopar.rules import RULES
+from autopar.rules.table import overloads
+from autopar.vocabulary import cross_entropy_of_piece, embedding_of_piece
+from tests.soundness import Ref, Sample, Step, call
+
+aten, ours = torch.ops.aten, torch.ops.autopar
+_generator = torch.Generator().manual_seed(7)
+
+
+def real(*shape: int) -> Tensor:
+    """Values between 0.2 and 0.8: inside the domain of every function."""
+    return torch.rand(shape, generator=_generator, dtype=torch.float64) * 0.6 + 0.2
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=_generator, dtype=torch.float64)
+
+
+def complex_(*shape: int) -> Tensor:
+    return torch.complex(normal(*shape), normal(*shape))
+
+
+def integer(*shape: int, high: int = 6) -> Tensor:
+    return torch.randint(high, shape, generator=_generator)
+
+
+def truth(*shape: int) -> Tensor:
+    return torch.rand(shape, generator=_generator) > 0.4
+
+
+# --- pointwise, from the schema -------------------------------------------------------------------------------------
+
+_INTEGERS = {"bitwise_not", "bitwise_and", "bitwise_or", "bitwise_xor", "__and__", "__or__", "__xor__"}
+_COMPLEX = {"real", "imag", "view_as_complex", "conj"}
+_SCALARS: dict[str, Any] = {
+    "decimals": 1, "rounding_mode": "floor", "dtype": torch.float64, "threshold": 0.5, "memory_format": torch.contiguous_format,
+    "device": torch.device("cpu"), "min": 0.4, "max": 0.6, "generator": None,
+}  # fmt: skip
+
+
+def pointwise(op: Any) -> Iterator[Sample]:
+    """All operands of equal shape, and the last one broadcast: as a row, as a column, as a scalar."""
+    tensors = [a for a in op._schema.arguments if "Tensor" in str(a.type)]
+    for shape in ((6, 12), (12,), (6, 1), ())[: 4 if len(tensors) > 1 else 1]:
+        filled = iter([(6, 12)] * (len(tensors) - 1) + [shape])
+        args = [_filled(op, a, filled) for a in op._schema.arguments if not a.kwarg_only]
+        named = {a.name: _SCALARS[a.name] for a in op._schema.arguments if a.kwarg_only and a.default_value is None and a.name in _SCALARS}
+        if op._opname in ("masked_fill",) and len(tensors) == 2 and "value" in [t.name for t in tensors]:
+            return
+        yield call(op, *args, **(named if op._opname in ("round", "div") else {}))
+
+
+def _filled(op: Any, argument: Any, shapes: Iterator[tuple[int, ...]]) -> Any:
+    kind = str(argument.type)
+    if "Tensor" in kind:
+        shape = next(shapes)
+        if argument.name in ("condition", "mask"):
+            return truth(*shape)
+        if op._opname in _INTEGERS:
+            return integer(*shape)
+        return complex_(*shape) if op._opname in _COMPLEX else real(*shape)
+    if argument.name in _SCALARS:
+        return _SCALARS[argument.name]
+    if argument.default_value is not None:
+        return argument.default_value
+    return 3 if op._opname in _INTEGERS else None if "Optional" in kind else 0.5
+
+
+# --- spelled out ------------------------------------------------------------------------------------------------------
+
+
+def _products() -> Iterator[Sample]:
+    yield call(aten.linear.default, normal(2, 6, 12), normal(6, 12), None)
+    yield call(aten.linear.default, normal(6, 12), normal(6, 12), normal(6))
+    yield call(aten.linear.default, normal(12), normal(6, 12))
+    for left, right in (((6, 12), (12, 6)), ((6,), (6,)), ((6,), (6, 12)), ((12, 6), (6,)), ((2, 6, 4), (4, 6)), ((6, 2, 4), (6, 4, 2)),
+                        ((6, 1, 2, 4), (2, 4, 2)), ((1, 2, 4), (6, 4, 2)), ((6,), (2, 6, 4)), ((2, 4, 6), (6,))):  # fmt: skip
+        yield call(aten.matmul.default, normal(*left), normal(*right))
+    for groups in (1, 2, 6):
+        yield call(aten.conv1d.default, normal(2, 12, 5), normal(12, 12 // groups, 3), None, [2], [1], [1], groups)
+    yield call(aten.conv1d.default, normal(12, 5), normal(12, 12, 3), normal(12))
+    yield call(aten.conv2d.default, normal(6, 4, 5, 4), normal(6, 4, 2, 2), normal(6))
+    yield call(aten.conv2d.default, normal(2, 12, 4, 4), normal(12, 1, 3, 3), normal(12), [1, 1], [1, 1], [1, 1], 12)
+    yield call(aten.conv3d.default, normal(2, 4, 3, 3, 3), normal(6, 4, 2, 2, 2))
+
+
+def _views() -> Iterator[Sample]:
+    for op in (aten.view.default, aten.reshape.default, aten._unsafe_view.default):
+        for before, after in (((6, 12), (6, 2, 6)), ((2, 6, 12), (12, 12)), ((4, 6), (8, 3)), ((6, 1, 12), (1, 72)), ((12, 6), (6, 12)),
+                              ((24,), (2, 3, 4)), ((4, 3, 4), (48,))):  # fmt: skip
+            yield call(op, normal(*before), list(after))
+    yield call(aten.flatten.using_ints, normal(2, 6, 4), 1)
+    yield call(aten.unflatten.int, normal(2, 24), 1, [6, 4])
+    yield call(aten.unflatten.int, normal(12, 2), -2, [6, 2])
+    yield call(aten.unsqueeze.default, normal(6, 12), 1)
+    for shape in ((6, 1, 4), (2, 1, 6), (1, 3, 1)):
+        yield call(aten.squeeze.default, normal(*shape))
+        yield call(aten.squeeze.dim, normal(*shape), 1)
+        yield call(aten.squeeze.dims, normal(*shape), [0, 1])
+    yield call(aten.permute.default, normal(2, 6, 4), [2, 0, -2])
+    yield call(aten.transpose.int, normal(2, 6, 4), -1, 0)
+    yield call(aten.t.default, normal(6, 12))
+    yield call(aten.t.default, normal(6))
+    yield call(aten.expand.default, normal(1, 6), [4, 6, 6])
+    yield call(aten.expand.default, normal(6, 1), [-1, 4])
+    for sizes in ([6, 6], [6, 4, 2], [12]):
+        yield call(aten.split_with_sizes.default, normal(6, 12), sizes, 1)
+    yield call(aten.split.Tensor, normal(12, 6), 6)
+    yield call(aten.split.Tensor, normal(6, 10), 4, -1)
+    yield call(aten.chunk.default, normal(12, 6), 2)
+    yield call(aten.chunk.default, normal(6, 10), 3, 1)
+    yield call(aten.cat.default, [normal(6, 4), normal(6, 6)], -1)
+    yield call(aten.cat.default, [normal(6, 2), normal(6, 2)])
+    yield call(aten.cat.default, [normal(0), normal(6, 2)])
+    yield call(aten.stack.default, [normal(6, 4), normal(6, 4)], 1)
+    yield call(aten.stack.default, [normal(6, 4)], -1)
+    yield call(aten.select.int, normal(6, 12), 1, 3)
+    yield call(aten.unbind.int, normal(2, 6), 0)
+    for args in ((1, 0, 6), (1, 2, 12, 2), (0, 0, 6), (1,), (-1, -4)):
+        yield call(aten.slice.Tensor, normal(6, 12), *args)
+    yield call(aten.narrow.default, normal(6, 12), 1, 2, 6)
+    for pad in ([1, 1], [1, -1], [0, 0, 2, 2], [0, 0]):
+        yield call(aten.constant_pad_nd.default, normal(6, 6), pad)
+        yield call(aten.pad.default, normal(6, 6), pad)
+        yield call(aten.constant_pad_nd.default, normal(6, 6), pad, 1.5)
+    yield call(aten.pad.default, normal(2, 6, 6), [1, 2], "reflect")
+    yield call(aten.flip.default, normal(6, 12), [1])
+    yield call(aten.roll.default, normal(6, 12), [1], [-1])
+    yield call(aten.roll.default, normal(6, 12), [1])
+    yield call(aten.slice_scatter.default, normal(6, 12), normal(6, 6), 1, 0, 6)
+    yield call(aten.select_scatter.default, normal(6, 12), normal(6), 1, 2)
+    yield call(aten.repeat_interleave.self_int, normal(6, 4), 2, 0)
+    yield call(aten.repeat_interleave.self_int, normal(2, 6, 4), 6, 1)
+    yield call(aten.repeat.default, normal(6, 4), [2, 1, 6])
+    yield call(aten.view_as_real.default, complex_(6, 2))
+    yield call(aten.view_as_real.default, complex_(2, 2))
+    yield call(aten.view_as_complex.default, normal(6, 2))
+    yield call(aten.view_as_complex.default, normal(2, 2))
+
+
+def _picks() -> Iterator[Sample]:
+    yield call(aten.index_select.default, normal(6, 12), 1, integer(6, high=12))
+    yield call(aten.gather.default, normal(6, 12), 1, integer(6, 4, high=12))
+    yield call(aten.gather.default, normal(6, 12), 0, integer(2, 12))
+    yield call(aten.gather.default, normal(6, 12), 1, integer(4, 6, high=12))
+    yield call(aten.index.Tensor, normal(6, 12), [None, integer(6, high=12)])
+    yield call(aten.index.Tensor, normal(6, 6, 4), [integer(6), integer(6)])
+    yield call(aten.index.Tensor, normal(6, 4, 6), [integer(2, 1), None, integer(6)])
+    yield call(aten.index.Tensor, normal(6, 6), [integer(2, 6)])
+    yield call(aten.scatter.src, normal(6, 12), 1, _distinct(6, 4, 12), normal(6, 4))
+    yield call(aten.scatter.src, normal(6, 12), 0, _distinct(4, 4, 6).T.contiguous(), normal(6, 12))
+    yield call(aten.scatter.src, normal(6, 12), 1, _distinct(4, 6, 12), normal(6, 6))
+    yield call(aten.scatter.value, normal(6, 12), 1, _distinct(6, 4, 12), 2.0)
+    yield call(aten.scatter_add.default, normal(6, 12), 1, integer(6, 4, high=12), normal(6, 4))
+    yield call(aten.embedding.default, normal(12, 6), integer(2, 6, high=12))
+    yield call(aten.embedding.default, normal(12, 6), integer(12, high=12), 3)
+    yield call(aten.embedding.default, normal(12, 6), integer(12, high=4), -1, True)
+
+
+def _distinct(rows: int, columns: int, high: int) -> Tensor:
+    return torch.stack([torch.randperm(high, generator=_generator)[:columns] for _ in range(rows)])
+
+
+def _reductions() -> Iterator[Sample]:
+    for op in (aten.sum.default, aten.mean.default, aten.prod.default, aten.max.default, aten.min.default, aten.median.default,
+               aten.var.default, aten.std.default, aten.argmax.default, aten.argmin.default, aten.count_nonzero.default):  # fmt: skip
+        yield call(op, normal(6, 12))
+    for op in (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.var.dim, aten.std.dim,
+               aten.var.correction, aten.std.correction, aten.logsumexp.default, aten.count_nonzero.dim_IntList):  # fmt: skip
+        yield call(op, normal(6, 12), [1])
+        yield call(op, normal(2, 6, 4), [-1, 1])
+    for op in (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.logsumexp.default):
+        yield call(op, normal(6, 12), [0], True)
+    yield call(aten.sum.dim_IntList, normal(6, 12), None)
+    yield call(aten.amax.default, normal(6, 12))
+    yield call(aten.sum.default, integer(6, 12))
+    yield call(aten.sum.default, truth(6, 12))
+    for op in (aten.max.dim, aten.min.dim, aten.prod.dim_int, aten.argmax.default, aten.argmin.default, aten.median.dim):
+        yield call(op, normal(6, 12), 1)
+        yield call(op, normal(6, 12), 0, True)
+    yield call(aten.norm.ScalarOpt_dim, normal(6, 12), 2, [1])
+    yield call(aten.linalg_vector_norm.default, normal(6, 12), 2, [1])
+    yield call(aten.linalg_vector_norm.default, normal(6, 12))
+    for op in (aten.all, aten.any):
+        yield call(op.default, truth(6, 12))
+        yield call(op.dim, truth(6, 12), 1)
+        yield call(op.dims, truth(6, 12), [0])
+
+
+def _spans() -> Iterator[Sample]:
+    for op in (aten.softmax.int, aten.log_softmax.int, aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default,
+               aten.sort.default):  # fmt: skip
+        yield call(op, normal(6, 12), -1)
+        yield call(op, normal(6, 12), 0)
+    yield call(aten._softmax.default, normal(6, 12), 1, False)
+    yield call(aten._log_softmax.default, normal(6, 12), 0, False)
+    yield call(aten.sort.stable, normal(6, 12), stable=True, dim=1)
+    yield call(aten.topk.default, normal(6, 12), 2)
+    yield call(aten.topk.default, normal(6, 12), 6, 0)
+    yield call(aten.diff.default, normal(6, 12))
+    yield call(aten.diff.default, normal(6, 12), 1, 1, normal(6, 1))
+    for op in (aten.tril.default, aten.triu.default):
+        yield call(op, normal(2, 6, 6), 1)
+    for op in (aten.layer_norm.default, aten.rms_norm.default):
+        yield call(op, normal(2, 6, 12), [12], normal(12))
+        yield call(op, normal(2, 6, 6), [6, 6])
+    yield call(aten.layer_norm.default, normal(6, 12), [12], normal(12), normal(12))
+    yield call(aten.group_norm.default, normal(6, 4, 3), 2, normal(4), normal(4))
+    yield call(aten.max_pool1d.default, normal(6, 2, 6), [2])
+    yield call(aten.avg_pool1d.default, normal(6, 2, 6), [2])
+    yield call(aten.adaptive_avg_pool1d.default, normal(6, 2, 6), [6])
+    for op in (aten.max_pool2d.default, aten.max_pool2d_with_indices.default, aten.avg_pool2d.default):
+        yield call(op, normal(2, 6, 6, 6), [2, 2])
+        yield call(op, normal(6, 6, 6), [2, 2])
+    for op in (aten.adaptive_avg_pool2d.default, aten._adaptive_avg_pool2d.default, aten.adaptive_max_pool2d.default):
+        yield call(op, normal(2, 6, 6, 6), [2, 6])
+    yield call(aten.upsample_nearest2d.default, normal(2, 6, 3, 3), [6, 6])
+    yield call(aten.upsample_nearest2d.vec, normal(2, 6, 3, 3), None, [2.0, 2.0])
+    yield call(aten.upsample_bilinear2d.default, normal(2, 6, 3, 3), [6, 6], False)
+    yield call(aten.upsample_bilinear2d.vec, normal(2, 6, 3, 3), [6, 6], False, None)
+
+
+def _made() -> Iterator[Sample]:
+    double = {"dtype": torch.float64}
+    for op, args in ((aten.arange.default, (6,)), (aten.arange.start, (1, 6)), (aten.arange.start_step, (0, 6, 2)), (aten.zeros.default, ([6],)),
+                     (aten.ones.default, ([6],)), (aten.full.default, ([6], 2.0)), (aten.scalar_tensor.default, (2.0,)), (aten.eye.default, (6,)),
+                     (aten.linspace.default, (0, 1, 6)), (aten.eye.m, (6, 4)), (aten.tril_indices.default, (6, 6)),
+                     (aten.triu_indices.default, (6, 6))):  # fmt: skip
+        yield call(op, *args, **({} if "indices" in str(op) else double))
+    yield call(aten.empty.memory_format, [6], values=False, **double)
+    yield call(aten.new_zeros.default, normal(6, 4), [6])
+    yield call(aten.new_ones.default, normal(6, 4), [6])
+    yield call(aten.new_full.default, normal(6, 4), [6], 2.0)
+    yield call(aten.new_empty.default, normal(6, 4), [6], values=False)
+    yield call(aten.zeros_like.default, normal(6, 4))
+    yield call(aten.ones_like.default, normal(6, 4))
+    yield call(aten.full_like.default, normal(6, 4), 2.0)
+    yield call(aten.empty_like.default, normal(6, 4), values=False)
+    yield call(aten.one_hot.default, integer(6), 6)
+    yield call(aten.bucketize.Tensor, normal(6), torch.linspace(-1, 1, 6, dtype=torch.float64))
+    yield call(aten.bucketize.Scalar, 0.3, torch.linspace(-1, 1, 6, dtype=torch.float64))
+    yield call(aten.searchsorted.Tensor, torch.linspace(-1, 1, 6, dtype=torch.float64), normal(6))
+    yield call(aten.histc.default, real(6).float(), 6)
+
+
+def _casts() -> Iterator[Sample]:
+    for x, dtype in ((normal(6, 12), torch.float64), (normal(6, 12) * 4, torch.int64), (integer(6, 12), torch.float64),
+                     (integer(6, 12, high=2), torch.bool), (truth(6, 12), torch.int64)):  # fmt: skip
+        yield call(aten._to_copy.default, x, dtype=dtype)
+        yield call(aten.to.dtype, x, dtype)
+        yield call(aten.to.dtype_layout, x, dtype=dtype)
+        yield call(aten.to.device, x, torch.device("cpu"), dtype)
+    for op in overloads("lift_fresh_copy"):
+        yield call(op, normal(6, 12))
+    yield call(aten.masked_fill.Tensor, normal(6, 12), truth(6, 12), torch.tensor(2.0, dtype=torch.float64))
+    yield call(aten.clamp.Tensor, normal(6, 12), real(12), real(6, 1) + 1)
+    for op in (aten.argmax.default, aten.isnan.default):
+        yield call(op, normal(6, 2))
+
+
+def _attention() -> Iterator[Sample]:
+    for heads, kv_heads, causal in ((6, 6, True), (12, 6, False), (6, 1, True), (4, 2, True)):
+        q, k, v = normal(2, heads, 3, 4), normal(2, kv_heads, 5, 4), normal(2, kv_heads, 5, 2)
+        yield attention(q, k, v, causal=causal)
+    q, k, v = normal(2, 6, 4, 2), normal(2, 6, 4, 2), normal(2, 6, 4, 2)
+    for bias in ((2, 6, 4, 4), (1, 6, 4, 4), (1, 1, 4, 4)):
+        yield attention(q, k, v, bias=normal(*bias))
+    yield attention(q, k, v, key_mask=torch.tensor([[0, 1, 1, 1], [1, 1, 1, 0]]).bool(), segments=integer(2, 4, high=2), causal=True)
+    yield attention(q, k, v, sinks=normal(6), window=2, softcap=3.0, causal=True)
+    yield attention(q, k, v, seed=torch.tensor(5), dropout=0.4, shape=[2, 6, 4, 4], causal=True)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, **facts: Any) -> Sample:
+    """A call of autopar::attention with all facts but the given ones off."""
+    off = {"bias": None, "key_mask": None, "segments": None, "sinks": None, "seed": None, "causal": False, "window": 0, "chunk": 0,
+           "scale": 0.5, "softcap": 0.0, "dropout": 0.0, "site": 1, "index": [], "shape": []}  # fmt: skip
+    return call(ours.attention.default, q, k, v, *({**off, **facts}.values()))
+
+
+def _losses() -> Iterator[Sample]:
+    target = torch.tensor([0, 5, -100, 11, 3, 7])
+    yield call(ours.cross_entropy.default, normal(6, 12), target, -100, 0.0)
+    yield call(ours.cross_entropy.default, normal(6, 12), target, -100, 0.2)
+    yield call(ours.dropout.default, normal(6, 12), torch.tensor(3), 0.5, 2, [], [6, 12])
+
+
+def experts() -> Iterator[Sample]:
+    """Dispatch, products, biases, combination. Expert 3 has no token; with 4 experts, 2 or 1 per token."""
+    for top, transposed in ((2, False), (1, True)):
+        chosen = torch.tensor([[0, 1], [2, 0], [1, 2], [2, 1], [0, 2], [1, 0]])[:, :top].contiguous()
+        up = normal(4, 6, 12) if transposed else normal(4, 12, 6)
+        yield Sample(
+            [
+                Step(ours.moe_dispatch.default, (normal(6, 6), chosen, 4)),
+                Step(ours.grouped_mm.default, (Ref(0), up, Ref(0, 2), transposed)),
+                Step(ours.grouped_bias.default, (Ref(1), normal(4, 12), Ref(0, 2))),
+                Step(ours.moe_combine.default, (Ref(2), Ref(0, 1), normal(6, top))),
+            ],
+            private=(0, 1, 2),
+        )
+
+
+EXPERTS = (ours.moe_dispatch.default, ours.grouped_mm.default, ours.grouped_bias.default, ours.moe_combine.default)
+# Not tried alone: a getitem has the placement of the result that it takes (every sample of several results), the others
+# are what localisation makes of embedding, loss and conversions (test_rules tries them on meshes of two axes).
+STRUCTURE = (operator.getitem, convert, exchange, embedding_of_piece, cross_entropy_of_piece)
+# Their size depends on values, so that they cannot be in a graph of fixed shapes; the rule is "run it whole".
+DYNAMIC = (aten.nonzero.default, aten.unique_consecutive.default, aten.bincount.default)
+
+
+def _all() -> dict[Any, list[Sample]]:
+    found: dict[Any, list[Sample]] = {}
+    for maker in (_products, _views, _picks, _reductions, _spans, _made, _casts, _attention, _losses):
+        for sample in maker():
+            found.setdefault(sample.steps[0].target, []).append(sample)
+    for op in EXPERTS:
+        found[op] = list(experts())
+    for op, rule in RULES.items():
+        if op not in found and getattr(rule, "__qualname__", "").startswith("pointwise."):
+            found[op] = list(pointwise(op))
+    return found
+
+
+SAMPLES = _all()
