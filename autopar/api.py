@@ -76,7 +76,7 @@ def parallelize(
             return result
 
         values = {name: None if p.is_meta else p for name, p in model.named_parameters(remove_duplicate=False)}
-        buffers = dict(model.named_buffers(remove_duplicate=False))
+        buffers = _buffers(model)
         return ParallelModule(skeleton, compiler, groups, made, specs, values, buffers, backend, seed)
 
 
@@ -106,6 +106,23 @@ def _example(model: nn.Module, given: Mapping[str, Any] | None, groups: Groups, 
             f"pass example_batch={{...}}, the keyword arguments of its forward"
         )
     return dict(_whole(batch, groups))
+
+
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers by name with real values. Persistent ones of a model on the meta device are empty until loaded."""
+    found = dict(model.named_buffers(remove_duplicate=False))
+    if not any(b.is_meta for b in found.values()):
+        return found
+    adapter = adapter_for(model)
+    made = adapter.buffers(model) if adapter is not None else {}
+    kept = set(model.state_dict())
+    for name, buffer in found.items():
+        if buffer.is_meta and name not in made and name not in kept:
+            raise ValueError(
+                f"parallelize: buffer {name} is on the meta device and in no checkpoint, so nothing can give it values; "
+                f"build the model with real buffers (torch.device('meta') around parameters only)"
+            )
+    return {name: made.get(name, torch.empty_like(b, device="cpu") if b.is_meta else b) for name, b in found.items()}
 
 
 def _whole(batch: Mapping[str, Any], groups: Groups) -> dict[str, Any]:

@@ -101,6 +101,10 @@ class Adapter(Protocol):
         """A small batch with labels, for planning before the first real batch; None if the inputs are unknown."""
         ...
 
+    def buffers(self, model: nn.Module) -> dict[str, Tensor]:
+        """Values of the buffers that no checkpoint holds, for a model on the meta device."""
+        ...
+
 
 ADAPTERS: list[Adapter] = []
 

@@ -115,7 +115,7 @@ def total(volumes: Iterable[dict[tuple[str, str], Volume]]) -> dict[tuple[str, s
 
 
 def runs(compiled: Compiled) -> dict[str, tuple[GraphModule, int]]:
-    """Name -> (step graph, how often one step runs it): micro-batches, of which the last one alone reduces gradients."""
+    """Name -> (step graph, how often a step runs it): only the last micro-batch reduces gradients."""
     steps, count = compiled.steps, compiled.plan.options.micro_batches
     prologue = compiled.prologue.graph if compiled.prologue is not None else None
     found = {

@@ -190,6 +190,14 @@ def fake_mode(gm: GraphModule) -> Any:
     return placeholders(gm)[0].meta["val"].fake_mode
 
 
+def set_device(gm: GraphModule, device: torch.device) -> None:
+    """Let factories (arange, zeros, casts) make their values on a device; graphs are captured on the CPU."""
+    for node in gm.graph.nodes:
+        if node.kwargs.get("device") is not None:
+            node.update_kwarg("device", device)
+    gm.recompile()
+
+
 def output_node(gm: GraphModule) -> Node:
     return next(iter(reversed(gm.graph.nodes)))
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import GraphModule, Node
 
+from autopar.adapters.operators import returns_view
 from autopar.graph import arguments, is_call, output_node, outputs, placeholders, values
 from autopar.mesh import Mesh
 from autopar.parameter import ParameterSpec
@@ -151,23 +152,22 @@ def storages(gm: GraphModule) -> dict[Node, tuple[Storage, ...]]:
 
 def _base(node: Node) -> Node | None:
     """The operand whose storage all results of a view share; None for what allocates."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or not node.all_input_nodes:
+    if node.op != "call_function" or not node.all_input_nodes:
         return None
     if is_call(node, torch.ops.autopar.shard_slice.default):
         return node.all_input_nodes[0] if not arguments(node)["blocks"] else None
-    is_view = any(r.alias_info is not None for r in node.target._schema.returns)
-    return node.all_input_nodes[0] if is_view or node.target in _SILENT_VIEWS else None
+    return node.all_input_nodes[0] if returns_view(node.target) or node.target in _SILENT_VIEWS else None
 
 
 def saved_bytes(forward: GraphModule, results: int, held: Collection[str]) -> int:
-    """Bytes behind the outputs of F after the first ``results``, each storage once, placeholders in ``held`` left out."""
+    """Bytes behind F's outputs after the first ``results``, each storage once, placeholders in ``held`` left out."""
     behind = storages(forward)
     kept = {s for value in outputs(forward)[results:] if isinstance(value, Node) for s in behind[value]}
     return sum(_size(values(node)[i]) for node, i in kept if node.name not in held)
 
 
 def peak_of_values(gm: GraphModule, held: Collection[str]) -> int:
-    """Most bytes alive at once when the graph runs node by node, its outputs kept, its inputs freed after their last use.
+    """Most bytes alive at once when the graph runs node by node: outputs are kept, inputs freed after their last use.
 
     ``held``: names of placeholders that somebody else keeps; they count nothing.
     """

@@ -10,6 +10,7 @@ Masks travel as facts (`models.hf_masks`), not as [S, S] tensors.
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import sys
 from collections.abc import Iterator, Mapping
@@ -127,6 +128,31 @@ class TransformersAdapter:
 
     def example_batch(self, model: nn.Module) -> dict[str, Any] | None:
         return example_batch(model)
+
+    def buffers(self, model: nn.Module) -> dict[str, Tensor]:
+        """Non-persistent buffers (rotary tables, position ids) of a model on the meta device, computed anew.
+
+        No checkpoint holds them; transformers' own weight initialisation knows how to make them.
+        """
+        out: dict[str, Tensor] = {}
+        for path, module in model.named_modules():
+            names = [n for n in module._non_persistent_buffers_set if (b := module._buffers[n]) is not None and b.is_meta]
+            if not names:
+                continue
+            owner = next(m for m in reversed(_parents(model, path)) if isinstance(m, PreTrainedModel))
+            real = copy.deepcopy(module).to_empty(device="cpu", recurse=False)
+            owner._init_weights(real)
+            for name in names:
+                out[f"{path}.{name}" if path else name] = real._buffers[name]  # type: ignore[assignment]
+        return out
+
+
+def _parents(model: nn.Module, path: str) -> list[nn.Module]:
+    """The modules from the root to the one at ``path``, both included."""
+    found = [model]
+    for part in path.split(".") if path else ():
+        found.append(found[-1].get_submodule(part))
+    return found
 
 
 def _registered(module: nn.Module) -> bool:

@@ -1,7 +1,7 @@
 """From a transformers config.json to a model without weights, and a batch of shapes for it.
 
-    model = build("config.json", torch.bfloat16)        on the meta device: nothing is allocated
-    batch = batch_of(model, batch=8, seq=8192)          {"input_ids": [8, 8192], "labels": [8, 8192]}
+model = build("config.json", torch.bfloat16)        on the meta device: nothing is allocated
+batch = batch_of(model, batch=8, seq=8192)          {"input_ids": [8, 8192], "labels": [8, 8192]}
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ def batch_of(model: PreTrainedModel, batch: int, seq: int, device: str = "meta")
     """
     found = example_batch(model)
     if found is None:
-        raise ValueError(f"config: cannot tell the inputs of {type(model).__name__}; it takes no tokens, images or audio")
+        name = type(model).__name__
+        raise ValueError(f"config: cannot tell the inputs of {name}; it takes no tokens, images or audio")
     _check_positions(model.config, seq)
     shapes = {
         name: (batch, seq) if name in _BY_TOKEN and value.dim() == 2 else (batch, *value.shape[1:])
@@ -116,7 +117,7 @@ def _check_positions(config: PreTrainedConfig, seq: int) -> None:
     """Learned positions end; rotary ones go on."""
     if getattr(config, "rope_parameters", None):
         return
-    limits = [(name, value) for name in _POSITIONS if isinstance(value := getattr(config, name, None), int) and value > 0]
-    for name, limit in limits:
-        if seq > limit:
+    for name in _POSITIONS:
+        limit = getattr(config, name, None)
+        if isinstance(limit, int) and 0 < limit < seq:
             raise ValueError(f"sequence: {config.model_type} has {limit} positions ({name}), found a length of {seq}")

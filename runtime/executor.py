@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from autopar.compile import Compiled
+from autopar.graph import set_device
 from autopar.placement import Shard
 from autopar.runtime.bind import Bound, bind
 from autopar.runtime.comm import Ledger, add_ledgers
@@ -40,6 +41,9 @@ class Executor:
     def __init__(self, compiled: Compiled, groups: Groups, backend: str = "eager") -> None:
         self.compiled, self.groups = compiled, groups
         steps = compiled.steps
+        for graph in (steps.forward, steps.backward, steps.backward_local, compiled.prologue and compiled.prologue.graph):
+            if graph is not None and groups.device.type != "cpu":
+                set_device(graph, groups.device)
         self.forward = bind(steps.forward, groups, backend)
         self.backward = bind(steps.backward, groups, backend) if steps.backward is not None else None
         self.accumulate = bind(steps.backward_local, groups, backend) if steps.backward_local is not None else None
@@ -59,7 +63,7 @@ class Executor:
         if spec is None or (spec.kind == "total" and name in values):
             return values[name]
         if spec.kind == "micro_batch":
-            return torch.tensor(micro_batch)
+            return torch.tensor(micro_batch, device=self.groups.device)
         value = values[spec.name]
         if spec.kind == "input" and isinstance(self.compiled.plan.inputs.get(spec.name, {}).get("mb"), Shard):
             return value.chunk(self.micro_batches, 0)[micro_batch]

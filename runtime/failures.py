@@ -43,7 +43,8 @@ class FailureBoard:
         self._beats = dist.PrefixStore("autopar/failures", own_client(store))
         self._beats.add(f"alive/{rank}", 1)
         self._thread = threading.Thread(target=self._beat, name="autopar-alive", daemon=True)
-        self._thread.start()
+        if dist.get_world_size() > 1:
+            self._thread.start()
 
     def _beat(self) -> None:
         while not self._stop.wait(BEAT):
@@ -55,7 +56,8 @@ class FailureBoard:
     def close(self) -> None:
         """Stop beating."""
         self._stop.set()
-        self._thread.join(2 * BEAT)
+        if self._thread.is_alive():
+            self._thread.join(2 * BEAT)
 
     def report(self, error: BaseException) -> None:
         """Publish this rank's own error. A CollectiveError is not one: its cause is elsewhere."""

@@ -6,6 +6,7 @@ groups = Groups(mesh)            # axis name -> ProcessGroup, size, my coordinat
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Sequence
@@ -21,7 +22,8 @@ from autopar.runtime.failures import CollectiveError, board
 
 DEFAULT_TIMEOUT = 600.0  # seconds
 
-_meshes: dict[tuple[int, str, Mesh], DeviceMesh] = {}
+_meshes: dict[tuple[int, str, Mesh, timedelta], DeviceMesh] = {}
+_joined: dict[tuple[int, str, Mesh], dict[str, dist.ProcessGroup]] = {}
 _made: dict[Mesh, int] = {}  # how many Groups of a mesh there were: their common name in the store
 
 
@@ -49,7 +51,7 @@ def init_mesh(
         mesh = Mesh.of(dp=1)
     if not dist.is_initialized():
         _init_world(kind, limit)
-    key = (id(default_store()), kind, mesh)
+    key = (id(default_store()), kind, mesh, limit)
     if key not in _meshes:
         _meshes[key] = _make_mesh(mesh, kind, limit)
     return _meshes[key]
@@ -91,6 +93,41 @@ def _make_mesh(mesh: Mesh, kind: str, timeout: timedelta) -> DeviceMesh:
     return DeviceMesh.from_group(groups, kind, mesh=table, mesh_dim_names=names)
 
 
+def _joined_groups(mesh: Mesh, kind: str, rank: int) -> dict[str, dist.ProcessGroup]:
+    """One group for each set of two or more axes that have more than one rank.
+
+    Made at once on all ranks and not at first use: pipeline stages use different ones, and torch's way to let only the
+    members take part (use_local_synchronization) names a group after how many groups a rank has already.
+    """
+    key = (id(default_store()), kind, mesh)
+    if key in _joined:
+        return _joined[key]
+    out: dict[str, dist.ProcessGroup] = {}
+    axes = [axis for axis, size in mesh.axes if size > 1]
+    for count in range(2, len(axes) + 1):
+        for names in itertools.combinations(axes, count):
+            if count == len(axes):
+                world = dist.group.WORLD
+                assert world is not None
+                out[",".join(names)] = world
+                continue
+            for ranks in sorted({tuple(_ranks_of(mesh, names, r)) for r in range(mesh.world_size)}):
+                group = dist.new_group(list(ranks), timeout=_timeout(None), group_desc="mesh_" + "_".join(names))
+                if rank in ranks:
+                    assert isinstance(group, dist.ProcessGroup)
+                    out[",".join(names)] = group
+    _joined[key] = out
+    return out
+
+
+def _ranks_of(mesh: Mesh, names: Sequence[str], rank: int) -> list[int]:
+    """The ranks that share every coordinate with ``rank`` but those of ``names``; the first name varies slowest."""
+    here = mesh.coordinate(rank)
+    coordinates = {r: mesh.coordinate(r) for r in range(mesh.world_size)}
+    inside = [r for r, c in coordinates.items() if all(c[a] == v for a, v in here.items() if a not in names)]
+    return sorted(inside, key=lambda r: [coordinates[r].get(n, 0) for n in names])
+
+
 def mesh_of(device_mesh: DeviceMesh) -> Mesh:
     """Names and sizes of a DeviceMesh. Raises ValueError for dims without axis names or ranks in another order."""
     names = device_mesh.mesh_dim_names
@@ -112,7 +149,8 @@ def mesh_of(device_mesh: DeviceMesh) -> Mesh:
 class Groups:
     """Process groups of a mesh by axis name.
 
-    An axis is a name ("tp") or several joined by commas ("dp,cp"): the ranks that differ in any of these.
+    An axis is a name ("tp") or several joined by commas ("dp,cp"), in mesh order: the ranks that differ in any of
+    these. The groups of joined axes are made here, so every rank of the world must make its Groups (once per mesh).
     """
 
     def __init__(self, device_mesh: DeviceMesh):
@@ -123,6 +161,7 @@ class Groups:
         kind = device_mesh.device_type
         self.device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
         self._groups: dict[str, dist.ProcessGroup] = {a: device_mesh.get_group(a) for a in self.mesh.sizes}
+        self._groups.update(_joined_groups(self.mesh, device_mesh.device_type, self.rank))
         self._agreed: dict[str, int] = {}
         _made[self.mesh] = _made.get(self.mesh, 0) + 1
         self._name = f"{self.mesh}/{_made[self.mesh]}"
@@ -137,33 +176,22 @@ class Groups:
 
     def ranks(self, axis: str) -> list[int]:
         """Global ranks of my group, in the order of the axis (of joined axes: the first varies slowest)."""
-        names = axis.split(",")
-        fixed = {a: c for a, c in self.coordinate.items() if a not in names}
-        inside = [
-            (tuple(c[n] for n in names if n in c), r)
-            for r, c in ((r, self.mesh.coordinate(r)) for r in range(self.mesh.world_size))
-            if all(c[a] == v for a, v in fixed.items())
-        ]
-        return [r for _, r in sorted(inside)]
+        return _ranks_of(self.mesh, axis.split(","), self.rank)
 
     def index(self, axis: str) -> int:
         """My position in ``ranks(axis)``."""
         return self.ranks(axis).index(self.rank)
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The process group. That of joined axes is made at the first use, which every member must reach."""
-        if axis not in self._groups:
-            for name in axis.split(","):
-                if name not in self.mesh.sizes:
-                    raise ValueError(f"groups: no axis {name!r} in the mesh {self.mesh}")
-            ranks = self.ranks(axis)
-            if ranks != sorted(ranks):
-                raise ValueError(f"groups: join the axes in mesh order ({self.mesh}), found {axis!r}")
-            # Only the members take part: pipeline stages may need different joins.
-            group = dist.new_group(ranks, timeout=_timeout(None), use_local_synchronization=True)
-            assert isinstance(group, dist.ProcessGroup)
-            self._groups[axis] = group
-        return self._groups[axis]
+        """The process group. Raises ValueError for an axis that the mesh lacks, or joined axes out of mesh order."""
+        wanted = [name for name in axis.split(",") if self.mesh.size(name) > 1 or name == axis]
+        unknown = [name for name in axis.split(",") if name not in self.mesh.sizes]
+        if unknown:
+            raise ValueError(f"groups: no axis {unknown[0]!r} in the mesh {self.mesh}")
+        key = ",".join(wanted) or axis.split(",")[0]  # axes of one rank join nothing
+        if key not in self._groups:
+            raise ValueError(f"groups: join the axes in mesh order ({self.mesh}), found {axis!r}")
+        return self._groups[key]
 
     @property
     def world(self) -> str:

@@ -6,12 +6,14 @@ batch, and runs it. Everything that torch knows to do with parameters (optimizer
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 from autopar.capture import Signature
 from autopar.compile import Compiled
@@ -24,6 +26,7 @@ from autopar.runtime.comm import Ledger, add_ledgers
 from autopar.runtime.executor import Executor, digest_of
 from autopar.runtime.failures import reporting
 from autopar.runtime.groups import Groups, agree
+from autopar.runtime.safetensors_io import load_pretrained, save_pretrained
 
 Compiler = Callable[..., Compiled]
 Key = tuple[Any, ...]
@@ -57,6 +60,7 @@ class ParallelModule(nn.Module):
         self._compiler, self._groups, self._backend, self._seed = compiler, groups, backend, seed
         self._plan, self._specs = plan, specs
         self._executors: dict[Key, Executor] = {}
+        self._batches: dict[Key, dict[str, Any]] = {}  # shapes only, on the meta device
         self._steps = 0
         self._loaded = all(values.get(s.name) is not None for s in specs)
         self._own: dict[str, nn.Parameter] = {}
@@ -174,6 +178,7 @@ class ParallelModule(nn.Module):
         executor = self._executors.get(key)
         if executor is None:
             executor = self._executors[key] = self._compile(named, train, outputs)
+            self._batches[key] = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, named)
         values = self._state() | executor.compiled.local.meta.get("constants", {})
         self._steps += train
         values["__seed__"] = torch.tensor(self._seed + 1_000_003 * self._steps)
@@ -229,7 +234,7 @@ class ParallelModule(nn.Module):
 
     def full_state_dict(self, rank0_only: bool = False) -> dict[str, Tensor]:
         """Original name (tied names too) -> whole tensor on the CPU. Collective."""
-        persistent = {n: b for n, b in self.named_buffers() if n in self._skeleton[0].state_dict()}
+        persistent = self._persistent()
         return state.full_state_dict(self._own, self._specs, self._groups, persistent, rank0_only)
 
     def full_gradients(self, rank0_only: bool = False) -> dict[str, Tensor]:
@@ -244,10 +249,44 @@ class ParallelModule(nn.Module):
         if any(isinstance(v, torch.distributed.tensor.DTensor) for v in state_dict.values()):
             result = super().load_state_dict(state_dict, strict=strict)
         else:
-            buffers = {n: b for n, b in self.named_buffers() if n in self._skeleton[0].state_dict()}
+            buffers = self._persistent()
             result = state.load_state_dict(state_dict, self._own, self._specs, self._groups, buffers, strict)
         self._loaded = True
         return result
+
+    def load_pretrained(self, folder: str | Path) -> None:
+        """Read a folder that transformers wrote (safetensors): each rank reads only its own pieces.
+
+        Raises ValueError for missing, unexpected and truncated tensors, and for other shapes.
+        """
+        skeleton = self._skeleton[0]
+        prefix = getattr(skeleton, "base_model_prefix", "")
+        ignore = getattr(skeleton, "_keys_to_ignore_on_load_unexpected", None) or ()
+        with reporting():
+            pieces = load_pretrained(folder, self._specs, self._groups, self._persistent(), prefix, tuple(ignore))
+            with torch.no_grad():
+                for name, piece in pieces.items():
+                    state.local_tensor(self._own[name]).copy_(piece)
+        self._loaded = True
+
+    def save_pretrained(self, folder: str | Path, max_shard_size: int | str = "5GB") -> None:
+        """Write a folder that plain transformers loads (safetensors and the configs). Collective; rank 0 writes."""
+        skeleton = self._skeleton[0]
+        configs = [c for name in ("config", "generation_config") if (c := getattr(skeleton, name, None)) is not None]
+        with reporting():
+            save_pretrained(folder, self._own, self._specs, self._groups, self._persistent(), configs, max_shard_size)
+
+    def dump(self, folder: str | Path) -> None:
+        """Write every level of the last compiled step, the plan and a report to a folder. Compiles it once more."""
+        if not self._executors:
+            raise ValueError("dump: nothing is compiled before the first step; run one, or set AUTOPAR_DUMP before it")
+        key, batch = next(reversed(self._executors)), self._batches[next(reversed(self._executors))]
+        train, outputs, _ = key
+        self._compiler(self._skeleton[0], batch, train=train, outputs=outputs, fixed=self._plan, dump=folder)
+
+    def _persistent(self) -> dict[str, Tensor]:
+        kept = self._skeleton[0].state_dict()
+        return {name: buffer for name, buffer in self.named_buffers() if name in kept}
 
 
 class _Backward(torch.autograd.Function):
@@ -288,8 +327,6 @@ def _named(model: nn.Module, args: tuple[Any, ...], batch: dict[str, Any]) -> di
     """Positional arguments by their names in the model's forward."""
     if not args:
         return batch
-    import inspect
-
     names = [n for n, p in inspect.signature(model.forward).parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     if len(args) > len(names):
         raise ValueError(f"model: its forward takes {len(names)} positional arguments, found {len(args)}")

@@ -4,10 +4,12 @@
 
 ``body`` is a module-level function of a test module; it is sent by name and runs with the default process
 group in place (gloo), one intra-op thread, and the same seed on every rank. A pool is forked once (0.1 s)
-and reused; any failure or timeout retires it, because a failed gloo collective poisons the next ones.
+and reused; any failure or timeout retires it, because a failed gloo collective poisons the next ones. A test
+that catches such a failure on the ranks must retire the pool itself: `close_pools`.
 
-Arguments and results travel as plain pickles, so tensors are copied, never shared. The store is hosted by
-the parent: it outlives any rank, which tests of dying ranks need.
+Arguments and results travel as plain pickles, so tensors are copied, never shared. The store is hosted by a
+process of its own. It outlives any rank, which tests of dying ranks need; and its threads are not in the parent:
+a rank that is forked while they hold a lock hangs for ever (seen with the store in the parent).
 """
 
 from __future__ import annotations
@@ -119,17 +121,23 @@ class _Pool:
     def __init__(self, n: int):
         assert not torch.cuda.is_initialized(), "a process that has initialised CUDA cannot be forked"
         self.n = n
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.folder = tempfile.TemporaryDirectory(prefix="autopar-ranks-")
         self.pipes: list[Connection] = []
         self.processes = []
         context = multiprocessing.get_context("fork")
         sys.stdout.flush(), sys.stderr.flush()  # else each child prints the parent's buffer again
+        inherited = [c for p in _POOLS.values() for c in p.pipes]
+        self.control, there = context.Pipe()
+        self.host = context.Process(target=_host_store, args=(there, [*inherited, self.control]), daemon=True)
+        self.host.start()
+        there.close()
+        port = self.control.recv()
         for rank in range(n):
             here, there = context.Pipe()
-            inherited = [*self.pipes, here, *(c for p in _POOLS.values() for c in p.pipes)]
             process = context.Process(
-                target=_worker, args=(rank, n, self.store.port, there, inherited, self.folder.name), daemon=True
+                target=_worker,
+                args=(rank, n, port, there, [*inherited, *self.pipes, here, self.control], self.folder.name),
+                daemon=True,
             )
             process.start()
             there.close()
@@ -183,13 +191,27 @@ class _Pool:
         return (Path(self.folder.name) / f"stack{rank}").read_text()
 
     def kill(self) -> None:
-        for process in self.processes:
+        for process in [*self.processes, self.host]:
             process.kill()
-        for process in self.processes:
+        for process in [*self.processes, self.host]:
             process.join(5)
-        for pipe in self.pipes:
+        for pipe in [*self.pipes, self.control]:
             pipe.close()
         self.folder.cleanup()
+
+
+def _host_store(control: Connection, inherited: list[Connection]) -> None:
+    """A process that holds the store of one pool, until the pool's end of the pipe closes."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for other in inherited:
+        other.close()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    control.send(store.port)
+    try:
+        control.recv()
+    except (EOFError, OSError):
+        os._exit(0)
 
 
 def _worker(rank: int, n: int, port: int, pipe: Connection, inherited: list[Connection], folder: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from typing import Any
@@ -19,7 +20,8 @@ from tests.ranks import rank_outcomes, run_ranks
 def axis_sums(sizes: dict[str, int]) -> dict[str, float]:
     groups = Groups(init_mesh(**sizes))
     out = {}
-    for axis in [*sizes, groups.world]:
+    pairs = [",".join(pair) for pair in itertools.combinations(sizes, 2)]
+    for axis in [*sizes, *pairs, groups.world]:
         x = torch.tensor(float(groups.rank))
         dist.all_reduce(x, group=groups.group(axis))
         out[axis] = x.item()
@@ -38,6 +40,25 @@ def test_each_axis_has_its_group() -> None:
 def test_three_axes_one_of_size_one() -> None:
     out = run_ranks(4, axis_sums, {"pp": 2, "cp": 1, "tp": 2})
     assert [o["pp"] for o in out] == [2, 4, 2, 4] and [o["cp"] for o in out] == [0, 1, 2, 3]
+
+
+def joins() -> list[str]:
+    groups = Groups(init_mesh(dp=2, cp=2, tp=2))
+    out = [str(groups.ranks("dp,tp"))]
+    for axis in ("dp,cp", "dp,tp", "cp,tp", "dp,cp,tp"):
+        x = torch.tensor(float(groups.rank))
+        dist.all_reduce(x, group=groups.group(axis))
+        assert x.item() == sum(groups.ranks(axis))
+    for bad in ("tp,dp", "dp,xx"):
+        with pytest.raises(ValueError) as caught:
+            groups.group(bad)
+        out.append(str(caught.value))
+    return out
+
+
+def test_joined_axes_of_a_larger_mesh() -> None:
+    ranks, order, unknown = run_ranks(8, joins)[2]
+    assert ranks == "[2, 3, 6, 7]" and "in mesh order" in order and "no axis 'xx'" in unknown
 
 
 def mistakes() -> list[str]:

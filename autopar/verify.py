@@ -1,0 +1,339 @@
+"""verify: does a model on a mesh compute what one process computes? Loss and every gradient, compared on every rank.
+
+    report = autopar.verify(model, mesh, batch, zero=3)      on every rank, with the whole batch
+    print(report); report.raise_for_mismatch()
+
+    one process:   model(**batch).loss.backward()            eager, the user's own code
+    the mesh:      parallelize(model, mesh, ...).train_step(**part of the batch)
+
+Both run on copies; the model is not changed. By default both are lifted to float64, float32 islands included, so that
+what is left of a difference is rounding: 1e-15 where all is well, and never above 1e-10. Dropout stays on: the eager
+run is given the masks that the mesh draws, so a mask that depends on the mesh is a mismatch, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.adapters.dropout import shared_dropout
+from autopar.adapters.export import flatten, unflatten
+from autopar.api import load_adapters, parallelize
+from autopar.capture import adapter_for
+from autopar.exact import LiftFloat32
+from autopar.mesh import Mesh
+from autopar.plan import Options
+from autopar.runtime.groups import init_mesh, mesh_of
+from autopar.runtime.launch import launch
+from autopar.runtime.module import step_seed
+
+EXACT = 1e-10
+# dtype -> (rtol, atol): an error may reach max(rtol * largest value of the tensor, atol). bfloat16 has 8 bits, float16
+# 11, float32 24; the rest is for the depth of a model, along which roundings add up.
+TOLERANCES = {
+    torch.float64: (EXACT, EXACT),
+    torch.float32: (1e-4, 1e-6),
+    torch.float16: (2e-2, 1e-3),
+    torch.bfloat16: (1e-1, 4e-3),
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One compared tensor. ``error``: largest absolute difference; ``reference``: largest absolute value in one process;
+    ``allowed``: the largest error that passes. ``note`` says what else is wrong, such as a gradient on one side only."""
+
+    name: str
+    error: float
+    reference: float
+    allowed: float
+    note: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return not self.note and self.error <= self.allowed
+
+    @property
+    def ratio(self) -> float:
+        """Error over what is allowed; infinite for what cannot be compared."""
+        return math.inf if self.note or math.isnan(self.error) else self.error / self.allowed
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `verify` found: the same on all ranks, the worst of any rank.
+
+    ``loss`` is that of the mesh, ``reference_loss`` that of one process (sums, if the model returns several losses);
+    ``parameters`` holds one entry per parameter with a gradient; ``without_gradient`` names those that have none on
+    either side.
+    """
+
+    mesh: str
+    exact: bool
+    loss: float
+    reference_loss: float
+    loss_error: Entry
+    parameters: tuple[Entry, ...]
+    without_gradient: tuple[str, ...] = ()
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """The loss and all parameters, worst first."""
+        return tuple(sorted((self.loss_error, *self.parameters), key=lambda e: -e.ratio))
+
+    @property
+    def passed(self) -> bool:
+        return all(e.passed for e in self.entries)
+
+    def __str__(self) -> str:
+        return self.render()
+
+    def render(self, rows: int = 20, width: int = 120) -> str:
+        """A table of the worst ``rows``."""
+        table = Table(title=self._headline(), title_justify="left", width=width)
+        table.add_column("tensor", overflow="fold", ratio=1)
+        for name in ("error", "allowed", "largest value", ""):
+            table.add_column(name, justify="right", no_wrap=True)
+        entries = self.entries
+        for e in entries[:rows]:
+            verdict = "ok" if e.passed else (e.note or "MISMATCH")
+            table.add_row(e.name, f"{e.error:.1e}", f"{e.allowed:.1e}", f"{e.reference:.3g}", verdict)
+        console = Console(width=width, no_color=True, highlight=False)
+        with console.capture() as text:
+            console.print(table)
+            if len(entries) > rows:
+                console.print(f"... and {len(entries) - rows} better ones")
+        return text.get().rstrip()
+
+    def _headline(self) -> str:
+        failed = sum(not e.passed for e in self.entries)
+        verdict = "equals one process" if self.passed else f"differs from one process in {failed} of {len(self.entries)}"
+        return (
+            f"verify: mesh {self.mesh} {verdict}: loss {self.loss:.12g}, in one process {self.reference_loss:.12g}"
+            f"{' (float64)' if self.exact else ''}"
+        )
+
+    def raise_for_mismatch(self) -> None:
+        """Raises AssertionError with the table unless everything passed."""
+        if not self.passed:
+            raise AssertionError(str(self))
+
+
+def verify(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    batch: Mapping[str, Any],
+    *,
+    exact: bool = True,
+    rtol: float | None = None,
+    atol: float | None = None,
+    **options: Any,
+) -> Report:
+    """Compare a training step on a mesh with one process: the loss and every gradient. Call it on every rank.
+
+    Args:
+        model: with its weights, the same on every rank. It is not changed; its train or eval mode decides about dropout.
+        mesh: as for `parallelize`.
+        batch: the WHOLE batch as keyword arguments of the forward, the same on every rank: verify cuts out the dp part
+            of each rank. (`train_step` takes this part; here one process needs it all.)
+        exact: compare in float64, float32 islands lifted, to 1e-10. Otherwise in the model's own dtypes, to `TOLERANCES`.
+        rtol, atol: an error may reach ``max(rtol * max|reference|, atol)``, per tensor.
+        options: anything that `parallelize` takes: zero, sequence_parallel, micro_batches, plan, backend, seed ...
+
+    The tolerance relates to the largest value of each tensor, not to each element: a sum whose true value is zero has
+    no relative accuracy. Raises ValueError as `parallelize` does. Collective.
+    """
+    copied, whole = _prepared(model, batch, exact)
+    sizes = mesh_of(mesh)
+    part = _part(whole, sizes, dist.get_rank())
+    seed = int(options.get("seed", 0))
+    options.setdefault("example_batch", part)
+    parallel = parallelize(copied, mesh, exact=exact, **options)
+    parallel.train(copied.training)
+    losses = parallel.train_step(**part)
+    found = parallel.full_gradients()
+    loss = sum(float(x) for x in (losses if isinstance(losses, tuple) else (losses,)))
+    own = {n: parallel.parameter_specs[i].name for i, s in enumerate(parallel.parameter_specs) for n in (s.name, *s.aliases)}
+    reference_loss, expected = reference(copied, whole, exact=exact, seed=step_seed(seed, 1))
+    expected = {own[name]: g for name, g in expected.items()}
+
+    def limits(dtype: torch.dtype) -> tuple[float, float]:
+        default = TOLERANCES.get(dtype, TOLERANCES[torch.float32])
+        return (default[0] if rtol is None else rtol), (default[1] if atol is None else atol)
+
+    lowest = min((p.dtype for p in copied.parameters()), key=lambda d: -TOLERANCES.get(d, (0, 0))[0], default=torch.float64)
+    loss_entry = _compared("loss", torch.tensor(loss), torch.tensor(reference_loss), limits(lowest))
+    names = [n for n in expected if expected[n] is not None or n in found]
+    entries = tuple(_compared(n, found.get(n), expected[n], limits(lowest)) for n in names)
+    without = tuple(n for n in expected if n not in names)
+    return _worst(Report(str(sizes), exact, loss, reference_loss, loss_entry, entries, without))
+
+
+def reference(
+    model: nn.Module, batch: Mapping[str, Any], *, exact: bool = True, seed: int | None = None
+) -> tuple[float, dict[str, Tensor | None]]:
+    """One process, eager: (sum of the losses, parameter name -> gradient on the CPU). Changes ``.grad`` of the model
+    and its buffers. ``seed``: of the step whose dropout masks to use (`autopar.runtime.module.step_seed`)."""
+    load_adapters(model)
+    adapter = adapter_for(model)
+    model.zero_grad()
+    with contextlib.ExitStack() as stack:
+        if exact:
+            stack.enter_context(LiftFloat32())
+        arguments = dict(batch)
+        if adapter is not None:
+            stack.enter_context(adapter.reference(model))
+            arguments = adapter.arguments(model, batch)
+        with shared_dropout(seed) if seed is not None else contextlib.nullcontext():
+            output = model(**arguments)
+        losses = [x for x in flatten(output)[0] if isinstance(x, Tensor) and not x.dim() and x.requires_grad]
+        if not losses:
+            raise ValueError("verify: the model returns no scalar with a gradient; pass what makes it return a loss (labels)")
+        total = torch.stack([x.double() for x in losses]).sum()
+        total.backward()
+    gradients = {n: None if p.grad is None else p.grad.detach().cpu().clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    return float(total.detach()), gradients
+
+
+def _prepared(model: nn.Module, batch: Mapping[str, Any], exact: bool) -> tuple[nn.Module, dict[str, Any]]:
+    """Copies of the model and batch; in float64 for the exact comparison."""
+    if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        raise ValueError("verify: needs the model's weights, found tensors on the meta device; build it with weights")
+    copied = copy.deepcopy(model)
+    disable = getattr(copied, "gradient_checkpointing_disable", None)
+    if callable(disable):
+        disable()  # the eager run would draw its masks twice
+    leaves, spec = flatten(dict(batch))
+    if exact:
+        nn.Module.to(copied, torch.float64)
+        leaves = [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in leaves]
+    return copied, unflatten(leaves, spec)
+
+
+def _part(batch: Mapping[str, Any], mesh: Mesh, rank: int) -> dict[str, Any]:
+    """This rank's dp part: a piece of every tensor that has the batch's size, its most common leading size."""
+    ranks, index = mesh.size("dp"), mesh.coordinate(rank).get("dp", 0)
+    leaves, spec = flatten(dict(batch))
+    sizes = Counter(x.shape[0] for x in leaves if isinstance(x, Tensor) and x.dim())
+    rows = max(sizes, key=lambda size: (sizes[size], size), default=0)
+    if rows % ranks:
+        raise ValueError(
+            f"verify: the batch of {rows} does not divide over axis 'dp' of size {ranks}; "
+            f"use a batch of {-(-rows // ranks) * ranks}"
+        )
+    cut = [x.chunk(ranks)[index] if isinstance(x, Tensor) and x.dim() and x.shape[0] == rows else x for x in leaves]
+    result: dict[str, Any] = unflatten(cut, spec)
+    return result
+
+
+def _compared(name: str, found: Tensor | None, expected: Tensor | None, limits: tuple[float, float]) -> Entry:
+    """One tensor against the reference."""
+    if found is None or expected is None:
+        there = found if found is not None else expected
+        assert there is not None
+        largest = float(there.abs().max()) if there.numel() else 0.0
+        note = "no gradient on the mesh" if found is None else "no gradient in one process"
+        return Entry(name, math.nan, largest, limits[1], note)
+    largest = float(expected.abs().max()) if expected.numel() else 0.0
+    error = float((found.double() - expected.double()).abs().max()) if expected.numel() else 0.0
+    return Entry(name, error, largest, max(limits[0] * largest, limits[1]))
+
+
+def _worst(report: Report) -> Report:
+    """The worst entry of any rank: a copy that differs on one rank only must not go unseen."""
+    if dist.get_world_size() == 1:
+        return report
+    reports: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, report)
+
+    def worst(entries: list[Entry]) -> Entry:
+        return max(entries, key=lambda e: e.ratio)
+
+    parameters = tuple(worst(list(entries)) for entries in zip(*(r.parameters for r in reports), strict=True))
+    first: Report = reports[0]
+    loss = worst([r.loss_error for r in reports])
+    return Report(report.mesh, report.exact, first.loss, first.reference_loss, loss, parameters, first.without_gradient)
+
+
+# --- the command --------------------------------------------------------------------------------------
+
+
+def main(
+    config: Any,
+    mesh: Mesh,
+    options: Options | None = None,
+    *,
+    seq: int = 16,
+    batch: int = 4,
+    dtype: torch.dtype = torch.float64,
+    timeout: float = 300.0,
+) -> int:
+    """``python -m autopar verify``: build the model of a transformers config, with random weights, on local gloo ranks,
+    verify a random batch with unevenly ignored labels, print the table. Returns 0, or 1 for a mismatch.
+
+    ``config``: a transformers config, or the path of a config.json. float64 compares exactly, other dtypes to
+    `TOLERANCES`. Raises ValueError for bad input, before any process starts where possible.
+    """
+    hf = importlib.import_module("autopar.models.hf_configs")
+    config = hf.load_config(config) if not hasattr(config, "model_type") else config
+    hf.batch_of(hf.build(config, dtype), batch, seq)  # on the meta device: refuses bad input here
+    task = (config, dict(mesh.axes), options or Options(), seq, batch, dtype, timeout)
+    report: Report = launch(_command_rank, mesh.world_size, task, timeout=timeout, device="cpu")[0]
+    print(report)
+    return 0 if report.passed else 1
+
+
+def _command_rank(
+    config: Any, sizes: dict[str, int], options: Options, seq: int, batch: int, dtype: torch.dtype, timeout: float
+) -> Report:
+    """What each rank of the command runs."""
+    hf = importlib.import_module("autopar.models.hf_configs")
+    torch.manual_seed(0)
+    model = hf.build(config, dtype, device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # norms and biases off their ones and zeros, so that a mistake about them shows
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    data = random_batch(hf.batch_of(model, batch, seq), int(getattr(config, "vocab_size", 0) or 2), len(config.id2label or {}))
+    mesh = init_mesh("cpu", timeout, **sizes)
+    given = {name: getattr(options, name) for name in Options.__dataclass_fields__}
+    return verify(model, mesh, data, exact=dtype == torch.float64, **given)
+
+
+def random_batch(shapes: Mapping[str, Tensor], vocabulary: int, classes: int, seed: int = 0) -> dict[str, Tensor]:
+    """A batch of these shapes: random tokens, normal features, labels of which example i ignores the first i or so.
+
+    Labels with one number per example are classes, or floats for a regression.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    out = {}
+    for name, like in shapes.items():
+        shape = tuple(like.shape)
+        if like.is_floating_point():
+            out[name] = torch.randn(shape, generator=generator, dtype=torch.float64).to(like.dtype)
+            continue
+        limit = classes if name == "labels" and like.dim() == 1 else vocabulary
+        out[name] = torch.randint(min(3, limit - 1), limit, shape, generator=generator)
+        if name == "labels" and like.dim() == 2:
+            out[name][_ignored(*shape, generator)] = -100
+    return out
+
+
+def _ignored(rows: int, length: int, generator: torch.Generator) -> Tensor:
+    """Example i ignores its first i % length labels and one in four of the others: no two ranks have the same count."""
+    dropped = torch.rand(rows, length, generator=generator) < 0.25
+    return dropped | (torch.arange(length) < (torch.arange(rows) % max(length - 1, 1)).unsqueeze(-1))

@@ -1,0 +1,152 @@
+"""Ours against what eager PyTorch and transformers offer, on two ranks: step time, bytes sent, peak memory.
+
+Every runner is checked first: its loss and every gradient against one process. Then all of them take turns, so that a busy
+moment of the machine meets each.
+
+    python tests/benchmarks/bench_peers.py [--rounds 7] [--only "DDP;autopar dp"] [--small]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import peers
+import torch
+import torch.distributed as dist
+from common import SMALL, Workload, interleaved, load, publish, ratio, slowest, table
+from meter import Meter
+
+import autopar
+
+MAKE: dict[str, Callable[[Workload], peers.Runner]] = {
+    "DDP": peers.ddp,
+    "autopar dp": partial(peers.ours, axis="dp"),
+    "FSDP2": peers.fsdp2,
+    "FSDP2, no reshard": peers.fsdp2_no_reshard,
+    "autopar dp zero=3": partial(peers.ours, axis="dp", zero=3),
+    "parallelize_module": peers.tensor_parallel,
+    "transformers tp_plan": peers.transformers_tp,
+    "parallelize_module, sequence + loss parallel": peers.sequence_and_loss_parallel,
+    "autopar tp": partial(peers.ours, axis="tp"),
+    "autopar tp, sequence parallel": partial(peers.ours, axis="tp", sequence_parallel=True),
+}
+OPPONENTS = {
+    "autopar dp": ("DDP",),
+    "autopar dp zero=3": ("FSDP2", "FSDP2, no reshard"),
+    "autopar tp": ("parallelize_module", "transformers tp_plan"),
+    "autopar tp, sequence parallel": ("parallelize_module, sequence + loss parallel",),
+}
+LOSS_LIMIT, GRADIENT_LIMIT = 1e-5, 1e-4  # float32, relative to the largest entry
+
+
+@dataclass
+class Outcome:
+    """What was found about one runner: errors relative to one process, bytes sent by kind, calls, and times."""
+
+    loss_error: float = 0.0
+    gradient_error: float = 0.0
+    sent: dict[str, int] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
+    peak: int = 0
+    times: list[float] = field(default_factory=list)
+
+
+def main() -> None:
+    """Run the ranks, print the table, write it to docs/benchmarks.md."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", default="", help="names, separated by semicolons; the page is then left alone")
+    parser.add_argument("--small", action="store_true", help="a small model, to try the harness; the page is left alone")
+    chosen = parser.parse_args()
+    workload = SMALL if chosen.small else Workload()
+    names = chosen.only.split(";") if chosen.only else list(MAKE)
+    before = load()
+    found: dict[str, Outcome] = autopar.launch(_work, nproc=2, args=(workload, names, chosen.rounds), timeout=300, device="cpu")[0]
+    text = _report(found, chosen.rounds, before)
+    print(text) if chosen.only or chosen.small else publish("peers", text)
+
+
+def _work(workload: Workload, names: list[str], rounds: int) -> dict[str, Outcome]:
+    """On each rank: prepare, check, measure, time."""
+    torch.set_num_threads(1)
+    autopar.init_mesh(dp=dist.get_world_size() if dist.is_initialized() else 2, timeout=300)
+    reference = peers.single(workload)
+    whole = float(reference.step())
+    gradients = {n: g.clone() for n, g in reference.gradients().items()}
+    outcomes: dict[str, Outcome] = {}
+    runners: dict[str, peers.Runner] = {}
+    for name in names:
+        runner = runners[name] = MAKE[name](workload)
+        outcomes[name] = _checked(name, runner, whole, gradients)
+        outcomes[name].sent, outcomes[name].calls, outcomes[name].peak = _metered(name, runner)
+        runner.model.zero_grad(set_to_none=True)
+    outcomes["one process"] = Outcome(peak=_metered("one process", reference)[2])
+    reference.model.zero_grad(set_to_none=True)
+    steps: dict[str, Any] = {"one process": reference.step if dist.get_rank() == 0 else (lambda: None)}
+    steps |= {name: runner.step for name, runner in runners.items()}
+    for name, times in interleaved(steps, rounds).items():
+        outcomes[name].times = times
+    return outcomes
+
+
+def _checked(name: str, runner: peers.Runner, whole: float, gradients: dict[str, torch.Tensor]) -> Outcome:
+    loss = runner.step().clone()
+    if runner.mean_loss:
+        dist.all_reduce(loss)
+        loss /= dist.get_world_size()
+    found = runner.gradients()
+    assert set(found) == set(gradients), f"{name}: gradients of {sorted(set(found) ^ set(gradients))[:4]} are missing or too many"
+    errors = [float((found[n] - g).abs().max() / g.abs().max()) for n, g in gradients.items()]
+    out = Outcome(abs(float(loss) - whole) / whole, slowest(max(errors)))
+    assert out.loss_error < LOSS_LIMIT and out.gradient_error < GRADIENT_LIMIT, f"{name}: {out}"
+    return out
+
+
+def _metered(name: str, runner: peers.Runner) -> tuple[dict[str, int], dict[str, int], int]:
+    """Bytes, calls, and peak memory of one step; ours must agree with its own ledger."""
+    runner.model.zero_grad(set_to_none=True)
+    gc.collect()
+    ledger = _ledger(runner)
+    with Meter(alive=[*runner.model.parameters(), *runner.model.buffers()]) as meter:
+        runner.step()
+    sent = dict(meter.sent)
+    if ledger is not None:
+        mine = {kind: size - ledger.get(kind, 0) for kind, size in (_ledger(runner) or {}).items()}
+        assert mine == sent, f"{name}: its ledger says {mine}, the dispatcher {sent}"
+    return sent, dict(meter.calls), int(slowest(meter.peak))
+
+
+def _ledger(runner: peers.Runner) -> dict[str, int] | None:
+    if not isinstance(runner.model, autopar.ParallelModule):
+        return None
+    out: dict[str, int] = {}
+    for (_, kind), traffic in runner.model.traffic().items():
+        out[kind] = out.get(kind, 0) + traffic.bytes
+    return out
+
+
+def _report(found: dict[str, Outcome], rounds: int, before: str) -> str:
+    reference = found["one process"].times
+    rows = []
+    for name, outcome in found.items():
+        low, median = ratio(outcome.times, reference)
+        kinds = ", ".join(f"{kind} {outcome.calls[kind]}" for kind in sorted(outcome.calls))
+        against = [ratio(outcome.times, found[peer].times) for peer in OPPONENTS.get(name, ()) if peer in found]
+        worst = max(against, key=lambda r: r[1], default=None)
+        rows.append([
+            f"**{name}**" if name in OPPONENTS else name, f"{min(outcome.times):.2f}", f"{low:.2f}", f"{median:.2f}",
+            f"{worst[0]:.2f} / {worst[1]:.2f}" if worst else "", f"{sum(outcome.sent.values()) / 1e6:.1f}", kinds,
+            f"{outcome.peak / 1e6:.0f}", f"{outcome.gradient_error:.0e}",
+        ])  # fmt: skip
+    rows.sort(key=lambda r: str(r[0]) != "one process")
+    head = ["", "s, min", "to one process: min", "median", "to the best peer: min / median", "MB sent", "calls", "peak MB", "gradient error"]
+    return f"{rounds} rounds; {before} before, {load().split(' on ')[0]} after.\n\n{table(head, rows)}"
+
+
+if __name__ == "__main__":
+    main()

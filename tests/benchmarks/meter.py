@@ -1,0 +1,107 @@
+"""What a step sends and holds, seen by one dispatch mode: the same for every library.
+
+    with Meter() as meter:
+        step()
+    meter.sent, meter.calls, meter.peak
+
+Bytes are those that one rank sends under ring algorithms, from the tensors given to each collective: all-reduce 2(n-1)/n,
+all-gather and reduce-scatter (n-1)/n of the whole, all-to-all (n-1)/n of a rank's piece. Memory is the storage that tensors of
+dispatched operators hold; buffers that only C++ sees (gloo's, the buckets of DistributedDataParallel before their all-reduce)
+are not in it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+PLAIN = (Tensor, torch.nn.Parameter)
+
+
+
+# operator name -> (kind, which argument holds the whole tensors, all-reduces count twice)
+COLLECTIVES = {
+    "c10d::allreduce_": ("all_reduce", 0, 2),
+    "c10d::allreduce_coalesced_": ("all_reduce", 0, 2),
+    "c10d::_allgather_base_": ("all_gather", 0, 1),
+    "c10d::allgather_": ("all_gather", 0, 1),
+    "c10d::allgather_into_tensor_coalesced_": ("all_gather", 0, 1),
+    "c10d::_reduce_scatter_base_": ("reduce_scatter", 1, 1),
+    "c10d::reduce_scatter_": ("reduce_scatter", 1, 1),
+    "c10d::reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1, 1),
+    "c10d::alltoall_base_": ("all_to_all", 0, 1),
+    "c10d::alltoall_": ("all_to_all", 0, 1),
+    "c10d::broadcast_": ("broadcast", 0, 1),
+    "_c10d_functional::all_reduce": ("all_reduce", 0, 2),
+    "_c10d_functional::all_reduce_": ("all_reduce", 0, 2),
+    "_c10d_functional::all_reduce_coalesced": ("all_reduce", 0, 2),
+    "_c10d_functional::all_gather_into_tensor": ("all_gather", None, 1),
+    "_c10d_functional::all_gather_into_tensor_out": ("all_gather", None, 1),
+    "_c10d_functional::all_gather_into_tensor_coalesced": ("all_gather", None, 1),
+    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 0, 1),
+    "_c10d_functional::reduce_scatter_tensor_coalesced": ("reduce_scatter", 0, 1),
+    "_c10d_functional::all_to_all_single": ("all_to_all", 0, 1),
+}
+QUIET = {"barrier", "wait_tensor", "monitored_barrier_"}  # send nothing worth counting
+
+
+class Meter(TorchDispatchMode):
+    """Counts collectives and live storages while it is active. ``alive``: tensors that exist already (parameters)."""
+
+    def __init__(self, alive: Any = ()) -> None:
+        super().__init__()
+        self.sent: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+        self.peak = 0
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._see(alive)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(t not in PLAIN and issubclass(t, Tensor) for t in types):
+            return NotImplemented  # a subclass first lowers itself to plain tensors; those come back here
+        out = func(*args, **(kwargs or {}))
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace in ("c10d", "_c10d_functional") and name not in QUIET:
+            self._count(func._schema.name, args, out)
+        self._see((args, kwargs, out))
+        self.peak = max(self.peak, self.live())
+        return out
+
+    def _count(self, name: str, args: Any, out: Any) -> None:
+        kind, position, times = COLLECTIVES[name]  # an operator that is not here must not pass unseen
+        whole = out if position is None else args[position]
+        size = sum(t.numel() * t.element_size() for t in tree_leaves(whole) if isinstance(t, Tensor))
+        ranks = dist.get_world_size()
+        self.calls[kind] += 1
+        self.sent[kind] += times * size * (ranks - 1) // ranks
+
+    def live(self) -> int:
+        """Bytes of the storages seen so far that still exist, at their present sizes (FSDP resizes them)."""
+        total = 0
+        for key, reference in list(self._storages.items()):
+            storage = reference()
+            if storage is None:
+                del self._storages[key]
+            else:
+                total += storage.nbytes()
+        return total
+
+    def _see(self, values: Any) -> None:
+        for tensor in _plain(values):
+            storage = tensor.untyped_storage()
+            if storage.device.type != "meta":
+                self._storages[id(storage)] = weakref.ref(storage)
+
+
+def _plain(values: Any) -> Iterator[Tensor]:
+    for value in tree_leaves(values):
+        if isinstance(value, Tensor):
+            yield getattr(value, "_local_tensor", value)
