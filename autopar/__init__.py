@@ -5,13 +5,12 @@
     loss  = model.train_step(**batch)
 """
 
-import torch.distributed._functional_collectives  # registers autograd on functional collectives before anything traces them
-
 from autopar.api import parallelize
 from autopar.plan import Options, Plan
 from autopar.runtime.groups import init_mesh
 from autopar.runtime.launch import launch
 from autopar.runtime.module import ParallelModule
+from autopar.verify import verify
 
 __version__ = "0.1.0"
-__all__ = ["Options", "ParallelModule", "Plan", "init_mesh", "launch", "parallelize"]
+__all__ = ["Options", "ParallelModule", "Plan", "init_mesh", "launch", "parallelize", "verify"]

@@ -59,7 +59,7 @@ def parallelize(
     groups = Groups(mesh)
     with reporting():
         chosen = _options(options)
-        _load_adapters(model)
+        load_adapters(model)
         skeleton = skeleton_of(model)
         batch = _example(model, example_batch, groups, chosen)
         if plan is not None and not options:
@@ -88,7 +88,7 @@ def _options(given: Mapping[str, Any]) -> Options:
     return Options(**given)
 
 
-def _load_adapters(model: nn.Module) -> None:
+def load_adapters(model: nn.Module) -> None:
     """Models of a library bring its adapter, which registers itself."""
     if any(cls.__module__.startswith("transformers.") for m in model.modules() for cls in type(m).__mro__[:2]):
         importlib.import_module("autopar.models.hf")

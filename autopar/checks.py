@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import GraphModule, Node
 
+from autopar.adapters.operators import mutates
 from autopar.conversions import conversion_of, is_conversion
 from autopar.graph import (
     describe,
@@ -35,7 +36,7 @@ class PlacementError(Exception):
 def check_functional(gm: GraphModule, ctx: Context) -> None:
     """No in-place operator is left: later steps would drop it silently."""
     for node in gm.graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        if mutates(node.target):
             raise PlacementError(f"{describe(node)} writes in place; the normaliser must make it functional")
 
 

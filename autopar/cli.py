@@ -23,13 +23,14 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch.fx import GraphModule
 
-from autopar.compile import Compiled, compile_model
+from autopar.compile import compile_model
 from autopar.dump import Dumper
 from autopar.mesh import Mesh
 from autopar.pass_manager import Context, Observer
 from autopar.passes import GLOBAL_PASSES
 from autopar.plan import Options
 from autopar.printing import format_graph
+from autopar.steps import Compiled
 from autopar.summary import show, summarize
 
 # The axes that plans know.
@@ -193,9 +194,8 @@ def _show(args: argparse.Namespace) -> int:
             texts.append(format_graph(gm, ctx.mesh))
             raise _Found
 
-    with _progress() as observer:
-        with suppress(_Found):
-            _compile(args, [observer, stop])
+    with _progress() as observer, suppress(_Found):
+        _compile(args, [observer, stop])
     if not texts:
         raise ValueError(f"show: there is no {args.level} graph; nothing in this model has a gradient")
     print(texts[0], end="")

@@ -5,23 +5,23 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 from torch.fx import GraphModule
 
-from autopar.capture import Signature, capture
+from autopar.capture import capture
 from autopar.graph import global_shape, has_gradient, mark_gradients, output_node, placeholders, remove_dead_code
 from autopar.mesh import Mesh
 from autopar.parameter import ParameterSpec
 from autopar.pass_manager import Context, Observer, PassManager
 from autopar.passes import GLOBAL_PASSES, PLACEMENT_PASSES, STEP_PASSES
 from autopar.passes.accumulate_gradients import split_accumulation
-from autopar.passes.differentiate import StepGraphs, differentiate, lowered
-from autopar.passes.split_prologue import Prologue, split_prologue
+from autopar.passes.differentiate import differentiate, lowered
+from autopar.passes.split_prologue import split_prologue
 from autopar.plan import Options, Plan
 from autopar.planner import make_plan
+from autopar.steps import Compiled
 
 
 def plan_model(
@@ -38,29 +38,6 @@ def plan_model(
     mark_gradients(gm, [s.node for s in gm.meta["signature"].inputs if s.kind == "parameter" and s.requires_grad])
     plan = make_plan(gm, mesh, options, fixed)
     return plan, parameter_specs(gm, plan)
-
-
-@dataclass
-class Compiled:
-    """Everything before `bind`: the same on all ranks.
-
-    ``local``: the typed local graph. ``steps``: its forward and backward. ``prologue``: what is computed once per step from the
-    inputs of all micro-batches (None without micro-batches). ``context``: what the passes knew, and how long they took.
-    """
-
-    signature: Signature
-    plan: Plan
-    local: GraphModule
-    steps: StepGraphs
-    prologue: Prologue | None
-    parameters: tuple[ParameterSpec, ...]
-    train: bool
-    context: Context
-
-    @property
-    def timings(self) -> dict[str, float]:
-        """Seconds per stage of the compiler."""
-        return self.context.timings
 
 
 def compile_model(

@@ -26,7 +26,7 @@ from autopar.mesh import Mesh
 from autopar.placement import Shard, conversion
 
 if TYPE_CHECKING:
-    from autopar.compile import Compiled
+    from autopar.steps import Compiled
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 _RAW = {getattr(torch.ops.autopar, kind).default: kind for kind in KINDS}

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from autopar.adapters.operators import OpOverload, argument_defaults
 from autopar.mesh import Mesh
 from autopar.placement import INVARIANT, Placement, Shard, nested_shape
 
@@ -24,17 +25,12 @@ def is_call(node: Node, *targets: Any) -> bool:
 def arguments(node: Node) -> dict[str, Any]:
     """The arguments of a call by the names of its operator's schema, defaults filled in."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         names = _parameter_names(target) if callable(target) else ()
         return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    out = {}
-    for i, arg in enumerate(target._schema.arguments):
-        if i < len(node.args):
-            out[arg.name] = node.args[i]
-        elif arg.name in node.kwargs:
-            out[arg.name] = node.kwargs[arg.name]
-        else:
-            out[arg.name] = arg.default_value
+    out = argument_defaults(target)
+    out.update(zip(out, node.args, strict=False))
+    out.update(node.kwargs)
     return out
 
 
@@ -48,8 +44,8 @@ def _parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
 
 def set_argument(node: Node, name: str, value: Any) -> None:
     """Replace one argument by its schema name."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    names = [arg.name for arg in node.target._schema.arguments]
+    assert isinstance(node.target, OpOverload)
+    names = list(argument_defaults(node.target))
     position = names.index(name)
     if position < len(node.args):
         node.update_arg(position, value)
@@ -182,6 +178,7 @@ def replace_operand(user: Node, old: Node, new: Node) -> None:
 
 
 def placeholders(gm: GraphModule) -> list[Node]:
+    """The inputs of a graph, in order."""
     return [n for n in gm.graph.nodes if n.op == "placeholder"]
 
 
@@ -199,6 +196,7 @@ def set_device(gm: GraphModule, device: torch.device) -> None:
 
 
 def output_node(gm: GraphModule) -> Node:
+    """The node that returns."""
     return next(iter(reversed(gm.graph.nodes)))
 
 

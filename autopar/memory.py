@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.adapters.operators import returns_view
+from autopar.adapters.operators import OpOverload, returns_alias
 from autopar.graph import arguments, is_call, output_node, outputs, placeholders, values
 from autopar.mesh import Mesh
 from autopar.parameter import ParameterSpec
 from autopar.placement import Shard
 
 if TYPE_CHECKING:
-    from autopar.compile import Compiled
+    from autopar.steps import Compiled
 
 Storage = tuple[Node, int]  # the node that allocates it, and which of its results it is
 
@@ -156,7 +156,8 @@ def _base(node: Node) -> Node | None:
         return None
     if is_call(node, torch.ops.autopar.shard_slice.default):
         return node.all_input_nodes[0] if not arguments(node)["blocks"] else None
-    return node.all_input_nodes[0] if returns_view(node.target) or node.target in _SILENT_VIEWS else None
+    is_view = isinstance(node.target, OpOverload) and returns_alias(node.target)
+    return node.all_input_nodes[0] if is_view or node.target in _SILENT_VIEWS else None
 
 
 def saved_bytes(forward: GraphModule, results: int, held: Collection[str]) -> int:

@@ -43,18 +43,24 @@ class Shard:
 
 @dataclass(frozen=True)
 class Replicate:
+    """The same everywhere; each rank holds only its own contribution to the gradient."""
+
     def __str__(self) -> str:
         return "R"
 
 
 @dataclass(frozen=True)
 class Invariant:
+    """The same everywhere, and so is the gradient."""
+
     def __str__(self) -> str:
         return "I"
 
 
 @dataclass(frozen=True)
 class Partial:
+    """Addends: the value is the sum over ranks. The gradient is the same everywhere."""
+
     def __str__(self) -> str:
         return "P"
 

@@ -16,12 +16,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from autopar.compile import Compiled
 from autopar.cost import runs, step_communication
 from autopar.memory import memory
 from autopar.parameter import ParameterSpec
 from autopar.plan import Plan
 from autopar.printing import DTYPES, human_bytes
+from autopar.steps import Compiled
 
 MEMORY_NOTES = {
     "parameters": "stored pieces",

@@ -145,7 +145,7 @@ def verify(
     """Compare a training step on a mesh with one process: the loss and every gradient. Call it on every rank.
 
     Args:
-        model: with its weights, the same on every rank. It is not changed; its train or eval mode decides about dropout.
+        model: with its weights, the same on every rank. It is not changed. As `train_step` does, both run in train mode.
         mesh: as for `parallelize`.
         batch: the WHOLE batch as keyword arguments of the forward, the same on every rank: verify cuts out the dp part
             of each rank. (`train_step` takes this part; here one process needs it all.)
@@ -162,7 +162,6 @@ def verify(
     seed = int(options.get("seed", 0))
     options.setdefault("example_batch", part)
     parallel = parallelize(copied, mesh, exact=exact, **options)
-    parallel.train(copied.training)
     losses = parallel.train_step(**part)
     found = parallel.full_gradients()
     loss = sum(float(x) for x in (losses if isinstance(losses, tuple) else (losses,)))
@@ -213,10 +212,10 @@ def _prepared(model: nn.Module, batch: Mapping[str, Any], exact: bool) -> tuple[
     """Copies of the model and batch; in float64 for the exact comparison."""
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         raise ValueError("verify: needs the model's weights, found tensors on the meta device; build it with weights")
-    copied = copy.deepcopy(model)
-    disable = getattr(copied, "gradient_checkpointing_disable", None)
-    if callable(disable):
-        disable()  # the eager run would draw its masks twice
+    copied = copy.deepcopy(model).train()
+    for module in copied.modules():
+        if getattr(module, "gradient_checkpointing", False):  # the eager run would draw its masks twice
+            setattr(module, "gradient_checkpointing", False)  # noqa: B010  (typed as a tensor or module)
     leaves, spec = flatten(dict(batch))
     if exact:
         nn.Module.to(copied, torch.float64)

@@ -109,7 +109,7 @@ def piece_backward(
     inside = (index >= 0) & (index < out.shape[-1])
     if label_smoothing:
         out -= label_smoothing / classes
-    hit = torch.where(inside, label_smoothing - 1.0, 0.0).to(out.dtype).unsqueeze(-1)
+    hit = (inside.to(out.dtype) * (label_smoothing - 1.0)).unsqueeze(-1)
     out.scatter_add_(-1, index.clamp(0, out.shape[-1] - 1).unsqueeze(-1), hit)
     out *= grad.unsqueeze(-1)
     return out.to(logits.dtype)

@@ -6,6 +6,7 @@ batch = batch_of(model, batch=8, seq=8192)          {"input_ids": [8, 8192], "la
 
 from __future__ import annotations
 
+import difflib
 import json
 from pathlib import Path
 from typing import Any
@@ -61,9 +62,14 @@ def load_config(path: str | Path) -> PreTrainedConfig:
         if kind in transformers.CONFIG_MAPPING:
             raise ValueError(f"config: {kind} does not take the values of {str(file)!r}: {error}") from error
         raise ValueError(
-            f"config: unknown model_type {kind!r} in {str(file)!r}; transformers {transformers.__version__} knows "
-            f"{len(transformers.CONFIG_MAPPING)} others (llama, gpt2, bert, t5, ...)"
+            f"config: transformers {transformers.__version__} has no model_type {kind!r}, named in {str(file)!r}; "
+            f"{_similar(kind)}"
         ) from error
+
+
+def _similar(kind: str) -> str:
+    close = difflib.get_close_matches(kind, list(transformers.CONFIG_MAPPING.keys()), n=1)
+    return f"did you mean {close[0]!r}?" if close else "some that it has are llama, gpt2, bert and t5"
 
 
 def build(config: PreTrainedConfig, dtype: torch.dtype, device: str = "meta") -> PreTrainedModel:

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.aot import joint_graph
 from autopar.graph import has_gradient, is_call, output_node, placeholders
+from autopar.steps import StepGraphs
 
 aten = torch.ops.aten
 
@@ -30,30 +30,6 @@ VIEWS = {
     for name in ("view", "t", "permute", "expand", "unsqueeze", "alias", "detach", "_unsafe_view", "squeeze", "diagonal")
 } | {aten.transpose.int, aten.slice.Tensor, aten.select.int, aten.squeeze.dim, aten.squeeze.dims, aten.split_with_sizes.default}
 VIEWS |= {aten.split.Tensor, aten.unbind.int}
-
-
-@dataclass
-class StepGraphs:
-    """What one rank runs for one micro-batch.
-
-    forward: placeholders are ``inputs``; returns the outputs, then the saved values.
-    backward: placeholders are ``backward_inputs``: names of ``inputs``, of saved values, then one tangent per loss; returns
-    a gradient for each of ``gradients`` (names of placeholders of the local graph), reduced.
-    losses: indices of the outputs that have a tangent. backward is None when nothing has a gradient.
-    backward_local: with micro-batches, the backward of all but the last: gradients are this rank's own; ``backward`` then takes
-    their sums as further inputs.
-    """
-
-    forward: GraphModule
-    backward: GraphModule | None
-    inputs: list[str]
-    outputs: int
-    saved: list[str] = field(default_factory=list)
-    backward_inputs: list[str] = field(default_factory=list)
-    tangents: int = 0
-    losses: list[int] = field(default_factory=list)
-    gradients: list[str] = field(default_factory=list)
-    backward_local: GraphModule | None = None
 
 
 def differentiate(gm: GraphModule, train: bool = True) -> StepGraphs:

@@ -16,7 +16,6 @@ A model whose samples meet otherwise (batch statistics, contrastive losses) is r
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -26,16 +25,7 @@ from autopar.conversions import conversion_of, is_conversion
 from autopar.graph import describe, has_gradient, placeholders, remove_dead_code
 from autopar.pass_manager import Context
 from autopar.placement import Invariant, Partial, Replicate, Shard
-
-
-@dataclass
-class Prologue:
-    """``graph`` takes the placeholders named in ``inputs`` and returns one value per name in ``totals``, to be summed over
-    micro-batches and fed to the main graph."""
-
-    graph: GraphModule
-    inputs: list[str]
-    totals: list[str]
+from autopar.steps import Prologue
 
 
 def split_prologue(gm: GraphModule, ctx: Context) -> tuple[GraphModule, Prologue | None]:

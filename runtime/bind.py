@@ -19,6 +19,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
 
+from autopar.adapters.operators import OpOverload, argument_defaults, name_of, returns_alias
 from autopar.collectives import COLLECTIVES, LOCAL
 from autopar.runtime import comm
 from autopar.runtime.comm import Ledger, Traffic, finish, traffic_of
@@ -71,14 +72,14 @@ def traffic_of_graph(gm: GraphModule, groups: Groups) -> Ledger:
 
 def kind_of(node: Node) -> str:
     """'all_reduce' of a raw collective's node."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    return node.target._schema.name.removeprefix("autopar::")
+    assert isinstance(node.target, OpOverload)
+    return name_of(node.target).removeprefix("autopar::")
 
 
 def named_arguments(node: Node) -> dict[str, Any]:
     """Arguments of a raw collective by name."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    names = [a.name for a in node.target._schema.arguments]
+    assert isinstance(node.target, OpOverload)
+    names = list(argument_defaults(node.target))
     return {**dict(zip(names, node.args)), **node.kwargs}
 
 
@@ -91,7 +92,7 @@ class _BoxedCode(CodeGen):
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
         names = [name.partition(":")[0].partition("=")[0].strip() for name in free_vars]
         unpack = f"    [{', '.join(names)}] = inputs\n" if names else ""
-        return f"def {self._func_name}(self, inputs):\n{unpack}    inputs.clear()\n"
+        return f"def forward(self, inputs):\n{unpack}    inputs.clear()\n"
 
     def process_inputs(self, inputs: list[Any]) -> list[Any]:
         return inputs
@@ -170,9 +171,9 @@ def _is_temporary(x: Node, user: Node) -> bool:
 
 def _returns_alias(node: Node) -> bool:
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target in _ALIASING:
+    if not isinstance(target, OpOverload) or target in _ALIASING:
         return True
-    return any(r.alias_info is not None for r in target._schema.returns)
+    return returns_alias(target)
 
 
 def check_inputs(values: Sequence[Any], gm: GraphModule) -> None:

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from autopar.compile import Compiled
 from autopar.graph import set_device
 from autopar.placement import Shard
 from autopar.runtime.bind import Bound, bind
 from autopar.runtime.comm import Ledger, add_ledgers
 from autopar.runtime.groups import Groups
+from autopar.steps import Compiled
 
 
 @dataclass

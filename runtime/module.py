@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
 
+from autopar.adapters.export import flatten, unflatten
 from autopar.capture import Signature
-from autopar.compile import Compiled
 from autopar.parameter import ParameterSpec
 from autopar.placement import INVARIANT, Shard
 from autopar.plan import Plan
@@ -27,6 +26,7 @@ from autopar.runtime.executor import Executor, digest_of
 from autopar.runtime.failures import reporting
 from autopar.runtime.groups import Groups, agree
 from autopar.runtime.safetensors_io import load_pretrained, save_pretrained
+from autopar.steps import Compiled
 
 Compiler = Callable[..., Compiled]
 Key = tuple[Any, ...]
@@ -75,9 +75,10 @@ class ParallelModule(nn.Module):
             for name in (spec.name, *spec.aliases):
                 _owner(self, name, skeleton).register_parameter(name.rpartition(".")[2], parameter)
         persistent = set(skeleton.state_dict())
+        copies = {id(b): b.to(groups.device, copy=True) for b in buffers.values()}  # steps write to them
         for name, buffer in buffers.items():
             owner = _owner(self, name, skeleton)
-            owner.register_buffer(name.rpartition(".")[2], buffer.to(groups.device), persistent=name in persistent)
+            owner.register_buffer(name.rpartition(".")[2], copies[id(buffer)], persistent=name in persistent)
 
     # --- what it is ---------------------------------------------------------------------------------------
 
@@ -178,10 +179,10 @@ class ParallelModule(nn.Module):
         executor = self._executors.get(key)
         if executor is None:
             executor = self._executors[key] = self._compile(named, train, outputs)
-            self._batches[key] = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, named)
+            self._batches[key] = _shapes(named)
         values = self._state() | executor.compiled.local.meta.get("constants", {})
         self._steps += train
-        values["__seed__"] = torch.tensor(self._seed + 1_000_003 * self._steps)
+        values["__seed__"] = torch.tensor(step_seed(self._seed, self._steps))
         for name, value in _tensors(named).items():
             values[name] = value.to(self._groups.device)
         for spec in executor.specs.values():
@@ -289,6 +290,11 @@ class ParallelModule(nn.Module):
         return {name: buffer for name, buffer in self.named_buffers() if name in kept}
 
 
+def step_seed(seed: int, step: int) -> int:
+    """The seed of the dropout masks of a step; the first training step is 1."""
+    return seed + 1_000_003 * step
+
+
 class _Backward(torch.autograd.Function):
     """Ties the losses of a forward step to the backward step graph."""
 
@@ -317,9 +323,10 @@ def _owner(root: nn.Module, name: str, skeleton: nn.Module) -> nn.Module:
     """The submodule that holds a dotted name; made on the way, so that names stay the original ones."""
     module = root
     for part in name.split(".")[:-1]:
-        if part not in module._modules:
+        children = dict(module.named_children())
+        if part not in children:
             module.add_module(part, nn.Module())
-        module = module._modules[part]  # type: ignore[assignment]
+        module = module.get_submodule(part)
     return module
 
 
@@ -335,9 +342,16 @@ def _named(model: nn.Module, args: tuple[Any, ...], batch: dict[str, Any]) -> di
 
 def _facts(batch: Mapping[str, Any]) -> tuple[Any, ...]:
     """What a compiled step depends on: shapes and dtypes of tensors, values of everything else."""
-    leaves, spec = tree_flatten(dict(batch))
+    leaves, spec = flatten(dict(batch))
     facts = tuple((tuple(x.shape), str(x.dtype)) if isinstance(x, Tensor) else repr(x) for x in leaves)
     return (*facts, str(spec))
+
+
+def _shapes(batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch with its tensors on the meta device."""
+    leaves, spec = flatten(batch)
+    out: dict[str, Any] = unflatten([x.to("meta") if isinstance(x, Tensor) else x for x in leaves], spec)
+    return out
 
 
 def _tensors(batch: Any, path: str = "") -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from autopar.adapters.operators import name_of
 from autopar.adapters.dtensor import local_of, record_of
 from autopar.runtime.sharded_tensor import ShardedTensor, reduction_groups
 
@@ -144,7 +145,7 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     model = _check_alike(func, _flat((args, kwargs)))
     assert model is not None
     out = func(*_map(args, _local), **_map(kwargs, _local))
-    if func._schema.name.endswith("_"):
+    if name_of(func).endswith("_"):
         return args[0]
     if "out" in kwargs:
         return kwargs["out"]
@@ -159,7 +160,7 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # The step counters of fused optimizers are plain scalars of their own.
         _check_alike(func, [*position, *rest])
     out = func(*_map(args, _local), **_map(kwargs, _local))
-    if out is None or func._schema.name.split("::")[1].endswith("_"):
+    if out is None or name_of(func).endswith("_"):
         return None
     return [_wrap(o, model) for o, model in zip(out, args[0])]
 

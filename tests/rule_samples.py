@@ -54,16 +54,23 @@ _SCALARS: dict[str, Any] = {
 }  # fmt: skip
 
 
+_NO_DERIVATIVE = {"floor_divide", "silu_backward"}
+# All share one rule function: these are tried with every way to broadcast, the others with one.
+BROADCAST = {"add", "mul", "div", "where", "atan2"}
+
+
 def pointwise(op: Any) -> Iterator[Sample]:
     """All operands of equal shape, and the last one broadcast: as a row, as a column, as a scalar."""
     tensors = [a for a in op._schema.arguments if "Tensor" in str(a.type)]
-    for shape in ((6, 12), (12,), (6, 1), ())[: 4 if len(tensors) > 1 else 1]:
-        filled = iter([(6, 12)] * (len(tensors) - 1) + [shape])
+    shapes = ((2, 6), (6,), (2, 1), ()) if op._opname in BROADCAST else ((2, 1),) if len(tensors) > 1 else ((2, 6),)
+    for shape in shapes:
+        filled = iter([(2, 6)] * (len(tensors) - 1) + [shape])
         args = [_filled(op, a, filled) for a in op._schema.arguments if not a.kwarg_only]
         named = {a.name: _SCALARS[a.name] for a in op._schema.arguments if a.kwarg_only and a.default_value is None and a.name in _SCALARS}
         if op._opname in ("masked_fill",) and len(tensors) == 2 and "value" in [t.name for t in tensors]:
             return
-        yield call(op, *args, **(named if op._opname in ("round", "div") else {}))
+        derivable = op._opname not in _NO_DERIVATIVE and str(op) != "aten.remainder.Scalar_Tensor"
+        yield call(op, *args, gradients=derivable, **(named if op._opname in ("round", "div") else {}))
 
 
 def _filled(op: Any, argument: Any, shapes: Iterator[tuple[int, ...]]) -> Any:
@@ -164,8 +171,8 @@ def _picks() -> Iterator[Sample]:
     yield call(aten.index.Tensor, normal(6, 4, 6), [integer(2, 1), None, integer(6)])
     yield call(aten.index.Tensor, normal(6, 6), [integer(2, 6)])
     yield call(aten.scatter.src, normal(6, 12), 1, _distinct(6, 4, 12), normal(6, 4))
-    yield call(aten.scatter.src, normal(6, 12), 0, _distinct(4, 4, 6).T.contiguous(), normal(6, 12))
-    yield call(aten.scatter.src, normal(6, 12), 1, _distinct(4, 6, 12), normal(6, 6))
+    yield call(aten.scatter.src, normal(6, 12), 0, _distinct(4, 4, 6).T.contiguous(), normal(6, 12), gradients=False)
+    yield call(aten.scatter.src, normal(6, 12), 1, _distinct(4, 6, 12), normal(6, 6), gradients=False)
     yield call(aten.scatter.value, normal(6, 12), 1, _distinct(6, 4, 12), 2.0)
     yield call(aten.scatter_add.default, normal(6, 12), 1, integer(6, 4, high=12), normal(6, 4))
     yield call(aten.embedding.default, normal(12, 6), integer(2, 6, high=12))
@@ -316,6 +323,11 @@ def experts() -> Iterator[Sample]:
         )
 
 
+def dispatch() -> Sample:
+    """The dispatch alone: its order and offsets have no width."""
+    return call(ours.moe_dispatch.default, normal(1, 6), torch.tensor([[2, 0]]), 4)
+
+
 EXPERTS = (ours.moe_dispatch.default, ours.grouped_mm.default, ours.grouped_bias.default, ours.moe_combine.default)
 # Not tried alone: a getitem has the placement of the result that it takes (every sample of several results), the others
 # are what localisation makes of embedding, loss and conversions (test_rules tries them on meshes of two axes).
@@ -330,7 +342,7 @@ def _all() -> dict[Any, list[Sample]]:
         for sample in maker():
             found.setdefault(sample.steps[0].target, []).append(sample)
     for op in EXPERTS:
-        found[op] = list(experts())
+        found[op] = [dispatch(), *experts()] if op == EXPERTS[0] else []
     for op, rule in RULES.items():
         if op not in found and getattr(rule, "__qualname__", "").startswith("pointwise."):
             found[op] = list(pointwise(op))

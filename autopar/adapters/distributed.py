@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives  # registers their autograd; without it gradients are dropped silently
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 

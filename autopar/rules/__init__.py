@@ -70,6 +70,7 @@ def _result_shapes(node: Node, axis: str, mesh: Mesh) -> tuple[tuple[int, ...], 
 
 
 def has_rule(node: Node) -> bool:
+    """Whether the table knows the op."""
     return node.target in RULES
 
 

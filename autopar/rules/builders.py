@@ -6,8 +6,6 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch.fx import Node
-
 from autopar.graph import has_gradient
 from autopar.rules.call import Call, RuleFunction
 from autopar.rules.rule import Dims, Rule
@@ -178,8 +176,5 @@ def opaque(why: str) -> RuleFunction:
 
 
 def words(text: str) -> list[str]:
+    """Split a list of names written as text."""
     return re.findall(r"\S+", text)
-
-
-def is_tensor(value: Any) -> bool:
-    return isinstance(value, Node)

@@ -42,6 +42,7 @@ class Rule:
     ``keep_partial``: whether passing a Partial on is as cheap as resolving it first (views, sums of addends).
     ``addends``: operand -> factor; when the factor is cut the operand is expected Partial: each rank's own part of
     a sum (the row offsets of the tokens it holds).
+    ``one_block``: factors of which a rank must hold consecutive entries (the rows of a vocabulary).
     """
 
     operands: tuple[Dims | None, ...]
@@ -52,6 +53,7 @@ class Rule:
     linear: tuple[frozenset[int], ...] = ()
     keep_partial: bool = False
     addends: dict[int, str] = field(default_factory=dict)
+    one_block: frozenset[str] = frozenset()
 
     def cut_of(self, dims: Dims, shard: Shard, ranks: int) -> Cut:
         """The factors that a Shard of a tensor with these dims cuts. Raises RuleError if it cuts none cleanly."""
@@ -64,6 +66,8 @@ class Rule:
         for factor, sizes in cut.items():
             if factor in self.blocked:
                 raise RuleError(f"dim {shard.dim} of size {size} cannot be cut: {self.blocked[factor]}")
+            if factor in self.one_block and len(sizes) > 1:
+                raise RuleError(f"{shard} cuts blocks, but a rank must hold consecutive entries of {factor}")
             if any(b % ranks for b in sizes):
                 raise RuleError(f"a size of {next(b for b in sizes if b % ranks)} does not divide over {ranks} ranks")
         return cut

@@ -23,14 +23,14 @@ def embedding(call: Call) -> Rule:
     blocked = {}
     if call.args.get("scale_grad_by_freq"):
         blocked = {f: "gradients are scaled by the frequency of a row in the whole batch" for d in (v, *ids) for f in d}
-    return call.rule([(v, h), ids], [(*ids, h)], blocked=blocked, linear=UNARY)
+    return call.rule([(v, h), ids], [(*ids, h)], blocked=blocked, linear=UNARY, one_block=frozenset({"v"}))
 
 
 def cross_entropy(call: Call) -> Rule:
     """(n c), (n) -> (n), (n). The exchange over classes happens inside: a maximum, and one sum of two numbers per row."""
     rows, classes = call.shape("logits")
     n, c = call.factor("n", rows), call.factor("c", classes)
-    return call.rule([(n, c), (n,)], [(n,), (n,)], absorbed=frozenset({"c"}))
+    return call.rule([(n, c), (n,)], [(n,), (n,)], absorbed=frozenset({"c"}), one_block=frozenset({"c"}))
 
 
 def attention(call: Call) -> Rule:
@@ -57,6 +57,7 @@ def attention(call: Call) -> Rule:
     why = "attention mixes it; context parallelism cuts it"
     blocked = {f: why for dims in (s, t) for f in dims}
     blocked |= {f: "attention contracts it before a softmax" for f in d}
+    blocked |= {f: "the log-sum-exp beside the result does not have it" for f in e}
     return call.rule(operands, [(b, h, s, e), (b, h, s)], blocked=blocked)
 
 
@@ -220,6 +221,7 @@ def moe_dispatch(call: Call) -> Rule:
     e = call.factor("e", call.result_shapes[2][0])
     rows: Dim = (*t, *k)
     blocked = {f: "every token goes to several experts" for f in k} | {f: "experts are offsets here" for f in e}
+    blocked |= {f: "the order of rows beside the result does not have it" for f in h}
     if call.axis == "tp":
         blocked |= {f: "tokens are gathered before experts that tp cuts" for f in t}
     return call.rule([(t, h), (t, k)], [(rows, h), (rows,), (e,)], blocked=blocked)

@@ -9,6 +9,7 @@ import torch
 
 import autopar.ops  # noqa: F401  (registers the operators that the table names)
 
+from autopar.adapters.operators import makes_tensors, mutates
 from autopar.conversions import convert, exchange
 from autopar.rules import special as sp
 from autopar.rules import views as vw
@@ -26,12 +27,7 @@ def overloads(name: str) -> list[Any]:
     packet = getattr(getattr(torch.ops, namespace or "aten"), packet_name)
     names = [overload] if overload else packet.overloads()
     found = [getattr(packet, n) for n in names]
-    return [op for op in found if not op._schema.is_mutable and _makes_tensors(op)]
-
-
-def _makes_tensors(op: Any) -> bool:
-    """Many operators have twins for Python numbers (aten.log.float), which never are in a graph."""
-    return any("Tensor" in str(r.type) for r in op._schema.returns)
+    return [op for op in found if not mutates(op) and makes_tensors(op)]
 
 
 def add(names: str, rule: RuleFunction) -> None:

@@ -69,11 +69,13 @@ def _permutation(call: Call, order: list[int]) -> Rule:
 
 
 def permute(call: Call) -> Rule:
+    """(a, b, c) -> (c, a, b): factors move with their dims."""
     rank = len(call.shape("self"))
     return _permutation(call, [d % rank for d in call.args["dims"]])
 
 
 def transpose(call: Call) -> Rule:
+    """Two dims change places."""
     order = list(range(len(call.shape("self"))))
     a, b = call.dim("dim0"), call.dim("dim1")
     order[a], order[b] = order[b], order[a]
@@ -81,6 +83,7 @@ def transpose(call: Call) -> Rule:
 
 
 def t(call: Call) -> Rule:
+    """(a, b) -> (b, a)"""
     return _permutation(call, list(reversed(range(len(call.shape("self"))))))
 
 
@@ -125,6 +128,7 @@ def cat(call: Call) -> Rule:
 
 
 def stack(call: Call) -> Rule:
+    """A new dim of separate values; the others are shared."""
     dim = int(call.args["dim"]) % len(call.result)
     inner = named_dims(call, call.shape_of(call.operands[0]))
     call.sizes["stacked"] = call.result[dim]

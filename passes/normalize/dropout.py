@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from autopar.adapters.operators import OpOverload
 from autopar.capture import InputSpec
 from autopar.graph import arguments, describe, set_argument
 from autopar.passes.normalize.build import Build, calls, operand
@@ -77,7 +78,7 @@ def _add_seed(gm: GraphModule, fake_mode: Any) -> Node:
 
 def _refuse_random(node: Node) -> None:
     target = node.target
-    random = isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+    random = isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
     if random and node.users:
         raise ValueError(
             f"normalize: random numbers must not depend on how the graph is cut, found {describe(node)}; use "

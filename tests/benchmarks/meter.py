@@ -50,7 +50,7 @@ COLLECTIVES = {
     "_c10d_functional::reduce_scatter_tensor_coalesced": ("reduce_scatter", 0, 1),
     "_c10d_functional::all_to_all_single": ("all_to_all", 0, 1),
 }
-QUIET = {"barrier", "wait_tensor", "monitored_barrier_"}  # send nothing worth counting
+QUIET = {"barrier", "wait_tensor", "_wrap_tensor_autograd", "monitored_barrier_"}  # move nothing
 
 
 class Meter(TorchDispatchMode):
@@ -104,4 +104,4 @@ class Meter(TorchDispatchMode):
 def _plain(values: Any) -> Iterator[Tensor]:
     for value in tree_leaves(values):
         if isinstance(value, Tensor):
-            yield getattr(value, "_local_tensor", value)
+            yield getattr(value, "_local_tensor", getattr(value, "elem", value))  # inside DTensor, AsyncCollectiveTensor

@@ -1,0 +1,142 @@
+"""Execute the pages whose code runs, and put its output into them.
+
+python docs/run_pages.py            runs the pages and rewrites their output blocks
+python docs/run_pages.py --check    runs the pages and fails where a page shows something else
+
+The ```python blocks of a page run in order in one namespace. A ```text block right behind one shows what it prints; a block that
+prints has one. ```python file=train.py is written to a file of that name first, and not run: later blocks may import it. What a
+page enters into the tables of rules, rewrites and adapters is taken out again when it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import io
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from autopar.capture import ADAPTERS
+from autopar.passes.normalize import REWRITES
+from autopar.rules import RULES
+
+DOCS = Path(__file__).resolve().parent
+PAGES = (DOCS / "walkthrough.md", DOCS / "adding.md")
+
+_FENCED = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block: its language, the file it is written to ("" for none), its text, and where it is in the page."""
+
+    language: str
+    file: str
+    text: str
+    start: int
+    end: int
+
+
+def blocks_of(page: str) -> list[Block]:
+    """The fenced blocks of a page in order."""
+    return [Block(m[1], m[2] or "", m[3], m.start(), m.end()) for m in _FENCED.finditer(page)]
+
+
+def run(page: str, name: str = "page") -> str:
+    """The page with the output that its code gives now. An error in the code is an error here, with the page's lines."""
+    blocks = blocks_of(page)
+    space: dict[str, object] = {"__name__": f"docs_{name}"}
+    out, done = [], 0
+    with _own_tables(), _own_folder() as folder:
+        for i, block in enumerate(blocks):
+            if block.language != "python":
+                continue
+            if block.file:
+                (folder / block.file).write_text(block.text, encoding="utf-8")
+                continue
+            printed = _execute(block, page, name, space)
+            after = blocks[i + 1] if i + 1 < len(blocks) else None
+            shown = after is not None and after.language == "text" and not page[block.end : after.start].strip()
+            if shown:
+                assert after is not None
+                out.append(f"{page[done : after.start]}```text\n{printed}```")
+                done = after.end
+            elif printed:
+                out.append(f"{page[done : block.end]}\n\n```text\n{printed}```")
+                done = block.end
+    return "".join(out) + page[done:]
+
+
+def _execute(block: Block, page: str, name: str, space: dict[str, object]) -> str:
+    """What a block prints, without trailing blanks."""
+    line = page.count("\n", 0, block.start) + 1
+    code = compile("\n" * line + block.text, f"{name}.md", "exec")  # errors then name the page's lines
+    stdout = io.StringIO()
+    with contextlib.redirect_stdout(stdout):
+        exec(code, space)
+    text = "\n".join(x.rstrip() for x in stdout.getvalue().splitlines()).strip("\n")
+    return f"{text}\n" if text else ""
+
+
+@contextlib.contextmanager
+def _own_tables() -> Iterator[None]:
+    """Entries that a page makes are gone afterwards; random numbers start anew."""
+    tables: list[dict[object, object]] = [RULES, REWRITES]
+    before = [dict(t) for t in tables]
+    adapters = list(ADAPTERS)
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            for table, entries in zip(tables, before):
+                table.clear()
+                table.update(entries)
+            ADAPTERS[:] = adapters
+
+
+@contextlib.contextmanager
+def _own_folder() -> Iterator[Path]:
+    """A folder for the files of a page, from which it can import."""
+    with tempfile.TemporaryDirectory() as name:
+        known = set(sys.modules)
+        sys.path.insert(0, name)
+        try:
+            yield Path(name)
+        finally:
+            sys.path.remove(name)
+            for module in set(sys.modules) - known:
+                if str(getattr(sys.modules[module], "__file__", None) or "").startswith(name):
+                    del sys.modules[module]
+
+
+def difference(file: Path) -> str:
+    """What a page shows and what its code prints now, as a diff; '' when they are the same."""
+    old = file.read_text(encoding="utf-8")
+    new = run(old, file.stem)
+    lines = difflib.unified_diff(old.splitlines(), new.splitlines(), f"{file.name} as it is", "as it runs", lineterm="")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str]) -> int:
+    """Check or rewrite the pages; returns the exit status."""
+    status = 0
+    for file in PAGES:
+        if "--check" in arguments:
+            found = difference(file)
+            if found:
+                print(f"{found}\ndocs: {file.name} shows old output; run python docs/run_pages.py")
+                status = 1
+        else:
+            file.write_text(run(file.read_text(encoding="utf-8"), file.stem), encoding="utf-8")
+    return status
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(DOCS.parent))  # pages use the tests' simulator
+    sys.exit(main(sys.argv[1:]))
