@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,12 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.adapters.fake import skeleton_of
 from autopar.capture import adapter_for
-from autopar.compile import Compiled, compile_model, plan_model
+from autopar.compile import compile_model, plan_model
 from autopar.dump import dumper_for
 from autopar.plan import Options, Plan
+from autopar.progress import Progress
 from autopar.runtime.failures import reporting
 from autopar.runtime.groups import Groups, agree
 from autopar.runtime.module import ParallelModule
+from autopar.steps import Compiled
 
 
 def parallelize(
@@ -67,17 +69,31 @@ def parallelize(
         made, specs = plan_model(skeleton, batch, groups.mesh, chosen, plan)
         agree(groups, f"{made.to_json()}{chosen}", "the plan")
 
-        def compiler(skeleton: nn.Module, batch: Mapping[str, Any], **how: Any) -> Compiled:
-            whole = _whole(batch, groups)
-            folder = dumper_for(how.pop("dump", dump))
-            result = compile_model(skeleton, whole, groups.mesh, chosen, exact=exact, observers=[folder] if folder else [], **how)
-            if folder:
-                folder.finish(result.context, parameters=result.parameters)
-            return result
-
         values = {name: None if p.is_meta else p for name, p in model.named_parameters(remove_duplicate=False)}
         buffers = _buffers(model)
+        compiler = _compiler(groups, chosen, exact, dump)
         return ParallelModule(skeleton, compiler, groups, made, specs, values, buffers, backend, seed)
+
+
+def _compiler(groups: Groups, options: Options, exact: bool, dump: str | None) -> Callable[..., Compiled]:
+    """Compiles a skeleton for one rank's batch; what it makes is the same on all ranks."""
+
+    def compiler(skeleton: nn.Module, batch: Mapping[str, Any], **how: Any) -> Compiled:
+        folder = dumper_for(how.pop("dump", dump))
+        progress = Progress(f"compiling {type(skeleton).__name__}") if groups.rank == 0 else None
+        observers = [watch for watch in (folder, progress) if watch is not None]
+        try:
+            result = compile_model(
+                skeleton, _whole(batch, groups), groups.mesh, options, exact=exact, observers=observers, **how
+            )
+        finally:
+            if progress is not None:
+                progress.close()
+        if folder is not None:
+            folder.finish(result.context, parameters=result.parameters)
+        return result
+
+    return compiler
 
 
 def _options(given: Mapping[str, Any]) -> Options:

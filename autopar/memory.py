@@ -16,13 +16,13 @@ import math
 import operator
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from autopar.adapters.operators import OpOverload, returns_alias
-from autopar.graph import arguments, is_call, output_node, outputs, placeholders, values
+from autopar.graph import arguments, is_call, output_node, outputs, placeholders
 from autopar.mesh import Mesh
 from autopar.parameter import ParameterSpec
 from autopar.placement import Shard
@@ -124,11 +124,17 @@ def _input_bytes(compiled: Compiled, inputs: Mapping[str, str], nodes: Mapping[s
 
 
 def _bytes(nodes: Iterable[Node]) -> int:
-    return sum(_size(v) for n in nodes for v in values(n))
+    return sum(_size(v) for n in nodes for v in _results(n))
 
 
-def _size(value: torch.Tensor) -> int:
-    return math.prod(value.shape) * value.dtype.itemsize
+def _size(value: Any) -> int:
+    return math.prod(value.shape) * value.dtype.itemsize if isinstance(value, torch.Tensor) else 0
+
+
+def _results(node: Node) -> list[Any]:
+    """Everything that a call returns, None (a gradient that nobody asked for) included."""
+    val = node.meta["val"]
+    return list(val) if isinstance(val, (tuple, list)) else [val]
 
 
 # --- storages and their lives --------------------------------------------------------------------------------
@@ -141,13 +147,16 @@ def storages(gm: GraphModule) -> dict[Node, tuple[Storage, ...]]:
         if node.op == "output":
             continue
         if is_call(node, operator.getitem):
-            source, index = found[node.args[0]], node.args[1]
-            found[node] = (source[index if len(source) > 1 else 0],)
+            found[node] = (found[node.args[0]][node.args[1]],)
         elif (base := _base(node)) is not None:
-            found[node] = found[base][:1]
+            found[node] = found[base][:1] * len(_results(node))
         else:
-            found[node] = tuple((node, i) for i in range(len(values(node))))
+            found[node] = tuple((node, i) for i in range(len(_results(node))))
     return found
+
+
+def _bytes_of(storage: Storage) -> int:
+    return _size(_results(storage[0])[storage[1]])
 
 
 def _base(node: Node) -> Node | None:
@@ -164,7 +173,7 @@ def saved_bytes(forward: GraphModule, results: int, held: Collection[str]) -> in
     """Bytes behind F's outputs after the first ``results``, each storage once, placeholders in ``held`` left out."""
     behind = storages(forward)
     kept = {s for value in outputs(forward)[results:] if isinstance(value, Node) for s in behind[value]}
-    return sum(_size(values(node)[i]) for node, i in kept if node.name not in held)
+    return sum(_bytes_of(s) for s in kept if s[0].name not in held)
 
 
 def peak_of_values(gm: GraphModule, held: Collection[str]) -> int:
@@ -187,8 +196,8 @@ def peak_of_values(gm: GraphModule, held: Collection[str]) -> int:
     live = most = _bytes(given)
     for node in gm.graph.nodes:
         if node.op == "call_function":
-            live += sum(_size(values(n)[i]) for n, i in behind[node] if n is node)
+            live += sum(_bytes_of(s) for s in behind[node] if s[0] is node)
             most = max(most, live)
         if node is not end:
-            live -= sum(_size(values(n)[i]) for n, i in dying.get(node, ()))
+            live -= sum(_bytes_of(s) for s in dying.get(node, ()))
     return most

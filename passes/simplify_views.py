@@ -1,0 +1,63 @@
+"""simplify_views: drop the views that tracing leaves behind.
+
+Consumes    a step graph.
+Guarantees  no view that changes nothing (same shape, detach, alias) feeds another op; a view of a view of a contiguous value is
+            one view.
+Leaves      views that are outputs; every number.
+
+    a = view(w, [32]); b = detach(a); y = mul(b, x)            -->    y = mul(w, x)
+    a = view(x, [64, 32]); b = view(a, [4, 16, 32])            -->    b = view(x, [4, 16, 32])
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from autopar.graph import is_call, remove_dead_code
+from autopar.pass_manager import Context
+
+aten = torch.ops.aten
+
+RESHAPING = (aten.view.default, aten._unsafe_view.default, aten.expand.default)
+IDENTITIES = (aten.detach.default, aten.alias.default)
+
+
+@dataclass(frozen=True)
+class SimplifyViews:
+    """Removes views without effect and joins chains of views."""
+
+    name: ClassVar[str] = "simplify_views"
+    requires: ClassVar[tuple[str, ...]] = ()
+    ensures: ClassVar[tuple[str, ...]] = ()
+
+    def apply(self, gm: GraphModule, ctx: Context) -> GraphModule:
+        for node in list(gm.graph.nodes):
+            if _changes_nothing(node):
+                _bypass(node)
+            elif is_call(node, aten.view.default) and is_call(node.args[0], aten.view.default, aten._unsafe_view.default):
+                base = node.args[0].args[0]  # type: ignore[union-attr]
+                if isinstance(base, Node) and base.meta["val"].is_contiguous():
+                    node.update_arg(0, base)
+        remove_dead_code(gm)
+        gm.recompile()
+        return gm
+
+
+def _changes_nothing(node: Node) -> bool:
+    if is_call(node, *IDENTITIES):
+        return True
+    if not is_call(node, *RESHAPING):
+        return False
+    source, result = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+    return bool(source.shape == result.shape and source.stride() == result.stride())
+
+
+def _bypass(node: Node) -> None:
+    """Let every user but the output use the operand: an output has storage of its own."""
+    operand = node.args[0]
+    assert isinstance(operand, Node)
+    node.replace_all_uses_with(operand, delete_user_cb=lambda user: user.op != "output")

@@ -1,0 +1,231 @@
+"""Every sharding rule is true: what the types accept computes on pieces what the operator computes on the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from autopar.conversions import convert
+from autopar.mesh import Mesh
+from autopar.placement import INVARIANT, PARTIAL, REPLICATE, Placement, Shard
+from autopar.rules import RULES, Rule, RuleError, apply, rule_of
+from autopar.rules import special as sp
+from autopar.rules.builders import blocks_dims, einsum, factory, pointwise, reduction
+from tests.rule_samples import DYNAMIC, SAMPLES, STRUCTURE, attention, complex_, experts, integer, normal
+from tests.soundness import Sample, Step, Whole, call, compare, graph_of, typed, unsound
+
+aten, ours = torch.ops.aten, torch.ops.autopar
+
+
+def name(target: Any) -> str:
+    return str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
+
+
+def test_every_rule_has_a_sample() -> None:
+    missing = [name(t) for t in RULES if t not in SAMPLES and t not in STRUCTURE and t not in DYNAMIC]
+    assert not missing, f"add samples to tests/rule_samples.py for {missing}"
+
+
+@pytest.mark.parametrize("target", [t for t in SAMPLES if SAMPLES[t]], ids=name)
+def test_rule_is_sound(target: Any) -> None:
+    torch.manual_seed(0)
+    for sample in SAMPLES[target]:
+        if not sample.tensors:
+            node = next(n for n in graph_of_constant(sample).nodes if n.op == "call_function")
+            assert apply(rule_of(node, "dp", Mesh.of(dp=2)), [], [], 2) == [INVARIANT]
+            continue
+        tried, wrong = unsound(sample, Mesh.of(dp=2))
+        assert tried, "the types accept not even whole operands"
+        assert not wrong, "\n".join(wrong)
+
+
+def graph_of_constant(sample: Sample) -> torch.fx.Graph:
+    graph = torch.fx.Graph()
+    (step,) = sample.steps
+    node = graph.call_function(step.target, step.args, dict(step.kwargs))
+    node.meta["val"] = step.target(*step.args, **step.kwargs)
+    return graph
+
+
+THREE = ("linear.default", "matmul", "conv1d", "reshape", "split_with_sizes", "cat.default", "mean", "embedding", "cross_entropy", "attention")
+
+
+@pytest.mark.parametrize("target", [t for t in SAMPLES if any(part in name(t) for part in THREE)], ids=name)
+def test_rule_is_sound_over_three_ranks(target: Any) -> None:
+    torch.manual_seed(1)
+    for sample in SAMPLES[target]:
+        _, wrong = unsound(sample, Mesh.of(dp=3))
+        assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("axis", ["dp", "tp"])
+def test_experts_are_sound(axis: str) -> None:
+    """Dispatch to combination as one chain: rows mean something only to the rank that sorted them."""
+    torch.manual_seed(2)
+    for sample in experts():
+        tried, wrong = unsound(sample, Mesh.of(**{axis: 2}))
+        assert tried > 3
+        assert not wrong, "\n".join(wrong)
+
+
+def test_rules_of_dynamic_sizes_forbid_cuts() -> None:
+    for sample in (call(aten.bincount.default, integer(6)),):
+        with pytest.raises((RuleError, ValueError, RuntimeError, Exception)):
+            typed(sample, ({"dp": Shard(0)},), Mesh.of(dp=2))
+
+
+# --- two axes: what localisation makes, and conversions, as another axis sees them ------------------------------------
+
+
+def both(sample: Sample, tp: tuple[Placement, ...]) -> tuple[int, list[str]]:
+    """With fixed placements on tp, all that the types accept on dp."""
+    from itertools import product
+
+    from tests.soundness import candidates
+
+    mesh, whole = Mesh.of(dp=2, tp=2), Whole.of(sample)
+    wrong, tried = [], 0
+    for dp in product(*(candidates(x, 2, sample.wants(x)) for x in sample.tensors)):
+        placements = tuple({"tp": a, "dp": b} for a, b in zip(tp, dp, strict=True))
+        try:
+            typed(sample, placements, mesh)
+        except (RuleError, ValueError):
+            continue
+        tried += 1
+        problem = compare(sample, placements, mesh, whole)
+        wrong += [f"{dp}: {problem}"] if problem else []
+    return tried, wrong
+
+
+CONVERSIONS: list[tuple[Placement, Placement]] = [
+    (INVARIANT, REPLICATE), (PARTIAL, INVARIANT), (PARTIAL, REPLICATE), (PARTIAL, Shard(1)), (Shard(1), REPLICATE), (Shard(0), INVARIANT),
+    (INVARIANT, Shard(1)), (REPLICATE, Shard(0)), (Shard(0), Shard(1)), (Shard(1), PARTIAL), (REPLICATE, PARTIAL),
+    (Shard(1, (6, 6)), REPLICATE), (INVARIANT, Shard(1, (6, 6))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("src, dst", CONVERSIONS, ids=str)
+def test_conversion_as_another_axis_sees_it(src: Placement, dst: Placement) -> None:
+    tried, wrong = both(call(convert, normal(12, 12), "tp", str(src), str(dst)), (src,))
+    assert tried >= 3
+    assert not wrong, "\n".join(wrong)
+
+
+def test_cut_vocabulary_as_another_axis_sees_it() -> None:
+    tried, wrong = both(call(aten.embedding.default, normal(12, 6), integer(4, 2, high=12)), (Shard(0), INVARIANT))
+    assert tried >= 3
+    assert not wrong, "\n".join(wrong)
+    loss = call(ours.cross_entropy.default, normal(6, 12), integer(6, high=12), -100, 0.1)
+    tried, wrong = both(loss, (Shard(1), INVARIANT))
+    assert tried >= 3
+    assert not wrong, "\n".join(wrong)
+
+
+def test_heads_and_batch_cut_together() -> None:
+    sample = attention(normal(2, 4, 3, 2), normal(2, 2, 3, 2), normal(2, 2, 3, 2), causal=True, dropout=0.3,
+                       seed=torch.tensor(1), shape=[2, 4, 3, 3])  # fmt: skip
+    tried, wrong = both(sample, (Shard(1), Shard(1), Shard(1), INVARIANT))
+    assert tried >= 1
+    assert not wrong, "\n".join(wrong)
+
+
+# --- a wrong rule is caught -------------------------------------------------------------------------------------------
+
+
+def without_blocks(build: Callable[[Any], Rule]) -> Callable[[Any], Rule]:
+    """The rule, as if any dim might be cut."""
+    import dataclasses
+
+    return lambda c: dataclasses.replace(build(c), blocked={}, one_block=frozenset())
+
+
+def linear_in_all(build: Callable[[Any], Rule]) -> Callable[[Any], Rule]:
+    """The rule, as if the op were linear in its first operand."""
+    import dataclasses
+
+    return lambda c: dataclasses.replace(build(c), linear=(frozenset({0}),))
+
+
+WRONG: dict[str, tuple[Sample, Callable[[Any], Rule]]] = {
+    "attention with its sequence cut": (SAMPLES[ours.attention.default][0], without_blocks(sp.attention)),
+    "softmax over a cut dim": (call(aten.softmax.int, normal(2, 6), -1), blocks_dims(lambda c: [], "")),
+    "norm over a cut dim": (call(aten.layer_norm.default, normal(2, 6), [6]), without_blocks(sp.layer_norm)),
+    "maximum as a contraction": (call(aten.amax.default, normal(2, 6), [1]), reduction(linear=True)),
+    "variance as a contraction": (call(aten.var.dim, normal(2, 6), [1]), reduction(linear=True)),
+    "bias inside of a cut contraction": (
+        call(aten.linear.default, normal(2, 6), normal(4, 6), normal(4)), without_blocks(einsum("... i, o i -> ... o", "input weight", bias="bias"))
+    ),
+    "gelu of a pending sum": (call(aten.gelu.default, normal(2, 6)), pointwise("unary")),
+    "product of two pending sums": (call(aten.mul.Tensor, normal(2, 6), normal(2, 6)), pointwise("sum")),
+    "quotient by a pending sum": (call(aten.div.Tensor, normal(2, 6), normal(2, 6)), pointwise("product")),
+    "matmul with swapped factors": (call(aten.matmul.default, normal(4, 4), normal(4, 4)), einsum("m k, n k -> m n", "self other")),
+    "shift as if nothing moved": (call(aten.constant_pad_nd.default, normal(2, 6), [1, -1]), pointwise("unary")),
+    "reshape that mixes dims": (call(aten.view.default, normal(4, 6), [6, 4]), lambda c: _named(c)),
+    "vocabulary in blocks": (call(aten.embedding.default, normal(12, 4), integer(6, high=12)), without_blocks(sp.embedding)),
+    "pairs of a complex number": (call(aten.view_as_real.default, complex_(2, 2)), pointwise()),
+    "a copy whose operand does not matter": (call(aten.lift_fresh_copy.default, normal(6)), factory),
+    "rounding of a pending sum": (call(aten.to.dtype, normal(6) * 5, torch.int64), pointwise("unary")),
+    "pooling over a cut window": (call(aten.max_pool1d.default, normal(2, 2, 8), [2], [1]), without_blocks(sp.pooling)),
+}  # fmt: skip
+
+
+def _named(c: Any) -> Rule:
+    from autopar.rules.builders import named_dims
+
+    return c.rule([named_dims(c, c.shape("self"))], [named_dims(c, c.result, "r")])
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_wrong_rule_is_caught(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    sample, rule = WRONG[mistake]
+    monkeypatch.setitem(RULES, sample.steps[0].target, rule)
+    _, wrong = unsound(sample, Mesh.of(dp=2))
+    assert wrong
+
+
+def test_missing_rule_names_op_and_way_out() -> None:
+    sample = Sample([Step(aten.erfc.default, (normal(6),))])
+    with pytest.raises(ValueError, match=r"no sharding rule for aten\.erfc.*'dp'.*x0: S\(0\).*whole_ops"):
+        typed(sample, ({"dp": Shard(0)},), Mesh.of(dp=2))
+
+
+# --- apply: the type rule itself --------------------------------------------------------------------------------------
+
+
+def rule_for(sample: Sample) -> Rule:
+    node = next(n for n in graph_of(sample).graph.nodes if n.op == "call_function")
+    return rule_of(node, "tp", Mesh.of(tp=2))
+
+
+LINEAR = call(aten.linear.default, normal(2, 6), normal(4, 6), None)
+S0, S1, R, I, P = Shard(0), Shard(1), REPLICATE, INVARIANT, PARTIAL
+
+
+@pytest.mark.parametrize(
+    "operands, result",
+    [((R, S0), S1), ((S1, S1), P), ((S0, R), S0), ((I, I), I), ((R, R), R), ((P, R), P), ((R, P), P)],
+    ids=str,
+)
+def test_types_of_linear(operands: tuple[Placement, ...], result: Placement) -> None:
+    assert apply(rule_for(LINEAR), operands, [True, True], 2) == [result]
+
+
+@pytest.mark.parametrize(
+    "operands, why",
+    [
+        ((I, S0), "operand 0 is I, the cut of .* needs R"),
+        ((S1, S0), "cut along different factors"),
+        ((S1, R), "operand 1 is R"),
+        ((P, P), "not linear in its Partial operands"),
+        ((P, I), "beside a Partial operand, needs R"),
+        ((I, R), "mix Replicate and Invariant"),
+    ],
+    ids=str,
+)
+def test_types_that_linear_refuses(operands: tuple[Placement, ...], why: str) -> None:
+    with pytest.raises(RuleError, match=why):
+        apply(rule_for(LINEAR), operands, [True, True], 2)
