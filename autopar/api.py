@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -79,12 +80,13 @@ def _compiler(groups: Groups, options: Options, exact: bool, dump: str | None) -
     """Compiles a skeleton for one rank's batch; what it makes is the same on all ranks."""
 
     def compiler(skeleton: nn.Module, batch: Mapping[str, Any], **how: Any) -> Compiled:
+        chosen = options if how["train"] else dataclasses.replace(options, micro_batches=1)  # no gradients to add up
         folder = dumper_for(how.pop("dump", dump))
         progress = Progress(f"compiling {type(skeleton).__name__}") if groups.rank == 0 else None
         observers = [watch for watch in (folder, progress) if watch is not None]
         try:
             result = compile_model(
-                skeleton, _whole(batch, groups), groups.mesh, options, exact=exact, observers=observers, **how
+                skeleton, _whole(batch, groups), groups.mesh, chosen, exact=exact, observers=observers, **how
             )
         finally:
             if progress is not None:

@@ -12,6 +12,7 @@ import argparse
 import csv
 import importlib
 import math
+import os
 import sys
 import sysconfig
 import time
@@ -203,7 +204,8 @@ def _on_mesh(settings: Settings) -> Run:
 
 def _alone(settings: Settings) -> Run:
     """The same in this process: transformers and autograd, nothing of ours."""
-    model, saved = build(), {}
+    torch.set_num_threads(1)  # as each of the ranks
+    model, saved = build(), dict[int, int]()
 
     def keep(x: Tensor) -> Tensor:
         saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
@@ -241,7 +243,7 @@ def _show(settings: Settings, ranks: Sequence[Run], alone: Run, console: Console
     console.print(_traffic(mesh))
     console.print(
         f"median step: {_median(mesh.seconds):.3f} s on {len(ranks)} processes, {_median(alone.seconds):.3f} s in one process "
-        f"with {torch.get_num_threads()} threads (the processes share the same cores)\n"
+        f"(one thread each, on {os.cpu_count()} cores)\n"
     )
     _write_csv(settings.out / "losses.csv", mesh, alone)
     files = [("every loss", "losses.csv"), ("every graph, the plan, the traffic", REPORT)]

@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from autopar.models import hf as hf  # registers the adapter
 
 VOCAB, HIDDEN, HEADS, KEY_HEADS, INNER, LAYERS, LENGTH = 64, 32, 4, 2, 64, 2, 64
-_IMAGE, _FRAMES, _MELS = 16, 32, 16
+_FRAMES, _MELS = 32, 16
+_IMAGE = (12, 20)  # 15 patches of 4 x 4 and a class token: 16 divides over every small mesh
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def _causal(batch: int, seq: int, dtype: torch.dtype, g: torch.Generator) -> dic
 
 
 def _image(batch: int, seq: int, dtype: torch.dtype, g: torch.Generator) -> dict[str, Tensor]:
-    pixels = torch.randn(batch, 3, _IMAGE, _IMAGE, generator=g, dtype=torch.float64)
+    pixels = torch.randn(batch, 3, *_IMAGE, generator=g, dtype=torch.float64)
     return {"pixel_values": pixels.to(dtype), "labels": torch.randint(0, 8, (batch,), generator=g)}
 
 

@@ -2,13 +2,13 @@
 
 Consumes    a backward step graph whose gradients end in sums over ranks.
 Guarantees  two graphs. The local one stops before the sums: it returns this rank's own gradients. The other takes the sums of
-            earlier micro-batches as further inputs (``sum_0``, ...), adds them, and reduces.
+            earlier micro-batches as further inputs (``earlier_0``, ...), adds them, and reduces.
 Leaves      sums over ranks of activations, which every micro-batch needs.
 
     g = mm(dy, x); r = all_reduce(g, "dp"); return r
         -->
     local:  return mm(dy, x)
-    last:   g = add(mm(dy, x), sum_0); r = all_reduce(g, "dp"); return r
+    last:   g = add(mm(dy, x), earlier_0); r = all_reduce(g, "dp"); return r
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _last(gm: GraphModule) -> GraphModule:
             continue
         own = own_gradient(gradient)
         with gm.graph.inserting_after(after):
-            after = gm.graph.placeholder(f"sum_{i}")
+            after = gm.graph.placeholder(f"earlier_{i}")
         after.meta["val"] = own.meta["val"]
         total = insert_call(gm.graph, own.next, aten.add.Tensor, (own, after), own, own.meta["val"])
         if gradient is own:

@@ -171,11 +171,17 @@ def _groups(local: _Local) -> None:
         set_argument(local.node, "groups", groups)
 
 
+def _only(local: _Local, axes: list[str]) -> str:
+    if len(axes) > 1:
+        raise ValueError(f"plan: the vocabulary of {describe(local.node)} is cut over {axes}; cut it over one axis")
+    return axes[0]
+
+
 def _embedding(local: _Local) -> None:
     axes = local.cut_axes("weight", 0)
     if not axes:
         return
-    (axis,) = axes
+    axis = _only(local, axes)
     node, args = local.node, local.args
     node.target, node.kwargs = embedding_of_piece, {}
     node.args = (args["weight"], args["indices"], args["padding_idx"], axis, local.mesh.size(axis))
@@ -185,7 +191,7 @@ def _cross_entropy(local: _Local) -> None:
     axes = local.cut_axes("logits", 1)
     if not axes:
         return
-    (axis,) = axes
+    axis = _only(local, axes)
     node, args = local.node, local.args
     node.target, node.kwargs = cross_entropy_of_piece, {}
     node.args = (*(args[k] for k in ("logits", "target", "ignore_index", "label_smoothing")), axis, local.mesh.size(axis))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from autopar.adapters.export import flatten, unflatten
 from autopar.capture import Signature
 from autopar.parameter import ParameterSpec
-from autopar.placement import INVARIANT, Shard
+from autopar.placement import PARTIAL, Shard
 from autopar.plan import Plan
 from autopar.rules import result_placements
 from autopar.runtime import state
@@ -71,9 +71,11 @@ class ParallelModule(nn.Module):
                 if whole is None
                 else state.local_piece(whole, spec, groups)
             )
-            parameter = self._own[spec.name] = state.make_parameter(local, spec, groups)
-            for name in (spec.name, *spec.aliases):
-                _owner(self, name, skeleton).register_parameter(name.rpartition(".")[2], parameter)
+            self._own[spec.name] = state.make_parameter(local, spec, groups)
+        _make_owners(self, skeleton, [*values, *buffers])
+        tied = {name: s.name for s in specs for name in (s.name, *s.aliases)}
+        for name in values:  # in the model's order, not that of the graph
+            _owner(self, name, skeleton).register_parameter(name.rpartition(".")[2], self._own[tied[name]])
         persistent = set(skeleton.state_dict())
         copies = {id(b): b.to(groups.device, copy=True) for b in buffers.values()}  # steps write to them
         for name, buffer in buffers.items():
@@ -212,7 +214,7 @@ class ParallelModule(nn.Module):
                 buffers[spec.name].copy_(value)
 
     def _rebuild(self, compiled: Compiled, outputs: list[Any]) -> Any:
-        """The user's structure; tensors that are cut become DTensors."""
+        """The user's structure; tensors become DTensors."""
         signature: Signature = compiled.signature
         nodes = list(compiled.local.graph.nodes)[-1].args[0]
         flat = []
@@ -222,12 +224,9 @@ class ParallelModule(nn.Module):
         return signature.rebuild(flat)
 
     def _wrapped(self, compiled: Compiled, node: Any, value: Tensor) -> Tensor:
-        axes = [a for a in self._groups.mesh.cut_order if a in self._groups.mesh.sizes]
-        placements = {
-            a: p for a in axes if (p := result_placements(_source(node), a)[0]) != INVARIANT and isinstance(p, Shard)
-        }
-        if not placements:
-            return value
+        found = {a: result_placements(_source(node), a)[0] for a in self._groups.mesh.cut_order}
+        assert PARTIAL not in found.values(), f"module: output {_source(node).name} is {found}, its sum is pending"
+        placements = {a: p for a, p in found.items() if isinstance(p, Shard)}
         shape = tuple(_source(node).meta["global_shape"])
         return state.wrap(value, ParameterSpec("output", shape, value.dtype, False, (), placements), self._groups)
 
@@ -328,6 +327,13 @@ def _owner(root: nn.Module, name: str, skeleton: nn.Module) -> nn.Module:
             module.add_module(part, nn.Module())
         module = module.get_submodule(part)
     return module
+
+
+def _make_owners(root: nn.Module, skeleton: nn.Module, names: list[str]) -> None:
+    """The submodules that hold something, in the model's order: the state has its names in this order."""
+    for path, _ in skeleton.named_modules(remove_duplicate=False):
+        if path and any(name.startswith(f"{path}.") for name in names):
+            _owner(root, f"{path}.", skeleton)
 
 
 def _named(model: nn.Module, args: tuple[Any, ...], batch: dict[str, Any]) -> dict[str, Any]:

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.compile import Compiled, compile_model
+from autopar.compile import compile_model
 from autopar.exact import LiftFloat32
 from autopar.mesh import Mesh
+from autopar.models.hf import exact_experts
 from autopar.placement import INVARIANT, Partial, Placement, Placements, join, nested_piece, piece
 from autopar.plan import Options
+from autopar.steps import Compiled
 from tests.simulate import simulate
 
 
@@ -78,20 +80,20 @@ class Result:
         return max(self.loss_error, *self.errors.values(), float("inf") if self.missing else 0.0)
 
 
-def loss_of(output: Any) -> Tensor:
-    """The loss in what a model returns: ``.loss``, the tensor itself, or the first of a tuple."""
-    if isinstance(output, Tensor):
-        return output
-    found = getattr(output, "loss", None)
-    return found if found is not None else loss_of(next(iter(output.values() if isinstance(output, dict) else output)))
+def total_loss(output: Any) -> Tensor:
+    """The sum of all losses in what a model returns: scalars with a gradient."""
+    leaves = [output] if isinstance(output, Tensor) else output.values() if isinstance(output, Mapping) else output
+    losses = [x for x in leaves if isinstance(x, Tensor) and not x.dim() and x.requires_grad]
+    assert losses, "the model returns no loss"
+    return torch.stack(losses).sum()
 
 
 def eager(model: nn.Module, batch: Mapping[str, Any]) -> tuple[float, dict[str, Tensor | None]]:
     """Loss and gradients of one process, float32 islands lifted; the model's buffers are put back."""
     buffers = {n: b.clone() for n, b in model.named_buffers()}
     model.zero_grad()
-    with LiftFloat32():
-        loss = loss_of(model(**batch))
+    with LiftFloat32(), exact_experts(model):
+        loss = total_loss(model(**batch))
         loss.backward()
     with torch.no_grad():
         for name, b in model.named_buffers():
@@ -114,7 +116,7 @@ def check_model(
         spec = next(p for p in compiled.parameters if p.name == name)
         whole = next((expected[n] for n in (name, *spec.aliases) if expected.get(n) is not None), None)
         if whole is None:
-            errors[name] = max(float(p.abs().max()) for p in pieces)  # eager has no gradient: ours must be zero
+            errors[name] = max((float(p.abs().max()) for p in pieces if p is not None), default=0.0)  # eager has no gradient: ours must be zero
             continue
         cut = [nested_piece(whole, spec.placements, mesh.cut_order, c) for c in mesh.coordinates()]
         errors[name] = max(float((a - b).abs().max()) for a, b in zip(pieces, cut, strict=True))
@@ -168,29 +170,38 @@ class Run:
 
     @torch.no_grad()
     def step(self) -> tuple[list[float], dict[str, list[Tensor]]]:
-        """Loss per rank; parameter name -> its reduced gradient on every rank."""
+        """Sum of the losses per rank; parameter name -> its reduced gradient on every rank."""
         steps, world = self.compiled.steps, range(self.mesh.world_size)
         totals = self._totals()
-        loss = [0.0 for _ in world]
+        losses = [torch.zeros(len(steps.losses), dtype=torch.float64) for _ in world]
         sums: list[list[Any]] = [[None] * len(steps.gradients) for _ in world]
         for mb in range(self.count):
             fed = [self.feed(steps.inputs, r, mb, totals[r]) for r in world]
             out = simulate(steps.forward, fed, self.mesh)
-            loss = [total + float(o[steps.losses[0]]) for total, o in zip(loss, out, strict=True)]
+            losses = [total + torch.stack([o[k] for k in steps.losses]) for total, o in zip(losses, out, strict=True)]
+            last = mb == self.count - 1
+            graph = steps.backward if last else steps.backward_local
             if steps.backward is None:
                 continue
+            assert graph is not None
             given = [self._backward_inputs(values, o) for values, o in zip(fed, out, strict=True)]
-            made = simulate(steps.backward, given, self.mesh)
-            sums = [[b if a is None else a + b for a, b in zip(x, y, strict=True)] for x, y in zip(sums, made, strict=True)]
+            if last and self.count > 1:  # the last backward takes the sums of the others, and reduces everything
+                given = [[*g, *(x for x in s if x is not None)] for g, s in zip(given, sums, strict=True)]
+                sums = [[None] * len(steps.gradients) for _ in world]
+            made = simulate(graph, given, self.mesh)
+            sums = [[_plus(a, b) for a, b in zip(x, y, strict=True)] for x, y in zip(sums, made, strict=True)]
         names = [self.specs[n].name for n in steps.gradients]
-        return loss, {n: [sums[r][i] for r in world] for i, n in enumerate(names)}
+        return [float(x.sum()) for x in losses], {n: [sums[r][i] for r in world] for i, n in enumerate(names)}
 
     def _backward_inputs(self, values: Sequence[Any], out: Sequence[Any]) -> list[Any]:
         steps = self.compiled.steps
         known = dict(zip(steps.inputs, values, strict=True)) | dict(zip(steps.saved, out[steps.outputs :], strict=True))
         names = steps.backward_inputs[: len(steps.backward_inputs) - steps.tangents]
-        ones = [torch.ones((), dtype=torch.float64) if i == 0 else torch.zeros((), dtype=torch.float64) for i in range(steps.tangents)]
-        return [known[n] for n in names] + ones
+        return [known[n] for n in names] + [torch.ones((), dtype=torch.float64) for _ in range(steps.tangents)]
+
+
+def _plus(a: Any, b: Any) -> Any:
+    return b if a is None else a if b is None else a + b
 
 
 def _at(batch: Any, path: str) -> Any:

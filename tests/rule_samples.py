@@ -308,18 +308,22 @@ def _losses() -> Iterator[Sample]:
 
 
 def experts() -> Iterator[Sample]:
-    """Dispatch, products, biases, combination. Expert 3 has no token; with 4 experts, 2 or 1 per token."""
+    """Dispatch, product, bias, second product, combination. Expert 3 of 4 has no token; 2 or 1 per token.
+
+    Operands in order: x, the chosen experts, first weight, its bias, second weight, the experts' shares.
+    """
     for top, transposed in ((2, False), (1, True)):
         chosen = torch.tensor([[0, 1], [2, 0], [1, 2], [2, 1], [0, 2], [1, 0]])[:, :top].contiguous()
-        up = normal(4, 6, 12) if transposed else normal(4, 12, 6)
+        up, down = (normal(4, 6, 12), normal(4, 12, 6)) if transposed else (normal(4, 12, 6), normal(4, 6, 12))
         yield Sample(
             [
                 Step(ours.moe_dispatch.default, (normal(6, 6), chosen, 4)),
                 Step(ours.grouped_mm.default, (Ref(0), up, Ref(0, 2), transposed)),
                 Step(ours.grouped_bias.default, (Ref(1), normal(4, 12), Ref(0, 2))),
-                Step(ours.moe_combine.default, (Ref(2), Ref(0, 1), normal(6, top))),
+                Step(ours.grouped_mm.default, (Ref(2), down, Ref(0, 2), transposed)),
+                Step(ours.moe_combine.default, (Ref(3), Ref(0, 1), normal(6, top))),
             ],
-            private=(0, 1, 2),
+            private=(0, 1, 2, 3),
         )
 
 

@@ -1,9 +1,11 @@
-"""The generated page of passes says what the passes say."""
+"""The documents say what is so: pages run, generated ones are current, links lead somewhere."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -15,16 +17,35 @@ from torch.fx import GraphModule
 from autopar.pass_manager import Context
 
 ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PAGES = (ROOT / "README.md", *sorted(DOCS.rglob("*.md")))
+
+
+def script(name: str) -> ModuleType:
+    """A script of docs/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="module")
-def generator() -> ModuleType:
-    """docs/make_passes.py as a module."""
-    spec = importlib.util.spec_from_file_location("make_passes", ROOT / "docs" / "make_passes.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def generator() -> Iterator[ModuleType]:
+    """docs/make_passes.py"""
+    yield script("make_passes")
+    del sys.modules["make_passes"]
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[ModuleType]:
+    """docs/run_pages.py"""
+    yield script("run_pages")
+    del sys.modules["run_pages"]
+
+
+# --- the page of passes -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -46,5 +67,78 @@ def test_a_pass_becomes_a_row_and_a_part(generator: ModuleType, monkeypatch: pyt
     assert page.endswith("\n## tidy\n\nSweep.\n\n```text\nConsumes    dust.\n\n    a --> b\n```\n")
 
 
-def test_the_page_is_up_to_date(generator: ModuleType) -> None:
+def test_every_file_of_passes_has_a_part() -> None:
+    page = (DOCS / "passes.md").read_text(encoding="utf-8")
+    names = [f.stem for f in (ROOT / "passes").iterdir() if f.suffix == ".py" or (f / "__init__.py").exists()]
+    assert not [name for name in names if name != "__init__" and f"\n## {name}\n" not in page]
+
+
+def test_the_page_of_passes_is_up_to_date(generator: ModuleType) -> None:
     assert generator.main(["--check"]) == 0, "docs/passes.md is out of date; run make docs"
+
+
+# --- pages that run ---------------------------------------------------------------------------------------
+
+
+def test_output_goes_behind_its_code(runner: ModuleType) -> None:
+    page = "# A\n\n```python\nx = 1\n```\n\n```python\nprint(x + 1)\n```\n\n```text\nold\n```\n\nend\n"
+    assert runner.run(page) == page.replace("old", "2")
+    assert runner.run(page.replace("\n\n```text\nold\n```", "")) == page.replace("old", "2")
+
+
+def test_an_error_names_the_line_of_the_page(runner: ModuleType) -> None:
+    with pytest.raises(ZeroDivisionError) as found:
+        runner.run("one\n\n```python\nx = 1\nx / 0\n```\n", "page")
+    assert (found.traceback[-1].path.name, found.traceback[-1].lineno + 1) == ("page.md", 5)
+
+
+def test_what_a_page_adds_is_gone_afterwards(runner: ModuleType) -> None:
+    before = dict(runner.RULES)
+    page = '```python\nfrom autopar.rules.table import RULES\nRULES["mine"] = None\n```\n'
+    assert runner.run(page) == page
+    assert before == runner.RULES
+
+
+@pytest.mark.parametrize("name", ["walkthrough", "adding"])
+def test_page_shows_what_its_code_prints(runner: ModuleType, name: str) -> None:
+    found = runner.difference(DOCS / f"{name}.md")
+    assert not found, f"{found}\n{name}.md shows old output; run python docs/run_pages.py"
+
+
+# --- all pages --------------------------------------------------------------------------------------------
+
+_FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
+
+
+@pytest.mark.parametrize("file", PAGES, ids=lambda f: f.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(file: Path) -> None:
+    text = _FENCE.sub("", file.read_text(encoding="utf-8"))
+    targets = [target.partition("#") for target in _LINK.findall(text) if "://" not in target]
+    missing = [path for path, _, _ in targets if path and not (file.parent / path).exists()]
+    heads = {re.sub(r"[^\w-]", "", h.lower().replace(" ", "-")) for h in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
+    missing += [f"#{anchor}" for path, _, anchor in targets if not path and anchor not in heads]
+    assert not missing
+
+
+def test_code_of_the_readme_compiles(runner: ModuleType) -> None:
+    blocks = [b for b in runner.blocks_of((ROOT / "README.md").read_text(encoding="utf-8")) if b.language == "python"]
+    assert blocks
+    for block in blocks:
+        compile(block.text, "README.md", "exec")
+
+
+def test_files_that_pages_name_exist() -> None:
+    """`autopar/api.py` in the running text."""
+    missing = []
+    for file in PAGES:
+        text = _FENCE.sub("", file.read_text(encoding="utf-8"))
+        named = re.findall(r"`((?:autopar|passes|runtime|models|tests|docs)/[\w/]*(?:\.\w+)?)`", text)
+        missing += [f"{file.name}: {name}" for name in named if not (ROOT / name).exists()]
+    assert not missing
+
+
+def test_every_design_page_is_listed() -> None:
+    index = (DOCS / "design" / "README.md").read_text(encoding="utf-8")
+    pages = [f.name for f in (DOCS / "design").glob("*.md") if f.name != "README.md"]
+    assert pages and not [name for name in pages if f"]({name})" not in index]

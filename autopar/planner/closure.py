@@ -52,6 +52,20 @@ class Closure:
     products: int = 0  # multiplications that are cut, in elements of weights
 
     @property
+    def returns(self) -> bool:
+        """Whether a pending sum of the closure leads back into it: cut and whole would alternate (the residual stream cut
+        along its width), where a pair of column and row is entered and left once."""
+        queue, seen = list(self.contractions), set(self.contractions)
+        while queue:
+            for user in queue.pop().users:
+                if user in self.entries:
+                    return True
+                if user not in seen:
+                    seen.add(user)
+                    queue.append(user)
+        return any(x in self.entries for x in self.contractions)
+
+    @property
     def traffic(self) -> int:
         return sum(self.contractions.values()) + sum(self.entries.values())
 
@@ -110,9 +124,16 @@ def close_with_blocks(analysis: Analysis, parameter: Node, dim: int) -> Closure:
             return close(analysis, parameter, Shard(dim, blocks))
         except Rejected as rejected:
             first = rejected if first is None or first.blocks else first  # the last structure's reason says most
-            waiting += [b for b in rejected.blocks if sum(b) == size and b not in tried and b not in waiting]
+            for b in (_scaled(b, size) for b in rejected.blocks):
+                if b and b not in tried and b not in waiting:
+                    waiting.append(b)
     assert first is not None
     raise first
+
+
+def _scaled(blocks: tuple[int, ...], size: int) -> tuple[int, ...]:
+    """Blocks found at another dim (heads) in units of this one (heads times width); () if they do not fit."""
+    return tuple(b * (size // sum(blocks)) for b in blocks) if size % sum(blocks) == 0 else ()
 
 
 class _Search:
@@ -193,7 +214,10 @@ class _Search:
             if shard is not None:
                 self.add(x, shard)
             elif dims is not None and x in self.analysis.from_parameter and x not in self.analysis.parameters:
-                self.closure.entries[x] = nbytes(x)
+                if is_call(call, torch.ops.autopar.attention.default):
+                    self.closure.boundaries.append(x)  # keys and values that all cut query heads share
+                else:
+                    self.closure.entries[x] = nbytes(x)
         self._note(call, rule, cut, results)
         if isinstance(call.meta["val"], (list, tuple)):
             for user in call.users:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
-from autopar.graph import global_shape, is_call, module_path, tensor_operands
+from autopar.graph import arguments, global_shape, is_call, module_path, tensor_operands
 from autopar.placement import REPLICATE, Shard
 from autopar.plan import ParameterPlan
 from autopar.planner.closure import PRODUCTS, Analysis, Closure, Rejected, close_with_blocks
@@ -23,6 +23,7 @@ class TensorParallel:
     parameters: dict[str, ParameterPlan] = field(default_factory=dict)
     contractions: list[Node] = field(default_factory=list)
     refused: dict[tuple[str, int], str] = field(default_factory=dict)
+    cut: set[Node] = field(default_factory=set)
 
 
 def plan_tensor_parallel(analysis: Analysis, names: dict[Node, str], fixed: dict[Node, Shard]) -> TensorParallel:
@@ -43,14 +44,15 @@ def plan_tensor_parallel(analysis: Analysis, names: dict[Node, str], fixed: dict
             continue
         taken |= closure.parameters
         _accept(analysis, closure, names, out)
-    _check_heads(analysis, out)
+    if not fixed:
+        _check_heads(analysis, out)
     return out
 
 
-def _traffic_per_product(closure: Closure) -> tuple[bool, float]:
-    """Closures with products first, by traffic per product; then tables, by traffic per element."""
+def _traffic_per_product(closure: Closure) -> tuple[bool, bool, float]:
+    """Pairs of column and row first, then what returns into itself, then tables; each by traffic per product."""
     weight = closure.products or sum(p.meta["val"].numel() for p in closure.parameters)
-    return (not closure.products, closure.traffic / weight)
+    return (not closure.products, closure.returns, closure.traffic / weight)
 
 
 def _candidates(analysis: Analysis, names: dict[Node, str], out: TensorParallel) -> list[Closure]:
@@ -78,6 +80,7 @@ def _accept(analysis: Analysis, closure: Closure, names: dict[Node, str], out: T
     for parameter, shard in closure.parameters.items():
         out.parameters[names[parameter]] = ParameterPlan(shard, shard, _reason(parameter, shard, closure))
     out.contractions += list(closure.contractions)
+    out.cut |= set(closure.facts)
     for boundary in closure.boundaries:
         for weight in _weights_behind(analysis, boundary):
             if weight not in closure.parameters:
@@ -143,12 +146,12 @@ def _check_heads(analysis: Analysis, out: TensorParallel) -> None:
     for node in analysis.gm.graph.nodes:
         if not is_call(node, torch.ops.autopar.attention.default):
             continue
-        heads, kv_heads = global_shape(node.args[0])[1], global_shape(node.args[1])[1]
-        if heads % ranks:
-            fitting = [n for n in range(1, heads + 1) if heads % n == 0]
-            raise ValueError(
-                f"tensor_parallel: attention heads must divide over axis {analysis.axis!r} of size {ranks}, found {heads} heads "
-                f"({kv_heads} kv heads) in {module_path(node)}; choose a size from {fitting}"
-            )
-
-
+        query = arguments(node)["q"]
+        if query in out.cut or query not in analysis.from_parameter:
+            continue
+        heads, kv_heads = global_shape(query)[1], global_shape(arguments(node)["k"])[1]
+        fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+        raise ValueError(
+            f"tensor_parallel: attention heads must divide over axis {analysis.axis!r} of size {ranks}, found {heads} heads "
+            f"({kv_heads} kv heads) in {module_path(node)}; choose a size from {fitting}"
+        )

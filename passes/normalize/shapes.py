@@ -51,6 +51,17 @@ def expand(node: Node, build: Build) -> Node | None:
     return build(aten.expand.default, x, list(shape))
 
 
+def broadcast_tensors(node: Node, build: Build) -> Node | None:
+    """a, b = broadcast_tensors([x, y]) --> a, b = x, expand(y, x.shape)   (part of torch's own mse_loss, l1_loss ...)"""
+    shape = tuple(node.meta["val"][0].shape)
+    for piece in list(node.users):
+        x = node.args[0][piece.args[1]]  # type: ignore[index]
+        assert isinstance(x, Node), f"normalize: an operand of {node.name} is {x!r}"
+        piece.replace_all_uses_with(x if shape_of(x) == shape else build(aten.expand.default, x, list(shape)))
+        build.graph.erase_node(piece)
+    return None
+
+
 def whole_slice(node: Node, build: Build) -> Node | None:
     """slice(x, 1, 0, 9223372036854775807) --> x"""
     return operand(node) if shape_of(operand(node)) == shape_of(node) else None
@@ -119,6 +130,7 @@ TABLE: dict[Any, Rewrite] = {
     ),
     **dict.fromkeys((aten._to_copy.default, aten.to.dtype, aten.to.device, aten.to.dtype_layout), to_copy),
     aten.expand.default: expand,
+    aten.broadcast_tensors.default: broadcast_tensors,
     aten.slice.Tensor: whole_slice,
     aten.copy.default: copy,
     aten.fill.Scalar: fill,

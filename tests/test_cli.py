@@ -1,0 +1,187 @@
+"""The command line: what it prints, as tables and as JSON, and what it says to bad input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from autopar.cli import main
+from autopar.mesh import Mesh
+from autopar.plan import Options
+from autopar.printing import human_bytes
+from autopar.summary import compressed
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 64, "vocab_size": 64, "num_hidden_layers": 3, "tie_word_embeddings": False,
+}  # fmt: skip
+BERT = {
+    "model_type": "bert", "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 64,
+    "num_hidden_layers": 1, "max_position_embeddings": 32,
+}  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    return path
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr)"""
+    try:
+        code = main([str(a) for a in arguments])
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def plan(capsys: pytest.CaptureFixture[str], config: Path, *more: object) -> str:
+    code, out, err = run(capsys, "plan", "--config", config, "--mesh", "dp=2,tp=2", "--seq", 16, *more)
+    assert code == 0, err
+    return out
+
+
+def test_plan_as_json_says_everything(capsys: pytest.CaptureFixture[str], config: Path, tmp_path: Path) -> None:
+    options = ("--batch", 8, "--zero", 3, "--sequence-parallel", "--micro-batches", 2)
+    found: dict[str, Any] = json.loads(plan(capsys, config, "--json", "--dump", tmp_path / "dump", *options))
+    assert found["mesh"] == {"dp": 2, "tp": 2} and found["ranks"] == 4
+    assert (found["options"]["zero"], found["options"]["sequence_parallel"], found["options"]["micro_batches"]) == (
+        3,
+        True,
+        2,
+    )
+    rows = {row["name"]: row for row in found["parameters"]}
+    query = rows["model.layers.{0..2}.self_attn.q_proj.weight"]
+    assert (query["count"], query["shape"], query["dtype"]) == (3, [32, 32], "bf16")
+    assert query["bytes"] == 3 * 2 * 32 * 32 // 4
+    assert query["axes"]["tp"] == {"stored": "S(0)", "used": "S(0)", "reason": "heads kept whole"}
+    assert (query["axes"]["dp"]["stored"], query["axes"]["dp"]["used"]) == ("S(0)", "R")
+    assert sum(row["bytes"] for row in rows.values()) == found["memory"]["parameters"]
+    assert found["memory"]["inputs"] == 2 * 8 * 4 * 16  # the whole batch is 8: 4 for each dp rank, in 2 micro-batches
+    assert found["memory"]["accumulated"] > 0
+    assert found["streams"][0]["node"] == "embedding"
+    kinds = {(row["axis"], row["kind"]) for row in found["communication"]}
+    assert {("dp", "all_gather"), ("dp", "reduce_scatter"), ("tp", "all_gather"), ("tp", "reduce_scatter")} <= kinds
+    assert found["runs"]["forward"]["times"] == 2
+    assert {"plan.json", "report.html"} <= {p.name for p in (tmp_path / "dump").iterdir()}
+
+
+def test_plan_as_tables_shows_the_same_numbers(capsys: pytest.CaptureFixture[str], config: Path) -> None:
+    found, text = json.loads(plan(capsys, config, "--json")), plan(capsys, config)
+    for row in found["parameters"]:
+        assert row["name"] in text
+    for line in ("S(0)", "heads kept whole", "pending sum", "input input_ids"):
+        assert line in text
+    for name in ("parameters", "gradients", "optimizer", "saved", "peak"):
+        assert human_bytes(found["memory"][name]) in text
+    sums = next(row for row in found["communication"] if (row["axis"], row["kind"]) == ("tp", "all_reduce"))
+    assert f"{sums['calls']} │" in text and human_bytes(sums["bytes"]) in text
+    assert "LlamaForCausalLM (bfloat16), input_ids [2, 16]" in text  # one example per dp rank when none is asked for
+
+
+@pytest.mark.parametrize(
+    ("level", "line"),
+    [
+        ("global", "model.layers.0.self_attn.q_proj"),
+        ("typed", "convert("),
+        ("local", "exchange("),
+        ("forward", "autopar.all_reduce("),
+        ("backward", "autopar.attention_backward("),
+    ],
+)
+def test_show_prints_one_level(capsys: pytest.CaptureFixture[str], config: Path, level: str, line: str) -> None:
+    code, out, _ = run(capsys, "show", "--config", config, "--mesh", "tp=2", "--seq", 16, "--level", level)
+    assert code == 0
+    assert line in out and out.splitlines()[-1].startswith("return (")
+
+
+BAD: list[tuple[str, list[object], str]] = [
+    ("axis", ["--mesh", "dq=2"], "unknown axis 'dq'; the axes are"),
+    ("mesh", ["--mesh", "two"], "expected name=size pairs"),
+    ("unplanned axis", ["--mesh", "pp=2,tp=2"], "found pp=2"),
+    ("heads", ["--mesh", "tp=3"], "attention heads must divide over axis 'tp' of size 3, found 4"),
+    ("batch", ["--mesh", "dp=3", "--batch", 4], "the batch of 4 does not divide"),
+    ("sequence", ["--mesh", "tp=2", "--sequence-parallel", "--seq", 15], "pad to 16"),
+    ("dtype", ["--mesh", "tp=2", "--dtype", "int3"], "the dtypes are float64"),
+    ("zero", ["--mesh", "tp=2", "--zero", 2], "choose from"),
+    ("number", ["--mesh", "tp=2", "--batch", 0], "expected a positive whole number"),
+    ("no mesh", [], "--mesh"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])
+def test_bad_options(capsys: pytest.CaptureFixture[str], config: Path, options: list[object], message: str) -> None:
+    code, out, err = run(capsys, "plan", "--config", config, "--seq", 16, *options)
+    assert code == 2 and not out
+    assert message in err and len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "no file"),
+        ("{", "is not JSON"),
+        ("[1]", "has no model_type"),
+        ('{"vocab_size": 3}', "has no model_type"),
+        ('{"model_type": "lama"}', "no model_type 'lama'"),
+        (json.dumps(BERT), "bert has 32 positions (max_position_embeddings), found a length of 64"),
+    ],
+)
+def test_bad_configs(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str | None, message: str) -> None:
+    path = tmp_path / "config.json"
+    if text is not None:
+        path.write_text(text)
+    code, out, err = run(capsys, "plan", "--config", path, "--mesh", "tp=2", "--seq", 64)
+    assert code == 2 and not out
+    assert message in err and len(err.strip().splitlines()) == 1
+
+
+def test_the_kind_of_model_follows_from_the_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(BERT))
+    code, out, _ = run(
+        capsys, "plan", "--config", tmp_path, "--mesh", "tp=2", "--seq", 32, "--dtype", "float32", "--json"
+    )
+    assert code == 0
+    assert json.loads(out)["model"] == "BertForMaskedLM (float32), input_ids [1, 32], labels [1, 32]"
+
+
+def test_verify_and_demo_hand_over(
+    capsys: pytest.CaptureFixture[str], config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    for name in ("verify", "demo"):
+        module = ModuleType(f"autopar.{name}")
+        module.main = lambda *args, **facts: calls.append((args, facts)) or 1  # type: ignore[attr-defined,func-returns-value]
+        monkeypatch.setitem(sys.modules, f"autopar.{name}", module)
+    code, _, _ = run(capsys, "verify", "--config", config, "--mesh", "dp=2,tp=2", "--zero", 3)
+    assert code == 1  # a mismatch
+    assert run(capsys, "demo")[0] == 1
+    (model, mesh, options), facts = calls[0]
+    assert (model.model_type, mesh, options) == ("llama", Mesh.of(dp=2, tp=2), Options(zero=3))
+    assert facts == {"seq": 16, "batch": 4, "dtype": torch.float64}
+
+
+def test_names_of_repeated_layers_are_joined() -> None:
+    assert compressed(["a.w"]) == "a.w"
+    assert compressed(["a.0.w", "a.1.w"]) == "a.{0,1}.w"
+    assert compressed(["a.0.w", "a.1.w", "a.2.w", "a.5.w"]) == "a.{0..2,5}.w"
+    assert compressed([f"a.{i}.e.{j}.w" for i in range(2) for j in range(4)]) == "a.{0,1}.e.{0..3}.w"
+    assert compressed(["a.0.e.0", "a.1.e.1"]) == "a.{0,1}.e.{0,1} (2 of 4)"
+
+
+def test_it_runs_as_a_module() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "autopar", "plan", "--help"], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0
+    assert "over all ranks and micro-batches" in " ".join(done.stdout.split())

@@ -1,0 +1,164 @@
+"""Placements: text, pieces and joins, duality, and every row of the conversion table forward and backward."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.conversions import exchange
+from autopar.mesh import Mesh
+from autopar.placement import (
+    CONVERSIONS,
+    INVARIANT,
+    PARTIAL,
+    REPLICATE,
+    Placement,
+    Shard,
+    check_shard,
+    conversion,
+    dual,
+    join,
+    local_shape,
+    nested_piece,
+    nested_shape,
+    parse_placement,
+    piece,
+    transpose,
+)
+from tests.harness import gather, scatter
+from tests.simulate import simulate
+
+R, I, P = REPLICATE, INVARIANT, PARTIAL
+shards = st.builds(Shard, st.integers(0, 3), st.lists(st.integers(1, 64), max_size=5).map(tuple))
+placements = st.one_of(st.sampled_from([R, I, P]), shards)
+
+
+@given(placements)
+def test_text_round_trip(p: Placement) -> None:
+    assert parse_placement(str(p)) == p
+
+
+def test_text() -> None:
+    assert str(Shard(0, (32, 16, 16))) == "S(0;32,16x2)"
+    assert str(Shard(1, (8,))) == "S(1)"
+    for text in ("S", "S(-1)", "S(0;)x", "Q", "S(0;a)"):
+        with pytest.raises(ValueError, match="expected R, I, P, S"):
+            parse_placement(text)
+
+
+@given(placements, placements)
+def test_duality(a: Placement, b: Placement) -> None:
+    assert dual(dual(a)) == a
+    src, dst = transpose(a, b)
+    assert (src, dst) == (dual(b), dual(a))
+    assert transpose(src, dst) == (a, b)
+
+
+def test_the_table_is_closed_under_transposition() -> None:
+    """What can be converted has a gradient that can, and one that moves as many bytes the other way."""
+    kinds: dict[type, Placement] = {type(R): R, type(I): I, type(P): P, Shard: Shard(0)}
+    pairs = {"all_gather": {"reduce_scatter", "slice"}, "reduce_scatter": {"all_gather"}, "slice": {"all_gather", "pad"}, "pad": {"slice"},
+             "all_to_all": {"all_to_all"}, "divide": {"divide"}, "none": {"all_reduce"}, "all_reduce": {"none", "all_reduce"}}  # fmt: skip
+    for (a, b), kind in CONVERSIONS.items():
+        src, dst = kinds[a], Shard(1) if b is Shard else kinds[b]
+        assert conversion(*transpose(src, dst)) in pairs[kind], (src, dst)
+
+
+def test_what_no_communication_makes_right() -> None:
+    for src, dst in ((R, I), (I, P)):
+        with pytest.raises(ValueError, match="no conversion"):
+            conversion(src, dst)
+
+
+# --- pieces -----------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> tuple[torch.Tensor, Shard, int]:
+    """A tensor, a Shard that fits it, a number of ranks."""
+    ranks = draw(st.integers(1, 4))
+    blocks = tuple(ranks * n for n in draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
+    dim = draw(st.integers(0, 2))
+    shape = [2, 3, 4]
+    shape[dim] = sum(blocks)
+    return torch.arange(torch.Size(shape).numel()).reshape(shape), Shard(dim, blocks), ranks
+
+
+@given(cuts())
+def test_join_is_the_inverse_of_piece(cut: tuple[torch.Tensor, Shard, int]) -> None:
+    x, shard, ranks = cut
+    pieces = [piece(x, shard, ranks, i) for i in range(ranks)]
+    assert all(p.shape == local_shape(x.shape, shard, ranks) for p in pieces)
+    assert torch.equal(join(pieces, shard), x)
+
+
+@given(cuts(), st.integers(1, 3))
+def test_axes_nest(cut: tuple[torch.Tensor, Shard, int], outer: int) -> None:
+    """tp cuts first, dp cuts what tp left; gather takes it apart in the other order."""
+    x, shard, ranks = cut
+    x = x.repeat_interleave(outer, (shard.dim + 1) % 3)
+    mesh = Mesh.of(dp=outer, tp=ranks)
+    placed: dict[str, Placement] = {"tp": shard, "dp": Shard((shard.dim + 1) % 3)}
+    pieces = [nested_piece(x, placed, mesh.cut_order, c) for c in mesh.coordinates()]
+    assert {tuple(p.shape) for p in pieces} == {nested_shape(x.shape, placed, mesh.cut_order)}
+    assert torch.equal(gather(pieces, placed, mesh), x)
+
+
+def test_blocks_keep_heads_together() -> None:
+    """Fused q, k, v of 4, 2, 2 rows: each rank holds half of each."""
+    x = torch.arange(8)
+    assert piece(x, Shard(0, (4, 2, 2)), 2, 1).tolist() == [2, 3, 5, 7]
+
+
+@given(st.integers(1, 40), st.lists(st.integers(1, 12), min_size=2, max_size=4), st.integers(1, 4))
+def test_check_shard(size: int, blocks: list[int], ranks: int) -> None:
+    shard = Shard(0, tuple(blocks))
+    if sum(blocks) == size and not any(b % ranks for b in blocks):
+        check_shard(size, shard, ranks)
+        return
+    with pytest.raises(ValueError, match="sum to" if sum(blocks) != size else "does not divide over"):
+        check_shard(size, shard, ranks)
+
+
+# --- conversions ------------------------------------------------------------------------------------------------------
+
+S0, S1, B1 = Shard(0), Shard(1), Shard(1, (6, 3, 3))
+ROWS = [
+    (I, R), (P, I), (P, R), (P, S0), (P, B1), (S0, R), (B1, R), (S0, I), (B1, I), (I, S1), (I, B1), (R, S0), (R, B1), (S0, S1), (B1, S0),
+    (S1, B1), (S0, P), (B1, P), (R, P), (R, R), (S0, S0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("src, dst", ROWS, ids=str)
+def test_conversion_forward_and_backward(src: Placement, dst: Placement) -> None:
+    """The whole value is the same before and after, and so is the whole gradient."""
+    torch.manual_seed(0)
+    mesh = Mesh.of(tp=3)
+    whole, tangent = torch.randn(6, 12, dtype=torch.float64), torch.randn(6, 12, dtype=torch.float64)
+    for value, a, b in ((whole, src, dst), (tangent, dual(dst), dual(src))):
+        graph = torch.fx.Graph()
+        x = graph.placeholder("x")
+        x.meta["val"] = torch.empty(local_shape((6, 12), a, 3), dtype=torch.float64)
+        graph.output((graph.call_function(exchange, (x, "tp", 3, str(a), str(b))),))
+        gm = _lowered(torch.fx.GraphModule({}, graph), scatter(value, {"tp": a}, mesh)[0])
+        out = [o[0] for o in simulate(gm, [[x] for x in scatter(value, {"tp": a}, mesh)], mesh)]
+        assert all(o.shape == torch.Size(local_shape((6, 12), b, 3)) for o in out)
+        torch.testing.assert_close(gather(out, {"tp": b}, mesh), value, rtol=1e-12, atol=1e-12)
+
+
+def _lowered(gm: torch.fx.GraphModule, example: torch.Tensor) -> torch.fx.GraphModule:
+    """exchange as raw collectives."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    return make_fx(gm, tracing_mode="fake")(example)
+
+
+def test_every_row_of_the_table_is_tried() -> None:
+    tried = {(type(a), type(b)) for a, b in ROWS}
+    assert set(CONVERSIONS) <= tried
+    assert not [p for p in itertools.product((R, I, P, S0), repeat=2) if p[0] != p[1] and (type(p[0]), type(p[1])) in CONVERSIONS and
+                (type(p[0]), type(p[1])) not in tried]  # fmt: skip
