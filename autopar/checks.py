@@ -46,12 +46,18 @@ def check_placements(gm: GraphModule, ctx: Context) -> None:
     With the duality of the conversion table this proves that each parameter's gradient arrives with the
     parameter's own placement.
     """
+    check_types(gm, ctx)
+    for axis in ctx.mesh.cut_order:
+        _check_inputs(gm, axis, ctx)
+        _check_outputs(gm, axis)
+
+
+def check_types(gm: GraphModule, ctx: Context) -> None:
+    """Every op's operands fit its rule, every conversion is in the table: `check_placements` without what the plan promises."""
     for axis in ctx.mesh.cut_order:
         for node in gm.graph.nodes:
             if node.op == "call_function":
                 _check_call(node, axis, ctx)
-        _check_inputs(gm, axis, ctx)
-        _check_outputs(gm, axis)
 
 
 def _check_call(node: Node, axis: str, ctx: Context) -> None:

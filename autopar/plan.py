@@ -63,7 +63,7 @@ class Plan:
 
     ``parameters``: name -> axis -> ParameterPlan (absent: Invariant). ``inputs``: name -> axis -> placement.
     ``notes``: (subject, reason) pairs for what was left whole, and why. ``overrides``: the user's choices, kept so that the plans
-    of further batch shapes follow them.
+    of further batch shapes follow them. ``slices``: parts of whole weights that enter compute cut on tp, by node.
     """
 
     mesh: Mesh
@@ -74,6 +74,7 @@ class Plan:
     streams: tuple[Stream, ...] = ()
     notes: tuple[tuple[str, str], ...] = ()
     overrides: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    slices: Mapping[str, Placement] = field(default_factory=dict)
 
     def parameter(self, name: str, axis: str) -> ParameterPlan:
         return self.parameters.get(name, {}).get(axis, ParameterPlan())
@@ -120,6 +121,7 @@ class Plan:
             lines.append(f"  input {name:<54} {shown}")
         for s in self.streams:
             lines.append(f"  stream from {s.node:<48} tp: S({s.dim})  {s.reason}")
+        lines += [f"  slice {name:<54} tp: {p}  of a whole fused weight" for name, p in self.slices.items()]
         lines += [f"  note {subject}: {reason}" for subject, reason in self.notes]
         return "\n".join(lines)
 
@@ -136,6 +138,7 @@ class Plan:
                 "inputs": {name: {a: str(p) for a, p in axes.items()} for name, axes in self.inputs.items()},
                 "streams": [[s.node, s.dim, s.reason] for s in self.streams],
                 "notes": [list(n) for n in self.notes],
+                "slices": {name: str(p) for name, p in self.slices.items()},
                 "overrides": {name: dict(axes) for name, axes in self.overrides.items()},
             },
             indent=1,
@@ -159,6 +162,7 @@ class Plan:
                 streams=tuple(Stream(n, d, r) for n, d, r in data["streams"]),
                 notes=tuple((s, r) for s, r in data["notes"]),
                 overrides=data["overrides"],
+                slices={name: parse_placement(p) for name, p in data["slices"].items()},
             )
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"plan: expected the JSON of a plan, found {error!r}; write it with plan.to_json()") from error

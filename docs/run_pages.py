@@ -3,9 +3,9 @@
 python docs/run_pages.py            runs the pages and rewrites their output blocks
 python docs/run_pages.py --check    runs the pages and fails where a page shows something else
 
-The ```python blocks of a page run in order in one namespace. A ```text block right behind one shows what it prints; a block that
-prints has one. ```python file=train.py is written to a file of that name first, and not run: later blocks may import it. What a
-page enters into the tables of rules, rewrites and adapters is taken out again when it ends.
+The ```python blocks of a page run in order in one namespace. A ```text block right behind one shows what it prints; a
+block that prints has one. ```python file=train.py is written to a file of that name, and not run: later blocks may
+import it. What a page enters into the tables of rules, rewrites and adapters is taken out again when it ends.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import io
+import linecache
 import re
 import sys
 import tempfile
@@ -34,7 +35,7 @@ _FENCED = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.MULTILINE | re
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block: its language, the file it is written to ("" for none), its text, and where it is in the page."""
+    """One fenced block: language, the file it is written to ("" for none), text, and where it is in the page."""
 
     language: str
     file: str
@@ -49,7 +50,7 @@ def blocks_of(page: str) -> list[Block]:
 
 
 def run(page: str, name: str = "page") -> str:
-    """The page with the output that its code gives now. An error in the code is an error here, with the page's lines."""
+    """The page with the output that its code gives now. An error of the code comes out, with the page's lines."""
     blocks = blocks_of(page)
     space: dict[str, object] = {"__name__": f"docs_{name}"}
     out, done = [], 0
@@ -76,12 +77,14 @@ def run(page: str, name: str = "page") -> str:
 def _execute(block: Block, page: str, name: str, space: dict[str, object]) -> str:
     """What a block prints, without trailing blanks."""
     line = page.count("\n", 0, block.start) + 1
-    code = compile("\n" * line + block.text, f"{name}.md", "exec")  # errors then name the page's lines
+    file, text = f"{name}.md", "\n" * line + block.text  # errors then name the page's lines, and show them
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    code = compile(text, file, "exec")
     stdout = io.StringIO()
     with contextlib.redirect_stdout(stdout):
         exec(code, space)
-    text = "\n".join(x.rstrip() for x in stdout.getvalue().splitlines()).strip("\n")
-    return f"{text}\n" if text else ""
+    printed = "\n".join(x.rstrip() for x in stdout.getvalue().splitlines()).strip("\n")
+    return f"{printed}\n" if printed else ""
 
 
 @contextlib.contextmanager

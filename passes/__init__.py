@@ -7,9 +7,10 @@ from autopar.passes.localize_shapes import LocalizeShapes
 from autopar.passes.normalize import Normalize
 from autopar.passes.prefetch_gathers import PrefetchGathers
 from autopar.passes.propagate_placements import PropagatePlacements
+from autopar.passes.simplify_arithmetic import SimplifyArithmetic
 from autopar.passes.simplify_views import SimplifyViews
 from autopar.passes.split_biases import SplitBiases
 
 GLOBAL_PASSES: tuple[Pass, ...] = (Normalize(), ExpandKvHeads())
 PLACEMENT_PASSES: tuple[Pass, ...] = (SplitBiases(), PropagatePlacements(), LocalizeShapes())
-STEP_PASSES: tuple[Pass, ...] = (SimplifyViews(), PrefetchGathers(), BucketGradients())
+STEP_PASSES: tuple[Pass, ...] = (SimplifyViews(), SimplifyArithmetic(), PrefetchGathers(), BucketGradients())

@@ -1,28 +1,35 @@
-"""expand_kv_heads: repeat key and value heads where a tensor parallel axis has more ranks than there are kv heads.
+"""expand_kv_heads: repeat key and value heads where a tensor parallel axis does not divide them.
 
 Consumes    a normalised global graph; reads only the mesh.
-Guarantees  every attention's kv heads divide over the tp axis where repeating them can make it so.
-Leaves      the result: a query head still attends to its own kv head. Each rank then slices what it needs, and
-            the gradients of the copies are summed.
+Guarantees  every attention's kv heads divide over the tp axis where repeating them within their groups can make it so; if they come out
+            of a fused projection, the projection is taken apart, so that its query part can still be cut.
+Leaves      the result: a query head attends to its own kv head. Each rank slices what it needs, and the gradients of the
+            copies are summed.
 
     attention(q, k, v)      -->    attention(q, repeat_interleave(k, 2, 1), repeat_interleave(v, 2, 1))   # 2 kv heads, tp=4
+
+    q, k, v = split(linear(x, w), [32, 16, 16])
+                            -->    wq, wk, wv = split(w, [32, 16, 16]); q = linear(x, wq); k = ...; v = ...
 """
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.graph import arguments, insert_call, is_call, set_argument, shape
+from autopar.graph import arguments, fake_mode, insert_call, is_call, remove_dead_code, set_argument, shape, tensor_operands
 from autopar.pass_manager import Context
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class ExpandKvHeads:
-    """Repeats kv heads to the number of ranks."""
+    """Repeats kv heads until they divide over tp."""
 
     name: ClassVar[str] = "expand_kv_heads"
     requires: ClassVar[tuple[str, ...]] = ("functional",)
@@ -34,15 +41,59 @@ class ExpandKvHeads:
             if not is_call(node, torch.ops.autopar.attention.default):
                 continue
             args = arguments(node)
-            heads, kv_heads = shape(args["q"])[1], shape(args["k"])[1]
-            if kv_heads % ranks and ranks % kv_heads == 0 and heads % ranks == 0 and kv_heads > 1:
+            times = repeats(shape(args["q"])[1], shape(args["k"])[1], ranks)
+            if times > 1:
                 for name in ("k", "v"):
-                    set_argument(node, name, _repeated(gm, node, args[name], ranks // kv_heads))
+                    _take_apart(gm, args[name])
+                    set_argument(node, name, _repeated(gm, node, arguments(node)[name], times))
+        remove_dead_code(gm)
         gm.recompile()
         return gm
 
 
+def repeats(heads: int, kv_heads: int, ranks: int) -> int:
+    """How often to repeat each kv head: the least divisor of the group that makes them divide over the ranks; 1 if none does,
+    or if the query heads of a single kv head (MQA) can be cut without."""
+    group = heads // kv_heads
+    fitting = [r for r in range(1, group + 1) if group % r == 0 and (kv_heads * r) % ranks == 0]
+    return fitting[0] if fitting and kv_heads > 1 else 1
+
+
 def _repeated(gm: GraphModule, node: Node, x: Node, times: int) -> Node:
-    op = torch.ops.aten.repeat_interleave.self_int
+    op = aten.repeat_interleave.self_int
     val = x.meta["val"].repeat_interleave(times, 1)
     return insert_call(gm.graph, node, op, (x, times, 1), x, val, f"{x.name}_repeated")
+
+
+def _take_apart(gm: GraphModule, x: Node) -> None:
+    """If a value is a part of a fused projection's result, split the projection's weight instead of its result."""
+    queue, seen = [x], set[Node]()
+    while queue:
+        node = queue.pop()
+        if node in seen or node.op != "call_function":
+            continue
+        seen.add(node)
+        if is_call(node, aten.linear.default):
+            split = next((u for u in node.users if is_call(u, aten.split_with_sizes.default)), None)
+            if split is not None and len(node.users) == 1 and arguments(split)["dim"] % len(shape(node)) == len(shape(node)) - 1:
+                _split_weight(gm, node, split)
+            continue  # what is behind a projection is no part of it
+        queue += tensor_operands(node)
+
+
+def _split_weight(gm: GraphModule, linear: Node, split: Node) -> None:
+    args, sizes = arguments(linear), list(arguments(split)["split_sizes"])
+
+    def call(target: Any, *operands: Any) -> Node:
+        with fake_mode(gm):
+            val = target(*torch.fx.node.map_arg(operands, lambda n: n.meta["val"]))
+        return insert_call(gm.graph, linear, target, operands, linear, val)
+
+    weights = call(aten.split_with_sizes.default, args["weight"], sizes, 0)
+    biases = call(aten.split_with_sizes.default, args["bias"], sizes, 0) if args["bias"] is not None else None
+    for part in list(split.users):
+        i = part.args[1]
+        bias = call(operator.getitem, biases, i) if biases is not None else None
+        new = call(aten.linear.default, args["input"], call(operator.getitem, weights, i), bias)
+        part.replace_all_uses_with(new)
+        gm.graph.erase_node(part)

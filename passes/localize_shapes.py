@@ -165,6 +165,7 @@ def _groups(local: _Local) -> None:
     groups = int(local.args["groups"])
     if groups > 1:
         channels = len(global_shape(local.args["input"])) - len(global_shape(local.args["weight"])) + 1
+        local.node.meta["global_groups"] = groups
         into, out = local.cut_axes("input", channels), local.cut_axes("weight", 0)
         for axis in set(into) & set(out):
             groups //= local.mesh.size(axis)

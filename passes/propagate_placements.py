@@ -216,6 +216,8 @@ class _Sweep:
         if used is not None and used != placement(x, self.axis):
             return used
         have = placement(x, self.axis)
+        if self.axis == "tp" and x.name in self.plan.slices:
+            return self.plan.slices[x.name]
         if isinstance(have, Partial):
             resolved = [p for p in self.versions.get(x, {}) if not isinstance(p, Partial)]
             return resolved[0] if resolved else have
@@ -239,6 +241,8 @@ class _Sweep:
         weight = {"none": 0.0, "slice": 1e-3, "divide": 1e-3, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}
         if isinstance(src, Replicate) and isinstance(dst, Invariant):
             return float("inf") if has_gradient(x) else 0.0
+        if isinstance(src, Invariant) and isinstance(dst, Partial):
+            return float("inf")  # whole values are nobody's own part of a sum
         return weight[conversion(src, dst)] * nbytes(x)
 
     def _converted(self, x: Node, need: Placement, before: Node) -> Node:

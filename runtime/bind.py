@@ -22,6 +22,7 @@ from torch.fx.graph import CodeGen
 from autopar.adapters.operators import OpOverload, argument_defaults, name_of, returns_alias
 from autopar.collectives import COLLECTIVES, LOCAL
 from autopar.runtime import comm
+from autopar.runtime.calls import shorten
 from autopar.runtime.comm import Ledger, Traffic, finish, traffic_of
 from autopar.runtime.functional import LOWERINGS
 from autopar.runtime.groups import Groups
@@ -114,6 +115,7 @@ def _lower(gm: GraphModule, groups: Groups) -> GraphModule:
             new[node] = graph.call_function(_local_of(node, groups), (new[named_arguments(node)["x"]],))
         elif node.op != "call_function" or node.target not in COLLECTIVES:
             new[node] = graph.node_copy(node, new.__getitem__)
+            shorten(new[node])
             if node.op == "placeholder":
                 new[node].target = new[node].name  # else generated code renames arguments one by one, over each other
     graph.set_codegen(_BoxedCode())

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate as TorchReplicate
 from torch.distributed.tensor.placement_types import Shard as TorchShard
 
-from autopar.adapters.dtensor import local_of
+from autopar.adapters.dtensor import alike, local_of
 from autopar.parameter import ParameterSpec
 from autopar.placement import nested_piece
 from autopar.runtime.groups import Groups
@@ -70,7 +70,8 @@ def local_tensor(x: Tensor) -> Tensor:
 def set_gradient(parameter: nn.Parameter, local: Tensor, spec: ParameterSpec, groups: Groups) -> None:
     """Accumulate this rank's piece of the gradient into ``parameter.grad``, in the parameter's own layout."""
     if parameter.grad is None:
-        parameter.grad = wrap(local, spec, groups)
+        same = type(parameter) is DTensor and local.shape == local_of(parameter).shape and local.dtype == parameter.dtype
+        parameter.grad = alike(local.detach(), parameter) if same else wrap(local, spec, groups)
     else:
         local_tensor(parameter.grad).add_(local)
 

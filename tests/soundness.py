@@ -20,6 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 from autopar.adapters.aot import joint_graph
 from autopar.adapters.fake import new_mode
 from autopar.capture import InputSpec, Signature
+from autopar.checks import PlacementError, check_types
 from autopar.conversions import conversion_of, is_conversion
 from autopar.graph import has_gradient, mark_gradients, output_node, placement, tensor_operands
 from autopar.mesh import Mesh
@@ -281,6 +282,7 @@ def compare(sample: Sample, placements: Typed, mesh: Mesh, whole: Whole) -> str:
     try:
         gm = LocalizeShapes().apply(typed(sample, placements, mesh), Context(mesh))
         results = [{a: placement(n, a) for a in mesh.cut_order} for n in output_node(gm).args[0]]  # type: ignore[union-attr]
+        check_types(gm, Context(mesh))
         _clone_outputs(gm)
         joint = joint_graph(gm, [sample.wants(x) and any(t is not None for t in whole.tangents) for x in sample.tensors])
         fed = [scatter(x, p, mesh) for x, p in zip(sample.tensors, placements, strict=True)]
@@ -289,7 +291,7 @@ def compare(sample: Sample, placements: Typed, mesh: Mesh, whole: Whole) -> str:
                 fed.append(scatter(t, {a: dual(q) for a, q in p.items()}, mesh))
         with torch.no_grad():
             out = simulate(joint, list(zip(*fed)) if fed else [()] * mesh.world_size, mesh)
-    except (AssertionError, RuntimeError, ValueError, IndexError, TypeError) as error:
+    except (AssertionError, RuntimeError, ValueError, IndexError, TypeError, PlacementError) as error:
         return f"{type(error).__name__}: {str(error)[:300]}"
     count = len(whole.results)
     for i, (expected, p) in enumerate(zip(whole.results, results, strict=True)):

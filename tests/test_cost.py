@@ -153,7 +153,7 @@ def ring(kind: str, size: int, n: int) -> int:
 
 
 def test_tensor_parallel_layer_all_reduces_four_times() -> None:
-    """Megatron-LM: after each of the two row-parallel products forward, and before each column-parallel one backward."""
+    """Megatron-LM: after each row-parallel product forward, and before each column-parallel one backward."""
     two, one = (step_communication(compiled("tp=4", layers))["tp", "all_reduce"] for layers in (2, 1))
     assert (two.calls - one.calls, two.bytes - one.bytes) == (4, 4 * ring("all_reduce", 2 * BATCH * SEQ * HIDDEN, 4))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +90,7 @@ def test_output_goes_behind_its_code(runner: ModuleType) -> None:
 def test_an_error_names_the_line_of_the_page(runner: ModuleType) -> None:
     with pytest.raises(ZeroDivisionError) as found:
         runner.run("one\n\n```python\nx = 1\nx / 0\n```\n", "page")
-    assert (found.traceback[-1].path.name, found.traceback[-1].lineno + 1) == ("page.md", 5)
+    assert 'File "page.md", line 5' in "".join(traceback.format_exception(found.value))
 
 
 def test_what_a_page_adds_is_gone_afterwards(runner: ModuleType) -> None:

@@ -28,3 +28,9 @@ def record_of(x: DTensor) -> DTensorSpec:
 def local_of(x: DTensor) -> Tensor:
     """The local tensor itself, without a view and without autograd."""
     return x._local_tensor
+
+
+def alike(local: Tensor, x: DTensor) -> DTensor:
+    """A DTensor over ``local`` with the layout of ``x``, which is not made (and checked) anew: the layout of a gradient."""
+    out: DTensor = DTensor.__new__(DTensor, local, x._spec, requires_grad=False)
+    return out

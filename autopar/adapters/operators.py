@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from torch._library.custom_ops import OPDEFS
 from torch._ops import OpOverload
 
-__all__ = ["OpOverload", "argument_defaults", "makes_tensors", "mutates", "name_of", "returns_alias"]
+__all__ = ["OpOverload", "argument_defaults", "kernel_of", "makes_tensors", "mutates", "name_of", "returns_alias"]
 
 
 def argument_defaults(op: OpOverload) -> dict[str, Any]:
@@ -32,3 +34,12 @@ def makes_tensors(op: OpOverload) -> bool:
 def returns_alias(op: OpOverload) -> bool:
     """Whether the schema says that a result shares storage with an argument."""
     return any(r.alias_info is not None for r in op._schema.returns)
+
+
+def kernel_of(op: OpOverload) -> Callable[..., Any] | None:
+    """The Python function behind a `torch.library.custom_op` that has one for all devices: calling it skips what the
+    dispatcher does for autograd and tracing. None for any other operator."""
+    definition = OPDEFS.get(name_of(op))
+    if definition is None or set(definition._backend_fns) - {None}:
+        return None
+    return definition._init_fn

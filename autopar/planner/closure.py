@@ -49,6 +49,7 @@ class Closure:
     absorbed: list[Node] = field(default_factory=list)
     entries: dict[Node, int] = field(default_factory=dict)  # whole value that enters a cut region -> bytes
     boundaries: list[Node] = field(default_factory=list)
+    slices: dict[Node, Shard] = field(default_factory=dict)  # parts of whole weights of which each rank takes a slice
     products: int = 0  # multiplications that are cut, in elements of weights
 
     @property
@@ -171,11 +172,20 @@ class _Search:
         if is_call(node, *BOUNDARIES):
             self.closure.boundaries.append(node)
             return
+        if self._part_of_weight(node):
+            self.closure.boundaries.append(node)
+            self.closure.slices[node] = self.closure.facts[node]
+            return
         index = getitem_index(node)
         if index is not None:
             self._visit(node.args[0], result=index, value=node)  # type: ignore[arg-type]
         else:
             self._visit(node, result=0, value=node)
+
+    def _part_of_weight(self, node: Node) -> bool:
+        """A part of a fused weight whose other parts cannot be cut with it: the weight stays whole, each rank slices the part."""
+        split = node.args[0] if getitem_index(node) is not None else None
+        return isinstance(split, Node) and is_call(split, torch.ops.aten.split_with_sizes.default) and split.args[0] in self.analysis.parameters
 
     def _visit(self, call: Node, operand: Node | None = None, result: int | None = None, value: Node | None = None) -> None:
         """Meet one op, having cut one of its operands or results."""

@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from autopar.graph import global_shape
 from autopar.mesh import Mesh
 from autopar.placement import INVARIANT, REPLICATE, Placement, Shard, local_shape
-from autopar.plan import Options, ParameterPlan, Plan, graph_digest
+from autopar.plan import Options, ParameterPlan, Plan, Stream, graph_digest
 from autopar.planner.closure import Analysis
 from autopar.planner.sequence import find_streams
 from autopar.planner.tensor_parallel import plan_tensor_parallel
@@ -39,11 +39,13 @@ def make_plan(
     names = {n: s.name for n, s in _nodes(gm) if s.kind == "parameter"}
     parameters: dict[str, dict[str, ParameterPlan]] = {name: {} for name in names.values()}
     notes: list[tuple[str, str]] = []
-    streams = ()
+    streams: tuple[Stream, ...] = ()
+    slices: dict[str, Placement] = {}
     if mesh.size("tp") > 1:
         analysis = Analysis(gm, mesh, "tp")
         keep = {n: p.stored for n, name in names.items() if isinstance((p := _fixed(fixed, name, "tp")).stored, Shard)}
         chosen = plan_tensor_parallel(analysis, names, keep)  # type: ignore[arg-type]
+        slices |= chosen.slices
         for name, decision in chosen.parameters.items():
             parameters[name]["tp"] = decision
         if fixed is not None:
@@ -62,7 +64,7 @@ def make_plan(
         for axes in parameters.values():
             axes["mb"] = ParameterPlan(INVARIANT, REPLICATE, "gradients of micro-batches are added up")
     inputs = _inputs(gm, mesh, options.micro_batches, replicated_inputs)
-    plan = Plan(mesh, digest, options, parameters, inputs, streams, tuple(notes))
+    plan = Plan(mesh, digest, options, parameters, inputs, streams, tuple(notes), slices=slices)
     overrides = fixed.overrides if fixed is not None else {}
     return plan.override({n: axes for n, axes in overrides.items() if n in plan.parameters or n in plan.inputs})
 

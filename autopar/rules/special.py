@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from autopar.conversions import conversion_of
+from autopar.conversions import conversion_of, is_conversion
 from autopar.mesh import AXES
 from autopar.placement import Placement, Shard
 from autopar.rules.builders import UNARY, broadcast_dims, named_dims
@@ -75,7 +75,7 @@ def dropout(call: Call) -> Rule:
 def convolution(call: Call) -> Rule:
     """x (b, g·ci, ...), w (g·co, ci, ...) -> (b, g·co, ...). Spatial dims are blocked: windows overlap."""
     source, weight, result = call.shape("input"), call.shape("weight"), call.result
-    groups = int(call.args["groups"])
+    groups = int(call.node.meta.get("global_groups", call.args["groups"]))
     b = call.factor("b", source[0]) if len(source) == len(weight) else None
     lead = () if b is None else (b,)
     g, co, ci = call.factor("g", groups), call.factor("co", weight[0] // groups), call.factor("ci", weight[1])
@@ -254,6 +254,10 @@ def moe_combine(call: Call) -> Rule:
     h = call.factor("h", call.shape("rows")[1])
     rows: Dim = (*t, *k)
     blocked = {f: "the experts of a token are summed" for f in k}
+    order = call.args["order"]
+    if call.axis == "tp" or (is_conversion(order) and conversion_of(order)[0] == call.axis):
+        # a slice of the rows of all tokens is not the rows of a slice of the tokens
+        blocked |= {f: "rows are sorted by expert, so only the rank that sorted them can tell whose they are" for f in t}
     return call.rule(
         [(rows, h), (rows,), (t, k)], [(t, h)], blocked=blocked, linear=(frozenset({0}),), keep_partial=True
     )
