@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,10 +52,13 @@ def check_placements(gm: GraphModule, ctx: Context) -> None:
         _check_outputs(gm, axis)
 
 
-def check_types(gm: GraphModule, ctx: Context) -> None:
-    """Every op's operands fit its rule, every conversion is in the table: `check_placements` without what the plan promises."""
+def check_types(gm: GraphModule, ctx: Context, nodes: Iterable[Node] | None = None) -> None:
+    """Every op's operands fit its rule, every conversion is in the table: `check_placements` without what the plan promises.
+
+    ``nodes``: only these (default: all).
+    """
     for axis in ctx.mesh.cut_order:
-        for node in gm.graph.nodes:
+        for node in gm.graph.nodes if nodes is None else nodes:
             if node.op == "call_function":
                 _check_call(node, axis, ctx)
 

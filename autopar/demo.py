@@ -2,8 +2,8 @@
 
     python -m autopar demo [--steps 300] [--mesh dp=2,tp=2] [--zero 3] [--out demo_output]
 
-The text is the Python standard library's own source code, as bytes. Both runs start from the same weights, see the same batches
-and use torch's AdamW; only the mesh differs. Shown are both loss curves, what a rank holds, and what it sends.
+The text is the Python standard library's own source code, as bytes. Both runs start from the same weights, see the same
+batches and use torch's AdamW; only the mesh differs. Shown are both loss curves, what a rank holds, and what it sends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from autopar.api import parallelize
-from autopar.graph import nbytes, output_node
+from autopar.graph import nbytes, outputs
 from autopar.mesh import Mesh
 from autopar.models.tiny import TINY
 from autopar.printing import human_bytes
@@ -87,9 +87,9 @@ def main(argv: list[str] | None = None) -> int:
 def _settings(argv: list[str] | None) -> Settings:
     parser = argparse.ArgumentParser(prog="autopar demo", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps of each run (default %(default)s)")
-    parser.add_argument("--mesh", default="dp=2,tp=2", help="axes and sizes, one process per rank (default %(default)s)")
+    parser.add_argument("--mesh", default="dp=2,tp=2", help="axes and sizes (default %(default)s)")
     parser.add_argument("--zero", type=int, default=3, help="0: whole parameters on dp, 3: cut (default %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("demo_output"), help="folder for results (default ./%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("demo_output"), help="results (default ./%(default)s)")
     chosen = parser.parse_args(argv)
     if chosen.steps < 1:
         raise ValueError(f"--steps must be at least 1, found {chosen.steps}")
@@ -144,9 +144,7 @@ def _optimizer(model: nn.Module, steps: int) -> tuple[torch.optim.Optimizer, Any
     return optimizer, schedule
 
 
-def _train(
-    model: nn.Module, step: Callable[[dict[str, Tensor]], Tensor], steps: int, label: str, shown: bool
-) -> Run:
+def _train(model: nn.Module, step: Callable[[dict[str, Tensor]], Tensor], steps: int, label: str, shown: bool) -> Run:
     """The training loop, with a progress bar on the rank that shows one."""
     run = Run()
     optimizer, schedule = _optimizer(model, steps)
@@ -160,7 +158,8 @@ def _train(
             start = time.perf_counter()
             loss = float(step(batch).detach())
             if not run.memory:
-                run.memory = {"parameters": _held(model.parameters()), "gradients": _held(p.grad for p in model.parameters())}
+                run.memory["parameters"] = _held(model.parameters())
+                run.memory["gradients"] = _held(p.grad for p in model.parameters())
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
@@ -184,18 +183,19 @@ def _on_mesh(settings: Settings) -> Run:
     """Runs on each rank."""
     torch.set_num_threads(1)
     mesh = init_mesh(device="cpu", **settings.mesh)
-    rank, options = torch.distributed.get_rank(), {"zero": settings.zero, "sequence_parallel": settings.mesh.get("tp", 1) > 1}
-    model = parallelize(build(), mesh, dump=str(settings.out / Path(REPORT).parent), **options)
+    model = parallelize(
+        build(), mesh, dump=str(settings.out / Path(REPORT).parent),
+        zero=settings.zero, sequence_parallel=settings.mesh.get("tp", 1) > 1,
+    )  # fmt: skip
     parts, mine = settings.mesh.get("dp", 1), mesh.get_local_rank("dp") if "dp" in settings.mesh else 0
 
     def step(batch: dict[str, Tensor]) -> Tensor:
         return model.train_step(**{k: v.chunk(parts)[mine] for k, v in batch.items()})
 
     label = f"{_words(settings.mesh)}, {math.prod(settings.mesh.values())} processes"
-    run = _train(model, step, settings.steps, f"{label:<32}", shown=rank == 0)
-    forward = model.compiled()[0].steps
-    saved = output_node(forward.forward).args[0][forward.outputs :]  # type: ignore[index]
-    run.memory[SAVED] = sum(nbytes(node) for node in saved)
+    run = _train(model, step, settings.steps, f"{label:<32}", shown=torch.distributed.get_rank() == 0)
+    steps = model.compiled()[0].steps
+    run.memory[SAVED] = sum(nbytes(node) for node in outputs(steps.forward)[steps.outputs :])
     run.traffic = {
         key: type(t)(t.calls // settings.steps, t.bytes // settings.steps) for key, t in model.traffic().items()
     }
@@ -242,8 +242,8 @@ def _show(settings: Settings, ranks: Sequence[Run], alone: Run, console: Console
     console.print(_memory(ranks, alone))
     console.print(_traffic(mesh))
     console.print(
-        f"median step: {_median(mesh.seconds):.3f} s on {len(ranks)} processes, {_median(alone.seconds):.3f} s in one process "
-        f"(one thread each, on {os.cpu_count()} cores)\n"
+        f"median step: {_median(mesh.seconds):.3f} s on {len(ranks)} processes, {_median(alone.seconds):.3f} s in one "
+        f"(one thread each; {os.cpu_count()} cores)\n"
     )
     _write_csv(settings.out / "losses.csv", mesh, alone)
     files = [("every loss", "losses.csv"), ("every graph, the plan, the traffic", REPORT)]
@@ -319,7 +319,8 @@ def _plot(path: Path, mesh: Run, alone: Run, name: str) -> bool:
     top.set_ylabel("loss of the whole batch (nats per byte)")
     top.set_title("A small Llama on the Python standard library's source code")
     top.legend(frameon=False)
-    bottom.semilogy(steps, [max(abs(a - b), 1e-8) for a, b in zip(mesh.losses, alone.losses, strict=True)], color="#555555")
+    differences = [max(abs(a - b), 1e-8) for a, b in zip(mesh.losses, alone.losses, strict=True)]
+    bottom.semilogy(steps, differences, color="#555555")
     bottom.set_ylabel("difference")
     bottom.set_xlabel("step")
     for axes in (top, bottom):

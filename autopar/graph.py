@@ -56,20 +56,19 @@ def set_argument(node: Node, name: str, value: Any) -> None:
 def tensor_operands(node: Node) -> list[Node]:
     """Operand nodes in the order of the arguments, lists flattened, repeats kept."""
     found: list[Node] = []
+    _collect(node.args, found)
+    _collect(node.kwargs.values(), found)
+    return found
 
-    def visit(value: Any) -> None:
+
+def _collect(items: Iterable[Any], found: list[Node]) -> None:
+    for value in items:
         if isinstance(value, Node):
             found.append(value)
         elif isinstance(value, (list, tuple)):
-            for item in value:
-                visit(item)
+            _collect(value, found)
         elif isinstance(value, dict):
-            for item in value.values():
-                visit(item)
-
-    visit(node.args)
-    visit(node.kwargs)
-    return found
+            _collect(value.values(), found)
 
 
 def values(node: Node) -> tuple[torch.Tensor, ...]:
@@ -184,7 +183,8 @@ def placeholders(gm: GraphModule) -> list[Node]:
 
 def fake_mode(gm: GraphModule) -> Any:
     """The mode that the graph's fake values live in; factories must run under it."""
-    return placeholders(gm)[0].meta["val"].fake_mode
+    first = next(n for n in gm.graph.nodes if n.op == "placeholder")
+    return first.meta["val"].fake_mode
 
 
 def set_device(gm: GraphModule, device: torch.device) -> None:

@@ -147,7 +147,7 @@ class _Sweep:
         if node.target is operator.getitem:
             set_results(node, self.axis, operand_placements(node, self.axis))
             return
-        if not has_rule(node):
+        if not has_rule(node) and str(node.target) not in self.whole:
             if any(not matches(placement(x, self.axis), INVARIANT, has_gradient(x)) for x in operands):
                 raise ValueError(missing_rule(node, self.axis))
             set_results(node, self.axis, [INVARIANT for _ in values(node)])

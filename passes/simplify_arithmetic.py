@@ -1,8 +1,8 @@
 """simplify_arithmetic: undo what differentiation spells out at length.
 
 Consumes    a step graph.
-Guarantees  the derivative of silu is one operator again; no power of one, product or quotient with one, integer sum with zero, or
-            transpose of a transpose feeds another op; a quotient of an expanded value is taken before it is expanded.
+Guarantees  the derivative of silu is one operator again; no power of one, product or quotient with one, integer sum with
+            zero, or transpose of a transpose feeds another op; a quotient is taken before its operand is expanded.
 Leaves      outputs; every number but silu's derivative, which is rounded once instead of five times.
 
     s = sigmoid(x); a = sub(1, s); b = mul(x, a); c = add(b, 1); d = mul(s, c); dx = mul(dy, d)
@@ -97,7 +97,7 @@ def _silu_backward(gm: GraphModule, node: Node) -> Node | None:
     product, one = _operands(bracket, aten.add.Scalar)
     x, rest = _operands(product, aten.mul.Tensor)
     ones, same = _operands(rest, aten.sub.Tensor)
-    filled, value = _operands(ones, aten.fill.Scalar)
+    _, value = _operands(ones, aten.fill.Scalar)
     if one != 1 or value != 1 or same is not sigmoid or _operands(sigmoid, aten.sigmoid.default) != (x,):
         return None
     return insert_call(gm.graph, node, aten.silu_backward.default, (gradient, x), node, node.meta["val"])

@@ -18,7 +18,7 @@ from autopar import Plan
 from autopar.models.tiny import TINY
 from tests.ranks import Outcome, close_pools, rank_outcomes, run_ranks
 
-TIMEOUT = 10.0  # seconds of a collective
+TIMEOUT = 6.0  # seconds until a collective without its peers fails
 
 
 class Net(nn.Module):
@@ -119,20 +119,15 @@ def test_a_sequence_that_does_not_divide() -> None:
     refused(2, r"sequence.*15.*(axis 'tp' of size 2|16)", llama_step, {"tp": 2}, 15, {"sequence_parallel": True})
 
 
-def test_heads_that_do_not_divide() -> None:
-    refused(4, r"tensor_parallel.*size 4", step_named, "Net", 2, {"tp": 4}, {}, 10)
-
-
-def six_heads() -> None:
-    """4 heads of attention over 3 ranks."""
-    llama_step({"tp": 3}, 8, {})
+def test_weights_of_which_none_divides() -> None:
+    """8 x 10 and 10 x 4 over 3 ranks."""
+    refused(3, r"tensor_parallel: no weight can be cut over axis 'tp' of size 3: .*10.*choose another size",
+            step_named, "Net", 2, {"tp": 3}, {}, 10)  # fmt: skip
 
 
 def test_attention_heads_that_do_not_divide() -> None:
-    texts = run_ranks(3, refusal, six_heads)
-    assert len(set(texts)) == 1
-    # Everything of width 32, 64 or 4 heads resists: the error says what and why.
-    assert re.search(r"tensor_parallel: no weight can be cut over axis 'tp' of size 3: .*(32|64|4)", texts[0]), texts[0]
+    refused(3, r"attention heads must divide over axis 'tp' of size 3, found 4 heads .*choose a size from \[1, 2, 4\]",
+            llama_step, {"tp": 3}, 8, {})  # fmt: skip
 
 
 # --- meshes and options -------------------------------------------------------------------------------
@@ -279,7 +274,7 @@ def fail_in_step(how: str, victim: int) -> str:
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "raises":
             raise KeyError("boom")
-        time.sleep(3 * TIMEOUT)
+        time.sleep(TIMEOUT + 4)
         return backward(*args, **facts)
 
     if dist.get_rank() == victim:
@@ -308,7 +303,7 @@ def test_a_killed_rank_is_named(victim: int) -> None:
     outcomes, others = survivors("killed", victim)
     assert "exit code -9" in (outcomes[victim].lost or "")
     for seconds, text in others:
-        assert f"rank {victim} did not respond" in text and "'dp'" in text, text
+        assert f"rank {victim} did not respond" in text and 'axis "dp"' in text, text
         assert seconds < TIMEOUT + 5
 
 

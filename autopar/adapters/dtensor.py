@@ -31,6 +31,6 @@ def local_of(x: DTensor) -> Tensor:
 
 
 def alike(local: Tensor, x: DTensor) -> DTensor:
-    """A DTensor over ``local`` with the layout of ``x``, which is not made (and checked) anew: the layout of a gradient."""
+    """A DTensor over ``local`` with the very layout record of ``x``: of a gradient, made at every step."""
     out: DTensor = DTensor.__new__(DTensor, local, x._spec, requires_grad=False)
     return out

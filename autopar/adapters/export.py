@@ -44,7 +44,8 @@ def export(model: nn.Module, kwargs: Mapping[str, Any]) -> ExportedProgram:
 def _where(error: BaseException) -> str:
     """The innermost line outside of torch that led to the error."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_TORCH)]
-    outside = [f for f in frames if os.path.dirname(f.filename) != os.path.dirname(__file__)]
+    ours = os.path.dirname(os.path.dirname(__file__))  # modes of ours stand between torch and the model
+    outside = [f for f in frames if not f.filename.startswith(ours + os.sep)]
     if not outside:
         return "torch.export needs a traceable model"
     frame = outside[-1]

@@ -21,7 +21,7 @@ Step = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Workload:
-    """A seeded float32 Llama of transformers, and a batch for it in which every label counts. As it is: 20.4M parameters."""
+    """A seeded float32 Llama of transformers (20.4M parameters), and a batch for it in which every label counts."""
 
     hidden: int = 384
     layers: int = 8
@@ -56,7 +56,7 @@ SMALL = Workload(hidden=96, layers=2, inner=256, heads=6, vocab=512, length=64) 
 
 
 def interleaved(steps: Mapping[str, Step], rounds: int, warmup: int = 1) -> dict[str, list[float]]:
-    """Seconds of each step, ``rounds`` times, one after the other in turn: a slow moment of the machine meets all of them.
+    """Seconds of each step, ``rounds`` times, in turn: a slow moment of the machine meets all of them.
 
     With ranks: a barrier before each, and the slowest rank counts.
     """

@@ -4,17 +4,16 @@
         step()
     meter.sent, meter.calls, meter.peak
 
-Bytes are those that one rank sends under ring algorithms, from the tensors given to each collective: all-reduce 2(n-1)/n,
-all-gather and reduce-scatter (n-1)/n of the whole, all-to-all (n-1)/n of a rank's piece. Memory is the storage that tensors of
-dispatched operators hold; buffers that only C++ sees (gloo's, the buckets of DistributedDataParallel before their all-reduce)
-are not in it.
+Bytes are those that one rank sends under ring algorithms, from the tensors given to each collective: all-reduce
+2(n-1)/n, all-gather and reduce-scatter (n-1)/n of the whole, all-to-all (n-1)/n of a rank's piece. Memory is the storage
+that tensors of dispatched operators hold; buffers that only C++ sees (those of gloo) are not in it.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 PLAIN = (Tensor, torch.nn.Parameter)
-
 
 
 # operator name -> (kind, which argument holds the whole tensors, all-reduces count twice)
@@ -104,4 +102,5 @@ class Meter(TorchDispatchMode):
 def _plain(values: Any) -> Iterator[Tensor]:
     for value in tree_leaves(values):
         if isinstance(value, Tensor):
-            yield getattr(value, "_local_tensor", getattr(value, "elem", value))  # inside DTensor, AsyncCollectiveTensor
+            # inside DTensor and AsyncCollectiveTensor
+            yield getattr(value, "_local_tensor", getattr(value, "elem", value))

@@ -36,7 +36,7 @@ import autopar
 
 @dataclass
 class Runner:
-    """``step()``: forward and backward of a fresh gradient, returns this rank's loss. ``gradients()``: whole, by name."""
+    """``step()``: forward and backward from no gradients, returns this rank's loss. ``gradients()``: whole."""
 
     model: nn.Module
     step: Callable[[], Tensor]

@@ -1,0 +1,107 @@
+"""The types catch a missing conversion, whichever it is, before anything runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import GraphModule
+
+from autopar.checks import PlacementError, check_functional, check_placements, check_types
+from autopar.compile import compile_model
+from autopar.conversions import is_conversion
+from autopar.graph import output_node, set_placement
+from autopar.mesh import Mesh
+from autopar.models.tiny import TINY
+from autopar.pass_manager import Context
+from autopar.placement import INVARIANT, PARTIAL
+from autopar.plan import Options
+
+MODES: dict[str, tuple[str, dict[str, Any]]] = {
+    "tp": ("tp=2", {}),
+    "sp": ("tp=2", {"sequence_parallel": True}),
+    "ddp": ("dp=2", {}),
+    "zero3": ("dp=2", {"zero": 3}),
+    "all": ("dp=2,tp=2", {"zero": 3, "sequence_parallel": True, "micro_batches": 2}),
+}
+
+
+def typed(name: str, mesh: str, options: dict[str, Any]) -> tuple[GraphModule, Context]:
+    """The typed global graph of a tiny model, as the placement pass leaves it."""
+    seen: list[tuple[GraphModule, Context]] = []
+
+    class Stop(Exception):
+        pass
+
+    def stop(at: str, gm: GraphModule, ctx: Context) -> None:
+        if at == "propagate_placements":
+            seen.append((gm, ctx))
+            raise Stop
+
+    tiny = TINY[name]
+    with pytest.raises(Stop):
+        compile_model(tiny.build(), tiny.batch(4, 8), Mesh.parse(mesh), Options(**options), observers=[stop], outputs=())
+    return seen[0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+def test_every_missing_conversion_is_a_type_error(name: str, mode: str) -> None:
+    gm, ctx = typed(name, *MODES[mode])
+    check_placements(gm, ctx)
+    conversions = [n for n in gm.graph.nodes if is_conversion(n)]
+    assert conversions
+    for node in conversions:
+        users = list(node.users)
+        for user in users:
+            user.replace_input_with(node, node.args[0])
+        with pytest.raises(PlacementError):  # checks are local: only those of the users can change
+            check_types(gm, ctx, [u for u in users if u.op == "call_function"])
+            check_placements(gm, ctx)
+        for user in users:
+            user.replace_input_with(node.args[0], node)
+        assert set(node.users) == set(users)
+
+
+def test_unreduced_norm_weight_names_the_place() -> None:
+    """The classic silent bug of data parallelism: a small gradient that nobody sums."""
+    gm, ctx = typed("llama", "dp=2", {})
+    node = next(n for n in gm.graph.nodes if is_conversion(n) and "norm" in str(n.args[0]))
+    node.replace_all_uses_with(node.args[0])
+    with pytest.raises(PlacementError, match=r"axis 'dp': aten\.mul\.Tensor .* in model\.layers\.0\.input_layernorm"):
+        check_placements(gm, ctx)
+
+
+def test_wrong_mark_is_caught() -> None:
+    gm, ctx = typed("llama", "tp=2", {})
+    node = next(n for n in gm.graph.nodes if n.target is torch.ops.aten.linear.default)
+    set_placement(node, "tp", PARTIAL)
+    with pytest.raises(PlacementError, match=r"is marked P, its operands make it S\(2\)"):
+        check_types(gm, ctx, [node])
+
+
+def test_parameter_must_be_as_planned() -> None:
+    gm, ctx = typed("llama", "dp=2", {"zero": 3})
+    node = next(n for n in gm.graph.nodes if n.name.endswith("q_proj_weight"))
+    set_placement(node, "dp", INVARIANT)
+    for user in list(node.users):
+        user.meta["conversion"] = ("dp", INVARIANT, user.meta["placements"]["dp"])
+    with pytest.raises(PlacementError, match=r"parameter model\.layers\.0\.self_attn\.q_proj\.weight is I, planned otherwise"):
+        check_placements(gm, ctx)
+
+
+def test_loss_must_be_invariant() -> None:
+    gm, ctx = typed("llama", "dp=2", {})
+    last = output_node(gm).args[0][0]  # type: ignore[index]
+    output_node(gm).args = ((last.args[0],),)  # type: ignore[union-attr]
+    with pytest.raises(PlacementError, match="a loss must be I"):
+        check_placements(gm, ctx)
+
+
+def test_in_place_operator_is_refused() -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    graph.output((graph.call_function(torch.ops.aten.add_.Tensor, (x, x)),))
+    with pytest.raises(PlacementError, match=r"aten\.add_\.Tensor .* writes in place"):
+        check_functional(GraphModule({}, graph), Context(Mesh.of()))

@@ -1,0 +1,249 @@
+"""verify: agrees with one process where all is well, dropout included, and finds every mistake that is planted."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.adapters.dropout import shared_dropout
+from autopar.mesh import Mesh
+from autopar.models.tiny import TINY
+from autopar.plan import Options
+from autopar.runtime.module import ParallelModule
+from autopar.verify import TOLERANCES, Entry, Report, _ignored, main, random_batch
+from tests.ranks import run_ranks
+
+
+class Net(nn.Module):
+    """Dropout in several places, an unused parameter, a tie."""
+
+    def __init__(self, p: float = 0.0) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 12), nn.Linear(12, 16, bias=False)
+        self.inner, self.outer, self.p = nn.Linear(12, 24), nn.Linear(24, 12), p
+        self.drop = nn.Dropout(p)
+        self.unused = nn.Parameter(torch.ones(3))
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        h = self.drop(self.embed(tokens))
+        h = h + self.drop(self.outer(nn.functional.dropout(torch.relu(self.inner(h)), self.p, self.training)))
+        return nn.functional.cross_entropy(self.head(h).flatten(0, 1), labels.flatten())
+
+
+def build(p: float = 0.0, dtype: torch.dtype = torch.float32) -> Net:
+    torch.manual_seed(0)
+    return Net(p).to(dtype)
+
+
+def batch_of(rows: int = 8) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 16, (rows, 6), generator=g)
+    return {"tokens": tokens, "labels": tokens.roll(-1, 1).masked_fill(_ignored(rows, 6, g), -100)}
+
+
+# --- agreement ----------------------------------------------------------------------------------------
+
+
+def agrees(sizes: dict[str, int], p: float, dtype: torch.dtype, exact: bool, options: dict[str, Any]) -> Report:
+    mesh = autopar.init_mesh("cpu", 30.0, **sizes)
+    model, batch = build(p, dtype), batch_of()
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    report = autopar.verify(model, mesh, batch, exact=exact, **options)
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    assert all(q.grad is None and q.dtype == dtype for q in model.parameters())
+    return report
+
+
+@pytest.mark.parametrize("sizes, options", [
+    ({"dp": 2}, {}), ({"tp": 2}, {}), ({"dp": 2}, {"zero": 3, "micro_batches": 2}),
+], ids=["dp2", "tp2", "dp2-zero3-mb2"])  # fmt: skip
+@pytest.mark.parametrize("p", [0.0, 0.1])
+def test_a_float32_model_is_compared_in_float64(sizes: dict[str, int], options: dict[str, Any], p: float) -> None:
+    reports = run_ranks(2, agrees, sizes, p, torch.float32, True, options)
+    assert reports[0] == reports[1], "every rank gets the same report"
+    report = reports[0]
+    report.raise_for_mismatch()
+    assert report.passed and report.exact and report.entries[0].error < 1e-13
+    assert report.without_gradient == ("unused",)
+    assert {e.name for e in report.parameters} == {
+        "embed.weight", "inner.weight", "inner.bias", "outer.weight", "outer.bias"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_in_the_dtype_of_the_model(dtype: torch.dtype) -> None:
+    report = run_ranks(2, agrees, {"tp": 2}, 0.1, dtype, False, {})[0]
+    report.raise_for_mismatch()
+    assert 0 < max(e.error for e in report.parameters)
+    assert report.parameters[0].allowed >= TOLERANCES[dtype][1]
+
+
+def on_four(p: float, options: dict[str, Any], seed: int) -> Report:
+    mesh = autopar.init_mesh("cpu", 30.0, dp=2, tp=2)
+    return autopar.verify(build(p), mesh, batch_of(), seed=seed, **options)
+
+
+def test_the_seed_changes_the_masks_and_not_the_agreement() -> None:
+    first, second = (run_ranks(4, on_four, 0.1, {"zero": 3, "micro_batches": 2}, seed)[0] for seed in (1, 2))
+    assert first.passed and second.passed
+    assert abs(first.loss - second.loss) > 1e-4
+
+
+def llama_dropout(sizes: dict[str, int], options: dict[str, Any]) -> Report:
+    mesh = autopar.init_mesh("cpu", 30.0, **sizes)
+    tiny = TINY["gpt2"]
+    return autopar.verify(tiny.build(dropout=0.1), mesh, tiny.batch(8, 8), **options)
+
+
+def test_dropout_of_a_transformer_does_not_depend_on_the_mesh() -> None:
+    """Embeddings, attention probabilities and residuals; cut over the batch, heads, the sequence and time."""
+    losses = {
+        run_ranks(math.prod(sizes.values()), llama_dropout, sizes, options)[0]
+        for sizes, options in [
+            ({"dp": 2}, {"zero": 3, "micro_batches": 2}),
+            ({"tp": 2}, {"sequence_parallel": True}),
+            ({"dp": 2, "tp": 2}, {"sequence_parallel": True, "micro_batches": 2}),
+        ]
+    }
+    for report in losses:
+        report.raise_for_mismatch()
+    assert len({round(r.loss, 10) for r in losses}) == 1
+
+
+def test_shared_dropout_draws_one_mask_per_call_and_leaves_no_trace() -> None:
+    x = torch.ones(64, 64, dtype=torch.float64, requires_grad=True)
+    with shared_dropout(3) as masks:
+        first, second = (nn.functional.dropout(x, 0.25) for _ in range(2))
+    with shared_dropout(3):
+        again = nn.functional.dropout(x, 0.25)
+    assert masks.site == 2 and torch.equal(first, again) and not torch.equal(first, second)
+    again.sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, again.detach())
+    assert abs(float((again == 0).double().mean()) - 0.25) < 0.03
+    torch.manual_seed(0)
+    plain = nn.functional.dropout(x, 0.25)
+    assert not torch.equal(plain, first)
+
+
+# --- mistakes -----------------------------------------------------------------------------------------
+
+
+def planted(kind: str) -> Report:
+    """verify with a ParallelModule whose gradients are wrong on rank 1 only, or on all ranks."""
+    mesh = autopar.init_mesh("cpu", 30.0, dp=2)
+    original = ParallelModule.full_gradients
+
+    def wrong(self: ParallelModule, rank0_only: bool = False) -> dict[str, Tensor]:
+        found = original(self, rank0_only)
+        if kind == "scaled":
+            found["inner.bias"] = found["inner.bias"] * 1.001
+        if kind == "one rank" and torch.distributed.get_rank() == 1:
+            found["outer.weight"] = found["outer.weight"] + 1e-8
+        if kind == "missing":
+            del found["outer.bias"]
+        if kind == "extra":
+            found["unused"] = torch.zeros(3, dtype=torch.float64)
+        if kind == "nan":
+            found["inner.weight"] = found["inner.weight"] * math.nan
+        return found
+
+    ParallelModule.full_gradients = wrong  # type: ignore[method-assign]
+    try:
+        return autopar.verify(build(), mesh, batch_of())
+    finally:
+        ParallelModule.full_gradients = original  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("kind, name, verdict", [
+    ("scaled", "inner.bias", "MISMATCH"), ("one rank", "outer.weight", "MISMATCH"), ("nan", "inner.weight", "MISMATCH"),
+    ("missing", "outer.bias", "no gradient on the mesh"), ("extra", "unused", "no gradient in one process"),
+])  # fmt: skip
+def test_planted_mistakes_are_found_on_every_rank(kind: str, name: str, verdict: str) -> None:
+    for report in run_ranks(2, planted, kind):
+        assert not report.passed
+        assert [e.name for e in report.entries if not e.passed] == [name]
+        assert report.entries[0].name == name, "the worst comes first"
+        with pytest.raises(AssertionError, match=re.escape(name)):
+            report.raise_for_mismatch()
+        assert re.search(rf"{name} .*{verdict}", str(report)), str(report)
+        assert "differs from one process in 1 of" in str(report)
+
+
+def bad_input(kind: str) -> str:
+    mesh = autopar.init_mesh("cpu", 30.0, dp=2)
+    try:
+        if kind == "rows":
+            autopar.verify(build(), mesh, batch_of(7))
+        if kind == "meta":
+            autopar.verify(build().to("meta"), mesh, batch_of())
+        if kind == "loss":
+            model = nn.Linear(4, 4)
+            autopar.verify(model, mesh, {"input": torch.ones(4, 4)})
+        if kind == "option":
+            autopar.verify(build(), mesh, batch_of(), zeroo=3)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("kind, pattern", [
+    ("rows", "batch of 7 does not divide over axis 'dp' of size 2; use a batch of 8"),
+    ("meta", "verify: needs the model's weights"),
+    ("loss", "returns no scalar with a gradient"),
+    ("option", "unknown option 'zeroo'"),
+])  # fmt: skip
+def test_bad_input(kind: str, pattern: str) -> None:
+    texts = run_ranks(2, bad_input, kind)
+    assert len(set(texts)) == 1 and re.search(pattern, texts[0]), texts
+
+
+# --- the report ---------------------------------------------------------------------------------------
+
+
+def report_of(*errors: float) -> Report:
+    entries = tuple(Entry(f"layer.{i}.weight", e, 1.0, 1e-10) for i, e in enumerate(errors))
+    return Report("dp=2", True, 1.5, 1.5, Entry("loss", 0.0, 1.5, 1.5e-10), entries)
+
+
+def test_the_table_shows_the_worst_first_and_not_all() -> None:
+    report = report_of(*[k * 1e-12 for k in range(40)], 3e-10)
+    lines = str(report).splitlines()
+    shown = [line for line in lines if "layer." in line]
+    assert "layer.40.weight" in shown[0] and "MISMATCH" in shown[0] and "layer.39.weight" in shown[1]
+    assert "and 22 better ones" in lines[-1] and not report.passed
+    assert report_of(1e-11).passed and "equals one process" in str(report_of(1e-11))
+    assert not report_of(math.nan).passed and report_of(math.nan).entries[0].name == "layer.0.weight"
+
+
+# --- the command --------------------------------------------------------------------------------------
+
+
+def test_main_verifies_a_config_on_local_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = TINY["llama"].build().config.to_dict()
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**config, "num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"]}))
+    code = main(file, Mesh.of(dp=2), Options(zero=3), seq=8, batch=4, timeout=60)
+    text = capsys.readouterr().out
+    assert code == 0, text
+    assert "mesh dp=2 equals one process" in text and "model.layers.0.mlp.down_proj.weight" in text
+    with pytest.raises(ValueError, match="config"):
+        main(tmp_path / "nothing.json", Mesh.of(dp=2))
+
+
+def test_random_batches_ignore_labels_unevenly() -> None:
+    shapes = {"input_ids": torch.zeros(4, 16, dtype=torch.int64), "labels": torch.zeros(4, 16, dtype=torch.int64)}
+    batch = random_batch(shapes, 64, 2)
+    counts = (batch["labels"] == -100).sum(1).tolist()
+    assert len(set(counts)) > 1 and 0 < sum(counts) < 64 and int(batch["input_ids"].min()) >= 3
+    assert all(torch.equal(x, random_batch(shapes, 64, 2)[k]) for k, x in batch.items())
+    image = random_batch({"pixels": torch.zeros(2, 3, 4, 4), "labels": torch.zeros(2, dtype=torch.int64)}, 9, 5)
+    assert image["pixels"].std() > 0.5 and int(image["labels"].max()) < 5
