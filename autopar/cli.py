@@ -49,7 +49,11 @@ _WIDTH = 160  # of tables when stdout is no terminal
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; see the module. Returns the exit code."""
     try:
-        args = _parser().parse_args(arguments)
+        parser = _parser()
+        args, args_of_demo = parser.parse_known_args(arguments)
+        if args_of_demo and args.run is not _demo:
+            parser.error(f"unrecognized arguments: {' '.join(args_of_demo)}")
+        args.rest = args_of_demo
         code: int = args.run(args)
         return code
     except (ValueError, BrokenPipeError) as error:
@@ -79,12 +83,12 @@ def _parser() -> argparse.ArgumentParser:
         commands, "verify", _verify, "run on local processes and compare with one process; exits 1 on mismatch"
     )
     _model(check, seq=16, batch=4, dtype="float64")
-    _command(commands, "demo", _demo, "a small model, from plan to training, on local processes")
+    _command(commands, "demo", _demo, "a small model, from plan to training, on local processes", add_help=False)
     return parser
 
 
-def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int], text: str, **more: Any) -> _Parser:
+    parser: _Parser = commands.add_parser(name, help=text, description=text, **more)
     parser.set_defaults(run=run)
     return parser
 
@@ -214,6 +218,6 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    """`autopar.demo.main() -> exit code`"""
-    code: int = importlib.import_module("autopar.demo").main()
+    """`autopar.demo.main(arguments) -> exit code`: it has arguments, and a --help, of its own."""
+    code: int = importlib.import_module("autopar.demo").main(args.rest)
     return code

@@ -154,7 +154,9 @@ def layer_of(node: Node) -> str:
 def describe(node: Node) -> str:
     """'aten.linear.default (linear_3) in model.layers.0.mlp' for messages."""
     path = module_path(node)
-    target = str(node.target) if node.op == "call_function" else node.op
+    target = node.op if node.op != "call_function" else getattr(node.target, "__name__", str(node.target))
+    if isinstance(node.target, OpOverload):
+        target = str(node.target)
     return f"{target} ({node.name})" + (f" in {path}" if path else "")
 
 

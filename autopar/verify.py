@@ -53,8 +53,11 @@ TOLERANCES = {
 
 @dataclass(frozen=True)
 class Entry:
-    """One compared tensor. ``error``: largest absolute difference; ``reference``: largest absolute value in one process;
-    ``allowed``: the largest error that passes. ``note`` says what else is wrong, such as a gradient on one side only."""
+    """One compared tensor.
+
+    ``error``: largest absolute difference; ``reference``: largest absolute value in one process; ``allowed``: the
+    largest error that passes. ``note`` says what else is wrong, such as a gradient on one side only.
+    """
 
     name: str
     error: float
@@ -120,7 +123,9 @@ class Report:
 
     def _headline(self) -> str:
         failed = sum(not e.passed for e in self.entries)
-        verdict = "equals one process" if self.passed else f"differs from one process in {failed} of {len(self.entries)}"
+        verdict = (
+            "equals one process" if self.passed else f"differs from one process in {failed} of {len(self.entries)}"
+        )
         return (
             f"verify: mesh {self.mesh} {verdict}: loss {self.loss:.12g}, in one process {self.reference_loss:.12g}"
             f"{' (float64)' if self.exact else ''}"
@@ -145,11 +150,12 @@ def verify(
     """Compare a training step on a mesh with one process: the loss and every gradient. Call it on every rank.
 
     Args:
-        model: with its weights, the same on every rank. It is not changed. As `train_step` does, both run in train mode.
+        model: with its weights, the same on every rank. It is not changed. Both sides run in train mode, as `train_step`.
         mesh: as for `parallelize`.
         batch: the WHOLE batch as keyword arguments of the forward, the same on every rank: verify cuts out the dp part
             of each rank. (`train_step` takes this part; here one process needs it all.)
-        exact: compare in float64, float32 islands lifted, to 1e-10. Otherwise in the model's own dtypes, to `TOLERANCES`.
+        exact: compare in float64, float32 islands lifted, to 1e-10. Otherwise in the model's own dtypes, to the
+            `TOLERANCES` of the coarsest one.
         rtol, atol: an error may reach ``max(rtol * max|reference|, atol)``, per tensor.
         options: anything that `parallelize` takes: zero, sequence_parallel, micro_batches, plan, backend, seed ...
 
@@ -165,18 +171,20 @@ def verify(
     losses = parallel.train_step(**part)
     found = parallel.full_gradients()
     loss = sum(float(x) for x in (losses if isinstance(losses, tuple) else (losses,)))
-    own = {n: parallel.parameter_specs[i].name for i, s in enumerate(parallel.parameter_specs) for n in (s.name, *s.aliases)}
+    own = {name: s.name for s in parallel.parameter_specs for name in (s.name, *s.aliases)}
     reference_loss, expected = reference(copied, whole, exact=exact, seed=step_seed(seed, 1))
     expected = {own[name]: g for name, g in expected.items()}
 
     def limits(dtype: torch.dtype) -> tuple[float, float]:
-        default = TOLERANCES.get(dtype, TOLERANCES[torch.float32])
+        default = TOLERANCES[dtype]
         return (default[0] if rtol is None else rtol), (default[1] if atol is None else atol)
 
-    lowest = min((p.dtype for p in copied.parameters()), key=lambda d: -TOLERANCES.get(d, (0, 0))[0], default=torch.float64)
-    loss_entry = _compared("loss", torch.tensor(loss), torch.tensor(reference_loss), limits(lowest))
+    dtypes = {p.dtype for p in copied.parameters()} & set(TOLERANCES)
+    coarsest = max(dtypes, key=lambda d: TOLERANCES[d][0], default=torch.float64)
+    as_double = [torch.tensor(x, dtype=torch.float64) for x in (loss, reference_loss)]
+    loss_entry = _compared("loss", *as_double, limits(coarsest))
     names = [n for n in expected if expected[n] is not None or n in found]
-    entries = tuple(_compared(n, found.get(n), expected[n], limits(lowest)) for n in names)
+    entries = tuple(_compared(n, found.get(n), expected[n], limits(coarsest)) for n in names)
     without = tuple(n for n in expected if n not in names)
     return _worst(Report(str(sizes), exact, loss, reference_loss, loss_entry, entries, without))
 
@@ -200,7 +208,9 @@ def reference(
             output = model(**arguments)
         losses = [x for x in flatten(output)[0] if isinstance(x, Tensor) and not x.dim() and x.requires_grad]
         if not losses:
-            raise ValueError("verify: the model returns no scalar with a gradient; pass what makes it return a loss (labels)")
+            raise ValueError(
+                "verify: the model returns no scalar with a gradient; pass what makes it return a loss (labels)"
+            )
         total = torch.stack([x.double() for x in losses]).sum()
         total.backward()
     gradients = {n: None if p.grad is None else p.grad.detach().cpu().clone() for n, p in model.named_parameters()}
@@ -307,7 +317,8 @@ def _command_rank(
         for parameter in model.parameters():
             if parameter.dim() == 1:  # norms and biases off their ones and zeros, so that a mistake about them shows
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    data = random_batch(hf.batch_of(model, batch, seq), int(getattr(config, "vocab_size", 0) or 2), len(config.id2label or {}))
+    tokens = getattr(config.get_text_config(), "vocab_size", 2)
+    data = random_batch(hf.batch_of(model, batch, seq), tokens, len(config.id2label or {}))
     mesh = init_mesh("cpu", timeout, **sizes)
     given = {name: getattr(options, name) for name in Options.__dataclass_fields__}
     return verify(model, mesh, data, exact=dtype == torch.float64, **given)
@@ -321,18 +332,18 @@ def random_batch(shapes: Mapping[str, Tensor], vocabulary: int, classes: int, se
     generator = torch.Generator().manual_seed(seed)
     out = {}
     for name, like in shapes.items():
-        shape = tuple(like.shape)
+        shape = like.shape
         if like.is_floating_point():
             out[name] = torch.randn(shape, generator=generator, dtype=torch.float64).to(like.dtype)
             continue
         limit = classes if name == "labels" and like.dim() == 1 else vocabulary
         out[name] = torch.randint(min(3, limit - 1), limit, shape, generator=generator)
         if name == "labels" and like.dim() == 2:
-            out[name][_ignored(*shape, generator)] = -100
+            out[name][ignored_labels(shape[0], shape[1], generator)] = -100
     return out
 
 
-def _ignored(rows: int, length: int, generator: torch.Generator) -> Tensor:
+def ignored_labels(rows: int, length: int, generator: torch.Generator) -> Tensor:
     """Example i ignores its first i % length labels and one in four of the others: no two ranks have the same count."""
     dropped = torch.rand(rows, length, generator=generator) < 0.25
     return dropped | (torch.arange(length) < (torch.arange(rows) % max(length - 1, 1)).unsqueeze(-1))

@@ -1,6 +1,7 @@
 """The passes, in order, one line each."""
 
 from autopar.pass_manager import Pass
+from autopar.passes.bucket_gathers import BucketGathers
 from autopar.passes.bucket_gradients import BucketGradients
 from autopar.passes.expand_kv_heads import ExpandKvHeads
 from autopar.passes.localize_shapes import LocalizeShapes
@@ -13,4 +14,4 @@ from autopar.passes.split_biases import SplitBiases
 
 GLOBAL_PASSES: tuple[Pass, ...] = (Normalize(), ExpandKvHeads())
 PLACEMENT_PASSES: tuple[Pass, ...] = (SplitBiases(), PropagatePlacements(), LocalizeShapes())
-STEP_PASSES: tuple[Pass, ...] = (SimplifyViews(), SimplifyArithmetic(), PrefetchGathers(), BucketGradients())
+STEP_PASSES: tuple[Pass, ...] = (SimplifyViews(), SimplifyArithmetic(), PrefetchGathers(), BucketGathers(), BucketGradients())

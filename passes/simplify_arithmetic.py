@@ -1,8 +1,8 @@
 """simplify_arithmetic: undo what differentiation spells out at length.
 
 Consumes    a step graph.
-Guarantees  the derivative of silu is one operator again; no power of one, product or quotient with one, integer sum with
-            zero, or transpose of a transpose feeds another op; a quotient is taken before its operand is expanded.
+Guarantees  the derivative of silu is one operator again; no power of one, product or quotient with one, integer sum
+            with zero, or transpose of a transpose feeds another op; a quotient is taken before an expansion.
 Leaves      outputs; every number but silu's derivative, which is rounded once instead of five times.
 
     s = sigmoid(x); a = sub(1, s); b = mul(x, a); c = add(b, 1); d = mul(s, c); dx = mul(dy, d)

@@ -70,8 +70,12 @@ def local_tensor(x: Tensor) -> Tensor:
 def set_gradient(parameter: nn.Parameter, local: Tensor, spec: ParameterSpec, groups: Groups) -> None:
     """Accumulate this rank's piece of the gradient into ``parameter.grad``, in the parameter's own layout."""
     if parameter.grad is None:
-        same = type(parameter) is DTensor and local.shape == local_of(parameter).shape and local.dtype == parameter.dtype
-        parameter.grad = alike(local.detach(), parameter) if same else wrap(local, spec, groups)
+        if isinstance(parameter, DTensor) and not isinstance(parameter, ShardedTensor):
+            own = local_of(parameter)
+            assert (local.shape, local.dtype) == (own.shape, own.dtype), spec.name
+            parameter.grad = alike(local.detach(), parameter)
+        else:
+            parameter.grad = wrap(local, spec, groups)
     else:
         local_tensor(parameter.grad).add_(local)
 

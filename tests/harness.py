@@ -1,7 +1,7 @@
 """A whole compiled model on all ranks of a mesh, in one process: loss and every gradient against eager.
 
-    result = check_model(model, batch, Mesh.of(dp=2, tp=2), Options(zero=3))
-    assert result.worst < 1e-10
+result = check_model(model, batch, Mesh.of(dp=2, tp=2), Options(zero=3))
+assert result.worst < 1e-10
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ def scatter(value: Tensor, placements: Placements, mesh: Mesh) -> list[Tensor]:
     pieces: dict[tuple[tuple[str, int], ...], Tensor] = {(): value}
     for axis, ranks in mesh.cut_order.items():
         p = placements.get(axis, INVARIANT)
-        pieces = {
-            (*at, (axis, i)): x for at, whole in pieces.items() for i, x in enumerate(_parts(whole, p, ranks))
-        }
+        pieces = {(*at, (axis, i)): x for at, whole in pieces.items() for i, x in enumerate(_parts(whole, p, ranks))}
     found = {frozenset(at): x for at, x in pieces.items()}
     return [found[_key(c, mesh)].contiguous() for c in mesh.coordinates()]
 
@@ -116,7 +114,9 @@ def check_model(
         spec = next(p for p in compiled.parameters if p.name == name)
         whole = next((expected[n] for n in (name, *spec.aliases) if expected.get(n) is not None), None)
         if whole is None:
-            errors[name] = max((float(p.abs().max()) for p in pieces if p is not None), default=0.0)  # eager has no gradient: ours must be zero
+            errors[name] = max(
+                (float(p.abs().max()) for p in pieces if p is not None), default=0.0
+            )  # eager has no gradient: ours must be zero
             continue
         cut = [nested_piece(whole, spec.placements, mesh.cut_order, c) for c in mesh.coordinates()]
         errors[name] = max(float((a - b).abs().max()) for a, b in zip(pieces, cut, strict=True))

@@ -1,7 +1,7 @@
 """A small sample call for every entry of the rule table: what `tests/test_rules.py` puts through `tests/soundness.py`.
 
-Pointwise operators get theirs from their schema; the others are spelled out. Sizes are multiples of 6 where they can be, so
-that they divide over 2 and over 3 ranks; 1 and broadcasting are among them.
+Pointwise operators get theirs from their schema; the others are spelled out. Sizes are multiples of 6 where they can
+be, so that they divide over 2 and over 3 ranks; 1 and broadcasting are among them.
 """
 
 from __future__ import annotations
@@ -49,9 +49,16 @@ def truth(*shape: int) -> Tensor:
 _INTEGERS = {"bitwise_not", "bitwise_and", "bitwise_or", "bitwise_xor", "__and__", "__or__", "__xor__"}
 _COMPLEX = {"real", "imag", "view_as_complex", "conj"}
 _SCALARS: dict[str, Any] = {
-    "decimals": 1, "rounding_mode": "floor", "dtype": torch.float64, "threshold": 0.5, "memory_format": torch.contiguous_format,
-    "device": torch.device("cpu"), "min": 0.4, "max": 0.6, "generator": None,
-}  # fmt: skip
+    "decimals": 1,
+    "rounding_mode": "floor",
+    "dtype": torch.float64,
+    "threshold": 0.5,
+    "memory_format": torch.contiguous_format,
+    "device": torch.device("cpu"),
+    "min": 0.4,
+    "max": 0.6,
+    "generator": None,
+}
 
 
 _NO_DERIVATIVE = {"floor_divide", "silu_backward"}
@@ -66,7 +73,11 @@ def pointwise(op: Any) -> Iterator[Sample]:
     for shape in shapes:
         filled = iter([(2, 6)] * (len(tensors) - 1) + [shape])
         args = [_filled(op, a, filled) for a in op._schema.arguments if not a.kwarg_only]
-        named = {a.name: _SCALARS[a.name] for a in op._schema.arguments if a.kwarg_only and a.default_value is None and a.name in _SCALARS}
+        named = {
+            a.name: _SCALARS[a.name]
+            for a in op._schema.arguments
+            if a.kwarg_only and a.default_value is None and a.name in _SCALARS
+        }
         if op._opname in ("masked_fill",) and len(tensors) == 2 and "value" in [t.name for t in tensors]:
             return
         derivable = op._opname not in _NO_DERIVATIVE and str(op) != "aten.remainder.Scalar_Tensor"
@@ -96,8 +107,18 @@ def _products() -> Iterator[Sample]:
     yield call(aten.linear.default, normal(2, 6, 12), normal(6, 12), None)
     yield call(aten.linear.default, normal(6, 12), normal(6, 12), normal(6))
     yield call(aten.linear.default, normal(12), normal(6, 12))
-    for left, right in (((6, 12), (12, 6)), ((6,), (6,)), ((6,), (6, 12)), ((12, 6), (6,)), ((2, 6, 4), (4, 6)), ((6, 2, 4), (6, 4, 2)),
-                        ((6, 1, 2, 4), (2, 4, 2)), ((1, 2, 4), (6, 4, 2)), ((6,), (2, 6, 4)), ((2, 4, 6), (6,))):  # fmt: skip
+    for left, right in (
+        ((6, 12), (12, 6)),
+        ((6,), (6,)),
+        ((6,), (6, 12)),
+        ((12, 6), (6,)),
+        ((2, 6, 4), (4, 6)),
+        ((6, 2, 4), (6, 4, 2)),
+        ((6, 1, 2, 4), (2, 4, 2)),
+        ((1, 2, 4), (6, 4, 2)),
+        ((6,), (2, 6, 4)),
+        ((2, 4, 6), (6,)),
+    ):
         yield call(aten.matmul.default, normal(*left), normal(*right))
     for groups in (1, 2, 6):
         yield call(aten.conv1d.default, normal(2, 12, 5), normal(12, 12 // groups, 3), None, [2], [1], [1], groups)
@@ -109,8 +130,15 @@ def _products() -> Iterator[Sample]:
 
 def _views() -> Iterator[Sample]:
     for op in (aten.view.default, aten.reshape.default, aten._unsafe_view.default):
-        for before, after in (((6, 12), (6, 2, 6)), ((2, 6, 12), (12, 12)), ((4, 6), (8, 3)), ((6, 1, 12), (1, 72)), ((12, 6), (6, 12)),
-                              ((24,), (2, 3, 4)), ((4, 3, 4), (48,))):  # fmt: skip
+        for before, after in (
+            ((6, 12), (6, 2, 6)),
+            ((2, 6, 12), (12, 12)),
+            ((4, 6), (8, 3)),
+            ((6, 1, 12), (1, 72)),
+            ((12, 6), (6, 12)),
+            ((24,), (2, 3, 4)),
+            ((4, 3, 4), (48,)),
+        ):
             yield call(op, normal(*before), list(after))
     yield call(aten.flatten.using_ints, normal(2, 6, 4), 1)
     yield call(aten.unflatten.int, normal(2, 24), 1, [6, 4])
@@ -185,11 +213,32 @@ def _distinct(rows: int, columns: int, high: int) -> Tensor:
 
 
 def _reductions() -> Iterator[Sample]:
-    for op in (aten.sum.default, aten.mean.default, aten.prod.default, aten.max.default, aten.min.default, aten.median.default,
-               aten.var.default, aten.std.default, aten.argmax.default, aten.argmin.default, aten.count_nonzero.default):  # fmt: skip
+    for op in (
+        aten.sum.default,
+        aten.mean.default,
+        aten.prod.default,
+        aten.max.default,
+        aten.min.default,
+        aten.median.default,
+        aten.var.default,
+        aten.std.default,
+        aten.argmax.default,
+        aten.argmin.default,
+        aten.count_nonzero.default,
+    ):
         yield call(op, normal(6, 12))
-    for op in (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.var.dim, aten.std.dim,
-               aten.var.correction, aten.std.correction, aten.logsumexp.default, aten.count_nonzero.dim_IntList):  # fmt: skip
+    for op in (
+        aten.sum.dim_IntList,
+        aten.mean.dim,
+        aten.amax.default,
+        aten.amin.default,
+        aten.var.dim,
+        aten.std.dim,
+        aten.var.correction,
+        aten.std.correction,
+        aten.logsumexp.default,
+        aten.count_nonzero.dim_IntList,
+    ):
         yield call(op, normal(6, 12), [1])
         yield call(op, normal(2, 6, 4), [-1, 1])
     for op in (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.logsumexp.default):
@@ -198,7 +247,14 @@ def _reductions() -> Iterator[Sample]:
     yield call(aten.amax.default, normal(6, 12))
     yield call(aten.sum.default, integer(6, 12))
     yield call(aten.sum.default, truth(6, 12))
-    for op in (aten.max.dim, aten.min.dim, aten.prod.dim_int, aten.argmax.default, aten.argmin.default, aten.median.dim):
+    for op in (
+        aten.max.dim,
+        aten.min.dim,
+        aten.prod.dim_int,
+        aten.argmax.default,
+        aten.argmin.default,
+        aten.median.dim,
+    ):
         yield call(op, normal(6, 12), 1)
         yield call(op, normal(6, 12), 0, True)
     yield call(aten.norm.ScalarOpt_dim, normal(6, 12), 2, [1])
@@ -211,8 +267,14 @@ def _reductions() -> Iterator[Sample]:
 
 
 def _spans() -> Iterator[Sample]:
-    for op in (aten.softmax.int, aten.log_softmax.int, aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default,
-               aten.sort.default):  # fmt: skip
+    for op in (
+        aten.softmax.int,
+        aten.log_softmax.int,
+        aten.cumsum.default,
+        aten.cumprod.default,
+        aten.logcumsumexp.default,
+        aten.sort.default,
+    ):
         yield call(op, normal(6, 12), -1)
         yield call(op, normal(6, 12), 0)
     yield call(aten._softmax.default, normal(6, 12), 1, False)
@@ -245,10 +307,20 @@ def _spans() -> Iterator[Sample]:
 
 def _made() -> Iterator[Sample]:
     double = {"dtype": torch.float64}
-    for op, args in ((aten.arange.default, (6,)), (aten.arange.start, (1, 6)), (aten.arange.start_step, (0, 6, 2)), (aten.zeros.default, ([6],)),
-                     (aten.ones.default, ([6],)), (aten.full.default, ([6], 2.0)), (aten.scalar_tensor.default, (2.0,)), (aten.eye.default, (6,)),
-                     (aten.linspace.default, (0, 1, 6)), (aten.eye.m, (6, 4)), (aten.tril_indices.default, (6, 6)),
-                     (aten.triu_indices.default, (6, 6))):  # fmt: skip
+    for op, args in (
+        (aten.arange.default, (6,)),
+        (aten.arange.start, (1, 6)),
+        (aten.arange.start_step, (0, 6, 2)),
+        (aten.zeros.default, ([6],)),
+        (aten.ones.default, ([6],)),
+        (aten.full.default, ([6], 2.0)),
+        (aten.scalar_tensor.default, (2.0,)),
+        (aten.eye.default, (6,)),
+        (aten.linspace.default, (0, 1, 6)),
+        (aten.eye.m, (6, 4)),
+        (aten.tril_indices.default, (6, 6)),
+        (aten.triu_indices.default, (6, 6)),
+    ):
         yield call(op, *args, **({} if "indices" in str(op) else double))
     yield call(aten.empty.memory_format, [6], values=False, **double)
     yield call(aten.new_zeros.default, normal(6, 4), [6])
@@ -267,8 +339,13 @@ def _made() -> Iterator[Sample]:
 
 
 def _casts() -> Iterator[Sample]:
-    for x, dtype in ((normal(6, 12), torch.float64), (normal(6, 12) * 4, torch.int64), (integer(6, 12), torch.float64),
-                     (integer(6, 12, high=2), torch.bool), (truth(6, 12), torch.int64)):  # fmt: skip
+    for x, dtype in (
+        (normal(6, 12), torch.float64),
+        (normal(6, 12) * 4, torch.int64),
+        (integer(6, 12), torch.float64),
+        (integer(6, 12, high=2), torch.bool),
+        (truth(6, 12), torch.int64),
+    ):
         yield call(aten._to_copy.default, x, dtype=dtype)
         yield call(aten.to.dtype, x, dtype)
         yield call(aten.to.dtype_layout, x, dtype=dtype)
@@ -288,15 +365,31 @@ def _attention() -> Iterator[Sample]:
     q, k, v = normal(2, 6, 4, 2), normal(2, 6, 4, 2), normal(2, 6, 4, 2)
     for bias in ((2, 6, 4, 4), (1, 6, 4, 4), (1, 1, 4, 4)):
         yield attention(q, k, v, bias=normal(*bias))
-    yield attention(q, k, v, key_mask=torch.tensor([[0, 1, 1, 1], [1, 1, 1, 0]]).bool(), segments=integer(2, 4, high=2), causal=True)
+    yield attention(
+        q, k, v, key_mask=torch.tensor([[0, 1, 1, 1], [1, 1, 1, 0]]).bool(), segments=integer(2, 4, high=2), causal=True
+    )
     yield attention(q, k, v, sinks=normal(6), window=2, softcap=3.0, causal=True)
     yield attention(q, k, v, seed=torch.tensor(5), dropout=0.4, shape=[2, 6, 4, 4], causal=True)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, **facts: Any) -> Sample:
     """A call of autopar::attention with all facts but the given ones off."""
-    off = {"bias": None, "key_mask": None, "segments": None, "sinks": None, "seed": None, "causal": False, "window": 0, "chunk": 0,
-           "scale": 0.5, "softcap": 0.0, "dropout": 0.0, "site": 1, "index": [], "shape": []}  # fmt: skip
+    off = {
+        "bias": None,
+        "key_mask": None,
+        "segments": None,
+        "sinks": None,
+        "seed": None,
+        "causal": False,
+        "window": 0,
+        "chunk": 0,
+        "scale": 0.5,
+        "softcap": 0.0,
+        "dropout": 0.0,
+        "site": 1,
+        "index": [],
+        "shape": [],
+    }
     return call(ours.attention.default, q, k, v, *({**off, **facts}.values()))
 
 

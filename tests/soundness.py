@@ -1,8 +1,9 @@
 """Is a sharding rule true? Whatever the types accept must compute, on pieces, what the operator computes on the whole.
 
-A `Sample` is a small call (or a chain of calls) with real tensors. `unsound` enumerates placements of its operands; for each
-combination that the types accept it localises the graph, differentiates it, runs all ranks in one process, puts results and
-gradients together again and compares them with the whole call. Types prove placements, this proves the rules behind them.
+A `Sample` is a small call (or a chain of calls) with real tensors. `unsound` enumerates placements of its operands;
+for each combination that the types accept it localises the graph, differentiates it, runs all ranks in one process,
+puts results and gradients together again and compares them with the whole call. Types prove placements, this proves
+the rules behind them.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class Step:
 class Sample:
     """Calls in order; the results of all of them are compared, or only their shapes (``values=False``: empty_like).
 
-    ``gradients=False``: torch has no derivative. ``private``: steps whose results mean nothing outside of the chain (rows sorted by
-    each rank for itself).
+    ``gradients=False``: torch has no derivative. ``private``: steps whose results mean nothing outside of the chain
+    (rows sorted by each rank for itself).
     """
 
     steps: list[Step]
@@ -74,7 +75,6 @@ class Sample:
                 if isinstance(leaf, Tensor):
                     found.setdefault(id(leaf), leaf)
         return list(found.values())
-
 
     def wants(self, x: Tensor) -> bool:
         """Whether the gradient of an operand is compared."""
@@ -160,7 +160,9 @@ def candidates(x: Tensor, ranks: int, gradient: bool) -> list[Placement]:
     return list(dict.fromkeys(out))
 
 
-def combinations(sample: Sample, gm: GraphModule, axis: str, mesh: Mesh, most: int = 600) -> Iterator[tuple[Placement, ...]]:
+def combinations(
+    sample: Sample, gm: GraphModule, axis: str, mesh: Mesh, most: int = 600
+) -> Iterator[tuple[Placement, ...]]:
     """All combinations where they are few; else those that the rule asks for, and all that differ in one operand."""
     ranks = mesh.size(axis)
     options = [candidates(x, ranks, sample.wants(x)) for x in sample.tensors]
@@ -174,8 +176,13 @@ def combinations(sample: Sample, gm: GraphModule, axis: str, mesh: Mesh, most: i
     if len(sample.steps) == 1:
         seeds += _asked(gm, axis, mesh, options)
     else:
-        seeds += [tuple(next((p for p in o if isinstance(p, Shard) and p.dim == d), REPLICATE if REPLICATE in o else INVARIANT)
-                        for o in options) for d in range(3)]  # fmt: skip
+        seeds += [
+            tuple(
+                next((p for p in o if isinstance(p, Shard) and p.dim == d), REPLICATE if REPLICATE in o else INVARIANT)
+                for o in options
+            )
+            for d in range(3)
+        ]
     near = (s[:i] + (p,) + s[i + 1 :] for s in seeds for i, o in enumerate(options) for p in o)
     yield from dict.fromkeys([*seeds, *near])
 
@@ -284,7 +291,9 @@ def compare(sample: Sample, placements: Typed, mesh: Mesh, whole: Whole) -> str:
         results = [{a: placement(n, a) for a in mesh.cut_order} for n in output_node(gm).args[0]]  # type: ignore[union-attr]
         check_types(gm, Context(mesh))
         _clone_outputs(gm)
-        joint = joint_graph(gm, [sample.wants(x) and any(t is not None for t in whole.tangents) for x in sample.tensors])
+        joint = joint_graph(
+            gm, [sample.wants(x) and any(t is not None for t in whole.tangents) for x in sample.tensors]
+        )
         fed = [scatter(x, p, mesh) for x, p in zip(sample.tensors, placements, strict=True)]
         for t, p in zip(whole.tangents, results, strict=True):
             if t is not None:

@@ -41,7 +41,9 @@ def typed(name: str, mesh: str, options: dict[str, Any]) -> tuple[GraphModule, C
 
     tiny = TINY[name]
     with pytest.raises(Stop):
-        compile_model(tiny.build(), tiny.batch(4, 8), Mesh.parse(mesh), Options(**options), observers=[stop], outputs=())
+        compile_model(
+            tiny.build(), tiny.batch(4, 8), Mesh.parse(mesh), Options(**options), observers=[stop], outputs=()
+        )
     return seen[0]
 
 
@@ -87,7 +89,9 @@ def test_parameter_must_be_as_planned() -> None:
     set_placement(node, "dp", INVARIANT)
     for user in list(node.users):
         user.meta["conversion"] = ("dp", INVARIANT, user.meta["placements"]["dp"])
-    with pytest.raises(PlacementError, match=r"parameter model\.layers\.0\.self_attn\.q_proj\.weight is I, planned otherwise"):
+    with pytest.raises(
+        PlacementError, match=r"parameter model\.layers\.0\.self_attn\.q_proj\.weight is I, planned otherwise"
+    ):
         check_placements(gm, ctx)
 
 

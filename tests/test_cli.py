@@ -116,6 +116,7 @@ BAD: list[tuple[str, list[object], str]] = [
     ("zero", ["--mesh", "tp=2", "--zero", 2], "choose from"),
     ("number", ["--mesh", "tp=2", "--batch", 0], "expected a positive whole number"),
     ("no mesh", [], "--mesh"),
+    ("unknown option", ["--mesh", "tp=2", "--steps", 3], "unrecognized arguments: --steps 3"),
 ]
 
 
@@ -165,7 +166,8 @@ def test_verify_and_demo_hand_over(
         monkeypatch.setitem(sys.modules, f"autopar.{name}", module)
     code, _, _ = run(capsys, "verify", "--config", config, "--mesh", "dp=2,tp=2", "--zero", 3)
     assert code == 1  # a mismatch
-    assert run(capsys, "demo")[0] == 1
+    assert run(capsys, "demo", "--steps", 3)[0] == 1
+    assert calls[1] == ((["--steps", "3"],), {})
     (model, mesh, options), facts = calls[0]
     assert (model.model_type, mesh, options) == ("llama", Mesh.of(dp=2, tp=2), Options(zero=3))
     assert facts == {"seq": 16, "batch": 4, "dtype": torch.float64}

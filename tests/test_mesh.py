@@ -19,9 +19,14 @@ def test_parse_and_print() -> None:
 
 @pytest.mark.parametrize(
     "text, why",
-    [("dp", "expected name=size pairs"), ("dp=x", "expected name=size"), ("data=2", "unknown axis 'data'; the axes are pp, dp"),
-     ("dp=0", "size of at least 1"), ("dp=2,dp=2", "named twice")],
-)  # fmt: skip
+    [
+        ("dp", "expected name=size pairs"),
+        ("dp=x", "expected name=size"),
+        ("data=2", "unknown axis 'data'; the axes are pp, dp"),
+        ("dp=0", "size of at least 1"),
+        ("dp=2,dp=2", "named twice"),
+    ],
+)
 def test_refusals(text: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         Mesh.parse(text)

@@ -121,6 +121,15 @@ def put(model: nn.Module, batch: dict[str, Tensor], sizes: dict[str, int], **opt
     return autopar.parallelize(model, mesh, example_batch=part(batch, sizes), **options)
 
 
+class Metric(Net):
+    """Returns a number that nobody differentiates, and one for each example."""
+
+    def forward(self, x: Tensor, target: Tensor) -> dict[str, Tensor]:
+        out = super().forward(x, target)
+        right = out["logits"].argmax(1) == target.argmax(1)
+        return {**out, "right": right, "accuracy": right.double().mean()}
+
+
 def gap(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     assert set(found) == set(expected), set(found) ^ set(expected)
     return max(float((found[n] - e).abs().max()) for n, e in expected.items())
@@ -194,6 +203,26 @@ def shapes_and_modes() -> None:
 
 def test_new_shapes_compile_once_and_modes_choose_the_graph() -> None:
     run_ranks(2, shapes_and_modes)
+
+
+def metrics(sizes: dict[str, int]) -> None:
+    model, batch = build(Metric), numbers()
+    expected = model(**batch)
+    mine = part(batch, sizes)
+    parallel = put(model, batch, sizes)
+    for out in (parallel(**mine), parallel.eval_step(**mine)):
+        assert abs(float(out["accuracy"]) - float(expected["accuracy"])) < EXACT
+        assert torch.equal(out["right"].full_tensor(), expected["right"])
+    # Without gradients there is nothing to accumulate: evaluation takes the batch as one.
+    parallel = put(model, batch, sizes, micro_batches=2)
+    out = parallel.eval_step(**mine)
+    assert abs(float(out["loss"]) - float(expected["loss"])) < EXACT
+    assert torch.allclose(out["logits"].full_tensor(), expected["logits"].detach(), atol=EXACT)
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 2}, {"tp": 2}], ids=["dp2", "tp2"])
+def test_metrics_are_those_of_the_whole_batch(sizes: dict[str, int]) -> None:
+    run_ranks(2, metrics, sizes)
 
 
 # --- gradients ----------------------------------------------------------------------------------------
@@ -362,7 +391,8 @@ def states() -> None:
         parallel.load_state_dict(wrong)
     assert gap(parallel.full_state_dict(), other) == 0
     parallel.train_step(**part(tokens(), sizes))
-    assert {n: g.shape for n, g in parallel.full_gradients().items()} == {n: p.shape for n, p in model.named_parameters()}
+    found = parallel.full_gradients()
+    assert {n: g.shape for n, g in found.items()} == {n: p.shape for n, p in model.named_parameters()}
 
 
 def test_states_have_the_original_names() -> None:
@@ -409,7 +439,7 @@ def from_meta() -> None:
     assert all(t.is_meta for t in (*model.parameters(), *model.buffers()))
     mesh = autopar.init_mesh("cpu", 30.0, **sizes)
     parallel = autopar.parallelize(model, mesh, exact=True)
-    with pytest.raises(ValueError, match="without weights.*load_pretrained"):
+    with pytest.raises(ValueError, match=r"without weights.*load_pretrained"):
         parallel.train_step(**batch)
     parallel.load_state_dict(source.state_dict())
     with LiftFloat32():
@@ -447,7 +477,7 @@ def test_inductor_equals_eager() -> None:
 
 def needs_example() -> str:
     mesh = autopar.init_mesh("cpu", 30.0, dp=2)
-    with pytest.raises(ValueError, match="needs to know the inputs of Net.*example_batch"):
+    with pytest.raises(ValueError, match=r"needs to know the inputs of Net.*example_batch"):
         autopar.parallelize(build(Net), mesh)
     return "refused"
 
@@ -460,7 +490,8 @@ def test_under_torchrun(tmp_path: Path) -> None:
     script = Path(__file__).with_name("torchrun_script.py")
     root = script.parent.parent
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), str(tmp_path),
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script),
+        str(tmp_path),
     ]  # fmt: skip
     done = subprocess.run(
         command, cwd=root, env=_environment(root), capture_output=True, text=True, timeout=120, check=False

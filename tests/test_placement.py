@@ -32,7 +32,7 @@ from autopar.placement import (
 from tests.harness import gather, scatter
 from tests.simulate import simulate
 
-R, I, P = REPLICATE, INVARIANT, PARTIAL
+R, I, P = REPLICATE, INVARIANT, PARTIAL  # noqa: E741
 shards = st.builds(Shard, st.integers(0, 3), st.lists(st.integers(1, 64), max_size=5).map(tuple))
 placements = st.one_of(st.sampled_from([R, I, P]), shards)
 
@@ -61,8 +61,16 @@ def test_duality(a: Placement, b: Placement) -> None:
 def test_the_table_is_closed_under_transposition() -> None:
     """What can be converted has a gradient that can, and one that moves as many bytes the other way."""
     kinds: dict[type, Placement] = {type(R): R, type(I): I, type(P): P, Shard: Shard(0)}
-    pairs = {"all_gather": {"reduce_scatter", "slice"}, "reduce_scatter": {"all_gather"}, "slice": {"all_gather", "pad"}, "pad": {"slice"},
-             "all_to_all": {"all_to_all"}, "divide": {"divide"}, "none": {"all_reduce"}, "all_reduce": {"none", "all_reduce"}}  # fmt: skip
+    pairs = {
+        "all_gather": {"reduce_scatter", "slice"},
+        "reduce_scatter": {"all_gather"},
+        "slice": {"all_gather", "pad"},
+        "pad": {"slice"},
+        "all_to_all": {"all_to_all"},
+        "divide": {"divide"},
+        "none": {"all_reduce"},
+        "all_reduce": {"none", "all_reduce"},
+    }
     for (a, b), kind in CONVERSIONS.items():
         src, dst = kinds[a], Shard(1) if b is Shard else kinds[b]
         assert conversion(*transpose(src, dst)) in pairs[kind], (src, dst)
@@ -128,9 +136,28 @@ def test_check_shard(size: int, blocks: list[int], ranks: int) -> None:
 
 S0, S1, B1 = Shard(0), Shard(1), Shard(1, (6, 3, 3))
 ROWS = [
-    (I, R), (P, I), (P, R), (P, S0), (P, B1), (S0, R), (B1, R), (S0, I), (B1, I), (I, S1), (I, B1), (R, S0), (R, B1), (S0, S1), (B1, S0),
-    (S1, B1), (S0, P), (B1, P), (R, P), (R, R), (S0, S0),
-]  # fmt: skip
+    (I, R),
+    (P, I),
+    (P, R),
+    (P, S0),
+    (P, B1),
+    (S0, R),
+    (B1, R),
+    (S0, I),
+    (B1, I),
+    (I, S1),
+    (I, B1),
+    (R, S0),
+    (R, B1),
+    (S0, S1),
+    (B1, S0),
+    (S1, B1),
+    (S0, P),
+    (B1, P),
+    (R, P),
+    (R, R),
+    (S0, S0),
+]
 
 
 @pytest.mark.parametrize("src, dst", ROWS, ids=str)
@@ -160,5 +187,8 @@ def _lowered(gm: torch.fx.GraphModule, example: torch.Tensor) -> torch.fx.GraphM
 def test_every_row_of_the_table_is_tried() -> None:
     tried = {(type(a), type(b)) for a, b in ROWS}
     assert set(CONVERSIONS) <= tried
-    assert not [p for p in itertools.product((R, I, P, S0), repeat=2) if p[0] != p[1] and (type(p[0]), type(p[1])) in CONVERSIONS and
-                (type(p[0]), type(p[1])) not in tried]  # fmt: skip
+    assert not [
+        p
+        for p in itertools.product((R, I, P, S0), repeat=2)
+        if p[0] != p[1] and (type(p[0]), type(p[1])) in CONVERSIONS and (type(p[0]), type(p[1])) not in tried
+    ]

@@ -52,7 +52,18 @@ def graph_of_constant(sample: Sample) -> torch.fx.Graph:
     return graph
 
 
-THREE = ("linear.default", "matmul", "conv1d", "reshape", "split_with_sizes", "cat.default", "mean", "embedding", "cross_entropy", "attention")
+THREE = (
+    "linear.default",
+    "matmul",
+    "conv1d",
+    "reshape",
+    "split_with_sizes",
+    "cat.default",
+    "mean",
+    "embedding",
+    "cross_entropy",
+    "attention",
+)
 
 
 @pytest.mark.parametrize("target", [t for t in SAMPLES if any(part in name(t) for part in THREE)], ids=name)
@@ -63,7 +74,7 @@ def test_rule_is_sound_over_three_ranks(target: Any) -> None:
         assert not wrong, "\n".join(wrong)
 
 
-R, I, P = REPLICATE, INVARIANT, PARTIAL
+R, I, P = REPLICATE, INVARIANT, PARTIAL  # noqa: E741
 EXPERT_CUTS: dict[str, tuple[Placement, ...]] = {
     "whole": (I, I, I, I, I, I),
     "tokens": (Shard(0), Shard(0), R, R, R, Shard(0)),
@@ -80,7 +91,9 @@ def test_experts_are_sound(cut: str) -> None:
     for sample in experts():
         placements = EXPERT_CUTS[cut]
         if sample.steps[1].args[3]:  # weights are (experts, in, out)
-            placements = tuple(Shard(3 - p.dim) if isinstance(p, Shard) and i in (2, 4) else p for i, p in enumerate(placements))
+            placements = tuple(
+                Shard(3 - p.dim) if isinstance(p, Shard) and i in (2, 4) else p for i, p in enumerate(placements)
+            )
         found = compare(sample, tuple({"dp": p} for p in placements), mesh, Whole.of(sample))
         assert not found
 
@@ -124,10 +137,20 @@ def both(sample: Sample, tp: tuple[Placement, ...]) -> tuple[int, list[str]]:
 
 
 CONVERSIONS: list[tuple[Placement, Placement]] = [
-    (INVARIANT, REPLICATE), (PARTIAL, INVARIANT), (PARTIAL, REPLICATE), (PARTIAL, Shard(1)), (Shard(1), REPLICATE), (Shard(0), INVARIANT),
-    (INVARIANT, Shard(1)), (REPLICATE, Shard(0)), (Shard(0), Shard(1)), (Shard(1), PARTIAL), (REPLICATE, PARTIAL),
-    (Shard(1, (6, 6)), REPLICATE), (INVARIANT, Shard(1, (6, 6))),
-]  # fmt: skip
+    (INVARIANT, REPLICATE),
+    (PARTIAL, INVARIANT),
+    (PARTIAL, REPLICATE),
+    (PARTIAL, Shard(1)),
+    (Shard(1), REPLICATE),
+    (Shard(0), INVARIANT),
+    (INVARIANT, Shard(1)),
+    (REPLICATE, Shard(0)),
+    (Shard(0), Shard(1)),
+    (Shard(1), PARTIAL),
+    (REPLICATE, PARTIAL),
+    (Shard(1, (6, 6)), REPLICATE),
+    (INVARIANT, Shard(1, (6, 6))),
+]
 
 
 @pytest.mark.parametrize("src, dst", CONVERSIONS, ids=str)
@@ -148,8 +171,15 @@ def test_cut_vocabulary_as_another_axis_sees_it() -> None:
 
 
 def test_heads_and_batch_cut_together() -> None:
-    sample = attention(normal(2, 4, 3, 2), normal(2, 2, 3, 2), normal(2, 2, 3, 2), causal=True, dropout=0.3,
-                       seed=torch.tensor(1), shape=[2, 4, 3, 3])  # fmt: skip
+    sample = attention(
+        normal(2, 4, 3, 2),
+        normal(2, 2, 3, 2),
+        normal(2, 2, 3, 2),
+        causal=True,
+        dropout=0.3,
+        seed=torch.tensor(1),
+        shape=[2, 4, 3, 3],
+    )
     tried, wrong = both(sample, (Shard(1), Shard(1), Shard(1), INVARIANT))
     assert tried >= 1
     assert not wrong, "\n".join(wrong)
@@ -175,20 +205,27 @@ WRONG: dict[str, tuple[Sample, Callable[[Any], Rule]]] = {
     "maximum as a contraction": (call(aten.amax.default, normal(2, 6), [1]), reduction(linear=True)),
     "variance as a contraction": (call(aten.var.dim, normal(2, 6), [1]), reduction(linear=True)),
     "bias inside of a cut contraction": (
-        call(aten.linear.default, normal(2, 6), normal(4, 6), normal(4)), without_blocks(einsum("... i, o i -> ... o", "input weight", bias="bias"))
+        call(aten.linear.default, normal(2, 6), normal(4, 6), normal(4)),
+        without_blocks(einsum("... i, o i -> ... o", "input weight", bias="bias")),
     ),
     "gelu of a pending sum": (call(aten.gelu.default, normal(2, 6)), pointwise("unary")),
     "product of two pending sums": (call(aten.mul.Tensor, normal(2, 6), normal(2, 6)), pointwise("sum")),
     "quotient by a pending sum": (call(aten.div.Tensor, normal(2, 6), normal(2, 6)), pointwise("product")),
-    "matmul with swapped factors": (call(aten.matmul.default, normal(4, 4), normal(4, 4)), einsum("m k, n k -> m n", "self other")),
+    "matmul with swapped factors": (
+        call(aten.matmul.default, normal(4, 4), normal(4, 4)),
+        einsum("m k, n k -> m n", "self other"),
+    ),
     "shift as if nothing moved": (call(aten.constant_pad_nd.default, normal(2, 6), [1, -1]), pointwise("unary")),
     "reshape that mixes dims": (call(aten.view.default, normal(4, 6), [6, 4]), lambda c: _named(c)),
-    "vocabulary in blocks": (call(aten.embedding.default, normal(12, 4), integer(6, high=12)), without_blocks(sp.embedding)),
+    "vocabulary in blocks": (
+        call(aten.embedding.default, normal(12, 4), integer(6, high=12)),
+        without_blocks(sp.embedding),
+    ),
     "pairs of a complex number": (call(aten.view_as_real.default, complex_(2, 2)), pointwise()),
     "a copy whose operand does not matter": (call(aten.lift_fresh_copy.default, normal(6)), factory),
     "rounding of a pending sum": (call(aten.to.dtype, normal(6) * 5, torch.int64), pointwise("unary")),
     "pooling over a cut window": (call(aten.max_pool1d.default, normal(2, 2, 8), [2], [1]), without_blocks(sp.pooling)),
-}  # fmt: skip
+}
 
 
 def _named(c: Any) -> Rule:

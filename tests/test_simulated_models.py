@@ -1,7 +1,7 @@
 """Whole models on all ranks of a mesh in one process: loss and every gradient equal eager within 1e-10.
 
-Each model meets a covering subset of meshes and options: every model is cut over tp and over dp; every option meets several
-architectures. Other modules than transformers, and the corners of batches, follow.
+Each model meets a covering subset of meshes and options: every model is cut over tp and over dp; every option meets
+several architectures. Other modules than transformers, and the corners of batches, follow.
 """
 
 from __future__ import annotations
@@ -149,7 +149,9 @@ def test_cnn(norm: bool, mesh: str) -> None:
 
 def test_batch_norm_forbids_micro_batches() -> None:
     batch = {"image": numbers(4, 3, 8, 8), "label": torch.tensor([0, 5, 2, 1])}
-    with pytest.raises(ValueError, match="micro_batches: samples of different micro-batches meet at .* use micro_batches=1"):
+    with pytest.raises(
+        ValueError, match=r"micro_batches: samples of different micro-batches meet at .* use micro_batches=1"
+    ):
         close(Cnn(True), batch, "dp=2", micro_batches=2)
 
 

@@ -18,7 +18,7 @@ from autopar.mesh import Mesh
 from autopar.models.tiny import TINY
 from autopar.plan import Options
 from autopar.runtime.module import ParallelModule
-from autopar.verify import TOLERANCES, Entry, Report, _ignored, main, random_batch
+from autopar.verify import TOLERANCES, Entry, Report, ignored_labels, main, random_batch
 from tests.ranks import run_ranks
 
 
@@ -47,7 +47,7 @@ def build(p: float = 0.0, dtype: torch.dtype = torch.float32) -> Net:
 def batch_of(rows: int = 8) -> dict[str, Tensor]:
     g = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 16, (rows, 6), generator=g)
-    return {"tokens": tokens, "labels": tokens.roll(-1, 1).masked_fill(_ignored(rows, 6, g), -100)}
+    return {"tokens": tokens, "labels": tokens.roll(-1, 1).masked_fill(ignored_labels(rows, 6, g), -100)}
 
 
 # --- agreement ----------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def test_a_float32_model_is_compared_in_float64(sizes: dict[str, int], options: 
 def test_in_the_dtype_of_the_model(dtype: torch.dtype) -> None:
     report = run_ranks(2, agrees, {"tp": 2}, 0.1, dtype, False, {})[0]
     report.raise_for_mismatch()
-    assert 0 < max(e.error for e in report.parameters)
+    assert max(e.error for e in report.parameters) > 0
     assert report.parameters[0].allowed >= TOLERANCES[dtype][1]
 
 

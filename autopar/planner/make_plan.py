@@ -17,6 +17,9 @@ from autopar.planner.sequence import find_streams
 from autopar.planner.tensor_parallel import plan_tensor_parallel
 
 
+PLANNED_AXES = ("dp", "tp")
+
+
 def make_plan(
     gm: GraphModule,
     mesh: Mesh,
@@ -31,6 +34,12 @@ def make_plan(
     Raises ValueError for sizes that do not divide and for a plan of other parameters.
     """
     options = options or Options()
+    for axis, size in mesh.axes:
+        if size > 1 and axis not in PLANNED_AXES:
+            raise ValueError(
+                f"plan: nothing is cut over axis {axis!r} of size {size}, every rank on it would repeat the same work; "
+                f"use {' and '.join(PLANNED_AXES)}"
+            )
     digest = graph_digest(gm)
     if fixed is not None and fixed.graph != digest:
         raise ValueError(f"plan: made for a graph with parameters {fixed.graph}, this one has {digest}; make a new plan")

@@ -52,7 +52,7 @@ def expand(node: Node, build: Build) -> Node | None:
 
 
 def broadcast_tensors(node: Node, build: Build) -> Node | None:
-    """a, b = broadcast_tensors([x, y]) --> a, b = x, expand(y, x.shape)   (part of torch's own mse_loss, l1_loss ...)"""
+    """a, b = broadcast_tensors([x, y]) --> a, b = x, expand(y, x.shape)   (part of mse_loss, l1_loss ...)"""
     shape = tuple(node.meta["val"][0].shape)
     for piece in list(node.users):
         x = node.args[0][piece.args[1]]  # type: ignore[index]

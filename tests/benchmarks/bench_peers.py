@@ -18,7 +18,7 @@ from typing import Any
 import peers
 import torch
 import torch.distributed as dist
-from common import SMALL, Workload, interleaved, load, publish, ratio, slowest, table
+from common import SMALL, Times, Workload, interleaved, load, publish, ratio, slowest, table
 from meter import Meter
 
 import autopar
@@ -53,7 +53,7 @@ class Outcome:
     sent: dict[str, int] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
     peak: int = 0
-    times: list[float] = field(default_factory=list)
+    times: Times = field(default_factory=Times)
 
 
 def main() -> None:
@@ -133,22 +133,28 @@ def _ledger(runner: peers.Runner) -> dict[str, int] | None:
 
 
 def _report(found: dict[str, Outcome], rounds: int, before: str) -> str:
-    reference = found["one process"].times
-    rows = []
-    for name, outcome in found.items():
-        low, median = ratio(outcome.times, reference)
-        kinds = ", ".join(f"{kind} {outcome.calls[kind]}" for kind in sorted(outcome.calls))
-        against = [ratio(outcome.times, found[peer].times) for peer in OPPONENTS.get(name, ()) if peer in found]
-        worst = max(against, key=lambda r: r[1], default=None)
-        rows.append([
-            f"**{name}**" if name in OPPONENTS else name, f"{min(outcome.times):.2f}", f"{low:.2f}", f"{median:.2f}",
-            f"{worst[0]:.2f} / {worst[1]:.2f}" if worst else "", f"{sum(outcome.sent.values()) / 1e6:.1f}", kinds,
-            f"{outcome.peak / 1e6:.0f}", f"{outcome.gradient_error:.0e}",
-        ])  # fmt: skip
-    rows.sort(key=lambda r: str(r[0]) != "one process")
-    head = ["", "s, min", "to one process: min", "median", "to the best peer: min / median"]
+    reference = found["one process"]
+    rows = [_row(name, outcome, reference.times, found) for name, outcome in found.items()]
+    rows.sort(key=lambda row: row[0] != "one process")
+    head = ["", "s, min", "to one process: min", "median", "processor", "to the best peer: min", "median", "processor"]
     head += ["MB sent", "calls", "peak MB", "gradient error"]
     return f"{rounds} rounds; {before} before, {load().split(' on ')[0]} after.\n\n{table(head, rows)}"
+
+
+def _row(name: str, outcome: Outcome, reference: Times, found: dict[str, Outcome]) -> list[str]:
+    against = [ratio(outcome.times, found[peer].times) for peer in OPPONENTS.get(name, ()) if peer in found]
+    best = [f"{max(column):.2f}" for column in zip(*against)] if against else [""] * 3
+    kinds = ", ".join(f"{kind} {outcome.calls[kind]}" for kind in sorted(outcome.calls))
+    return [
+        f"**{name}**" if name in OPPONENTS else name,
+        f"{min(outcome.times.wall):.2f}",
+        *(f"{x:.2f}" for x in ratio(outcome.times, reference)),
+        *best,
+        f"{sum(outcome.sent.values()) / 1e6:.1f}",
+        kinds,
+        f"{outcome.peak / 1e6:.0f}",
+        f"{outcome.gradient_error:.0e}",
+    ]
 
 
 if __name__ == "__main__":

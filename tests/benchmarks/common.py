@@ -7,7 +7,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,21 +55,30 @@ class Workload:
 SMALL = Workload(hidden=96, layers=2, inner=256, heads=6, vocab=512, length=64)  # to try the harness itself
 
 
-def interleaved(steps: Mapping[str, Step], rounds: int, warmup: int = 1) -> dict[str, list[float]]:
-    """Seconds of each step, ``rounds`` times, in turn: a slow moment of the machine meets all of them.
+@dataclass
+class Times:
+    """Seconds per round of one step: by the clock, and of the processor (all threads). With ranks, of the slowest."""
 
-    With ranks: a barrier before each, and the slowest rank counts.
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+
+
+def interleaved(steps: Mapping[str, Step], rounds: int, warmup: int = 1) -> dict[str, Times]:
+    """Times of each step, ``rounds`` times, in turn: a slow moment of the machine meets all of them.
+
+    With ranks: a barrier before each.
     """
-    times: dict[str, list[float]] = {name: [] for name in steps}
+    times = {name: Times() for name in steps}
     for i in range(warmup + rounds):
         for name, step in steps.items():
             if dist.is_initialized():
                 dist.barrier()
-            start = time.perf_counter()
+            start, processor = time.perf_counter(), time.process_time()
             step()
-            seconds = time.perf_counter() - start
+            seconds = time.perf_counter() - start, time.process_time() - processor
             if i >= warmup:
-                times[name].append(slowest(seconds))
+                times[name].wall.append(slowest(seconds[0]))
+                times[name].cpu.append(slowest(seconds[1]))
     return times
 
 
@@ -82,9 +91,10 @@ def slowest(seconds: float) -> float:
     return float(found)
 
 
-def ratio(times: Sequence[float], reference: Sequence[float]) -> tuple[float, float]:
-    """(min over min, median over rounds of the ratio within a round)."""
-    return min(times) / min(reference), statistics.median(a / b for a, b in zip(times, reference, strict=True))
+def ratio(times: Times, reference: Times) -> tuple[float, float, float]:
+    """(min over min, median over rounds of the ratio within a round, min over min of processor time)."""
+    median = statistics.median(a / b for a, b in zip(times.wall, reference.wall, strict=True))
+    return min(times.wall) / min(reference.wall), median, min(times.cpu) / min(reference.cpu)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -5,8 +5,8 @@
     meter.sent, meter.calls, meter.peak
 
 Bytes are those that one rank sends under ring algorithms, from the tensors given to each collective: all-reduce
-2(n-1)/n, all-gather and reduce-scatter (n-1)/n of the whole, all-to-all (n-1)/n of a rank's piece. Memory is the storage
-that tensors of dispatched operators hold; buffers that only C++ sees (those of gloo) are not in it.
+2(n-1)/n, all-gather and reduce-scatter (n-1)/n of the whole, all-to-all (n-1)/n of a rank's piece. Memory is the
+storage that tensors of dispatched operators hold; buffers that only C++ sees (those of gloo) are not in it.
 """
 
 from __future__ import annotations
