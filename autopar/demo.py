@@ -152,20 +152,22 @@ def _train(model: nn.Module, step: Callable[[dict[str, Tensor]], Tensor], steps:
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"),
         TimeElapsedColumn(), TimeRemainingColumn(),
     )  # fmt: skip
-    with Progress(*columns, disable=not shown) as bar:
-        task = bar.add_task(label, total=steps, loss="-")
-        for batch in batches(steps):
-            start = time.perf_counter()
-            loss = float(step(batch).detach())
-            if not run.memory:
-                run.memory["parameters"] = _held(model.parameters())
-                run.memory["gradients"] = _held(p.grad for p in model.parameters())
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            run.seconds.append(time.perf_counter() - start)
-            run.losses.append(loss)
-            bar.update(task, advance=1, loss=f"{loss:.3f}")
+    bar = Progress(*columns, disable=not shown)
+    task = bar.add_task(label, total=steps, loss="-")
+    for i, batch in enumerate(batches(steps)):
+        start = time.perf_counter()
+        loss = float(step(batch).detach())
+        if i == 0:  # compiled now, which shows a progress of its own
+            bar.start()
+            run.memory["parameters"] = _held(model.parameters())
+            run.memory["gradients"] = _held(p.grad for p in model.parameters())
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        run.seconds.append(time.perf_counter() - start)
+        run.losses.append(loss)
+        bar.update(task, advance=1, loss=f"{loss:.3f}")
+    bar.stop()
     run.memory["optimizer state"] = _held(v for s in optimizer.state.values() for v in s.values())
     return run
 

@@ -178,6 +178,17 @@ def replace_operand(user: Node, old: Node, new: Node) -> None:
     user.replace_input_with(old, new)
 
 
+def add_placeholder(graph: Graph, name: str, after: Node | None = None) -> Node:
+    """A new input, behind another one or at the insertion point. Its argument is named as the node is: unique in the graph."""
+    if after is None:
+        node = graph.placeholder(name)
+    else:
+        with graph.inserting_after(after):
+            node = graph.placeholder(name)
+    node.target = node.name
+    return node
+
+
 def placeholders(gm: GraphModule) -> list[Node]:
     """The inputs of a graph, in order."""
     return [n for n in gm.graph.nodes if n.op == "placeholder"]

@@ -14,4 +14,10 @@ from autopar.passes.split_biases import SplitBiases
 
 GLOBAL_PASSES: tuple[Pass, ...] = (Normalize(), ExpandKvHeads())
 PLACEMENT_PASSES: tuple[Pass, ...] = (SplitBiases(), PropagatePlacements(), LocalizeShapes())
-STEP_PASSES: tuple[Pass, ...] = (SimplifyViews(), SimplifyArithmetic(), PrefetchGathers(), BucketGathers(), BucketGradients())
+STEP_PASSES: tuple[Pass, ...] = (
+    SimplifyViews(),
+    SimplifyArithmetic(),
+    PrefetchGathers(),
+    BucketGathers(),
+    BucketGradients(),
+)

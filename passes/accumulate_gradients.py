@@ -18,7 +18,7 @@ import copy
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from autopar.graph import insert_call, is_call, output_node, remove_dead_code
+from autopar.graph import add_placeholder, insert_call, is_call, output_node, remove_dead_code
 
 aten, ops = torch.ops.aten, torch.ops.autopar
 
@@ -53,7 +53,14 @@ def own_gradient(gradient: Node) -> Node:
 
 def _local(gm: GraphModule) -> GraphModule:
     out = output_node(gm)
-    out.args = (tuple(own_gradient(g) if isinstance(g, Node) else None for g in out.args[0]),)  # type: ignore[union-attr]
+    found: list[Node | None] = []
+    for gradient in out.args[0]:  # type: ignore[union-attr]
+        own = own_gradient(gradient) if isinstance(gradient, Node) else None
+        if own is not None and (own in found or is_call(own, aten.expand.default)):
+            own = insert_call(gm.graph, out, aten.clone.default, (own,), own, own.meta["val"])  # sums are added in place
+            own.kwargs = {"memory_format": torch.contiguous_format}
+        found.append(own)
+    out.args = (tuple(found),)
     remove_dead_code(gm)
     gm.recompile()
     return gm
@@ -67,8 +74,7 @@ def _last(gm: GraphModule) -> GraphModule:
         if not isinstance(gradient, Node):
             continue
         own = own_gradient(gradient)
-        with gm.graph.inserting_after(after):
-            after = gm.graph.placeholder(f"earlier_{i}")
+        after = add_placeholder(gm.graph, f"earlier_{i}", after)
         after.meta["val"] = own.meta["val"]
         total = insert_call(gm.graph, own.next, aten.add.Tensor, (own, after), own, own.meta["val"])
         if gradient is own:

@@ -4,8 +4,8 @@ Consumes    a step graph whose gathers of one layer stand side by side (prefetch
 Guarantees  gathers of parameters below `LONE_BYTES` that stand side by side are one gather, and reduce-scatters of such
             gradients are one per layer, for each dtype and axis. A gather is unpacked right before its first use, so
             that it still overlaps the layer before.
-Leaves      large ones, for which two copies would cost more than the latency that is saved; pieces along other dims than
-            the first; gathers of activations.
+Leaves      large ones, for which two copies would cost more than the latency that is saved; pieces along other dims
+            than the first; gathers of activations.
 
     w = all_gather(p, 0)                   packed = cat([view(p, [1, -1]), view(q, [1, -1])], 1)
     v = all_gather(q, 0)         -->       both = split(all_gather(packed, 0), 1)
@@ -65,7 +65,7 @@ def _runs(gm: GraphModule) -> list[list[Node]]:
 
 
 def _waves(gm: GraphModule) -> list[list[Node]]:
-    """Small reduce-scatters that end in gradients, in order, between two places where parameters are gathered: a layer."""
+    """Small reduce-scatters that end in gradients, between two places where parameters are gathered: a layer."""
     found: list[list[Node]] = []
     last: dict[object, list[Node]] = {}
     for node in gm.graph.nodes:

@@ -22,6 +22,7 @@ from torch.fx import GraphModule, Node
 
 from autopar.graph import insert_call, is_call, nbytes, output_node, shape
 from autopar.pass_manager import Context
+from autopar.plan import Options
 
 aten = torch.ops.aten
 LONE_BYTES = 2**20
@@ -31,14 +32,13 @@ LONE_BYTES = 2**20
 class BucketGradients:
     """Joins the all-reduces that end in gradients."""
 
-    bucket_bytes: int = 25 * 2**20
     name: ClassVar[str] = "bucket_gradients"
     requires: ClassVar[tuple[str, ...]] = ()
     ensures: ClassVar[tuple[str, ...]] = ()
 
     def apply(self, gm: GraphModule, ctx: Context) -> GraphModule:
         while True:  # one pass per axis of a chain: sums over tp first, then over dp
-            waves = _buckets(gm, self.bucket_bytes)
+            waves = _buckets(gm, ctx.plan.options.bucket_bytes if ctx.plan is not None else Options().bucket_bytes)
             if not waves:
                 break
             for members in waves:

@@ -19,7 +19,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.aot import joint_graph
-from autopar.graph import has_gradient, is_call, output_node, placeholders
+from autopar.graph import add_placeholder, has_gradient, is_call, output_node, placeholders
 from autopar.steps import StepGraphs
 
 aten = torch.ops.aten
@@ -111,7 +111,7 @@ def _forward(
     keep = _ancestors([n for n in [*outs, *saved] if isinstance(n, Node)])
     graph, copies = Graph(), dict[Node, Node]()
     for node, name in zip(primals, names, strict=True):
-        copies[node] = graph.placeholder(name)
+        copies[node] = add_placeholder(graph, name)
         copies[node].meta = dict(node.meta)
     for node in joint.graph.nodes:
         if node.op == "call_function" and node in keep:
@@ -180,7 +180,7 @@ class _Split:
         graph, copies = Graph(), dict[Node, Node]()
         primals = [(n, renamed[n]) for n in self.order if n in self.primals and n in self.given]
         for node, name in [*primals, *((n, n.name) for n in self.saved), *((n, n.name) for n in self.tangents)]:
-            copies[node] = graph.placeholder(name)
+            copies[node] = add_placeholder(graph, name)
             copies[node].meta = dict(node.meta)
         inputs = [n.name for n in graph.nodes]
 

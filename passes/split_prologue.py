@@ -22,7 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from autopar.capture import InputSpec
 from autopar.conversions import conversion_of, is_conversion
-from autopar.graph import describe, has_gradient, placeholders, remove_dead_code
+from autopar.graph import add_placeholder, describe, has_gradient, placeholders, remove_dead_code
 from autopar.pass_manager import Context
 from autopar.placement import Invariant, Partial, Replicate, Shard
 from autopar.steps import Prologue
@@ -89,8 +89,7 @@ def _extract(gm: GraphModule, cuts: list[Node]) -> Prologue:
     after = placeholders(gm)[-1]
     totals = []
     for i, cut in enumerate(cuts):
-        with gm.graph.inserting_after(after):
-            total = gm.graph.placeholder(f"total_{i}")
+        total = add_placeholder(gm.graph, f"total_{i}", after)
         total.meta = {k: v for k, v in cut.meta.items() if k in ("val", "placements", "global_shape")}
         total.meta["has_gradient"] = False
         cut.replace_all_uses_with(total)
@@ -154,8 +153,7 @@ def _micro_batch_input(gm: GraphModule) -> Node:
         if node.name == "micro_batch":
             return node
     last = placeholders(gm)[-1]
-    with gm.graph.inserting_after(last):
-        node = gm.graph.placeholder("micro_batch")
+    node = add_placeholder(gm.graph, "micro_batch", last)
     mode = last.meta["val"].fake_mode
     with mode:
         node.meta = {"val": torch.zeros((), dtype=torch.int64), "has_gradient": False, "global_shape": ()}

@@ -95,7 +95,7 @@ class Executor:
         """Gradients of one micro-batch, in the order of ``steps.gradients``; empties ``saved``.
 
         ``last``: reduce them over the mesh, together with ``sums`` of earlier micro-batches. Otherwise they are this rank's
-        own, added to ``sums``.
+        own, added to ``sums`` in place.
         """
         steps = self.compiled.steps
         available = {**values, **dict(zip(steps.saved, saved, strict=True))}
@@ -112,7 +112,7 @@ class Executor:
         found = list(self._run(self.accumulate, inputs))
         if sums is None:
             return found
-        return [f if s is None or f is None else s + f for s, f in zip(sums, found, strict=True)]
+        return [f if s is None or f is None else s.add_(f) for s, f in zip(sums, found, strict=True)]
 
     def train_step(self, values: Mapping[str, Tensor]) -> Result:
         """Forward and backward of all micro-batches."""

@@ -143,7 +143,7 @@ def test_plan_of_another_graph_is_refused() -> None:
 def test_heads_that_do_not_divide() -> None:
     with pytest.raises(
         ValueError,
-        match=r"heads must divide over axis 'tp' of size 3, found 4 heads \(2 kv heads\) in .*; choose a size from \[1, 2, 4\]",
+        match=r"heads must divide over axis 'tp' of size 3, found 4 heads .* choose a size from \[1, 2, 4\]",
     ):
         tiny("llama", "tp=3")
 

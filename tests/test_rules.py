@@ -16,7 +16,8 @@ from autopar.placement import INVARIANT, PARTIAL, REPLICATE, Placement, Shard
 from autopar.rules import RULES, Rule, RuleError, apply, rule_of
 from autopar.rules import special as sp
 from autopar.rules.builders import blocks_dims, einsum, factory, named_dims, pointwise, reduction
-from tests.rule_samples import DYNAMIC, SAMPLES, STRUCTURE, attention, complex_, experts, integer, normal
+from tests.pointwise_samples import complex_, integer, normal
+from tests.rule_samples import DYNAMIC, SAMPLES, STRUCTURE, attention, experts
 from tests.soundness import Sample, Step, Whole, call, candidates, compare, graph_of, typed, unsound
 
 aten, ours = torch.ops.aten, torch.ops.autopar

@@ -55,7 +55,8 @@ def _cast(call: Call) -> Any:
     """A cast between floating types is linear; rounding to integers, or to truth values, is not."""
     before, after = call.operands[0].meta["val"].dtype, call.node.meta["val"].dtype
     exact = after.is_floating_point or after.is_complex or (before == after != torch.bool)
-    return pointwise("unary" if exact else "")(call)
+    scalar = not call.result  # of a pending scalar nothing is lost: the sum of a few rounded losses
+    return pointwise("unary" if exact else "", keep=scalar)(call)
 
 
 def _last(name: str) -> RuleFunction:
