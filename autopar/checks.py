@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-import torch
 from torch.fx import GraphModule, Node
 
 from autopar.adapters.operators import mutates

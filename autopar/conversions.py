@@ -51,7 +51,7 @@ class _Exchange(torch.autograd.Function):
         return run(x, axis, size, src, dst)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         axis, size, src, dst = ctx.facts
         return run(grad, axis, size, *transpose(src, dst)), None, None, None, None
 

@@ -31,11 +31,11 @@ class LiftFloat32(TorchFunctionMode):
         self._default = torch.get_default_dtype()
         if self._default == torch.float32:
             torch.set_default_dtype(torch.float64)
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()
         return self
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
-        super().__exit__(exc_type, exc_value, traceback)  # type: ignore[no-untyped-call]
+        super().__exit__(exc_type, exc_value, traceback)
         torch.set_default_dtype(self._default)
 
     def __torch_function__(

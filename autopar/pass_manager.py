@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
 from torch.fx import GraphModule
 
@@ -14,6 +15,8 @@ from autopar.mesh import Mesh
 
 if TYPE_CHECKING:
     from autopar.plan import Plan
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -64,15 +67,15 @@ class PassManager:
         for p in self.passes:
             missing = [fact for fact in p.requires if fact not in known]
             assert not missing, f"pass {p.name} requires {missing}, which no earlier pass ensured"
-            gm = self._timed(p.name, lambda p=p, gm=gm: p.apply(gm, ctx), ctx)  # type: ignore[misc]
+            gm = self._timed(p.name, partial(p.apply, gm, ctx), ctx)
             known += [fact for fact in p.ensures if fact not in known]
             for fact in known:
-                self._timed("checks", lambda fact=fact, gm=gm: CHECKS[fact](gm, ctx), ctx)  # type: ignore[misc]
+                self._timed("checks", partial(CHECKS[fact], gm, ctx), ctx)
             ctx.observe(p.name, gm)
         return gm
 
     @staticmethod
-    def _timed(name: str, call: Callable[[], GraphModule], ctx: Context) -> GraphModule:
+    def _timed(name: str, call: Callable[[], T], ctx: Context) -> T:
         start = time.perf_counter()
         result = call()
         ctx.timings[name] = ctx.timings.get(name, 0.0) + time.perf_counter() - start

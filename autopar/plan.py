@@ -149,7 +149,7 @@ class Plan:
         """Inverse of `to_json`. Raises ValueError for text that is not a plan."""
         try:
             data: dict[str, Any] = json.loads(text)
-            options = {k: tuple(v) if isinstance(v, list) else v for k, v in data["options"].items()}
+            options: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data["options"].items()}
             return cls(
                 mesh=Mesh(tuple((str(n), int(s)) for n, s in data["mesh"])),
                 graph=data["graph"],

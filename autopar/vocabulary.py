@@ -62,7 +62,7 @@ class _CrossEntropy(torch.autograd.Function):
         return loss.masked_fill(target == ignore_index, 0.0), lse
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
         logits, index, target, lse = ctx.saved_tensors
         label_smoothing, classes, ignore_index = ctx.facts
         grad = grad.masked_fill(target == ignore_index, 0.0)

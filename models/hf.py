@@ -143,7 +143,7 @@ class TransformersAdapter:
             real = copy.deepcopy(module).to_empty(device="cpu", recurse=False)
             owner._init_weights(real)
             for name in names:
-                out[f"{path}.{name}" if path else name] = real._buffers[name]  # type: ignore[assignment]
+                out[f"{path}.{name}" if path else name] = real._buffers[name]
         return out
 
 

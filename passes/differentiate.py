@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -88,7 +89,8 @@ def _reaches(node: Node, losses: list[int], gm: GraphModule) -> bool:
     """Whether a loss depends on a placeholder: a parameter that none uses gets no gradient, as in torch."""
     ancestors = gm.meta.get("loss_ancestors")
     if ancestors is None:
-        targets = [output_node(gm).args[0][i] for i in losses]  # type: ignore[index]
+        outs: Any = output_node(gm).args[0]
+        targets = [outs[i] for i in losses]
         ancestors = gm.meta["loss_ancestors"] = _ancestors(targets)
     return node in ancestors
 

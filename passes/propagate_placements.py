@@ -170,7 +170,9 @@ class _Sweep:
         for kept in rule.linear if rule.keep_partial else ():
             others = partial - kept  # a pending count under a pending sum: resolved, when nobody differentiates it
             if partial and kept <= partial and not any(has_gradient(operands[i]) for i in others):
-                needs = [None if d is None else (PARTIAL if i in kept else REPLICATE) for i, d in enumerate(rule.operands)]
+                needs: list[Placement | None] = [
+                    None if d is None else (PARTIAL if i in kept else REPLICATE) for i, d in enumerate(rule.operands)
+                ]
                 yield _Choice(needs, [PARTIAL for _ in rule.results], rank=0)
         for i, x in enumerate(operands):
             p = self._resolved(x) if i in partial else have[i]

@@ -39,7 +39,7 @@ class SimplifyViews:
             if _changes_nothing(node):
                 _bypass(node)
             elif is_call(node, aten.view.default) and is_call(node.args[0], aten.view.default, aten._unsafe_view.default):
-                base = node.args[0].args[0]  # type: ignore[union-attr]
+                base = node.args[0].args[0]
                 if isinstance(base, Node) and base.meta["val"].is_contiguous():
                     node.update_arg(0, base)
         remove_dead_code(gm)

@@ -16,6 +16,7 @@ A model whose samples meet otherwise (batch statistics, contrastive losses) is r
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -120,12 +121,12 @@ def _slice_by_index(gm: GraphModule, node: Node, count: int, dst: Shard) -> None
     blocks = dst.blocks or (x.meta["val"].shape[dst.dim],)
     mode = x.meta["val"].fake_mode
 
-    def call(target: object, *args: object) -> Node:
+    def call(target: Any, *args: Any) -> Node:
         with gm.graph.inserting_before(node):
-            new = gm.graph.call_function(target, args)  # type: ignore[arg-type]
+            new = gm.graph.call_function(target, args)
         fake = torch.fx.node.map_arg(args, lambda n: n.meta["val"])
         with mode:
-            new.meta = {**{k: node.meta[k] for k in ("nn_module_stack",) if k in node.meta}, "val": target(*fake)}  # type: ignore[operator]
+            new.meta = {**{k: node.meta[k] for k in ("nn_module_stack",) if k in node.meta}, "val": target(*fake)}
         new.meta["has_gradient"] = False
         return new
 

@@ -41,7 +41,8 @@ class Executor:
     def __init__(self, compiled: Compiled, groups: Groups, backend: str = "eager") -> None:
         self.compiled, self.groups = compiled, groups
         steps = compiled.steps
-        for graph in (steps.forward, steps.backward, steps.backward_local, compiled.prologue and compiled.prologue.graph):
+        prologue = compiled.prologue.graph if compiled.prologue is not None else None
+        for graph in (steps.forward, steps.backward, steps.backward_local, prologue):
             if graph is not None and groups.device.type != "cpu":
                 set_device(graph, groups.device)
         self.forward = bind(steps.forward, groups, backend)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from autopar.adapters.export import flatten, unflatten
 from autopar.capture import Signature
 from autopar.parameter import ParameterSpec
-from autopar.placement import PARTIAL, Shard
+from autopar.placement import Placement, PARTIAL, Shard
 from autopar.plan import Plan
 from autopar.rules import result_placements
 from autopar.runtime import state
@@ -226,7 +226,7 @@ class ParallelModule(nn.Module):
     def _wrapped(self, compiled: Compiled, node: Any, value: Tensor) -> Tensor:
         found = {a: result_placements(_source(node), a)[0] for a in self._groups.mesh.cut_order}
         assert PARTIAL not in found.values(), f"module: output {_source(node).name} is {found}, its sum is pending"
-        placements = {a: p for a, p in found.items() if isinstance(p, Shard)}
+        placements: dict[str, Placement] = {a: p for a, p in found.items() if isinstance(p, Shard)}
         shape = tuple(_source(node).meta["global_shape"])
         return state.wrap(value, ParameterSpec("output", shape, value.dtype, False, (), placements), self._groups)
 
@@ -241,18 +241,16 @@ class ParallelModule(nn.Module):
         """Original name -> whole gradient on the CPU, for parameters that have one. Collective."""
         return state.full_gradients(self._own, self._specs, self._groups, rank0_only)
 
-    def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True, assign: bool = False) -> Any:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True, assign: bool = False) -> None:
         """Load whole tensors, or the DTensors of a `state_dict` of this mesh, by original names.
 
         Raises ValueError listing what is missing, unexpected or of another shape.
         """
         if any(isinstance(v, torch.distributed.tensor.DTensor) for v in state_dict.values()):
-            result = super().load_state_dict(state_dict, strict=strict)
+            super().load_state_dict(state_dict, strict=strict)
         else:
-            buffers = self._persistent()
-            result = state.load_state_dict(state_dict, self._own, self._specs, self._groups, buffers, strict)
+            state.load_state_dict(state_dict, self._own, self._specs, self._groups, self._persistent(), strict)
         self._loaded = True
-        return result
 
     def load_pretrained(self, folder: str | Path) -> None:
         """Read a folder that transformers wrote (safetensors): each rank reads only its own pieces.

@@ -10,16 +10,16 @@ from torch import Tensor
 
 from tests.soundness import Sample, call
 
-_generator = torch.Generator().manual_seed(7)
+GENERATOR = torch.Generator().manual_seed(7)
 
 
 def real(*shape: int) -> Tensor:
     """Values between 0.2 and 0.8: inside the domain of every function."""
-    return torch.rand(shape, generator=_generator, dtype=torch.float64) * 0.6 + 0.2
+    return torch.rand(shape, generator=GENERATOR, dtype=torch.float64) * 0.6 + 0.2
 
 
 def normal(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=_generator, dtype=torch.float64)
+    return torch.randn(shape, generator=GENERATOR, dtype=torch.float64)
 
 
 def complex_(*shape: int) -> Tensor:
@@ -27,11 +27,11 @@ def complex_(*shape: int) -> Tensor:
 
 
 def integer(*shape: int, high: int = 6) -> Tensor:
-    return torch.randint(high, shape, generator=_generator)
+    return torch.randint(high, shape, generator=GENERATOR)
 
 
 def truth(*shape: int) -> Tensor:
-    return torch.rand(shape, generator=_generator) > 0.4
+    return torch.rand(shape, generator=GENERATOR) > 0.4
 
 
 # --- pointwise, from the schema -------------------------------------------------------------------------------------

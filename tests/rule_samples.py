@@ -17,7 +17,7 @@ from autopar.conversions import convert, exchange
 from autopar.rules import RULES
 from autopar.rules.table import overloads
 from autopar.vocabulary import cross_entropy_of_piece, embedding_of_piece
-from tests.pointwise_samples import complex_, integer, normal, pointwise, real, truth
+from tests.pointwise_samples import GENERATOR, complex_, integer, normal, pointwise, real, truth
 from tests.soundness import Ref, Sample, Step, call
 
 aten, ours = torch.ops.aten, torch.ops.autopar
@@ -132,7 +132,7 @@ def _picks() -> Iterator[Sample]:
 
 
 def _distinct(rows: int, columns: int, high: int) -> Tensor:
-    return torch.stack([torch.randperm(high, generator=_generator)[:columns] for _ in range(rows)])
+    return torch.stack([torch.randperm(high, generator=GENERATOR)[:columns] for _ in range(rows)])
 
 
 def _reductions() -> Iterator[Sample]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from torch.fx import GraphModule, Node
 
+from autopar.capture import InputSpec
 from autopar.graph import global_shape
 from autopar.mesh import Mesh
 from autopar.placement import INVARIANT, REPLICATE, Placement, Shard, local_shape
@@ -53,7 +54,7 @@ def make_plan(
     if mesh.size("tp") > 1:
         analysis = Analysis(gm, mesh, "tp")
         keep = {n: p.stored for n, name in names.items() if isinstance((p := _fixed(fixed, name, "tp")).stored, Shard)}
-        chosen = plan_tensor_parallel(analysis, names, keep)  # type: ignore[arg-type]
+        chosen = plan_tensor_parallel(analysis, names, keep)
         slices |= chosen.slices
         for name, decision in chosen.parameters.items():
             parameters[name]["tp"] = decision
@@ -78,7 +79,8 @@ def make_plan(
     return plan.override({n: axes for n, axes in overrides.items() if n in plan.parameters or n in plan.inputs})
 
 
-def _nodes(gm: GraphModule) -> list[tuple[Node, object]]:  # pairs of placeholder and InputSpec
+def _nodes(gm: GraphModule) -> list[tuple[Node, InputSpec]]:
+    """Placeholders with their specs."""
     specs = {s.node: s for s in gm.meta["signature"].inputs}
     return [(n, specs[n.name]) for n in gm.graph.nodes if n.op == "placeholder"]
 
@@ -105,7 +107,7 @@ def _inputs(
     gm: GraphModule, mesh: Mesh, micro_batches: int, replicated: tuple[str, ...]
 ) -> dict[str, dict[str, Placement]]:
     """The batch is cut along dim 0, over dp and then over micro-batches. Its size is the most common leading size of the inputs."""
-    tensors = {s.name: n for n, s in _nodes(gm) if s.kind == "input"}  # type: ignore[attr-defined]
+    tensors = {s.name: n for n, s in _nodes(gm) if s.kind == "input"}
     leading = Counter(global_shape(n)[0] for name, n in tensors.items() if len(global_shape(n)) and name not in replicated)
     batch = max(leading, key=lambda size: (leading[size], size)) if leading else 0
     cuts = {axis: size for axis, size in (("dp", mesh.size("dp")), ("mb", micro_batches)) if size > 1}

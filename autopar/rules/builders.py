@@ -11,9 +11,10 @@ from autopar.rules.call import Call, RuleFunction
 from autopar.rules.rule import Dims, Rule
 
 UNARY = (frozenset({0}),)
+Factors = tuple[tuple[str, ...], ...]  # dims without concatenations
 
 
-def named_dims(call: Call, shape: tuple[int, ...], prefix: str = "d") -> Dims:
+def named_dims(call: Call, shape: tuple[int, ...], prefix: str = "d") -> Factors:
     """One factor per dim: d0, d1, ..."""
     return tuple(call.factor(f"{prefix}{i}", size) for i, size in enumerate(shape))
 
@@ -62,13 +63,13 @@ def einsum(equation: str, names: str, bias: str = "") -> RuleFunction:
     target = right.split()
 
     def build(call: Call) -> Rule:
-        operands: dict[int, Dims] = {}
+        operands: dict[int, Factors] = {}
         for name, term in zip(names.split(), terms, strict=True):
             operands[id(name)] = _term_dims(call, term, call.shape(name))
         result = _term_dims(call, target, call.result)
         dims: list[Dims | None] = list(operands.values())
         present = {f for dim in result for f in dim}
-        contracted = [f for d in dims if d for dim in d for f in dim if f not in present]
+        contracted = [f for d in operands.values() for dim in d for f in dim if f not in present]
         blocked = {}
         sets: tuple[frozenset[int], ...] = tuple(frozenset({i}) for i in range(len(dims)))
         if bias and call.args.get(bias) is not None:
@@ -81,7 +82,7 @@ def einsum(equation: str, names: str, bias: str = "") -> RuleFunction:
     return build
 
 
-def _term_dims(call: Call, term: list[str], shape: tuple[int, ...]) -> Dims:
+def _term_dims(call: Call, term: list[str], shape: tuple[int, ...]) -> Factors:
     if "..." not in term:
         assert len(term) == len(shape), f"{call.node}: {term} against {shape}"
         return tuple(call.factor(f, s) for f, s in zip(term, shape, strict=True))

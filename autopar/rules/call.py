@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -57,7 +57,7 @@ class Call:
         assert known == size, f"{self.node}: factor {name} has sizes {known} and {size}"
         return (name,)
 
-    def rule(self, operands: list[Dims | None], results: list[Dims], **facts: Any) -> Rule:
+    def rule(self, operands: Sequence[Dims | None], results: Sequence[Dims], **facts: Any) -> Rule:
         """The finished rule, with sizes filled in."""
         return Rule(tuple(operands), tuple(results), dict(self.sizes), **facts)
 

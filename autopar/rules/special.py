@@ -280,7 +280,8 @@ def conversion_of_other_axis(call: Call) -> Rule:
         return call.rule([dims], [dims], linear=UNARY, keep_partial=True)
     source, result = call.shape_of(call.operands[0]), call.result
     touched = {p.dim: p for p in (src, dst) if isinstance(p, Shard)}
-    dims_in, dims_out, blocked = [], [], {}
+    dims_in, dims_out = [], []
+    blocked: dict[str, str] = {}
     for i, (a, b) in enumerate(zip(source, result, strict=True)):
         if i not in touched:
             d = call.factor(f"d{i}", a)

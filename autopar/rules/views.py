@@ -99,14 +99,14 @@ def expand(call: Call) -> Rule:
 def split(call: Call) -> Rule:
     """The split dim is the concatenation of the parts: cut all of them or none."""
     dim = call.dim()
-    dims = list(named_dims(call, call.shape("self")))
+    dims: list[Dim] = list(named_dims(call, call.shape("self")))
     parts = [f"part{i}" for i in range(len(call.result_shapes))]
     results = []
     for part, shape in zip(parts, call.result_shapes, strict=True):
         call.sizes[part] = shape[dim]
         results.append(tuple(((part,) if i == dim else d) for i, d in enumerate(dims)))
     dims[dim] = Cat(tuple(parts))
-    return call.rule([tuple(dims)], results, linear=UNARY, keep_partial=True)  # type: ignore[arg-type]
+    return call.rule([tuple(dims)], results, linear=UNARY, keep_partial=True)
 
 
 def cat(call: Call) -> Rule:
@@ -218,6 +218,6 @@ def repeat(call: Call) -> Rule:
     for i, size in enumerate(result):
         inner = dims[i - lead] if i >= lead else ()
         times = size // (shape[i - lead] if i >= lead else 1)
-        target.append((*call.factor(f"repeat{i}", times), *inner))  # type: ignore[misc]
+        target.append((*call.factor(f"repeat{i}", times), *inner))
     blocked = {f: _COPIES for f in call.sizes if f.startswith("repeat")}
     return call.rule([dims], [tuple(target)], blocked=blocked, linear=UNARY, keep_partial=True)
