@@ -5,6 +5,10 @@ from __future__ import annotations
 import pytest
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "full: the whole product of models, meshes and options; run it with -m full")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if "full" in (config.getoption("markexpr") or ""):
         return
