@@ -1,8 +1,8 @@
 """autopar: a parallelizing compiler for PyTorch models.
 
-    mesh  = autopar.init_mesh(dp=2, tp=2)
-    model = autopar.parallelize(model, mesh)
-    loss  = model.train_step(**batch)
+mesh  = autopar.init_mesh(dp=2, tp=2)
+model = autopar.parallelize(model, mesh)
+loss  = model.train_step(**batch)
 """
 
 from autopar.api import parallelize

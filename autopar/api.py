@@ -1,9 +1,9 @@
 """`parallelize`: the whole story on one screen.
 
-    skeleton, values = strip(model)                 structure without weights, and the weights
-    plan, specs      = plan_model(skeleton)         capture, normalise, decide
-    ParallelModule(...)                             each rank takes its pieces
-    .train_step(batch)                              compile_model(skeleton, batch) -> bind -> run, once per batch shape
+skeleton, values = strip(model)                 structure without weights, and the weights
+plan, specs      = plan_model(skeleton)         capture, normalise, decide
+ParallelModule(...)                             each rank takes its pieces
+.train_step(batch)                              compile_model(skeleton, batch) -> bind -> run, once per batch shape
 """
 
 from __future__ import annotations
@@ -44,20 +44,21 @@ def parallelize(
     """Put a model on a mesh.
 
     Args:
-        model: any module that torch.export accepts, transformers models unmodified. On the meta device: load weights afterwards.
-            It is not changed; drop it to free the whole weights.
+        model: any module that torch.export accepts, transformers models unmodified. On the meta device: load weights
+            afterwards. It is not changed; drop it to free the whole weights.
         mesh: from `autopar.init_mesh`, or a torch DeviceMesh whose dims are named dp, tp.
-        example_batch: keyword arguments of the forward (one rank's batch), to plan the parameters with. Not needed for transformers
-            models.
+        example_batch: keyword arguments of the forward (one rank's batch), to plan the parameters with. Not needed
+            for transformers models.
         plan: placements to use instead of deciding, such as ``plan.override({...})`` of an earlier one.
         backend: "eager" runs step graphs as generated code, "inductor" compiles them.
-        seed: of dropout; masks depend on it, the step, and the position of an element in the whole batch, not on the mesh.
+        seed: of dropout; masks depend on it, the step, and the position of an element in the whole batch, not on the
+        mesh.
         exact: lift float32 islands (norms, losses) of a float64 model to float64, for comparisons.
         dump: folder for every level of the graphs, the plan and a report; also $AUTOPAR_DUMP.
         options: fields of `autopar.plan.Options`: zero, sequence_parallel, micro_batches, whole_ops, bucket_bytes.
 
-    Raises ValueError, on every rank and before any collective, for sizes that do not divide, models that do not export, plans of
-    other models.
+    Raises ValueError, on every rank and before any collective, for sizes that do not divide, models that do not
+    export, plans of other models.
     """
     groups = Groups(mesh)
     with reporting():
@@ -137,7 +138,7 @@ def _buffers(model: nn.Module) -> dict[str, Tensor]:
     for name, buffer in found.items():
         if buffer.is_meta and name not in made and name not in kept:
             raise ValueError(
-                f"parallelize: buffer {name} is on the meta device and in no checkpoint, so nothing can give it values; "
+                f"parallelize: buffer {name} is on the meta device and in no checkpoint, so nothing gives it values; "
                 f"build the model with real buffers (torch.device('meta') around parameters only)"
             )
     return {name: made.get(name, torch.empty_like(b, device="cpu") if b.is_meta else b) for name, b in found.items()}

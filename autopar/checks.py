@@ -40,7 +40,8 @@ def check_functional(gm: GraphModule, ctx: Context) -> None:
 
 
 def check_placements(gm: GraphModule, ctx: Context) -> None:
-    """The types: every op's operands fit its rule, every conversion is in the table, inputs and outputs are as promised.
+    """The types: every op's operands fit its rule, every conversion is in the table, inputs and outputs are as
+    promised.
 
     With the duality of the conversion table this proves that each parameter's gradient arrives with the
     parameter's own placement.
@@ -52,7 +53,8 @@ def check_placements(gm: GraphModule, ctx: Context) -> None:
 
 
 def check_types(gm: GraphModule, ctx: Context, nodes: Iterable[Node] | None = None) -> None:
-    """Every op's operands fit its rule, every conversion is in the table: `check_placements` without what the plan promises.
+    """Every op's operands fit its rule, every conversion is in the table: `check_placements` without what the plan
+    promises.
 
     ``nodes``: only these (default: all).
     """
@@ -103,9 +105,9 @@ def _check_inputs(gm: GraphModule, axis: str, ctx: Context) -> None:
 def _check_outputs(gm: GraphModule, axis: str) -> None:
     """A scalar with a gradient is a loss: it must be Invariant, so that its gradient (1) is too."""
     for value in output_node(gm).args[0]:  # type: ignore[union-attr]
-        if isinstance(value, Node) and not global_shape(value) and has_gradient(value):
-            if placement(value, axis) != INVARIANT:
-                raise PlacementError(f"axis {axis!r}: output {value.name} is {placement(value, axis)}, a loss must be I")
+        loss = isinstance(value, Node) and not global_shape(value) and has_gradient(value)
+        if loss and placement(value, axis) != INVARIANT:
+            raise PlacementError(f"axis {axis!r}: output {value.name} is {placement(value, axis)}, a loss must be I")
 
 
 def check_planned_shards(gm: GraphModule, ctx: Context) -> None:

@@ -1,4 +1,5 @@
-"""From a model to step graphs: capture, plan, passes, differentiate. Pure: no process group, any mesh, no accelerator."""
+"""From a model to step graphs: capture, plan, passes, differentiate. Pure: no process group, any mesh, no
+accelerator."""
 
 from __future__ import annotations
 
@@ -122,7 +123,12 @@ def parameter_specs(gm: GraphModule, plan: Plan) -> tuple[ParameterSpec, ...]:
     nodes = {n.name: n for n in placeholders(gm)}
     return tuple(
         ParameterSpec(
-            s.name, global_shape(nodes[s.node]), nodes[s.node].meta["val"].dtype, s.requires_grad, s.aliases, plan.stored(s.name)
+            s.name,
+            global_shape(nodes[s.node]),
+            nodes[s.node].meta["val"].dtype,
+            s.requires_grad,
+            s.aliases,
+            plan.stored(s.name),
         )
         for s in gm.meta["signature"].inputs
         if s.kind == "parameter"

@@ -1,7 +1,7 @@
 """The typed conversion: the one node through which a value changes its placement on an axis.
 
-Two levels. `convert` stands in typed graphs of global shape, where it is the identity. `exchange` stands in local graphs: it
-runs the conversion with raw collectives, and its gradient goes through the transposed conversion.
+Two levels. `convert` stands in typed graphs of global shape, where it is the identity. `exchange` stands in local
+graphs: it runs the conversion with raw collectives, and its gradient goes through the transposed conversion.
 """
 
 from __future__ import annotations
@@ -71,5 +71,10 @@ def run(x: torch.Tensor, axis: str, size: int, src: Placement, dst: Placement) -
         return ops.all_to_all(x, src.dim, list(src.blocks), dst.dim, list(dst.blocks), axis, size)
     piece = src if kind in ("all_gather", "pad") else dst
     assert isinstance(piece, Shard)
-    op = {"all_gather": ops.all_gather, "reduce_scatter": ops.reduce_scatter, "slice": ops.shard_slice, "pad": ops.shard_pad}
+    op = {
+        "all_gather": ops.all_gather,
+        "reduce_scatter": ops.reduce_scatter,
+        "slice": ops.shard_slice,
+        "pad": ops.shard_pad,
+    }
     return op[kind](x, piece.dim, list(piece.blocks), axis, size)

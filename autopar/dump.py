@@ -31,8 +31,8 @@ STEP_GRAPHS = ("prologue", "forward", "backward_local", "backward")
 def dumper_for(folder: str | Path | None) -> Dumper | None:
     """The dumper for a folder that the user named, or that AUTOPAR_DUMP names, or None.
 
-    A folder that holds a report already keeps it: further compiled steps (other shapes, eval mode) go to step-1, step-2, ...
-    of it, as long as one process writes them.
+    A folder that holds a report already keeps it: further compiled steps (other shapes, eval mode) go to step-1,
+    step-2, ... of it, as long as one process writes them.
     """
     root = Path(folder) if folder else Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None
     if root is None:

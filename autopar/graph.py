@@ -179,7 +179,8 @@ def replace_operand(user: Node, old: Node, new: Node) -> None:
 
 
 def add_placeholder(graph: Graph, name: str, after: Node | None = None) -> Node:
-    """A new input, behind another one or at the insertion point. Its argument is named as the node is: unique in the graph."""
+    """A new input, behind another one or at the insertion point. Its argument is named as the node is: unique in the
+    graph."""
     if after is None:
         node = graph.placeholder(name)
     else:

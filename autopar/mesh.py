@@ -82,7 +82,9 @@ class Mesh:
     def group_of(self, axis: str, rank: int) -> list[int]:
         """The ranks that share every coordinate with ``rank`` but that of ``axis``, in axis order."""
         here = self.coordinate(rank)
-        return [r for r in range(self.world_size) if all(v == here[a] for a, v in self.coordinate(r).items() if a != axis)]
+        return [
+            r for r in range(self.world_size) if all(v == here[a] for a, v in self.coordinate(r).items() if a != axis)
+        ]
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self.axes) or "1"

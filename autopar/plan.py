@@ -62,8 +62,9 @@ class Plan:
     """All decisions for one graph on one mesh. Passes carry them out and decide nothing themselves.
 
     ``parameters``: name -> axis -> ParameterPlan (absent: Invariant). ``inputs``: name -> axis -> placement.
-    ``notes``: (subject, reason) pairs for what was left whole, and why. ``overrides``: the user's choices, kept so that the plans
-    of further batch shapes follow them. ``slices``: parts of whole weights that enter compute cut on tp, by node.
+    ``notes``: (subject, reason) pairs for what was left whole, and why. ``overrides``: the user's choices, kept so
+    that the plans of further batch shapes follow them. ``slices``: parts of whole weights that enter compute cut on
+    tp, by node.
     """
 
     mesh: Mesh
@@ -165,7 +166,9 @@ class Plan:
                 slices={name: parse_placement(p) for name, p in data["slices"].items()},
             )
         except (KeyError, TypeError, json.JSONDecodeError) as error:
-            raise ValueError(f"plan: expected the JSON of a plan, found {error!r}; write it with plan.to_json()") from error
+            raise ValueError(
+                f"plan: expected the JSON of a plan, found {error!r}; write it with plan.to_json()"
+            ) from error
 
 
 def graph_digest(gm: GraphModule) -> str:

@@ -17,11 +17,11 @@ class StepGraphs:
     """What one rank runs for one micro-batch.
 
     forward: placeholders are ``inputs``; returns the outputs, then the saved values.
-    backward: placeholders are ``backward_inputs``: names of ``inputs``, of saved values, then one tangent per loss; returns
-    a gradient for each of ``gradients`` (names of placeholders of the local graph), reduced.
+    backward: placeholders are ``backward_inputs``: names of ``inputs``, of saved values, then one tangent per loss;
+    returns a gradient for each of ``gradients`` (names of placeholders of the local graph), reduced.
     losses: indices of the outputs that have a tangent. backward is None when nothing has a gradient.
-    backward_local: with micro-batches, the backward of all but the last: gradients are this rank's own; ``backward`` then takes
-    their sums as further inputs.
+    backward_local: with micro-batches, the backward of all but the last: gradients are this rank's own; ``backward``
+    then takes their sums as further inputs.
     """
 
     forward: GraphModule
@@ -38,8 +38,8 @@ class StepGraphs:
 
 @dataclass
 class Prologue:
-    """``graph`` takes the placeholders named in ``inputs`` and returns one value per name in ``totals``, to be summed over
-    micro-batches and fed to the main graph."""
+    """``graph`` takes the placeholders named in ``inputs`` and returns one value per name in ``totals``, to be summed
+    over micro-batches and fed to the main graph."""
 
     graph: GraphModule
     inputs: list[str]
@@ -50,8 +50,9 @@ class Prologue:
 class Compiled:
     """Everything before `bind`: the same on all ranks.
 
-    ``local``: the typed local graph. ``steps``: its forward and backward. ``prologue``: what is computed once per step from the
-    inputs of all micro-batches (None without micro-batches). ``context``: what the passes knew, and how long they took.
+    ``local``: the typed local graph. ``steps``: its forward and backward. ``prologue``: what is computed once per
+    step from the inputs of all micro-batches (None without micro-batches). ``context``: what the passes knew, and how
+    long they took.
     """
 
     signature: Signature

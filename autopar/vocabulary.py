@@ -1,7 +1,7 @@
 """Embedding and loss over a cut vocabulary: what a rank that holds some of the rows or classes computes.
 
-The loss never gathers logits: per row it exchanges a maximum, and a sum of two or three numbers (Megatron-LM's vocab parallel
-cross-entropy). Source: Shoeybi et al., Megatron-LM, section 3.
+The loss never gathers logits: per row it exchanges a maximum, and a sum of two or three numbers (Megatron-LM's vocab
+parallel cross-entropy). Source: Shoeybi et al., Megatron-LM, section 3.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def _(logits: Tensor) -> Tensor:
 
 @torch.library.custom_op("autopar::piece_sums", mutates_args=())
 def piece_sums(logits: Tensor, index: Tensor, top: Tensor, classes: int) -> Tensor:
-    """[N, C], local target index [N] (out of range: another rank's) -> [3, N]: sum of exp(logit - top), the target's logit,
-    the rank's share of the mean logit over all ``classes``."""
+    """[N, C], local target index [N] (out of range: another rank's) -> [3, N]: sum of exp(logit - top), the target's
+    logit, the rank's share of the mean logit over all ``classes``."""
     x = logits.to(top.dtype)
     inside = (index >= 0) & (index < x.shape[-1])
     chosen = x.gather(-1, index.clamp(0, x.shape[-1] - 1).unsqueeze(-1)).squeeze(-1).masked_fill(~inside, 0.0)

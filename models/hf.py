@@ -136,7 +136,9 @@ class TransformersAdapter:
         """
         out: dict[str, Tensor] = {}
         for path, module in model.named_modules():
-            names = [n for n in module._non_persistent_buffers_set if (b := module._buffers[n]) is not None and b.is_meta]
+            names = [
+                n for n in module._non_persistent_buffers_set if (b := module._buffers[n]) is not None and b.is_meta
+            ]
             if not names:
                 continue
             owner = next(m for m in reversed(_parents(model, path)) if isinstance(m, PreTrainedModel))

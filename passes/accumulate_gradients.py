@@ -1,8 +1,8 @@
 """accumulate_gradients: reduce gradients once per step, not once per micro-batch.
 
 Consumes    a backward step graph whose gradients end in sums over ranks.
-Guarantees  two graphs. The local one stops before the sums: it returns this rank's own gradients. The other takes the sums of
-            earlier micro-batches as further inputs (``earlier_0``, ...), adds them, and reduces.
+Guarantees  two graphs. The local one stops before the sums: it returns this rank's own gradients. The other takes the
+            sums of earlier micro-batches as further inputs (``earlier_0``, ...), adds them, and reduces.
 Leaves      sums over ranks of activations, which every micro-batch needs.
 
     g = mm(dy, x); r = all_reduce(g, "dp"); return r
@@ -23,7 +23,14 @@ from autopar.graph import add_placeholder, insert_call, is_call, output_node, re
 aten, ops = torch.ops.aten, torch.ops.autopar
 
 SUMS = (ops.all_reduce.default, ops.reduce_scatter.default)
-PASSING = (aten.view.default, aten.t.default, aten.transpose.int, aten.permute.default, aten._to_copy.default, aten.clone.default)
+PASSING = (
+    aten.view.default,
+    aten.t.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten._to_copy.default,
+    aten.clone.default,
+)
 
 
 def split_accumulation(gm: GraphModule) -> tuple[GraphModule, GraphModule]:
@@ -57,7 +64,9 @@ def _local(gm: GraphModule) -> GraphModule:
     for gradient in out.args[0]:  # type: ignore[union-attr]
         own = own_gradient(gradient) if isinstance(gradient, Node) else None
         if own is not None and (own in found or is_call(own, aten.expand.default)):
-            own = insert_call(gm.graph, out, aten.clone.default, (own,), own, own.meta["val"])  # sums are added in place
+            own = insert_call(
+                gm.graph, out, aten.clone.default, (own,), own, own.meta["val"]
+            )  # sums are added in place
             own.kwargs = {"memory_format": torch.contiguous_format}
         found.append(own)
     out.args = (tuple(found),)

@@ -1,10 +1,11 @@
 """bucket_gradients: sum small gradients together.
 
 Consumes    a backward step graph.
-Guarantees  all-reduces of gradients below `LONE_BYTES` travel in flat buckets of at most ``bucket_bytes``, one dtype and axis each; a
-            bucket starts as soon as its last member is ready and is unpacked at the end, so that it overlaps the backward.
-Leaves      the all-reduces of activations, on which the backward waits; large gradients, which need no company (a copy into a
-            bucket would cost more than the latency it saves); reduce-scatters.
+Guarantees  all-reduces of gradients below `LONE_BYTES` travel in flat buckets of at most ``bucket_bytes``, one dtype
+            and axis each; a bucket starts as soon as its last member is ready and is unpacked at the end, so that it
+            overlaps the backward.
+Leaves      the all-reduces of activations, on which the backward waits; large gradients, which need no company (a
+            copy into a bucket would cost more than the latency it saves); reduce-scatters.
 
     ga = all_reduce(a, "dp")               flat = cat([reshape(a), reshape(b)])
     gb = all_reduce(b, "dp")      -->      sum = all_reduce(flat, "dp")
@@ -70,8 +71,16 @@ def _is_gradient_sum(node: Node) -> bool:
 
 
 def _ends_in_output(node: Node) -> bool:
-    passing = (torch.ops.autopar.all_reduce.default, aten.view.default, aten.t.default, aten.transpose.int, aten._to_copy.default)
-    return bool(node.users) and all(u.op == "output" or (is_call(u, *passing) and _ends_in_output(u)) for u in node.users)
+    passing = (
+        torch.ops.autopar.all_reduce.default,
+        aten.view.default,
+        aten.t.default,
+        aten.transpose.int,
+        aten._to_copy.default,
+    )
+    return bool(node.users) and all(
+        u.op == "output" or (is_call(u, *passing) and _ends_in_output(u)) for u in node.users
+    )
 
 
 def _waits_for(node: Node, others: set[Node]) -> bool:

@@ -2,8 +2,8 @@
 
 Consumes    a local graph.
 Guarantees  F returns the outputs and what B needs; B takes that, parameters and one tangent per loss, and returns one
-            gradient per trainable parameter. F saves no views (it saves their base), no tuples, and nothing that derives from
-            parameters alone: B makes it again, so that gathered ZeRO weights die in between.
+            gradient per trainable parameter. F saves no views (it saves their base), no tuples, and nothing that
+            derives from parameters alone: B makes it again, so that gathered ZeRO weights die in between.
 Leaves      the operators: they are AOTAutograd's.
 
     F:  y = mm(x, t(gather(w)))         -->    saves x
@@ -28,8 +28,26 @@ aten = torch.ops.aten
 # A view costs nothing to make again, and saving it would keep its base alive anyway.
 VIEWS = {
     getattr(aten, name).default
-    for name in ("view", "t", "permute", "expand", "unsqueeze", "alias", "detach", "_unsafe_view", "squeeze", "diagonal")
-} | {aten.transpose.int, aten.slice.Tensor, aten.select.int, aten.squeeze.dim, aten.squeeze.dims, aten.split_with_sizes.default}
+    for name in (
+        "view",
+        "t",
+        "permute",
+        "expand",
+        "unsqueeze",
+        "alias",
+        "detach",
+        "_unsafe_view",
+        "squeeze",
+        "diagonal",
+    )
+} | {
+    aten.transpose.int,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.split_with_sizes.default,
+}
 VIEWS |= {aten.split.Tensor, aten.unbind.int}
 
 
@@ -69,7 +87,8 @@ def lowered(gm: GraphModule) -> GraphModule:
 
 
 def _detach_other_outputs(gm: GraphModule, train: bool) -> list[int]:
-    """Indices of the losses. Every other output with a gradient is detached, or AOTAutograd would ask for its tangent."""
+    """Indices of the losses. Every other output with a gradient is detached, or AOTAutograd would ask for its
+    tangent."""
     out = output_node(gm)
     losses, values = [], []
     for i, value in enumerate(out.args[0]):  # type: ignore[arg-type]
@@ -195,9 +214,10 @@ class _Split:
 
         for node in self.dependent:
             copy(node)
-        graph.output(tuple(self._owned(graph, copy(g), i, grads) if g is not None else None for i, g in enumerate(grads)))
+        graph.output(
+            tuple(self._owned(graph, copy(g), i, grads) if g is not None else None for i, g in enumerate(grads))
+        )
         return GraphModule(torch.nn.Module(), graph, "Backward"), inputs
-
 
     def _owned(self, graph: Graph, value: Node, i: int, grads: list[Node | None]) -> Node:
         """A gradient in storage of its own: optimizers write to it. The same value twice, or an input, is cloned."""

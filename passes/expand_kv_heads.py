@@ -1,12 +1,14 @@
 """expand_kv_heads: repeat key and value heads where a tensor parallel axis does not divide them.
 
 Consumes    a normalised global graph; reads only the mesh.
-Guarantees  every attention's kv heads divide over the tp axis where repeating them within their groups can make it so; if they come out
-            of a fused projection, the projection is taken apart, so that its query part can still be cut.
-Leaves      the result: a query head attends to its own kv head. Each rank slices what it needs, and the gradients of the
-            copies are summed.
+Guarantees  every attention's kv heads divide over the tp axis where repeating them within their groups can make it
+            so; if they come out of a fused projection, the projection is taken apart, so that its query part can
+            still be cut.
+Leaves      the result: a query head attends to its own kv head. Each rank slices what it needs, and the gradients of
+            the copies are summed.
 
-    attention(q, k, v)      -->    attention(q, repeat_interleave(k, 2, 1), repeat_interleave(v, 2, 1))   # 2 kv heads, tp=4
+    attention(q, k, v)      -->    attention(q, repeat_interleave(k, 2, 1), repeat_interleave(v, 2, 1))   # 2 kv
+    heads, tp=4
 
     q, k, v = split(linear(x, w), [32, 16, 16])
                             -->    wq, wk, wv = split(w, [32, 16, 16]); q = linear(x, wq); k = ...; v = ...
@@ -21,7 +23,16 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.graph import arguments, fake_mode, insert_call, is_call, remove_dead_code, set_argument, shape, tensor_operands
+from autopar.graph import (
+    arguments,
+    fake_mode,
+    insert_call,
+    is_call,
+    remove_dead_code,
+    set_argument,
+    shape,
+    tensor_operands,
+)
 from autopar.pass_manager import Context
 
 aten = torch.ops.aten
@@ -52,8 +63,8 @@ class ExpandKvHeads:
 
 
 def repeats(heads: int, kv_heads: int, ranks: int) -> int:
-    """How often to repeat each kv head: the least divisor of the group that makes them divide over the ranks; 1 if none does,
-    or if the query heads of a single kv head (MQA) can be cut without."""
+    """How often to repeat each kv head: the least divisor of the group that makes them divide over the ranks; 1 if
+    none does, or if the query heads of a single kv head (MQA) can be cut without."""
     group = heads // kv_heads
     fitting = [r for r in range(1, group + 1) if group % r == 0 and (kv_heads * r) % ranks == 0]
     return fitting[0] if fitting and kv_heads > 1 else 1
@@ -75,7 +86,11 @@ def _take_apart(gm: GraphModule, x: Node) -> None:
         seen.add(node)
         if is_call(node, aten.linear.default):
             split = next((u for u in node.users if is_call(u, aten.split_with_sizes.default)), None)
-            if split is not None and len(node.users) == 1 and arguments(split)["dim"] % len(shape(node)) == len(shape(node)) - 1:
+            if (
+                split is not None
+                and len(node.users) == 1
+                and arguments(split)["dim"] % len(shape(node)) == len(shape(node)) - 1
+            ):
                 _split_weight(gm, node, split)
             continue  # what is behind a projection is no part of it
         queue += tensor_operands(node)

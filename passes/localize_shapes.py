@@ -1,8 +1,8 @@
 """localize_shapes: from whole tensors to the pieces of one rank.
 
 Consumes    a typed global graph.
-Guarantees  every value has one rank's shape; typed conversions are exchanges; the placements and global shapes stay in the
-            metadata, so that the types can still be checked.
+Guarantees  every value has one rank's shape; typed conversions are exchanges; the placements and global shapes stay
+            in the metadata, so that the types can still be checked.
 Leaves      the order of nodes; one rank's coordinate (all ranks get the same graph).
 
     y_r = convert(y, "tp", "P", "I")      -->    y_r = exchange(y, "tp", 2, "P", "I")
@@ -52,7 +52,9 @@ class LocalizeShapes:
             if node.op == "output":
                 continue
             several = isinstance(node.meta["val"], (list, tuple))
-            node.meta["global_shape"] = [tuple(v.shape) for v in values(node)] if several else tuple(node.meta["val"].shape)
+            node.meta["global_shape"] = (
+                [tuple(v.shape) for v in values(node)] if several else tuple(node.meta["val"].shape)
+            )
         for node in list(gm.graph.nodes):
             if node.op == "placeholder":
                 node.meta["val"] = node.meta["val"].new_empty(local_shapes(node, ctx.mesh)[0])
@@ -86,7 +88,9 @@ class _Local:
             val = node.target(*args, **kwargs)  # type: ignore[operator]
         node.meta["val"] = val
         found = [tuple(v.shape) for v in values(node)]
-        assert found == self.shapes, f"localize_shapes: {describe(node)} gives {found}, its placements say {self.shapes}"
+        assert found == self.shapes, (
+            f"localize_shapes: {describe(node)} gives {found}, its placements say {self.shapes}"
+        )
 
     def _conversion(self) -> None:
         axis, src, dst = conversion_of(self.node)
@@ -161,7 +165,8 @@ def _mean(local: _Local) -> None:
 
 
 def _groups(local: _Local) -> None:
-    """Groups are cut where both the channels that go in and those that come out are; else channels within each group."""
+    """Groups are cut where both the channels that go in and those that come out are; else channels within each
+    group."""
     groups = int(local.args["groups"])
     if groups > 1:
         channels = len(global_shape(local.args["input"])) - len(global_shape(local.args["weight"])) + 1
@@ -195,13 +200,22 @@ def _cross_entropy(local: _Local) -> None:
     axis = _only(local, axes)
     node, args = local.node, local.args
     node.target, node.kwargs = cross_entropy_of_piece, {}
-    node.args = (*(args[k] for k in ("logits", "target", "ignore_index", "label_smoothing")), axis, local.mesh.size(axis))
+    node.args = (
+        *(args[k] for k in ("logits", "target", "ignore_index", "label_smoothing")),
+        axis,
+        local.mesh.size(axis),
+    )
 
 
 def _dropout(local: _Local) -> None:
     """The mask is a function of global indices: pass those of the local rows."""
     x = local.args["x"]
-    _pass_indices(local, global_shape(x), [{a: placement(x, a) for a in local.mesh.cut_order}] * len(global_shape(x)), list(range(9)))
+    _pass_indices(
+        local,
+        global_shape(x),
+        [{a: placement(x, a) for a in local.mesh.cut_order}] * len(global_shape(x)),
+        list(range(9)),
+    )
 
 
 def _attention_dropout(local: _Local) -> None:
@@ -222,7 +236,11 @@ def _pass_indices(local: _Local, shape: tuple[int, ...], placed: list[dict[str, 
     index = []
     device = local.args["seed"].meta["val"].device
     for i, size in enumerate(shape):
-        index.append(_global_index(local, size, {a: p for a, p in placed[i].items() if isinstance(p, Shard) and p.dim == dims[i]}, device))
+        index.append(
+            _global_index(
+                local, size, {a: p for a, p in placed[i].items() if isinstance(p, Shard) and p.dim == dims[i]}, device
+            )
+        )
     set_argument(local.node, "index", index)
     set_argument(local.node, "shape", list(shape))
 
@@ -240,7 +258,9 @@ def _global_index(local: _Local, size: int, cuts: dict[str, Placement], device: 
         n = local.mesh.size(axis)
         args = (node, axis, n, str(INVARIANT), str(Shard(0, p.blocks)))
         before_val = node.meta["val"]
-        node = insert_call(graph, before, exchange, args, before, before_val.new_empty(before_val.shape[0] // n), "index")
+        node = insert_call(
+            graph, before, exchange, args, before, before_val.new_empty(before_val.shape[0] // n), "index"
+        )
         node.meta["conversion"] = (axis, INVARIANT, Shard(0, p.blocks))
     for x in _chain(node):
         x.meta["has_gradient"] = False
@@ -286,4 +306,3 @@ LOCALIZERS: dict[Any, Callable[[_Local], None]] = {
     torch.ops.autopar.dropout.default: _dropout,
     torch.ops.autopar.attention.default: _attention_dropout,
 }
-

@@ -1,8 +1,8 @@
 """propagate_placements: give every value a placement on every axis, and insert the conversions between them.
 
 Consumes    a normalised global graph and a plan (placements of parameters, inputs, streams).
-Guarantees  every value has a placement per axis; every op's operands fit its rule; each conversion stands once per value and
-            placement, right before its first use; outputs are Invariant where they are scalars.
+Guarantees  every value has a placement per axis; every op's operands fit its rule; each conversion stands once per
+            value and placement, right before its first use; outputs are Invariant where they are scalars.
 Leaves      shapes, which stay global: a conversion is the identity there, so the graph still runs in one process.
 
     linear = linear(x, w)            -->    w_r = convert(w, "dp", S(0), R)
@@ -57,7 +57,6 @@ from autopar.rules import (
     rule_of,
     set_results,
 )
-
 
 # Axes that cut the batch: weights are whole for use there, and activations decide. On tp and ep weights decide.
 BATCH_AXES = ("dp", "mb")
@@ -198,7 +197,9 @@ class _Sweep:
         as_r = any(isinstance(p, Replicate) and has_gradient(x) for x, p in zip(operands, have, strict=True))
         target: Placement = REPLICATE if as_r or asked else INVARIANT
         needs = [None if d is None else target for d in rule.operands]
-        return _Choice(needs, [target if any(map(has_gradient, operands)) else INVARIANT for _ in rule.results], 1 if asked else 3)
+        return _Choice(
+            needs, [target if any(map(has_gradient, operands)) else INVARIANT for _ in rule.results], 1 if asked else 3
+        )
 
     def _is_entry(self, node: Node, operands: list[Node]) -> bool:
         """Where a residual stream starts: a labelled value with a gradient, made of none."""
@@ -231,16 +232,24 @@ class _Sweep:
 
     def _costed(self, choice: _Choice, operands: list[Node]) -> _Choice:
         for x, need in zip(operands, choice.needs, strict=True):
-            if need is not None and not matches(placement(x, self.axis), need, has_gradient(x)):
-                if need not in self.versions.get(x, {}):
-                    choice.cost += min(self._price(x, p, need) for p in self._sources(x))
+            fits = need is None or matches(placement(x, self.axis), need, has_gradient(x))
+            if not fits and need not in self.versions.get(x, {}):
+                choice.cost += min(self._price(x, p, need) for p in self._sources(x))
         return choice
 
     def _sources(self, x: Node) -> list[Placement]:
         return [placement(x, self.axis), *self.versions.get(x, {})]
 
     def _price(self, x: Node, src: Placement, dst: Placement) -> float:
-        weight = {"none": 0.0, "slice": 1e-3, "divide": 1e-3, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}
+        weight = {
+            "none": 0.0,
+            "slice": 1e-3,
+            "divide": 1e-3,
+            "all_gather": 1,
+            "reduce_scatter": 1,
+            "all_to_all": 1,
+            "all_reduce": 2,
+        }
         if isinstance(src, Replicate) and isinstance(dst, Invariant):
             return float("inf") if has_gradient(x) else 0.0
         if isinstance(src, Invariant) and isinstance(dst, Partial):
@@ -262,7 +271,15 @@ class _Sweep:
             base, src = self._converted(x, INVARIANT, before), INVARIANT
         else:
             base = x if src == placement(x, self.axis) else versions[src]
-        new = insert_call(self.gm.graph, before, convert, (base, self.axis, str(src), str(need)), before, base.meta["val"], f"{x.name}_{_suffix(need)}")
+        new = insert_call(
+            self.gm.graph,
+            before,
+            convert,
+            (base, self.axis, str(src), str(need)),
+            before,
+            base.meta["val"],
+            f"{x.name}_{_suffix(need)}",
+        )
         new.meta["has_gradient"] = has_gradient(base)
         new.meta["placements"] = dict(base.meta.get("placements", {}))
         set_placement(new, self.axis, need)
@@ -276,5 +293,3 @@ class _Sweep:
 
 def _suffix(p: Placement) -> str:
     return {Shard: "s", Replicate: "r", Invariant: "i", Partial: "p"}[type(p)]
-
-

@@ -1,8 +1,8 @@
 """simplify_views: drop the views that tracing leaves behind.
 
 Consumes    a step graph.
-Guarantees  no view that changes nothing (same shape, detach, alias) feeds another op; a view of a view of a contiguous value is
-            one view.
+Guarantees  no view that changes nothing (same shape, detach, alias) feeds another op; a view of a view of a
+            contiguous value is one view.
 Leaves      views that are outputs; every number.
 
     a = view(w, [32]); b = detach(a); y = mul(b, x)            -->    y = mul(w, x)
@@ -38,7 +38,9 @@ class SimplifyViews:
         for node in list(gm.graph.nodes):
             if _changes_nothing(node):
                 _bypass(node)
-            elif is_call(node, aten.view.default) and is_call(node.args[0], aten.view.default, aten._unsafe_view.default):
+            elif is_call(node, aten.view.default) and is_call(
+                node.args[0], aten.view.default, aten._unsafe_view.default
+            ):
                 base = node.args[0].args[0]
                 if isinstance(base, Node) and base.meta["val"].is_contiguous():
                     node.update_arg(0, base)

@@ -40,7 +40,11 @@ class SplitBiases:
             if not is_call(node, aten.linear.default, *CONVOLUTIONS) or arguments(node)["bias"] is None:
                 continue
             weight, transposed = _behind_transpose(arguments(node)["weight"])
-            placed = [ctx.plan.parameter(names[weight.name], a).used for a in ctx.mesh.cut_order] if weight.name in names else []
+            placed = (
+                [ctx.plan.parameter(names[weight.name], a).used for a in ctx.mesh.cut_order]
+                if weight.name in names
+                else []
+            )
             if any(_cuts_contraction(p, transposed) for p in placed):
                 _split(gm, node)
         gm.recompile()

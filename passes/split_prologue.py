@@ -1,16 +1,17 @@
 """split_prologue: what a step needs to know of all its micro-batches before the first one starts.
 
 Consumes    a typed local graph whose outermost axis is "mb", the micro-batches.
-Guarantees  no conversion over "mb" is left. Values without gradient that are summed over micro-batches (the count of targets)
-            are computed by a prologue graph and enter the main graph as inputs ``total_0``, ...; what remains (gradients
-            of parameters, the loss) the runtime adds up.
+Guarantees  no conversion over "mb" is left. Values without gradient that are summed over micro-batches (the count of
+            targets) are computed by a prologue graph and enter the main graph as inputs ``total_0``, ...; what
+            remains (gradients of parameters, the loss) the runtime adds up.
 Leaves      graphs without micro-batches.
 
     count = sum(ne(labels, -100)); n = exchange(count, "mb", P, I); loss = div(s, n)
         -->
     prologue(labels) -> count                      main(..., total_0): loss = div(s, total_0)
 
-A model whose samples meet otherwise (batch statistics, contrastive losses) is refused: slicing the batch would change it.
+A model whose samples meet otherwise (batch statistics, contrastive losses) is refused: slicing the batch would change
+it.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ def _refusal(node: Node) -> str:
     _, src, dst = conversion_of(node)
     user = next(iter(node.users))
     return (
-        f"micro_batches: samples of different micro-batches meet at {describe(user)} (its operand goes from {src} to {dst}), so "
-        f"cutting the batch would change the result; use micro_batches=1"
+        f"micro_batches: samples of different micro-batches meet at {describe(user)} (its operand goes from {src} to {dst}), "
+        f"so cutting the batch would change the result; use micro_batches=1"
     )
 
 
@@ -159,7 +160,7 @@ def _micro_batch_input(gm: GraphModule) -> Node:
     with mode:
         node.meta = {"val": torch.zeros((), dtype=torch.int64), "has_gradient": False, "global_shape": ()}
     signature = gm.meta["signature"]
-    gm.meta["signature"] = dataclasses.replace(signature, inputs=(*signature.inputs, InputSpec("micro_batch", "micro_batch", "micro_batch")))
+    gm.meta["signature"] = dataclasses.replace(
+        signature, inputs=(*signature.inputs, InputSpec("micro_batch", "micro_batch", "micro_batch"))
+    )
     return node
-
-

@@ -95,8 +95,8 @@ class Executor:
     ) -> list[Tensor | None]:
         """Gradients of one micro-batch, in the order of ``steps.gradients``; empties ``saved``.
 
-        ``last``: reduce them over the mesh, together with ``sums`` of earlier micro-batches. Otherwise they are this rank's
-        own, added to ``sums`` in place.
+        ``last``: reduce them over the mesh, together with ``sums`` of earlier micro-batches. Otherwise they are this
+        rank's own, added to ``sums`` in place.
         """
         steps = self.compiled.steps
         available = {**values, **dict(zip(steps.saved, saved, strict=True))}

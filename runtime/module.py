@@ -1,7 +1,8 @@
 """ParallelModule: the user's model on a mesh.
 
-It holds this rank's pieces of the parameters as DTensors under their original names, compiles a step for each new shape of the
-batch, and runs it. Everything that torch knows to do with parameters (optimizers, clipping, checkpoints) works on it.
+It holds this rank's pieces of the parameters as DTensors under their original names, compiles a step for each new
+shape of the batch, and runs it. Everything that torch knows to do with parameters (optimizers, clipping, checkpoints)
+works on it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from autopar.adapters.export import flatten, unflatten
 from autopar.capture import Signature
 from autopar.parameter import ParameterSpec
-from autopar.placement import Placement, PARTIAL, Shard
+from autopar.placement import PARTIAL, Placement, Shard
 from autopar.plan import Plan
 from autopar.rules import result_placements
 from autopar.runtime import state
@@ -36,8 +37,8 @@ class ParallelModule(nn.Module):
     """A model on a mesh, made by `autopar.parallelize`.
 
     ``train_step(**batch)``: forward and backward of all micro-batches; returns the loss of the whole batch.
-    ``model(**batch)``: the model's own output structure; its loss has a ``backward()``. Outputs other than losses are DTensors over
-    the mesh, as they are cut; they carry no gradient.
+    ``model(**batch)``: the model's own output structure; its loss has a ``backward()``. Outputs other than losses are
+    DTensors over the mesh, as they are cut; they carry no gradient.
     ``eval_step(**batch)``: the same in eval mode, without gradients.
 
     Every rank of a dp group passes the same batch, its dp part of the whole; as with DistributedDataParallel.
@@ -123,8 +124,9 @@ class ParallelModule(nn.Module):
     def train_step(self, *args: Any, **batch: Any) -> Tensor:
         """Forward and backward of this rank's part of the batch, in all its micro-batches.
 
-        Returns the loss of the whole batch (a scalar, or a tuple of them for a model with several losses); gradients accumulate in
-        ``.grad`` of the parameters, as ``backward()`` does. Raises ValueError for batches that do not fit.
+        Returns the loss of the whole batch (a scalar, or a tuple of them for a model with several losses); gradients
+        accumulate in ``.grad`` of the parameters, as ``backward()`` does. Raises ValueError for batches that do not
+        fit.
         """
         with reporting():
             executor, values = self._prepare(args, batch, train=True, outputs=())
@@ -146,7 +148,8 @@ class ParallelModule(nn.Module):
             executor, values = self._prepare(args, batch, train=True, outputs=None)
             if executor.micro_batches > 1:
                 raise ValueError(
-                    f"model(**batch): works without micro-batches, found micro_batches={executor.micro_batches}; use train_step(**batch)"
+                    f"model(**batch): works without micro-batches, found micro_batches={executor.micro_batches}; "
+                    "use train_step(**batch)"
                 )
             outputs, saved = executor.run_forward(values)
             self._store_buffers(executor.compiled, outputs)
@@ -171,8 +174,8 @@ class ParallelModule(nn.Module):
     ) -> tuple[Executor, dict[str, Tensor]]:
         if not self._loaded:
             raise ValueError(
-                "parallelize: the model came without weights (meta device); load them first with load_pretrained(folder) or "
-                "load_state_dict(state)"
+                "parallelize: the model came without weights (meta device); load them first with "
+                "load_pretrained(folder) or load_state_dict(state)"
             )
         named = _named(self._skeleton[0], args, batch)
         key = (train, outputs, _facts(named))

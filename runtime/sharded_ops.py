@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar.adapters.operators import name_of
 from autopar.adapters.dtensor import local_of, record_of
+from autopar.adapters.operators import name_of
 from autopar.runtime.sharded_tensor import ShardedTensor, reduction_groups
 
 aten = torch.ops.aten

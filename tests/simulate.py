@@ -1,7 +1,7 @@
 """Runs a step graph on all ranks of a mesh in one process, node by node in lockstep.
 
-Every rank's value of a node is computed before the next node; a collective sees the values of all ranks of its group. So the
-numbers of any mesh can be checked without processes.
+Every rank's value of a node is computed before the next node; a collective sees the values of all ranks of its group.
+So the numbers of any mesh can be checked without processes.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ def joint_graph(gm: GraphModule, differentiable: Sequence[bool]) -> GraphModule:
         gm: a graph of placeholders with fake values in ``meta["val"]`` and a flat tuple as output.
         differentiable: per placeholder, whether its gradient is wanted.
 
-    Returns: a graph with the placeholders of ``gm``, then one tangent per output that has a gradient; it returns the outputs
-    of ``gm``, then one gradient (or None) per placeholder. Without any gradient wanted: the forward alone.
+    Returns: a graph with the placeholders of ``gm``, then one tangent per output that has a gradient; it returns the
+    outputs of ``gm``, then one gradient (or None) per placeholder. Without any gradient wanted: the forward alone.
     """
     nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
     args = []

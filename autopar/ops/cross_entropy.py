@@ -22,9 +22,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     mutates_args=(),
     schema="(Tensor logits, Tensor target, int ignore_index, float label_smoothing) -> (Tensor loss, Tensor lse)",
 )
-def cross_entropy(
-    logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
-) -> tuple[Tensor, Tensor]:
+def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float) -> tuple[Tensor, Tensor]:
     """logits [N, C], target [N] int -> loss [N] (0 where the target is ``ignore_index``), log-sum-exp [N].
 
     loss = lse - (1 - s) * logit[target] - s * mean(logits), for smoothing s.
@@ -47,8 +45,7 @@ def _(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float)
 @torch.library.custom_op(
     "autopar::cross_entropy_backward",
     mutates_args=(),
-    schema="(Tensor grad, Tensor logits, Tensor target, Tensor lse, int ignore_index, float label_smoothing)"
-    " -> Tensor",
+    schema="(Tensor grad, Tensor logits, Tensor target, Tensor lse, int ignore_index, float label_smoothing) -> Tensor",
 )
 def cross_entropy_backward(
     grad: Tensor, logits: Tensor, target: Tensor, lse: Tensor, ignore_index: int, label_smoothing: float
@@ -65,9 +62,7 @@ def cross_entropy_backward(
 
 
 @cross_entropy_backward.register_fake
-def _(
-    grad: Tensor, logits: Tensor, target: Tensor, lse: Tensor, ignore_index: int, label_smoothing: float
-) -> Tensor:
+def _(grad: Tensor, logits: Tensor, target: Tensor, lse: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 

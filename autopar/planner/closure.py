@@ -1,9 +1,9 @@
 """Which dims must be cut together: the closure of one cut over "same factor", by dataflow alone.
 
-Cut one dim of one weight. Every rule that meets the cut value says which other operands and results have the same factor;
-they are cut too, and so on until each path ends: in a contraction (the result is Partial), in an op that
-absorbs the factor (the loss), or at a value that depends on no parameter (a slice of it is free). A closure that meets a
-dim that may not be cut is rejected, with the reason.
+Cut one dim of one weight. Every rule that meets the cut value says which other operands and results have the same
+factor; they are cut too, and so on until each path ends: in a contraction (the result is Partial), in an op that
+absorbs the factor (the loss), or at a value that depends on no parameter (a slice of it is free). A closure that
+meets a dim that may not be cut is rejected, with the reason.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Closure:
 
     @property
     def returns(self) -> bool:
-        """Whether a pending sum of the closure leads back into it: cut and whole would alternate (the residual stream cut
-        along its width), where a pair of column and row is entered and left once."""
+        """Whether a pending sum of the closure leads back into it: cut and whole would alternate (the residual stream
+        cut along its width), where a pair of column and row is entered and left once."""
         queue, seen = list(self.contractions), set(self.contractions)
         while queue:
             for user in queue.pop().users:
@@ -183,11 +183,18 @@ class _Search:
             self._visit(node, result=0, value=node)
 
     def _part_of_weight(self, node: Node) -> bool:
-        """A part of a fused weight whose other parts cannot be cut with it: the weight stays whole, each rank slices the part."""
+        """A part of a fused weight whose other parts cannot be cut with it: the weight stays whole, each rank slices
+        the part."""
         split = node.args[0] if getitem_index(node) is not None else None
-        return isinstance(split, Node) and is_call(split, torch.ops.aten.split_with_sizes.default) and split.args[0] in self.analysis.parameters
+        return (
+            isinstance(split, Node)
+            and is_call(split, torch.ops.aten.split_with_sizes.default)
+            and split.args[0] in self.analysis.parameters
+        )
 
-    def _visit(self, call: Node, operand: Node | None = None, result: int | None = None, value: Node | None = None) -> None:
+    def _visit(
+        self, call: Node, operand: Node | None = None, result: int | None = None, value: Node | None = None
+    ) -> None:
         """Meet one op, having cut one of its operands or results."""
         if getitem_index(call) is not None:
             return  # handled with the op that makes the tuple

@@ -17,7 +17,6 @@ from autopar.planner.closure import Analysis
 from autopar.planner.sequence import find_streams
 from autopar.planner.tensor_parallel import plan_tensor_parallel
 
-
 PLANNED_AXES = ("dp", "tp")
 
 
@@ -43,7 +42,9 @@ def make_plan(
             )
     digest = graph_digest(gm)
     if fixed is not None and fixed.graph != digest:
-        raise ValueError(f"plan: made for a graph with parameters {fixed.graph}, this one has {digest}; make a new plan")
+        raise ValueError(
+            f"plan: made for a graph with parameters {fixed.graph}, this one has {digest}; make a new plan"
+        )
     if fixed is not None and fixed.mesh != mesh:
         raise ValueError(f"plan: made for the mesh {fixed.mesh}, this one is {mesh}; make a new plan")
     names = {n: s.name for n, s in _nodes(gm) if s.kind == "parameter"}
@@ -106,9 +107,12 @@ def _data_parallel(node: Node, axes: Mapping[str, ParameterPlan], options: Optio
 def _inputs(
     gm: GraphModule, mesh: Mesh, micro_batches: int, replicated: tuple[str, ...]
 ) -> dict[str, dict[str, Placement]]:
-    """The batch is cut along dim 0, over dp and then over micro-batches. Its size is the most common leading size of the inputs."""
+    """The batch is cut along dim 0, over dp and then over micro-batches. Its size is the most common leading size of
+    the inputs."""
     tensors = {s.name: n for n, s in _nodes(gm) if s.kind == "input"}
-    leading = Counter(global_shape(n)[0] for name, n in tensors.items() if len(global_shape(n)) and name not in replicated)
+    leading = Counter(
+        global_shape(n)[0] for name, n in tensors.items() if len(global_shape(n)) and name not in replicated
+    )
     batch = max(leading, key=lambda size: (leading[size], size)) if leading else 0
     cuts = {axis: size for axis, size in (("dp", mesh.size("dp")), ("mb", micro_batches)) if size > 1}
     pieces = math.prod(cuts.values())
@@ -126,7 +130,9 @@ def _inputs(
 
 
 def _refusals(
-    parameters: Mapping[str, Mapping[str, ParameterPlan]], refused: Mapping[tuple[str, int], str], ranks: Mapping[str, int]
+    parameters: Mapping[str, Mapping[str, ParameterPlan]],
+    refused: Mapping[tuple[str, int], str],
+    ranks: Mapping[str, int],
 ) -> list[tuple[str, str]]:
     """Why weights stayed whole: the reason of each matrix that no decision cuts."""
     out = []
@@ -139,4 +145,6 @@ def _refusals(
 
 def _nothing_to_cut(refused: Mapping[tuple[str, int], str], mesh: Mesh) -> str:
     shown = "; ".join(f"{name} dim {dim}: {why}" for (name, dim), why in list(refused.items())[:3])
-    return f"tensor_parallel: no weight can be cut over axis 'tp' of size {mesh.size('tp')}: {shown}; choose another size"
+    return (
+        f"tensor_parallel: no weight can be cut over axis 'tp' of size {mesh.size('tp')}: {shown}; choose another size"
+    )

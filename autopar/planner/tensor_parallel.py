@@ -154,6 +154,6 @@ def _check_heads(analysis: Analysis, out: TensorParallel) -> None:
         heads, kv_heads = global_shape(query)[1], global_shape(arguments(node)["k"])[1]
         fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
         raise ValueError(
-            f"tensor_parallel: attention heads must divide over axis {analysis.axis!r} of size {ranks}, found {heads} heads "
-            f"({kv_heads} kv heads) in {module_path(node)}; choose a size from {fitting}"
+            f"tensor_parallel: attention heads must divide over axis {analysis.axis!r} of size {ranks}, found {heads} "
+            f"heads ({kv_heads} kv heads) in {module_path(node)}; choose a size from {fitting}"
         )

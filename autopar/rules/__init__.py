@@ -23,8 +23,8 @@ from autopar.rules.rule import Cat, Cut, Rule, RuleError, apply, matches
 from autopar.rules.table import RULES
 
 __all__ = [
-    "RULES", "Call", "Cat", "Cut", "Rule", "RuleError", "apply", "has_rule", "local_shapes", "matches", "operand_placements",
-    "result_placements", "rule_of", "set_results", "type_of",
+    "RULES", "Call", "Cat", "Cut", "Rule", "RuleError", "apply", "has_rule", "local_shapes", "matches",
+    "operand_placements", "result_placements", "rule_of", "set_results", "type_of",
 ]  # fmt: skip
 
 
@@ -127,5 +127,3 @@ def local_shapes(node: Node, mesh: Mesh) -> list[tuple[int, ...]]:
 def is_whole(p: Placement) -> bool:
     """Replicate or Invariant."""
     return isinstance(p, (Replicate, Invariant))
-
-

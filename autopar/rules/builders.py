@@ -44,7 +44,9 @@ def pointwise(linear: str = "", keep: bool = False) -> RuleFunction:
             sets = tuple(frozenset({i}) for i in range(n))
         elif linear == "numerator":
             sets = UNARY
-        return call.rule(dims, [named_dims(call, call.result)], linear=sets, keep_partial=keep or scales and _by_constant(call))
+        return call.rule(
+            dims, [named_dims(call, call.result)], linear=sets, keep_partial=keep or (scales and _by_constant(call))
+        )
 
     return build
 
@@ -156,7 +158,9 @@ def _reduced(dim: Any, rank: int) -> set[int]:
 
 def factory(call: Call) -> Rule:
     """No tensor operand, or operands of which only dtype and device matter: whole everywhere."""
-    return call.rule([None for _ in call.operands], [named_dims(call, r, f"r{i}_") for i, r in enumerate(call.result_shapes)])
+    return call.rule(
+        [None for _ in call.operands], [named_dims(call, r, f"r{i}_") for i, r in enumerate(call.result_shapes)]
+    )
 
 
 def like(call: Call) -> Rule:
@@ -169,7 +173,9 @@ def opaque(why: str) -> RuleFunction:
     """No dim may be cut; the op runs whole."""
 
     def build(call: Call) -> Rule:
-        operands: list[Dims | None] = [named_dims(call, call.shape_of(x), f"o{i}_") for i, x in enumerate(call.operands)]
+        operands: list[Dims | None] = [
+            named_dims(call, call.shape_of(x), f"o{i}_") for i, x in enumerate(call.operands)
+        ]
         results = [named_dims(call, r, f"r{i}_") for i, r in enumerate(call.result_shapes)]
         return call.rule(operands, results, blocked={f: why for f in call.sizes})
 

@@ -2,9 +2,9 @@
 
 A rule names the *factors* of every dim of every operand and result, in the style of Shardy:
 ``linear: (... i), (o i) -> (... o)``. A factor that is in an operand but not in a result is contracted: sharding it
-leaves the result Partial. What factors alone cannot say is listed beside them: factors that may not be cut (``blocked``:
-softmax, norms, slices), operands in which the op is linear (what may pass a Partial), dims that merge several factors
-(``("b", "s")``, major to minor) or concatenate them (`Cat`).
+leaves the result Partial. What factors alone cannot say is listed beside them: factors that may not be cut
+(``blocked``: softmax, norms, slices), operands in which the op is linear (what may pass a Partial), dims that merge
+several factors (``("b", "s")``, major to minor) or concatenate them (`Cat`).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Rule:
     """Factors of each operand and result; see the module's docstring.
 
     ``operands[i] is None``: only the shape of the operand matters (zeros_like), any placement will do.
-    ``absorbed``: factors whose exchange happens inside the op, so that the result is Invariant (the vocabulary in a loss).
-    ``linear``: sets of operands that may be Partial together (others then Replicate), giving a Partial result.
+    ``absorbed``: factors whose exchange happens inside the op, so that the result is Invariant (the vocabulary in a
+    loss). ``linear``: sets of operands that may be Partial together (others then Replicate), giving a Partial result.
     ``keep_partial``: whether passing a Partial on is as cheap as resolving it first (views, sums of addends).
     ``addends``: operand -> factor; when the factor is cut the operand is expected Partial: each rank's own part of
     a sum (the row offsets of the tokens it holds).

@@ -27,14 +27,16 @@ def embedding(call: Call) -> Rule:
 
 
 def cross_entropy(call: Call) -> Rule:
-    """(n c), (n) -> (n), (n). The exchange over classes happens inside: a maximum, and one sum of two numbers per row."""
+    """(n c), (n) -> (n), (n). The exchange over classes happens inside: a maximum, and one sum of two numbers per
+    row."""
     rows, classes = call.shape("logits")
     n, c = call.factor("n", rows), call.factor("c", classes)
     return call.rule([(n, c), (n,)], [(n,), (n,)], absorbed=frozenset({"c"}), one_block=frozenset({"c"}))
 
 
 def attention(call: Call) -> Rule:
-    """q (b, hk·g, s, d), k (b, hk, t, d), v (b, hk, t, e) -> (b, hk·g, s, e), (b, hk·g, s). Heads and batch may be cut."""
+    """q (b, hk·g, s, d), k (b, hk, t, d), v (b, hk, t, e) -> (b, hk·g, s, e), (b, hk·g, s). Heads and batch may be
+    cut."""
     batch, heads, queries, width = call.shape("q")
     _, kv_heads, keys, _ = call.shape("k")
     b, s, t = call.factor("b", batch), call.factor("s", queries), call.factor("t", keys)
@@ -119,7 +121,9 @@ def group_norm(call: Call) -> Rule:
     dims = named_dims(call, source)
     operands: list[Dims | None] = [dims]
     operands += [(dims[1],) for name in ("weight", "bias") if isinstance(call.args.get(name), Node)]
-    return call.rule(operands, [dims], blocked={f"d{i}": "group_norm normalises over it" for i in range(1, len(source))})
+    return call.rule(
+        operands, [dims], blocked={f"d{i}": "group_norm normalises over it" for i in range(1, len(source))}
+    )
 
 
 def layer_norm(call: Call) -> Rule:
@@ -138,9 +142,7 @@ def gather(call: Call) -> Rule:
     dim = call.dim()
     shape, index = call.shape("self"), call.shape("index")
     dims = tuple(call.factor(f"d{i}", n) for i, n in enumerate(shape))
-    picked = tuple(
-        dims[i] if i != dim and n == shape[i] else call.factor(f"p{i}", n) for i, n in enumerate(index)
-    )
+    picked = tuple(dims[i] if i != dim and n == shape[i] else call.factor(f"p{i}", n) for i, n in enumerate(index))
     blocked = {f"d{i}": "gather reads anywhere in it" for i in range(len(shape)) if i == dim or index[i] != shape[i]}
     blocked |= {f: "gather picks less than the dim" for f in call.sizes if f.startswith("p") and f != f"p{dim}"}
     return call.rule([dims, picked], [picked], blocked=blocked, linear=UNARY)
@@ -257,7 +259,9 @@ def moe_combine(call: Call) -> Rule:
     order = call.args["order"]
     if call.axis == "tp" or (is_conversion(order) and conversion_of(order)[0] == call.axis):
         # a slice of the rows of all tokens is not the rows of a slice of the tokens
-        blocked |= {f: "rows are sorted by expert, so only the rank that sorted them can tell whose they are" for f in t}
+        blocked |= {
+            f: "rows are sorted by expert, so only the rank that sorted them can tell whose they are" for f in t
+        }
     return call.rule(
         [(rows, h), (rows,), (t, k)], [(t, h)], blocked=blocked, linear=(frozenset({0}),), keep_partial=True
     )

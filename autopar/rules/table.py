@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 import autopar.ops  # noqa: F401  (registers the operators that the table names)
-
 from autopar.adapters.operators import makes_tensors, mutates
 from autopar.conversions import convert, exchange
 from autopar.rules import special as sp
@@ -42,8 +41,15 @@ def _matmul(call: Call) -> Any:
     ranks = (len(call.shape("self")), len(call.shape("other")))
     left = "k" if ranks[0] == 1 else "... m k"
     right = "k" if ranks[1] == 1 else ("... k n" if ranks[1] > 2 else "k n")
-    out = " ".join(p for p in ("..." if max(ranks) > 1 and (ranks[0] > 1 or ranks[1] > 2) else "",
-                               "m" if ranks[0] > 1 else "", "n" if ranks[1] > 1 else "") if p)
+    out = " ".join(
+        p
+        for p in (
+            "..." if max(ranks) > 1 and (ranks[0] > 1 or ranks[1] > 2) else "",
+            "m" if ranks[0] > 1 else "",
+            "n" if ranks[1] > 1 else "",
+        )
+        if p
+    )
     return einsum(f"{left}, {right} -> {out}", "self other")(call)
 
 
@@ -64,12 +70,15 @@ def _last(name: str) -> RuleFunction:
 
 
 # Elementwise. Those linear in their operands may pass a Partial.
-add("relu silu gelu tanh sigmoid exp log log2 log1p sqrt rsqrt abs sign sin cos erf reciprocal square floor ceil round "
+add(
+    "relu silu gelu tanh sigmoid exp log log2 log1p sqrt rsqrt abs sign sin cos erf reciprocal square floor ceil round "
     "softplus elu selu leaky_relu mish hardtanh hardswish hardsigmoid relu6 log_sigmoid celu clamp clamp_min clamp_max "
     "pow maximum minimum fmod remainder floor_divide atan2 isnan isinf isfinite logical_not bitwise_not trunc expm1 "
     "eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__ "
     "rsub nan_to_num threshold hardshrink softshrink erfinv logit exp2 sgn tan asin acos atan sinh cosh atanh "
-    "div.Tensor_mode div.Scalar_mode polar complex real imag silu_backward lerp addcmul addcdiv", pointwise())
+    "div.Tensor_mode div.Scalar_mode polar complex real imag silu_backward lerp addcmul addcdiv",
+    pointwise(),
+)
 add("neg clone alias contiguous detach lift_fresh_copy", pointwise("unary", keep=True))
 add("conj", pointwise("unary"))
 add("_to_copy to.device to.dtype to.dtype_layout", _cast)
@@ -112,24 +121,32 @@ add("index.Tensor", sp.advanced_index)
 
 # Reductions and ops that span a dim.
 add("sum mean", reduction(linear=True))
-add("amax amin prod all any argmax argmin var std logsumexp max.dim min.dim norm.ScalarOpt_dim linalg_vector_norm "
-    "max.default min.default count_nonzero median", reduction(linear=False))
+add(
+    "amax amin prod all any argmax argmin var std logsumexp max.dim min.dim norm.ScalarOpt_dim linalg_vector_norm "
+    "max.default min.default count_nonzero median",
+    reduction(linear=False),
+)
 add("softmax.int log_softmax.int _softmax _log_softmax cumsum cumprod logcumsumexp sort topk diff", _last("dim"))
 add("scatter.src scatter.value scatter_add", sp.scatter)
 add("tril triu", blocks_dims(lambda c: [len(c.shape("self")) - 2, len(c.shape("self")) - 1], "the op spans it"))
 add("layer_norm rms_norm", sp.layer_norm)
 add("group_norm", sp.group_norm)
-add("max_pool1d max_pool2d avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d _adaptive_avg_pool2d "
-    "max_pool2d_with_indices upsample_nearest2d upsample_bilinear2d adaptive_max_pool2d", sp.pooling)
+add(
+    "max_pool1d max_pool2d avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d _adaptive_avg_pool2d "
+    "max_pool2d_with_indices upsample_nearest2d upsample_bilinear2d adaptive_max_pool2d",
+    sp.pooling,
+)
 
 # Made from nothing, or from a shape.
 add("arange zeros ones full empty scalar_tensor linspace.default eye tril_indices triu_indices", factory)
 add("new_zeros new_ones new_full new_empty", factory)
 add("zeros_like ones_like full_like empty_like", like)
-add("one_hot bucketize searchsorted.Tensor histc bincount nonzero unique_consecutive", opaque("its size depends on values"))
+add(
+    "one_hot bucketize searchsorted.Tensor histc bincount nonzero unique_consecutive",
+    opaque("its size depends on values"),
+)
 
 RULES[embedding_of_piece] = sp.embedding
 RULES[cross_entropy_of_piece] = sp.cross_entropy
 RULES[operator.getitem] = sp.getitem
 RULES[convert] = RULES[exchange] = sp.conversion_of_other_axis
-

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 from autopar.rules.builders import UNARY, named_dims
 from autopar.rules.call import Call, Shape
@@ -46,11 +47,11 @@ def _suffixes(sizes: list[int]) -> list[int]:
 def _factor_group(call: Call, left: list[int], right: list[int], group: int, blocked: dict[str, str]) -> None:
     """Name the factors between all boundaries of both sides: g0_8 is the factor right above the boundary at 8."""
     bounds = sorted({*_suffixes(left), *_suffixes(right)}, reverse=True)
-    for outer, inner in zip(bounds, bounds[1:]):
+    for outer, inner in pairwise(bounds):
         name = f"g{group}_{inner}"
         if outer % inner:
             # (6, 4) -> (8, 3): no common factors; the whole group stays together
-            for other in zip(bounds, bounds[1:]):
+            for other in pairwise(bounds):
                 call.sizes[f"g{group}_{other[1]}"] = max(other[0] // other[1], 1)
                 blocked[f"g{group}_{other[1]}"] = f"the reshape {left} -> {right} mixes it"
             return

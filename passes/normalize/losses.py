@@ -203,8 +203,6 @@ def kl_div(node: Node, build: Build) -> Node | None:
     return _reduced(build, build(aten.masked_fill.Scalar, loss, empty, 0.0), known["reduction"])
 
 
-
-
 TABLE: dict[Any, Rewrite] = {
     aten.cross_entropy_loss.default: cross_entropy_loss,
     aten.nll_loss.default: nll_loss,
