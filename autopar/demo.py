@@ -37,7 +37,7 @@ from autopar.runtime.groups import init_mesh
 from autopar.runtime.launch import launch
 from autopar.runtime.state import local_tensor
 
-VOCAB, LENGTH, BATCH, LEARNING_RATE = 256, 128, 8, 2e-3
+VOCAB, LENGTH, BATCH = 256, 128, 8
 SIZES = {
     "vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": LENGTH,
@@ -45,7 +45,9 @@ SIZES = {
 TEXT_BYTES = 4 * 2**20
 REPORT = "graphs/report.html"
 SAVED = "saved for backward"
-TOLERANCE = 0.02  # float32 sums in another order; hundreds of steps amplify that a little
+# Sums in another order differ by 1e-7 in float32. Training amplifies that, as it does for two runs that differ in the
+# last bit of a weight: the first steps must agree closely, the later ones must tell the same story.
+EARLY, EARLY_TOLERANCE, TOLERANCE = 20, 1e-4, 0.1
 ROWS = 12  # of the table of losses
 
 
@@ -136,7 +138,8 @@ def batches(steps: int) -> Iterator[dict[str, Tensor]]:
 
 
 def _optimizer(model: nn.Module, steps: int) -> tuple[torch.optim.Optimizer, Any]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
+    # with a smaller eps, bytes that hardly occur would move by the rounding of their gradients
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.99), eps=1e-5, weight_decay=0.01)
     warm = max(1, min(20, steps // 10))
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda i: min(1.0, (i + 1) / warm) * (0.55 + 0.45 * math.cos(math.pi * i / steps))
@@ -239,8 +242,12 @@ def _show(settings: Settings, ranks: Sequence[Run], alone: Run, console: Console
     mesh, name = ranks[0], _words(settings.mesh)
     differences = [abs(a - b) for a, b in zip(mesh.losses, alone.losses, strict=True)]
     console.print()
-    console.print(_losses(mesh, alone, name))
-    console.print(f"largest difference over {settings.steps} steps: [bold]{max(differences):.1e}[/] (float32)\n")
+    console.print(_losses(mesh, alone, name, differences))
+    early = max(differences[:EARLY])
+    console.print(
+        f"largest difference: {early:.1e} in the first {EARLY} steps, {max(differences):.1e} in all\n"
+        "(float32 sums in another order; training amplifies the last bit)\n"
+    )
     console.print(_memory(ranks, alone))
     console.print(_traffic(mesh))
     console.print(
@@ -253,21 +260,24 @@ def _show(settings: Settings, ranks: Sequence[Run], alone: Run, console: Console
         files.insert(0, ("loss curves", "loss.png"))
     for what, file in files:
         console.print(f"{what + ':':<36} {settings.out / file}", highlight=False)
-    if max(differences) > TOLERANCE:
-        console.print(f"[red]the two runs differ by more than {TOLERANCE}[/]")
+    if early > EARLY_TOLERANCE or max(differences) > TOLERANCE:
+        console.print(f"[red]the two runs differ by more than {EARLY_TOLERANCE} at first or {TOLERANCE} later[/]")
         return 1
     return 0
 
 
-def _losses(mesh: Run, alone: Run, name: str) -> Table:
-    table = Table(title="Loss of the whole batch", title_justify="left")
-    for head in ("step", name, "one process", "difference"):
+def _losses(mesh: Run, alone: Run, name: str, differences: Sequence[float]) -> Table:
+    table = Table(title="Loss of the whole batch: mean over some steps", title_justify="left")
+    for head in ("steps", name, "one process", "largest difference"):
         table.add_column(head, justify="right")
-    last = len(mesh.losses) - 1
-    for i in sorted({round(k * last / max(1, min(ROWS, last))) for k in range(ROWS + 1)} - {-1}):
-        if i <= last:
-            a, b = mesh.losses[i], alone.losses[i]
-            table.add_row(str(i + 1), f"{a:.5f}", f"{b:.5f}", f"{abs(a - b):.0e}")
+    steps = len(differences)
+    width = max(1, -(-steps // ROWS))
+    for start in range(0, steps, width):
+        window = slice(start, min(start + width, steps))
+        means = [sum(run.losses[window]) / (window.stop - start) for run in (mesh, alone)]
+        table.add_row(
+            f"{start + 1}-{window.stop}", *(f"{mean:.5f}" for mean in means), f"{max(differences[window]):.0e}"
+        )
     return table
 
 

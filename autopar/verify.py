@@ -111,7 +111,18 @@ class Report:
             table.add_column(name, justify="right", no_wrap=True)
         entries = self.entries
         for e in entries[:rows]:
-            verdict = f"differs from one process in {failed} of {len(self.entries)}" if failed else "equals one process"
+            verdict = "ok" if e.passed else (e.note or "MISMATCH")
+            table.add_row(e.name, f"{e.error:.1e}", f"{e.allowed:.1e}", f"{e.reference:.3g}", verdict)
+        console = Console(width=width, no_color=True, highlight=False)
+        with console.capture() as text:
+            console.print(table)
+            if len(entries) > rows:
+                console.print(f"... and {len(entries) - rows} better ones")
+        return text.get().rstrip()
+
+    def _headline(self) -> str:
+        failed = sum(not e.passed for e in self.entries)
+        verdict = f"differs from one process in {failed} of {len(self.entries)}" if failed else "equals one process"
         return (
             f"verify: mesh {self.mesh} {verdict}: loss {self.loss:.12g}, in one process {self.reference_loss:.12g}"
             f"{' (float64)' if self.exact else ''}"

@@ -20,6 +20,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.aot import joint_graph
+from autopar.conversions import exchange
 from autopar.graph import add_placeholder, has_gradient, is_call, output_node, placeholders
 from autopar.steps import StepGraphs
 
@@ -87,21 +88,32 @@ def lowered(gm: GraphModule) -> GraphModule:
 
 
 def _detach_other_outputs(gm: GraphModule, train: bool) -> list[int]:
-    """Indices of the losses. Every other output with a gradient is detached, or AOTAutograd would ask for its
-    tangent."""
+    """Indices of the losses. Every other output with a gradient is detached, or AOTAutograd would ask for its tangent;
+    every output has storage of its own, or it would be returned in a way that depends on what it is a view of."""
     out = output_node(gm)
-    losses, values = [], []
-    for i, value in enumerate(out.args[0]):  # type: ignore[arg-type]
-        if isinstance(value, Node) and has_gradient(value):
-            if train and not value.meta["val"].dim():
-                losses.append(i)
-            else:
-                with gm.graph.inserting_before(out):
+    losses: list[int] = []
+    values: list[Any] = []
+    given = list(out.args[0])  # type: ignore[arg-type]
+    for i, value in enumerate(given):
+        if isinstance(value, Node):
+            loss = train and has_gradient(value) and not value.meta["val"].dim()
+            owned = not _may_alias(value) and value not in given[:i]
+            with gm.graph.inserting_before(out):
+                if loss:
+                    losses.append(i)
+                elif has_gradient(value):
                     value = gm.graph.call_function(aten.detach.default, (value,))
+                if not owned:
+                    value = gm.graph.call_function(aten.clone.default, (value,))
         values.append(value)
     out.args = (tuple(values),)
     gm.recompile()
     return losses
+
+
+def _may_alias(value: Node) -> bool:
+    """Whether an output may share storage with an input or with another value."""
+    return value.op == "placeholder" or value.target in VIEWS | {aten.reshape.default, exchange} or _part_of_view(value)
 
 
 def _reaches(node: Node, losses: list[int], gm: GraphModule) -> bool:

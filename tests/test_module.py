@@ -370,9 +370,6 @@ def test_inductor_equals_eager() -> None:
     run_ranks(2, inductor, timeout=250)
 
 
-# --- starting -----------------------------------------------------------------------------------------
-
-
 def needs_example() -> str:
     mesh = autopar.init_mesh("cpu", 30.0, dp=2)
     with pytest.raises(ValueError, match=r"needs to know the inputs of Net.*example_batch"):
