@@ -28,6 +28,7 @@ bench: $(STAMP)
 
 docs: $(STAMP)
 	$(PY) docs/make_passes.py
+	$(PY) docs/run_pages.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

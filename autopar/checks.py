@@ -13,7 +13,7 @@ from autopar.graph import (
     describe,
     global_shape,
     has_gradient,
-    output_node,
+    outputs,
     placeholders,
     placement,
     shape_on,
@@ -104,9 +104,10 @@ def _check_inputs(gm: GraphModule, axis: str, ctx: Context) -> None:
 
 def _check_outputs(gm: GraphModule, axis: str) -> None:
     """A scalar with a gradient is a loss: it must be Invariant, so that its gradient (1) is too."""
-    for value in output_node(gm).args[0]:  # type: ignore[union-attr]
-        loss = isinstance(value, Node) and not global_shape(value) and has_gradient(value)
-        if loss and placement(value, axis) != INVARIANT:
+    for value in outputs(gm):
+        if not isinstance(value, Node) or global_shape(value) or not has_gradient(value):
+            continue
+        if placement(value, axis) != INVARIANT:
             raise PlacementError(f"axis {axis!r}: output {value.name} is {placement(value, axis)}, a loss must be I")
 
 

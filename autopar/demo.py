@@ -1,6 +1,6 @@
 """The demo: train a small Llama on a mesh of processes and in one process, and show that it is the same training.
 
-    python -m autopar demo [--steps 300] [--mesh dp=2,tp=2] [--zero 3] [--out demo_output]
+    python -m autopar demo [--steps 250] [--mesh dp=2,tp=2] [--zero 3] [--out demo_output]
 
 The text is the Python standard library's own source code, as bytes. Both runs start from the same weights, see the same
 batches and use torch's AdamW; only the mesh differs. Shown are both loss curves, what a rank holds, and what it sends.
@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _settings(argv: list[str] | None) -> Settings:
     parser = argparse.ArgumentParser(prog="autopar demo", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=300, help="optimizer steps of each run (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=250, help="optimizer steps of each run (default %(default)s)")
     parser.add_argument("--mesh", default="dp=2,tp=2", help="axes and sizes (default %(default)s)")
     parser.add_argument("--zero", type=int, default=3, help="0: whole parameters on dp, 3: cut (default %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("demo_output"), help="results (default ./%(default)s)")

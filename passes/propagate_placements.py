@@ -232,8 +232,9 @@ class _Sweep:
 
     def _costed(self, choice: _Choice, operands: list[Node]) -> _Choice:
         for x, need in zip(operands, choice.needs, strict=True):
-            fits = need is None or matches(placement(x, self.axis), need, has_gradient(x))
-            if not fits and need not in self.versions.get(x, {}):
+            if need is None or matches(placement(x, self.axis), need, has_gradient(x)):
+                continue
+            if need not in self.versions.get(x, {}):
                 choice.cost += min(self._price(x, p, need) for p in self._sources(x))
         return choice
 

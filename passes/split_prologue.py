@@ -69,8 +69,8 @@ def _refusal(node: Node) -> str:
     _, src, dst = conversion_of(node)
     user = next(iter(node.users))
     return (
-        f"micro_batches: samples of different micro-batches meet at {describe(user)} (its operand goes from {src} to {dst}), "
-        f"so cutting the batch would change the result; use micro_batches=1"
+        f"micro_batches: samples of different micro-batches meet at {describe(user)} (its operand goes from {src} "
+        f"to {dst}), so cutting the batch would change the result; use micro_batches=1"
     )
 
 

@@ -119,6 +119,7 @@ def test_attention_gradcheck_and_fakes(name: str) -> None:
     assert torch.autograd.gradcheck(lambda q, k, v: ops.attention(q, k, v, *known.values())[0], tensors)
     for key in ("bias", "sinks"):
         if known[key] is not None:
+
             def by_key(x: Tensor, key: str = key) -> Tensor:
                 return ops.attention(*tensors, *{**known, key: x}.values())[0]
 
@@ -134,9 +135,7 @@ def test_attention_dropout() -> None:
     # the second half of the heads on its own, told its global indices
     index = [torch.arange(B), torch.arange(2, 4), torch.arange(S), torch.arange(S)]
     q, k, v = tensors
-    part, _ = ops.attention(
-        q[:, 2:], k[:, 1:], v[:, 1:], *{**known, "index": index, "shape": [B, HQ, S, S]}.values()
-    )
+    part, _ = ops.attention(q[:, 2:], k[:, 1:], v[:, 1:], *{**known, "index": index, "shape": [B, HQ, S, S]}.values())
     torch.testing.assert_close(part, whole[:, 2:])
     with pytest.raises(ValueError, match="needs a seed"):
         ops.attention(*tensors, *{**known, "seed": None}.values())

@@ -36,7 +36,8 @@ def find_streams(gm: GraphModule, contractions: list[Node], mesh: Mesh, axis: st
         if size % ranks:
             raise ValueError(
                 f"sequence_parallel: sequence length {size} of the stream in {module_path(node) or node.name} does not "
-                f"divide over axis {axis!r} of size {ranks}; pad to {-(-size // ranks) * ranks} or set sequence_parallel=False"
+                f"divide over axis {axis!r} of size {ranks}; pad to {-(-size // ranks) * ranks} or set "
+                "sequence_parallel=False"
             )
         streams.append(Stream(node.name, dim, f"residual stream of {module_path(node) or node.name}"))
         labels |= spread_label(node, Shard(dim), mesh, axis)
