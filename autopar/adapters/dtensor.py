@@ -22,6 +22,7 @@ def layout_record(
 
 
 def record_of(x: DTensor) -> DTensorSpec:
+    """Mesh, placements, shape and strides of a DTensor."""
     return x._spec
 
 

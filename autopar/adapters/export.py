@@ -131,4 +131,5 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
 
 
 def unflatten(leaves: list[Any], spec: Any) -> Any:
+    """The nested structure again, from its leaves and spec."""
     return pytree.tree_unflatten(leaves, spec)

@@ -58,6 +58,7 @@ def value_of(node: Node) -> Tensor:
 
 
 def shape_of(node: Node) -> tuple[int, ...]:
+    """Shape of the one tensor that a node makes."""
     return tuple(value_of(node).shape)
 
 

@@ -102,6 +102,7 @@ def matmul_before_reshape(node: Node, build: Build) -> Node | None:
 
 
 def matmul(node: Node, build: Build) -> Node | None:
+    """A product with a weight becomes a linear; one between reshapes takes their place."""
     return product(node, build) or matmul_before_reshape(node, build)
 
 
