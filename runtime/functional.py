@@ -39,15 +39,18 @@ def from_stack(rows: Tensor, dim: int, blocks: list[int]) -> Tensor:
 
 
 def all_reduce(c: Collectives, x: Tensor, axis: str, op: str) -> Tensor:
+    """The sum (or maximum) over the axis, on every rank."""
     return c.all_reduce(x.contiguous(), axis, op)
 
 
 def all_gather(c: Collectives, x: Tensor, dim: int, blocks: list[int], axis: str, size: int) -> Tensor:
+    """Every rank's piece joined along ``dim``, on every rank."""
     gathered = c.all_gather(x.contiguous().unsqueeze(0), axis)
     return from_stack(gathered, dim, blocks).contiguous()
 
 
 def reduce_scatter(c: Collectives, x: Tensor, dim: int, blocks: list[int], axis: str, size: int) -> Tensor:
+    """The sum over the axis, each rank keeping its piece along ``dim``."""
     return c.reduce_scatter(to_stack(x, dim, blocks, size).contiguous(), axis).squeeze(0)
 
 
@@ -61,6 +64,7 @@ def all_to_all(
     axis: str,
     size: int,
 ) -> Tensor:
+    """From pieces along one dim to pieces along another."""
     if src_dim == dst_dim:
         whole = all_gather(c, x, src_dim, src_blocks, axis, size)
         return shard_slice(c, whole, dst_dim, dst_blocks, axis, size)
@@ -69,6 +73,7 @@ def all_to_all(
 
 
 def shard_slice(c: Collectives, x: Tensor, dim: int, blocks: list[int], axis: str, size: int) -> Tensor:
+    """This rank's piece of a whole value."""
     me = c.groups.index(axis)
     parts = [
         p.narrow(dim, me * (p.shape[dim] // size), p.shape[dim] // size) for p in x.split(blocks or [x.shape[dim]], dim)
@@ -77,6 +82,7 @@ def shard_slice(c: Collectives, x: Tensor, dim: int, blocks: list[int], axis: st
 
 
 def shard_pad(c: Collectives, x: Tensor, dim: int, blocks: list[int], axis: str, size: int) -> Tensor:
+    """This rank's piece in its place in zeros."""
     me = c.groups.index(axis)
     padded = []
     for part in x.split([b // size for b in blocks] or [x.shape[dim]], dim):
