@@ -26,7 +26,7 @@ from autopar.pass_manager import Context
 from autopar.passes.prefetch_gathers import is_parameter_gather
 
 aten = torch.ops.aten
-LONE_BYTES = 2**18
+LONE_BYTES = 2**20
 GATHER = torch.ops.autopar.all_gather.default
 SCATTER = torch.ops.autopar.reduce_scatter.default
 
