@@ -25,6 +25,7 @@ import torch.distributed as dist
 from autopar.runtime import failures
 from autopar.runtime.groups import DEFAULT_TIMEOUT
 
+LEAVE = 5.0  # seconds for a rank that has reported to clean up
 GRACE = failures.SILENCE + 3.0  # seconds the others get, after a rank has failed, to say what they saw
 
 
@@ -68,7 +69,10 @@ def launch(
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes, pipes = _start(task, nproc, store.port, timeout, device)
     try:
-        return _collect(processes, pipes)
+        results = _collect(processes, pipes)
+        for process in processes:
+            process.join(LEAVE)
+        return results
     finally:
         for process in processes:
             process.kill()
