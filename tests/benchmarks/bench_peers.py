@@ -3,7 +3,7 @@
 Every runner is checked first: its loss and every gradient against one process. Then all of them take turns, so that a
 busy moment of the machine meets each.
 
-    python tests/benchmarks/bench_peers.py [--rounds 7] [--only "DDP;autopar dp"] [--small]
+    python tests/benchmarks/bench_peers.py [--rounds 5] [--only "DDP;autopar dp"] [--small]
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Outcome:
 def main() -> None:
     """Run the ranks, print the table, write it to docs/benchmarks.md."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="", help="names, separated by semicolons; the page is then left alone")
     parser.add_argument("--small", action="store_true", help="a small model, to try the harness")
     chosen = parser.parse_args()
