@@ -45,12 +45,6 @@ def dumper_for(folder: str | Path | None) -> Dumper | None:
 _written: dict[Path, int] = {}
 
 
-def dumper_from_environment() -> Dumper | None:
-    """The dumper that AUTOPAR_DUMP asks for, or None."""
-    folder = os.environ.get(VARIABLE)
-    return Dumper(Path(folder)) if folder else None
-
-
 def is_first_rank() -> bool:
     """Whether this process writes: all ranks compile the same graphs, so rank 0 alone does."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():

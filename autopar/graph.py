@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.operators import OpOverload, argument_defaults
 from autopar.mesh import Mesh
-from autopar.placement import INVARIANT, Placement, Shard, nested_shape
+from autopar.placement import INVARIANT, Placement, nested_shape
 
 
 def is_call(node: Node, *targets: Any) -> bool:
@@ -209,6 +209,18 @@ def set_device(gm: GraphModule, device: torch.device) -> None:
     gm.recompile()
 
 
+def ancestors(nodes: Iterable[Node]) -> set[Node]:
+    """The nodes and everything that they depend on."""
+    seen: set[Node] = set()
+    queue = list(nodes)
+    while queue:
+        node = queue.pop()
+        if node not in seen:
+            seen.add(node)
+            queue += node.all_input_nodes
+    return seen
+
+
 def output_node(gm: GraphModule) -> Node:
     """The node that returns."""
     return next(iter(reversed(gm.graph.nodes)))
@@ -230,8 +242,3 @@ def remove_dead_code(gm: GraphModule) -> None:
 def getitem_index(node: Node) -> int | None:
     """i when the node is ``operand[i]``."""
     return int(node.args[1]) if is_call(node, operator.getitem) else None  # type: ignore[arg-type]
-
-
-def shifted(p: Placement, by: int) -> Placement:
-    """A Shard moved along by a number of dims."""
-    return Shard(p.dim + by, p.blocks) if isinstance(p, Shard) else p

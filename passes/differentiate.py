@@ -13,7 +13,6 @@ Leaves      the operators: they are AOTAutograd's.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.aot import joint_graph
 from autopar.conversions import exchange
-from autopar.graph import add_placeholder, has_gradient, is_call, output_node, placeholders
+from autopar.graph import add_placeholder, ancestors, has_gradient, is_call, output_node, placeholders
 from autopar.steps import StepGraphs
 
 aten = torch.ops.aten
@@ -118,30 +117,19 @@ def _may_alias(value: Node) -> bool:
 
 def _reaches(node: Node, losses: list[int], gm: GraphModule) -> bool:
     """Whether a loss depends on a placeholder: a parameter that none uses gets no gradient, as in torch."""
-    ancestors = gm.meta.get("loss_ancestors")
-    if ancestors is None:
+    known = gm.meta.get("loss_ancestors")
+    if known is None:
         outs: Any = output_node(gm).args[0]
         targets = [outs[i] for i in losses]
-        ancestors = gm.meta["loss_ancestors"] = _ancestors(targets)
-    return node in ancestors
-
-
-def _ancestors(nodes: Iterable[Node]) -> set[Node]:
-    seen: set[Node] = set()
-    queue = list(nodes)
-    while queue:
-        node = queue.pop()
-        if node not in seen:
-            seen.add(node)
-            queue += node.all_input_nodes
-    return seen
+        known = gm.meta["loss_ancestors"] = ancestors(targets)
+    return node in known
 
 
 def _forward(
     joint: GraphModule, primals: list[Node], names: list[str], outs: list[Node | None], saved: list[Node]
 ) -> tuple[GraphModule, dict[Node, Node]]:
     """The part of the joint graph that makes the outputs and the saved values."""
-    keep = _ancestors([n for n in [*outs, *saved] if isinstance(n, Node)])
+    keep = ancestors([n for n in [*outs, *saved] if isinstance(n, Node)])
     graph, copies = Graph(), dict[Node, Node]()
     for node, name in zip(primals, names, strict=True):
         copies[node] = add_placeholder(graph, name)
@@ -160,12 +148,12 @@ class _Split:
         self, primals: list[Node], weights: set[Node], tangents: list[Node], outs: list[Node | None], grads: list[Node]
     ) -> None:
         self.primals, self.tangents = set(primals), tangents
-        self.forward = _ancestors(n for n in outs if isinstance(n, Node))
+        self.forward = ancestors(n for n in outs if isinstance(n, Node))
         self.order = {n: i for i, n in enumerate(primals[0].graph.nodes)}
         self.parameter_only = self._parameter_only(weights)
         self.saved: list[Node] = []
         self.given: set[Node] = set()
-        self.dependent = self._dependent(_ancestors(grads))
+        self.dependent = self._dependent(ancestors(grads))
         for node in self.dependent:
             for x in node.all_input_nodes:
                 self._give(x)

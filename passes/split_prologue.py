@@ -24,7 +24,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from autopar.capture import InputSpec
 from autopar.conversions import conversion_of, is_conversion
-from autopar.graph import add_placeholder, describe, has_gradient, placeholders, remove_dead_code
+from autopar.graph import add_placeholder, ancestors, describe, has_gradient, placeholders, remove_dead_code
 from autopar.pass_manager import Context
 from autopar.placement import Invariant, Partial, Replicate, Shard
 from autopar.steps import Prologue
@@ -79,7 +79,7 @@ def _extract(gm: GraphModule, cuts: list[Node]) -> Prologue:
     signature = gm.meta["signature"]
     kinds = {s.node: s for s in signature.inputs}
     order = list(gm.graph.nodes)
-    needed = _ancestors(cuts)
+    needed = ancestors(cuts)
     graph, copies = Graph(), dict[Node, Node]()
     inputs = [n for n in order if n in needed and n.op == "placeholder"]
     if any(kinds[n.name].kind == "parameter" and kinds[n.name].requires_grad for n in inputs):
@@ -101,17 +101,6 @@ def _extract(gm: GraphModule, cuts: list[Node]) -> Prologue:
     added = tuple(InputSpec(name, "total", name) for name in totals)
     gm.meta["signature"] = dataclasses.replace(signature, inputs=(*signature.inputs, *added))
     return Prologue(GraphModule(torch.nn.Module(), graph, "Prologue"), [n.name for n in inputs], totals)
-
-
-def _ancestors(nodes: list[Node]) -> set[Node]:
-    seen: set[Node] = set()
-    queue = list(nodes)
-    while queue:
-        x = queue.pop()
-        if x not in seen:
-            seen.add(x)
-            queue += x.all_input_nodes
-    return seen
 
 
 def _slice_by_index(gm: GraphModule, node: Node, count: int, dst: Shard) -> None:

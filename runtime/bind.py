@@ -11,7 +11,7 @@ overlaps with it. The function takes ONE list of inputs and empties it: a saved 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -176,19 +176,3 @@ def _returns_alias(node: Node) -> bool:
     if not isinstance(target, OpOverload) or target in _ALIASING:
         return True
     return returns_alias(target)
-
-
-def check_inputs(values: Sequence[Any], gm: GraphModule) -> None:
-    """Shapes and dtypes of inputs against the graph's placeholders. Raises ValueError naming the first that differs."""
-    nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    if len(values) != len(nodes):
-        raise ValueError(f"bind: the graph takes {len(nodes)} inputs, found {len(values)}")
-    for node, value in zip(nodes, values):
-        expected = node.meta.get("val")
-        if not (isinstance(expected, torch.Tensor) and isinstance(value, torch.Tensor)):
-            continue
-        if tuple(value.shape) != tuple(expected.shape) or value.dtype != expected.dtype:
-            raise ValueError(
-                f"bind: input {node.name} needs shape {tuple(expected.shape)} and dtype {expected.dtype}, "
-                f"found {tuple(value.shape)} and {value.dtype}"
-            )

@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 from autopar import cost
 from autopar.capture import InputSpec, OutputSpec, Signature
 from autopar.conversions import convert
-from autopar.dump import Dumper, dumper_from_environment
+from autopar.dump import Dumper, dumper_for
 from autopar.mesh import Mesh
 from autopar.parameter import ParameterSpec
 from autopar.pass_manager import Context
@@ -166,9 +166,9 @@ def test_only_rank_zero_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_environment_asks_for_a_dumper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AUTOPAR_DUMP", raising=False)
-    assert dumper_from_environment() is None
+    assert dumper_for(None) is None
     monkeypatch.setenv("AUTOPAR_DUMP", str(tmp_path / "d"))
-    dumper = dumper_from_environment()
+    dumper = dumper_for(None)
     assert dumper and dumper.folder == tmp_path / "d"
 
 

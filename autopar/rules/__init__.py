@@ -16,7 +16,7 @@ from autopar.graph import (
     values,
 )
 from autopar.mesh import Mesh
-from autopar.placement import INVARIANT, Invariant, Placement, Replicate, nested_shape
+from autopar.placement import INVARIANT, Invariant, Placement, nested_shape
 from autopar.rules.builders import opaque
 from autopar.rules.call import Call
 from autopar.rules.rule import Cat, Cut, Rule, RuleError, apply, matches
@@ -122,8 +122,3 @@ def local_shapes(node: Node, mesh: Mesh) -> list[tuple[int, ...]]:
     shapes = shapes if isinstance(node.meta["val"], (list, tuple)) else [shapes]
     axes = {axis: result_placements(node, axis) for axis in mesh.cut_order}
     return [nested_shape(shape, {a: axes[a][i] for a in axes}, mesh.cut_order) for i, shape in enumerate(shapes)]
-
-
-def is_whole(p: Placement) -> bool:
-    """Replicate or Invariant."""
-    return isinstance(p, (Replicate, Invariant))

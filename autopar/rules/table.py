@@ -53,10 +53,6 @@ def _matmul(call: Call) -> Any:
     return einsum(f"{left}, {right} -> {out}", "self other")(call)
 
 
-def _reduce_all(call: Call) -> Any:
-    return reduction(linear=True)(call)
-
-
 def _cast(call: Call) -> Any:
     """A cast between floating types is linear; rounding to integers, or to truth values, is not."""
     before, after = call.operands[0].meta["val"].dtype, call.node.meta["val"].dtype

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from common import Workload, interleaved, load, publish, ratio, table
-from torch import Tensor, nn
+from peers import eager
+from torch import Tensor
 
 import autopar
 
@@ -52,10 +53,10 @@ def main() -> None:
 
 def _rows(size: str, work: Workload, rounds: int, eager_only: bool) -> list[list[str]]:
     batch, mesh = work.tokens(), autopar.init_mesh(device="cpu")
-    steps = {"plain eager": _autograd(work.model(), batch)}
+    steps = {"plain eager": eager(work.model(), batch)}
     steps["autopar eager"] = _ours(autopar.parallelize(work.model(), mesh), batch)
     if not eager_only:
-        steps["torch.compile"] = _autograd(torch.compile(work.model()), batch)
+        steps["torch.compile"] = eager(torch.compile(work.model()), batch)
         steps["autopar inductor"] = _ours(autopar.parallelize(work.model(), mesh, backend="inductor"), batch)
     expected = float(steps["plain eager"]())
     for name, step in steps.items():
@@ -69,16 +70,6 @@ def _rows(size: str, work: Workload, rounds: int, eager_only: bool) -> list[list
         cells += [f"{x:.2f}" for x in ratio(seconds, times[counterpart])] if counterpart else [""] * 3
         out.append([size, name, f"{min(seconds.wall) * 1e3:.1f}", *cells])
     return out
-
-
-def _autograd(model: nn.Module, batch: dict[str, Tensor]) -> Callable[[], Any]:
-    def step() -> Tensor:
-        model.zero_grad(set_to_none=True)
-        loss: Tensor = model(**batch).loss
-        loss.backward()
-        return loss.detach()
-
-    return step
 
 
 def _ours(model: autopar.ParallelModule, batch: dict[str, Tensor]) -> Callable[[], Any]:

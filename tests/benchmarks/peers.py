@@ -44,7 +44,7 @@ class Runner:
     mean_loss: bool = False  # the losses of the ranks are those of their parts, of equal weight
 
 
-def _eager(model: nn.Module, batch: dict[str, Tensor]) -> Callable[[], Tensor]:
+def eager(model: nn.Module, batch: dict[str, Tensor]) -> Callable[[], Tensor]:
     def step() -> Tensor:
         model.zero_grad(set_to_none=True)
         loss: Tensor = model(**batch).loss
@@ -72,13 +72,13 @@ def _part(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 def single(work: Workload) -> Runner:
     """One process, the whole batch: the reference."""
     model = work.model()
-    return Runner(model, _eager(model, work.tokens()), _whole_gradients(model))
+    return Runner(model, eager(model, work.tokens()), _whole_gradients(model))
 
 
 def ddp(work: Workload) -> Runner:
     """torch.nn.parallel.DistributedDataParallel."""
     model = DistributedDataParallel(work.model(), gradient_as_bucket_view=True)
-    return Runner(model, _eager(model, _part(work.tokens())), _whole_gradients(model, "module."), mean_loss=True)
+    return Runner(model, eager(model, _part(work.tokens())), _whole_gradients(model, "module."), mean_loss=True)
 
 
 def fsdp2(work: Workload, reshard: bool = True) -> Runner:
@@ -88,7 +88,7 @@ def fsdp2(work: Workload, reshard: bool = True) -> Runner:
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
-    return Runner(model, _eager(model, _part(work.tokens())), _whole_gradients(model), mean_loss=True)
+    return Runner(model, eager(model, _part(work.tokens())), _whole_gradients(model), mean_loss=True)
 
 
 def fsdp2_no_reshard(work: Workload) -> Runner:
@@ -109,7 +109,7 @@ def tensor_parallel(work: Workload) -> Runner:
         "model.layers.*.mlp.down_proj": RowwiseParallel(),
     }
     parallelize_module(model, _one_axis(), plan)
-    return Runner(model, _eager(model, work.tokens()), _whole_gradients(model))
+    return Runner(model, eager(model, work.tokens()), _whole_gradients(model))
 
 
 def sequence_and_loss_parallel(work: Workload) -> Runner:
@@ -159,7 +159,7 @@ def transformers_tp(work: Workload) -> Runner:
         chosen = DistributedConfig(tp_size=dist.get_world_size(), tp_plan="auto")
         model: Any = LlamaForCausalLM.from_pretrained(folder, distributed_config=chosen)
     model.train()
-    return Runner(model, _eager(model, work.tokens()), _whole_gradients(model))
+    return Runner(model, eager(model, work.tokens()), _whole_gradients(model))
 
 
 def _one_axis() -> DeviceMesh:
