@@ -20,6 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
+
 from autopar.registry import Registry
 
 COMPUTE = ("F", "B", "W", "BW")
@@ -71,12 +73,17 @@ class Order:
 
 @dataclass(frozen=True)
 class Hop:
-    """A value goes from one part to a later one; with ``gradient`` its gradient comes back the same way."""
+    """A value goes from one part to a later one; with ``gradient`` its gradient comes back the same way.
+
+    shapes: of one micro-batch on one rank; one shape per token slice where there are slices.
+    """
 
     value: str
     source: int
     target: int
     gradient: bool = True
+    shapes: tuple[tuple[int, ...], ...] = ()
+    dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from autopar.capture import Signature
 from autopar.parameter import ParameterSpec
 from autopar.pass_manager import Context
 from autopar.plan import Plan
+from autopar.schedule import Hop, Order
 
 
 @dataclass
@@ -44,6 +45,73 @@ class Prologue:
     graph: GraphModule
     inputs: list[str]
     totals: list[str]
+
+
+@dataclass
+class StepGraph:
+    """A graph that takes the values named in ``inputs`` and makes those named in ``outputs`` (None: no value).
+
+    A value of the model has its node's name, ``grad:NAME`` is the gradient of NAME, ``saved:NAME`` is what F keeps for
+    B and W, ``stash:NAME`` what B keeps for W. ``slice_start`` and ``slice_length`` are ints: the token slice that runs.
+    """
+
+    graph: GraphModule
+    inputs: list[str]
+    outputs: list[str | None]
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Keys (or values) that later token slices attend to: F of a slice takes those of earlier slices as ``past`` and
+    makes its ``own``; both lie along ``dim``. Their gradients are ``grad:past`` (made by B) and ``grad:own`` (taken)."""
+
+    past: str
+    own: str
+    dim: int
+
+
+@dataclass
+class Stage:
+    """The step graphs of one part of the model.
+
+    forward (F): used parameters, buffers, prologue values, received values -> sent values, losses, mutations, saved.
+    backward (BW): saved values, used parameters, ``grad:`` of sent values -> ``grad:`` of received values and of used
+    parameters. backward_input (B), backward_weight (W): the same in two. None where nothing has a gradient.
+    gather (G): stored -> used parameters; ``aliases``: used -> stored name where nothing is to do.
+    reduce (R): ``grad:`` of used parameters, summed over micro-batches -> ``grad:`` of stored ones.
+    losses: names in F's outputs, which every micro-batch adds to. mutations: F's output -> buffer name.
+    parameters: original names of what it holds. caches: of token slices.
+    """
+
+    forward: StepGraph
+    backward: StepGraph | None = None
+    backward_input: StepGraph | None = None
+    backward_weight: StepGraph | None = None
+    gather: StepGraph | None = None
+    reduce: StepGraph | None = None
+    aliases: dict[str, str] = field(default_factory=dict)
+    losses: list[str] = field(default_factory=list)
+    mutations: dict[str, str] = field(default_factory=dict)
+    parameters: list[str] = field(default_factory=list)
+    caches: list[Cache] = field(default_factory=list)
+
+
+@dataclass
+class Pipeline:
+    """A model cut into parts.
+
+    hops: what goes between parts. once: graph of the values that are the same for all micro-batches and depend on no
+    parameter; each: the same per micro-batch. A rank runs what its stages need of them. order: compute actions.
+    slices: lengths of the token slices (empty: none). notes: (subject, reason) of every decision.
+    """
+
+    parts: list[Stage]
+    hops: list[Hop]
+    order: Order
+    once: StepGraph | None = None
+    each: StepGraph | None = None
+    slices: tuple[int, ...] = ()
+    notes: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass
