@@ -52,7 +52,7 @@ class StepGraph:
     """A graph that takes the values named in ``inputs`` and makes those named in ``outputs`` (None: no value).
 
     A value of the model has its node's name, ``grad:NAME`` is the gradient of NAME, ``saved:NAME`` is what F keeps for
-    B and W, ``stash:NAME`` what B keeps for W. ``slice_start`` and ``slice_length`` are ints: the token slice that runs.
+    B and W, ``stash:NAME`` what B keeps for W. The ints ``slice_start`` and ``slice_length`` say which token slice runs.
     """
 
     graph: GraphModule
@@ -63,7 +63,7 @@ class StepGraph:
 @dataclass(frozen=True)
 class Cache:
     """Keys (or values) that later token slices attend to: F of a slice takes those of earlier slices as ``past`` and
-    makes its ``own``; both lie along ``dim``. Their gradients are ``grad:past`` (made by B) and ``grad:own`` (taken)."""
+    makes its ``own``; both lie along ``dim``. B makes ``grad:past`` and takes ``grad:own``."""
 
     past: str
     own: str
