@@ -1,234 +1,208 @@
 """differentiate: from a local graph to its step graphs, forward (F) and backward (B), without autograd at run time.
 
-Consumes    a local graph.
-Guarantees  F returns the outputs and what B needs; B takes that, parameters and one tangent per loss, and returns one
-            gradient per trainable parameter. F saves no views (it saves their base), no tuples, and nothing that
-            derives from parameters alone: B makes it again, so that gathered ZeRO weights die in between.
+Consumes    a local graph, or the graph of one part of a pipeline.
+Guarantees  F returns the outputs and what the backward needs; BW takes that, parameters and tangents, and returns the
+            gradients. F saves no views (it saves their base), no tuples, and nothing that derives from parameters
+            alone: the backward makes it again. For a part of a pipeline the backward also comes in two: B is what
+            leads to the gradient of a received value or to two or more parameters' gradients (else the first part's
+            B would be empty), W the rest.
 Leaves      the operators: they are AOTAutograd's.
 
     F:  y = mm(x, t(gather(w)))         -->    saves x
-    B:  dx = mm(dy, gather(w))                 gathers w again
+    B:  dx = mm(dy, gather(w))                 gathers w again;  stashes dy
+    W:  dw = mm(t(dy), x)
 """
 
 from __future__ import annotations
 
-import operator
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from autopar.adapters.aot import joint_graph
 from autopar.conversions import exchange
-from autopar.graph import add_placeholder, ancestors, has_gradient, is_call, output_node, placeholders
-from autopar.steps import StepGraphs
+from autopar.graph import ancestors, has_gradient, output_node, outputs, placeholders
+from autopar.passes.joint import VIEWS, Joint, part_of_view
+from autopar.steps import Stage, StepGraph, StepGraphs
 
 aten = torch.ops.aten
-
-# A view costs nothing to make again, and saving it would keep its base alive anyway.
-VIEWS = {
-    getattr(aten, name).default
-    for name in (
-        "view",
-        "t",
-        "permute",
-        "expand",
-        "unsqueeze",
-        "alias",
-        "detach",
-        "_unsafe_view",
-        "squeeze",
-        "diagonal",
-    )
-} | {
-    aten.transpose.int,
-    aten.slice.Tensor,
-    aten.select.int,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.split_with_sizes.default,
-}
-VIEWS |= {aten.split.Tensor, aten.unbind.int}
+FIXED = ("parameter", "buffer", "constant")
 
 
 def differentiate(gm: GraphModule, train: bool = True) -> StepGraphs:
     """Make the step graphs of a local graph. Outputs that are scalars with a gradient are losses; others get none."""
-    losses = _detach_other_outputs(gm, train)
-    specs = placeholders(gm)
-    wanted = [has_gradient(n) and bool(losses) and _reaches(n, losses, gm) for n in specs]
-    joint = joint_graph(gm, wanted)
-    names = [n.name for n in specs]
-    nodes = placeholders(joint)
-    outs = list(output_node(joint).args[0])  # type: ignore[arg-type]
-    count = len(output_node(gm).args[0])  # type: ignore[arg-type]
-    if not any(wanted):
-        return StepGraphs(_forward(joint, nodes, names, outs[:count], [])[0], None, names, count)
-    primals, tangents = nodes[: len(names)], nodes[len(names) :]
-    renamed = dict(zip(primals, names, strict=True))
-    gradients = [(n, g) for n, g, w in zip(names, outs[count:], wanted, strict=True) if w]
-    kinds = {s.node: s.kind for s in gm.meta["signature"].inputs}
-    weights = {p for p in primals if kinds[renamed[p]] in ("parameter", "buffer", "constant")}
-    split = _Split(primals, weights, tangents, outs[:count], [g for _, g in gradients if g is not None])
-    saved = split.saved
-    forward, _ = _forward(joint, primals, names, outs[:count], saved)
-    backward, inputs = split.backward(renamed, [g for _, g in gradients])
+    values = outputs(gm)
+    losses = [i for i, v in enumerate(values) if train and _is_loss(v)]
+    own_outputs(gm, losses)
+    joint = _joint(gm, losses, [s.node for s in gm.meta["signature"].inputs if s.kind in FIXED])
+    forward, names = joint.forward(), joint.names
+    if not joint.gradients:
+        return StepGraphs(forward, None, names, len(values))
+    known = _known(joint) | {t: t.name for t in joint.tangents}
+    results = [(name, g) for name, g in joint.gradients.items()]
+    backward = joint.graph_of(joint.dependent, results, known, "Backward", always=joint.tangents)
     return StepGraphs(
-        forward, backward, names, count,
-        saved=[n.name for n in saved], backward_inputs=inputs, tangents=len(tangents),
-        losses=losses, gradients=[n for n, _ in gradients],
+        forward, backward.graph, names, len(values),
+        saved=[_saved_name(n) for n in joint.saved], backward_inputs=backward.inputs, tangents=len(joint.tangents),
+        losses=losses, gradients=list(joint.gradients),
     )  # fmt: skip
+
+
+def differentiate_part(gm: GraphModule, results: Mapping[str, str], fixed: Iterable[str]) -> Stage:
+    """The step graphs of one part of a pipeline.
+
+    results: name of each output, in order -> its kind: "loss", "sent", "mutation" or "output". fixed: names of the
+    placeholders that are parameters, buffers or constants. Gradients are made for every placeholder that has one.
+    """
+    names = list(results)
+    values = outputs(gm)
+    active = [
+        i
+        for i, (name, v) in enumerate(zip(names, values, strict=True))
+        if results[name] in ("loss", "sent") and has_gradient(v)
+    ]
+    own_outputs(gm, active)
+    joint = _joint(gm, active, fixed)
+    losses = [n for n, kind in results.items() if kind == "loss"]
+    forward = _forward_of(joint, names)
+    stage = Stage(forward, losses=losses)
+    if not joint.gradients:
+        return stage
+    tangents = {}
+    for i, tangent in zip(active, joint.tangents, strict=True):
+        if results[names[i]] == "loss":
+            _seed_loss(joint, tangent)
+        else:
+            tangents[tangent] = f"grad:{names[i]}"
+    known = _known(joint) | tangents
+    grads = {f"grad:{name}": g for name, g in joint.gradients.items()}
+    stage.backward = joint.graph_of(joint.dependent, list(grads.items()), known, "Backward")
+    stage.backward_input, stage.backward_weight = _split_backward(joint, grads, known, set(fixed))
+    return stage
+
+
+def _split_backward(
+    joint: Joint, grads: Mapping[str, Node | None], known: Mapping[Node, str], fixed: set[str]
+) -> tuple[StepGraph, StepGraph]:
+    """B and W of the backward: see the module's docstring."""
+    to_inputs = {n: g for n, g in grads.items() if n.removeprefix("grad:") not in fixed}
+    to_weights = {n: g for n, g in grads.items() if n not in to_inputs}
+    first = _needed_first(joint, to_inputs.values(), to_weights.values())
+    early = [n for n in joint.dependent if n in first and n.op != "placeholder"]
+    late = [n for n in joint.dependent if n not in first and n.op != "placeholder"]
+    reached = ancestors([g for g in to_weights.values() if g is not None])
+    late = [n for n in late if n in reached]
+    stash = {
+        x: f"stash:{x.name}"
+        for x in joint.dependent
+        if x in first and x not in known and any(user in late for user in x.users)
+    }
+    direct = {n: g for n, g in to_weights.items() if g is not None and (g in first or g not in joint.dependent)}
+    rest = {n: g for n, g in to_weights.items() if n not in direct}
+    made = [*to_inputs.items(), *direct.items(), *((name, x) for x, name in stash.items())]
+    split = joint.graph_of(early, made, known, "BackwardInput")
+    return split, joint.graph_of(late, list(rest.items()), {**known, **stash}, "BackwardWeight")
+
+
+def _needed_first(joint: Joint, inputs: Iterable[Node | None], weights: Iterable[Node | None]) -> set[Node]:
+    """Nodes that lead to the gradient of an input, or to those of two or more parameters; entries of a tuple go with
+    it."""
+    needed = ancestors([g for g in inputs if g is not None]) & set(joint.dependent)
+    reach = {g: 1 << i for i, g in enumerate(g for g in weights if g is not None)}
+    for node in reversed(list(joint.dependent)):
+        bits = reach.get(node, 0)
+        for user in node.users:
+            bits |= reach.get(user, 0) if user in joint.dependent else 0
+        reach[node] = bits
+        if bits.bit_count() > 1:
+            needed.add(node)
+    for node in joint.dependent:
+        if isinstance(node.meta.get("val"), (tuple, list)) and node in needed:
+            needed |= set(node.users) & set(joint.dependent)
+    return needed
+
+
+def _forward_of(joint: Joint, names: list[str]) -> StepGraph:
+    graph = joint.forward(keep=())
+    return StepGraph(graph, _inputs_of(graph, joint), [*names, *(_saved_name(n) for n in joint.saved)])
+
+
+def _inputs_of(graph: GraphModule, joint: Joint) -> list[str]:
+    known = set(joint.names)
+    found = [n.name for n in placeholders(graph)]
+    assert known.issuperset(found)
+    return found
+
+
+def _seed_loss(joint: Joint, tangent: Node) -> None:
+    """The tangent of a loss is 1, made where it is used."""
+    graph, val = tangent.graph, tangent.meta["val"]
+    with graph.inserting_after(joint.tangents[-1]):
+        one = graph.call_function(aten.ones.default, (list(val.shape),), {"dtype": val.dtype, "device": val.device})
+    one.meta = dict(tangent.meta)
+    tangent.replace_all_uses_with(one)
+    joint.gradients = {n: one if g is tangent else g for n, g in joint.gradients.items()}
+    joint.dependent = {one if n is tangent else n: None for n in joint.dependent}
+    joint.order = {n: i for i, n in enumerate(graph.nodes)}
 
 
 def lowered(gm: GraphModule) -> GraphModule:
     """A graph that nobody differentiates, in the operators of step graphs."""
     specs = placeholders(gm)
-    traced = joint_graph(gm, [False for _ in specs])
-    return _forward(traced, placeholders(traced), [n.name for n in specs], list(output_node(traced).args[0]), [])[0]  # type: ignore[arg-type]
+    own_outputs(gm, [])
+    return Joint(gm, [False for _ in specs], ()).forward()
 
 
-def _detach_other_outputs(gm: GraphModule, train: bool) -> list[int]:
-    """Indices of the losses. Every other output with a gradient is detached, or AOTAutograd would ask for its tangent;
-    every output has storage of its own, or it would be returned in a way that depends on what it is a view of."""
+def _joint(gm: GraphModule, active: list[int], fixed: Iterable[str]) -> Joint:
+    """Gradients are wanted of every placeholder that has one and that an active output depends on."""
+    values = outputs(gm)
+    reached = ancestors([values[i] for i in active])
+    return Joint(gm, [has_gradient(n) and n in reached for n in placeholders(gm)], fixed)
+
+
+def _known(joint: Joint) -> dict[Node, str]:
+    return {**joint.primals, **{n: _saved_name(n) for n in joint.saved}}
+
+
+def _saved_name(node: Node) -> str:
+    return f"saved:{node.name}"
+
+
+def _is_loss(value: Any) -> bool:
+    return isinstance(value, Node) and has_gradient(value) and not value.meta["val"].dim()
+
+
+def own_outputs(gm: GraphModule, active: list[int]) -> None:
+    """Every output but the active ones is detached, or AOTAutograd would ask for its tangent; every output has
+    storage of its own, or it would be returned in a way that depends on what it is a view of. What is active and no
+    loss is contiguous: tangents have the strides of their outputs."""
     out = output_node(gm)
-    losses: list[int] = []
     values: list[Any] = []
-    given = list(out.args[0])  # type: ignore[arg-type]
+    given = outputs(gm)
     for i, value in enumerate(given):
         if isinstance(value, Node):
-            loss = train and has_gradient(value) and not value.meta["val"].dim()
             owned = not _may_alias(value) and value not in given[:i]
+            owned = owned and (i not in active or value.meta["val"].is_contiguous())
+            source = value
             with gm.graph.inserting_before(out):
-                if loss:
-                    losses.append(i)
-                elif has_gradient(value):
+                if i not in active and has_gradient(value):
                     value = gm.graph.call_function(aten.detach.default, (value,))
                 if not owned:
-                    value = gm.graph.call_function(aten.clone.default, (value,))
+                    how = {"memory_format": torch.contiguous_format} if i in active else {}
+                    value = gm.graph.call_function(aten.clone.default, (value,), how)
+            if value is not source:
+                value.meta = {"val": source.meta["val"].clone(memory_format=torch.contiguous_format)}
+                value.meta["has_gradient"] = i in active and has_gradient(source)
         values.append(value)
     out.args = (tuple(values),)
     gm.recompile()
-    return losses
 
 
 def _may_alias(value: Node) -> bool:
     """Whether an output may share storage with an input or with another value."""
-    return value.op == "placeholder" or value.target in VIEWS | {aten.reshape.default, exchange} or _part_of_view(value)
+    return value.op == "placeholder" or value.target in VIEWS | {aten.reshape.default, exchange} or part_of_view(value)
 
 
-def _reaches(node: Node, losses: list[int], gm: GraphModule) -> bool:
-    """Whether a loss depends on a placeholder: a parameter that none uses gets no gradient, as in torch."""
-    known = gm.meta.get("loss_ancestors")
-    if known is None:
-        outs: Any = output_node(gm).args[0]
-        targets = [outs[i] for i in losses]
-        known = gm.meta["loss_ancestors"] = ancestors(targets)
-    return node in known
-
-
-def _forward(
-    joint: GraphModule, primals: list[Node], names: list[str], outs: list[Node | None], saved: list[Node]
-) -> tuple[GraphModule, dict[Node, Node]]:
-    """The part of the joint graph that makes the outputs and the saved values."""
-    keep = ancestors([n for n in [*outs, *saved] if isinstance(n, Node)])
-    graph, copies = Graph(), dict[Node, Node]()
-    for node, name in zip(primals, names, strict=True):
-        copies[node] = add_placeholder(graph, name)
-        copies[node].meta = dict(node.meta)
-    for node in joint.graph.nodes:
-        if node.op == "call_function" and node in keep:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(tuple(copies[n] if isinstance(n, Node) else n for n in [*outs, *saved]))
-    return GraphModule(torch.nn.Module(), graph, "Forward"), copies
-
-
-class _Split:
-    """Which values B makes, and which it is given."""
-
-    def __init__(
-        self, primals: list[Node], weights: set[Node], tangents: list[Node], outs: list[Node | None], grads: list[Node]
-    ) -> None:
-        self.primals, self.tangents = set(primals), tangents
-        self.forward = ancestors(n for n in outs if isinstance(n, Node))
-        self.order = {n: i for i, n in enumerate(primals[0].graph.nodes)}
-        self.parameter_only = self._parameter_only(weights)
-        self.saved: list[Node] = []
-        self.given: set[Node] = set()
-        self.dependent = self._dependent(ancestors(grads))
-        for node in self.dependent:
-            for x in node.all_input_nodes:
-                self._give(x)
-        for g in grads:
-            self._give(g)
-        self.saved.sort(key=self.order.__getitem__)
-
-    def _dependent(self, needed: set[Node]) -> dict[Node, None]:
-        """What depends on a tangent, in order."""
-        found: dict[Node, None] = dict.fromkeys(self.tangents)
-        for node in self.order:
-            if node in needed and any(x in found for x in node.all_input_nodes):
-                found[node] = None
-        return found
-
-    def _parameter_only(self, weights: set[Node]) -> set[Node]:
-        """Parameters, and values that depend on parameters alone."""
-        found = set(weights)
-        for node in self.order:
-            inputs = node.all_input_nodes
-            if node.op == "call_function" and inputs and all(x in found for x in inputs):
-                found.add(node)
-        return found
-
-    def _give(self, x: Node) -> None:
-        """Make a value available to B: as an input, or made again from what is."""
-        if x in self.dependent or x in self.given:
-            return
-        self.given.add(x)
-        if x in self.primals:
-            return
-        cheap = x.target in VIEWS or _part_of_view(x) or not x.all_input_nodes
-        if cheap or x in self.parameter_only or not self._made_by_forward(x):
-            for operand in x.all_input_nodes:
-                self._give(operand)
-        else:
-            self.saved.append(x)
-
-    def _made_by_forward(self, x: Node) -> bool:
-        """F makes it, or makes the tuple it is an entry of: the entry is saved then, never the tuple."""
-        return x in self.forward or (is_call(x, operator.getitem) and x.args[0] in self.forward)
-
-    def backward(self, renamed: dict[Node, str], grads: list[Node | None]) -> tuple[GraphModule, list[str]]:
-        """Nodes that are made again are copied right before their first use, so that gathers stay next to it."""
-        graph, copies = Graph(), dict[Node, Node]()
-        primals = [(n, renamed[n]) for n in self.order if n in self.primals and n in self.given]
-        for node, name in [*primals, *((n, n.name) for n in self.saved), *((n, n.name) for n in self.tangents)]:
-            copies[node] = add_placeholder(graph, name)
-            copies[node].meta = dict(node.meta)
-        inputs = [n.name for n in graph.nodes]
-
-        def copy(node: Node) -> Node:
-            if node not in copies:
-                for x in node.all_input_nodes:
-                    copy(x)
-                copies[node] = graph.node_copy(node, copies.__getitem__)
-            return copies[node]
-
-        for node in self.dependent:
-            copy(node)
-        graph.output(
-            tuple(self._owned(graph, copy(g), i, grads) if g is not None else None for i, g in enumerate(grads))
-        )
-        return GraphModule(torch.nn.Module(), graph, "Backward"), inputs
-
-    def _owned(self, graph: Graph, value: Node, i: int, grads: list[Node | None]) -> Node:
-        """A gradient in storage of its own: optimizers write to it. The same value twice, or an input, is cloned."""
-        shared = grads[i] in grads[:i] or value.op == "placeholder" or is_call(value, aten.expand.default)
-        if not shared:
-            return value
-        own = graph.call_function(aten.clone.default, (value,), {"memory_format": torch.contiguous_format})
-        own.meta = dict(value.meta)
-        return own
-
-
-def _part_of_view(node: Node) -> bool:
-    """getitem of a split: a view as well."""
-    return is_call(node, operator.getitem) and isinstance(node.args[0], Node) and node.args[0].target in VIEWS
+__all__ = ["StepGraphs", "differentiate", "differentiate_part", "lowered", "own_outputs"]

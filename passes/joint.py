@@ -1,0 +1,209 @@
+"""The joint graph of forward and backward, and how it is taken apart.
+
+    joint(primals, tangents) -> outputs, gradients
+
+`Joint` traces it; `Joint.forward` is the part that makes the outputs and what is saved; `Joint.graph_of` any part of
+the rest, given what is known: inputs, saved values, tangents. Values that derive from parameters alone, and views, are
+never saved but made again, right before their first use, so that gathered ZeRO weights die in between.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from autopar.adapters.aot import joint_graph
+from autopar.graph import add_placeholder, ancestors, is_call, output_node, outputs, placeholders
+from autopar.steps import StepGraph
+
+aten = torch.ops.aten
+
+# A view costs nothing to make again, and saving it would keep its base alive anyway.
+VIEWS = {
+    getattr(aten, name).default
+    for name in (
+        "view",
+        "t",
+        "permute",
+        "expand",
+        "unsqueeze",
+        "alias",
+        "detach",
+        "_unsafe_view",
+        "squeeze",
+        "diagonal",
+    )
+} | {
+    aten.transpose.int,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.split_with_sizes.default,
+}
+VIEWS |= {aten.split.Tensor, aten.unbind.int}
+
+# Made again although they are no views: what they join is kept anyway.
+REMADE: set[Any] = set()
+
+
+class Joint:
+    """A traced joint graph.
+
+    primals: placeholder -> its name in the local graph. tangents: one per output with a gradient, in order. outs: the
+    outputs of the local graph. gradients: name of a wanted placeholder -> its gradient (None: it has none). saved: what
+    the backward needs of the forward, in order.
+    """
+
+    def __init__(self, gm: GraphModule, wanted: Sequence[bool], fixed: Iterable[str]) -> None:
+        """``wanted``: per placeholder, whether its gradient is. ``fixed``: names of parameters, buffers, constants."""
+        names = [n.name for n in placeholders(gm)]
+        joint = joint_graph(gm, wanted)
+        nodes, count = placeholders(joint), len(outputs(gm))
+        self.names = names
+        self.primals = dict(zip(nodes, names, strict=False))
+        self.tangents = nodes[len(names) :]
+        results = list(output_node(joint).args[0])  # type: ignore[arg-type]
+        self.outs: list[Node | None] = results[:count]
+        self.gradients = {n: g for n, g, w in zip(names, results[count:], wanted, strict=False) if w}
+        self.order = {n: i for i, n in enumerate(joint.graph.nodes)}
+        self.made = ancestors(n for n in self.outs if isinstance(n, Node))
+        kept = set(fixed)
+        self.parameter_only = self._parameter_only({p for p, name in self.primals.items() if name in kept})
+        grads = [g for g in self.gradients.values() if g is not None]
+        self.dependent = self._dependent(ancestors(grads))
+        self.saved = self._saved(grads)
+
+    def _dependent(self, needed: set[Node]) -> dict[Node, None]:
+        """What depends on a tangent, in order."""
+        found: dict[Node, None] = dict.fromkeys(self.tangents)
+        for node in self.order:
+            if node in needed and any(x in found for x in node.all_input_nodes):
+                found[node] = None
+        return found
+
+    def _parameter_only(self, weights: set[Node]) -> set[Node]:
+        """Parameters, and values that depend on parameters alone."""
+        found = set(weights)
+        for node in self.order:
+            inputs = node.all_input_nodes
+            if node.op == "call_function" and inputs and all(x in found for x in inputs):
+                found.add(node)
+        return found
+
+    def _saved(self, grads: list[Node]) -> list[Node]:
+        """What is neither given nor made again, of everything that the backward takes."""
+        saved: list[Node] = []
+        seen: set[Node] = set()
+        queue = [x for node in self.dependent for x in node.all_input_nodes] + grads
+        while queue:
+            x = queue.pop()
+            if x in seen or x in self.dependent or x in self.primals:
+                continue
+            seen.add(x)
+            if self._is_remade(x):
+                queue += x.all_input_nodes
+            else:
+                saved.append(x)
+        return sorted(saved, key=self.order.__getitem__)
+
+    def _is_remade(self, x: Node) -> bool:
+        cheap = x.target in VIEWS or x.target in REMADE or part_of_view(x) or not x.all_input_nodes
+        return cheap or x in self.parameter_only or not self._made_by_forward(x)
+
+    def _made_by_forward(self, x: Node) -> bool:
+        """F makes it, or makes the tuple it is an entry of: the entry is saved then, never the tuple."""
+        return x in self.made or (is_call(x, operator.getitem) and x.args[0] in self.made)
+
+    # --- graphs -------------------------------------------------------------------------------------------
+
+    def forward(self, keep: Iterable[str] | None = None) -> GraphModule:
+        """Makes the outputs, then the saved values. Takes every primal, or those in ``keep`` and what it needs."""
+        results = [*self.outs, *self.saved]
+        needed = ancestors([n for n in results if isinstance(n, Node)])
+        graph, copies = Graph(), dict[Node, Node]()
+        for node, name in self.primals.items():
+            if keep is None or name in keep or node in needed:
+                copies[node] = add_placeholder(graph, name)
+                copies[node].meta = dict(node.meta)
+        for node in self.order:
+            if node.op == "call_function" and node in needed:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.output(tuple(copies[n] if isinstance(n, Node) else n for n in results))
+        return GraphModule(torch.nn.Module(), graph, "Forward")
+
+    def graph_of(
+        self,
+        run: Iterable[Node],
+        results: Sequence[tuple[str, Node | None]],
+        known: Mapping[Node, str],
+        title: str,
+        always: Iterable[Node] = (),
+    ) -> StepGraph:
+        """Runs ``run`` (in order) and what must be made again for it; returns ``results`` by name.
+
+        ``known``: nodes that are given, by their names in the environment; those that are needed become inputs, and
+        those in ``always``. A node that is made again is copied right before its first use.
+        """
+        run = list(run)
+        needed = self._given([*run, *(n for _, n in results if n is not None)], known) | set(always)
+        graph, copies = Graph(), dict[Node, Node]()
+        given = [n for n in known if n in needed]
+        for node in given:
+            copies[node] = add_placeholder(graph, self.primals.get(node, node.name))
+            copies[node].meta = dict(node.meta)
+
+        def copy(node: Node) -> Node:
+            if node not in copies:
+                for x in node.all_input_nodes:
+                    copy(x)
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+            return copies[node]
+
+        for node in run:
+            copy(node)
+        values = [n for _, n in results]
+        made = [
+            _owned(graph, copy(n), n in values[:i], name) if n is not None else None
+            for i, (name, n) in enumerate(results)
+        ]
+        graph.output(tuple(made))
+        gm = GraphModule(torch.nn.Module(), graph, title)
+        return StepGraph(gm, [known[n] for n in given], [name if n is not None else None for name, n in results])
+
+    def _given(self, wanted: Iterable[Node], known: Mapping[Node, str]) -> set[Node]:
+        """Those of the known nodes that the wanted ones depend on without another known one between."""
+        seen: set[Node] = set()
+        found: set[Node] = set()
+        queue = list(wanted)
+        while queue:
+            node = queue.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if node in known:
+                found.add(node)
+            else:
+                queue += node.all_input_nodes
+        return found
+
+
+def _owned(graph: Graph, value: Node, again: bool, name: str) -> Node:
+    """A gradient in contiguous storage of its own: it is written to, and sent. Stashed values may share theirs."""
+    if name.startswith("stash:"):
+        return value
+    shared = again or value.op == "placeholder" or is_call(value, aten.expand.default)
+    if not shared:
+        return value
+    own = graph.call_function(aten.clone.default, (value,), {"memory_format": torch.contiguous_format})
+    own.meta = dict(value.meta)
+    return own
+
+
+def part_of_view(node: Node) -> bool:
+    """getitem of a split: a view as well."""
+    return is_call(node, operator.getitem) and isinstance(node.args[0], Node) and node.args[0].target in VIEWS
