@@ -19,7 +19,7 @@ from autopar.graph import (
     shape_on,
     values,
 )
-from autopar.placement import INVARIANT, Placement, Shard, check_shard, conversion
+from autopar.placement import INVARIANT, PARTIAL, REPLICATE, Placement, Shard, check_shard, conversion
 from autopar.rules import RuleError, local_shapes, matches, operand_placements, result_placements, type_of
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def _converted(node: Node, axis: str, ctx: Context) -> list[Placement]:
         conversion(src, dst)
     for p in (src, dst):
         if isinstance(p, Shard):
-            check_shard(shape_on(node, axis, ctx.mesh)[p.dim], p, ctx.mesh.size(axis))
+            check_shard(shape_on(node, axis, ctx.mesh)[p.dim], p, ctx.mesh.pieces(axis))
     return [dst]
 
 
@@ -98,17 +98,22 @@ def _check_inputs(gm: GraphModule, axis: str, ctx: Context) -> None:
     specs = {s.node: s for s in gm.meta["signature"].inputs}
     for node in placeholders(gm):
         spec = specs[node.name]
-        if spec.kind == "parameter" and placement(node, axis) != ctx.plan.parameter(spec.name, axis).stored:
+        # the runtime adds the gradients of token slices: for one of them a parameter is Replicate to begin with
+        stored = REPLICATE if axis == "sl" else ctx.plan.parameter(spec.name, axis).stored
+        if spec.kind == "parameter" and placement(node, axis) != stored:
             raise PlacementError(f"axis {axis!r}: parameter {spec.name} is {placement(node, axis)}, planned otherwise")
 
 
 def _check_outputs(gm: GraphModule, axis: str) -> None:
-    """A scalar with a gradient is a loss: it must be Invariant, so that its gradient (1) is too."""
+    """A scalar with a gradient is a loss: it must be Invariant, so that its gradient (1) is too. Those of token slices
+    are addends, which the runtime adds."""
+    expected = PARTIAL if axis == "sl" else INVARIANT
     for value in outputs(gm):
         if not isinstance(value, Node) or global_shape(value) or not has_gradient(value):
             continue
-        if placement(value, axis) != INVARIANT:
-            raise PlacementError(f"axis {axis!r}: output {value.name} is {placement(value, axis)}, a loss must be I")
+        if placement(value, axis) != expected:
+            found = placement(value, axis)
+            raise PlacementError(f"axis {axis!r}: output {value.name} is {found}, a loss must be {expected}")
 
 
 def check_planned_shards(gm: GraphModule, ctx: Context) -> None:

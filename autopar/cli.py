@@ -3,6 +3,7 @@
     autopar plan   --config CONFIG.json --mesh dp=8,tp=8 --seq 8192 --batch 8
     autopar show   --config CONFIG.json --mesh dp=2,tp=2 --level typed
     autopar verify --config CONFIG.json --mesh dp=2,tp=2 --zero 3
+    autopar schedule --name zb_h1 --stages 8 --micro-batches 24 --times F=18.5,B=18.1,W=9.3,comm=0.6
     autopar demo
 
 Results go to stdout, progress and errors to stderr. Exit code 0: fine; 1: verify found a difference; 2: bad input.
@@ -23,6 +24,8 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch.fx import GraphModule
 
+import autopar.runtime.schedules  # noqa: F401  (fills the table of schedules)
+from autopar import schedule_command
 from autopar.compile import compile_model
 from autopar.dump import Dumper
 from autopar.mesh import Mesh
@@ -71,7 +74,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="autopar", description="A graph compiler for parallel training.")
-    commands = parser.add_subparsers(required=True, metavar="plan|show|verify|demo")
+    commands = parser.add_subparsers(required=True, metavar="plan|show|verify|schedule|demo")
     plan = _command(commands, "plan", _plan, "decide placements; print them with memory and communication per rank")
     _model(plan, seq=2048, batch=None, dtype="bfloat16")
     plan.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
@@ -83,6 +86,8 @@ def _parser() -> argparse.ArgumentParser:
         commands, "verify", _verify, "run on local processes and compare with one process; exits 1 on mismatch"
     )
     _model(check, seq=16, batch=4, dtype="float64")
+    pipeline = _command(commands, "schedule", schedule_command.command, "simulate and draw a pipeline schedule")
+    schedule_command.add_arguments(pipeline)
     _command(commands, "demo", _demo, "a small model, from plan to training, on local processes", add_help=False)
     return parser
 

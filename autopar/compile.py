@@ -20,8 +20,10 @@ from autopar.passes import GLOBAL_PASSES, PLACEMENT_PASSES, STEP_PASSES
 from autopar.passes.accumulate_gradients import split_accumulation
 from autopar.passes.differentiate import differentiate, lowered
 from autopar.passes.split_prologue import split_prologue
+from autopar.pipeline import compile_pipeline
 from autopar.plan import Options, Plan
 from autopar.planner import make_plan
+from autopar.planner.pipeline import owners, plan_pipeline
 from autopar.steps import Compiled
 
 
@@ -32,13 +34,27 @@ def plan_model(
 
     Only the parameters' decisions are meant to be used; those that depend on the batch are made when a batch comes.
     """
-    options = dataclasses.replace(options, sequence_parallel=False, micro_batches=1)
+    lean = dataclasses.replace(options, sequence_parallel=False, micro_batches=1)
     gm = capture(model, batch, train=True)
     ctx = Context(mesh)
     gm = PassManager(GLOBAL_PASSES).run(gm, ctx)
     mark_gradients(gm, [s.node for s in gm.meta["signature"].inputs if s.kind == "parameter" and s.requires_grad])
-    plan = make_plan(gm, mesh, options, fixed)
+    plan = _with_pipeline(make_plan(gm, mesh, lean, fixed), gm, options, fixed)
     return plan, parameter_specs(gm, plan)
+
+
+def _with_pipeline(plan: Plan, gm: GraphModule, options: Options, fixed: Plan | None) -> Plan:
+    """The plan with the parts of a mesh with pp."""
+    if plan.mesh.size("pp") == 1:
+        if options.schedule or options.cuts:
+            raise ValueError(
+                f"pipeline: a schedule and cuts need an axis pp of at least 2 ranks, found the mesh {plan.mesh}; add pp, "
+                "or leave them out"
+            )
+        return plan
+    known = fixed.pipeline if fixed is not None else None
+    pipeline, notes = plan_pipeline(gm, plan.mesh, options, parameter_specs(gm, plan), known)
+    return dataclasses.replace(plan, pipeline=pipeline, notes=(*plan.notes, *notes))
 
 
 def compile_model(
@@ -74,13 +90,19 @@ def compile_model(
     if outputs is not None:
         keep_outputs(gm, outputs)
     if plan is None:
-        plan = _timed(timings, "plan", lambda: make_plan(gm, mesh, options, fixed))
+        plan = _timed(
+            timings, "plan", lambda: _with_pipeline(make_plan(gm, mesh, options, fixed), gm, options, fixed)
+        )
     ctx.plan = plan
     gm = PassManager(PLACEMENT_PASSES).run(gm, ctx, facts=("functional",))
     gm, prologue = split_prologue(gm, ctx)
     if prologue is not None:
         prologue.graph = lowered(prologue.graph)
+        ctx.observe("prologue", prologue.graph)
     parameters = parameter_specs(gm, plan)
+    if plan.pipeline is not None:
+        pipeline = _timed(timings, "pipeline", lambda: compile_pipeline(gm, ctx, train))
+        return Compiled(gm.meta["signature"], plan, gm, None, prologue, parameters, train, ctx, pipeline)
     steps = _timed(timings, "differentiate", lambda: differentiate(gm, train))
     if options.micro_batches > 1 and steps.backward is not None:
         steps.backward_local, steps.backward = split_accumulation(steps.backward)
@@ -92,8 +114,6 @@ def compile_model(
             PassManager(STEP_PASSES).run(step, ctx)
             ctx.prefix = ""
             ctx.observe(name, step)
-    if prologue is not None:
-        ctx.observe("prologue", prologue.graph)
     return Compiled(gm.meta["signature"], plan, gm, steps, prologue, parameters, train, ctx)
 
 
@@ -120,6 +140,7 @@ def _timed(timings: dict[str, float], name: str, call: Any) -> Any:
 
 def parameter_specs(gm: GraphModule, plan: Plan) -> tuple[ParameterSpec, ...]:
     """What the runtime must hold, from the signature and the plan."""
+    ranks = owners(plan)
     nodes = {n.name: n for n in placeholders(gm)}
     return tuple(
         ParameterSpec(
@@ -129,6 +150,7 @@ def parameter_specs(gm: GraphModule, plan: Plan) -> tuple[ParameterSpec, ...]:
             s.requires_grad,
             s.aliases,
             plan.stored(s.name),
+            ranks.get(s.name, (0,)),
         )
         for s in gm.meta["signature"].inputs
         if s.kind == "parameter"

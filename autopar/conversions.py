@@ -1,7 +1,8 @@
 """The typed conversion: the one node through which a value changes its placement on an axis.
 
 Two levels. `convert` stands in typed graphs of global shape, where it is the identity. `exchange` stands in local
-graphs: it runs the conversion with raw collectives, and its gradient goes through the transposed conversion.
+graphs: it runs the conversion with raw collectives, and its gradient goes through the transposed conversion. Over token
+slices, which are an axis in time, `exchange_slice` stands there until `slice_tokens` takes it out.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from torch.fx import Node
 
 from autopar import collectives  # noqa: F401  (registers the raw collectives)
-from autopar.placement import Placement, Shard, conversion, parse_placement, transpose
+from autopar.placement import Placement, Shard, conversion, parse_placement, rows_of_slice, transpose
 
 
 def convert(x: torch.Tensor, axis: str, src: str, dst: str) -> torch.Tensor:
@@ -30,9 +31,25 @@ def exchange(x: torch.Tensor, axis: str, size: int, src: str, dst: str) -> torch
     return out
 
 
+def exchange_slice(x: torch.Tensor, length: int, start: int, total: int, src: str, dst: str) -> torch.Tensor:
+    """The conversion as one slice of the tokens sees it: tokens [start, start + length) of ``total``.
+
+    A whole value gives the rows of the slice. What needs other slices has a shape only: a cache takes its place.
+    """
+    before, after = parse_placement(src), parse_placement(dst)
+    if isinstance(after, Shard) and not isinstance(before, Shard):
+        rows = rows_of_slice(x.shape[after.dim], after, length, start, total)
+        parts = [x.narrow(after.dim, first, count) for first, count in rows]
+        return torch.cat(parts, after.dim) if len(parts) > 1 else parts[0]
+    shape = list(x.shape)
+    if isinstance(before, Shard):
+        shape[before.dim] = shape[before.dim] * total // length
+    return x.new_empty(shape)
+
+
 def is_conversion(node: Node) -> bool:
     """Whether a node is a typed conversion, of either level."""
-    return node.op == "call_function" and node.target in (convert, exchange)
+    return node.op == "call_function" and node.target in (convert, exchange, exchange_slice)
 
 
 def conversion_of(node: Node) -> tuple[str, Placement, Placement]:

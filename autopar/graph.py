@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.operators import OpOverload, argument_defaults
 from autopar.mesh import Mesh
-from autopar.placement import INVARIANT, Placement, nested_shape
+from autopar.placement import INVARIANT, Pieces, Placement, nested_shape
 
 
 def is_call(node: Node, *targets: Any) -> bool:
@@ -74,7 +74,8 @@ def _collect(items: Iterable[Any], found: list[Node]) -> None:
 def values(node: Node) -> tuple[torch.Tensor, ...]:
     """The (fake) tensors a node makes: one, or several for a multi-output op."""
     val = node.meta["val"]
-    return tuple(v for v in val if isinstance(v, torch.Tensor)) if isinstance(val, (tuple, list)) else (val,)
+    several = val if isinstance(val, (tuple, list)) else (val,)
+    return tuple(v for v in several if isinstance(v, torch.Tensor))
 
 
 def shape(node: Node) -> tuple[int, ...]:
@@ -106,7 +107,7 @@ def global_shape(node: Node) -> tuple[int, ...]:
 
 def shape_on(node: Node, axis: str, mesh: Mesh) -> tuple[int, ...]:
     """Shape as ``axis`` sees it: cut by the axes before it in the cut order, not yet by itself."""
-    earlier = {}
+    earlier: dict[str, Pieces] = {}
     for name, size in mesh.cut_order.items():
         if name == axis:
             break
@@ -230,6 +231,18 @@ def outputs(gm: GraphModule) -> list[Any]:
     """What the graph returns, flat."""
     result = output_node(gm).args[0]
     return list(result) if isinstance(result, (list, tuple)) else [result]
+
+
+def copy_graph(gm: GraphModule) -> GraphModule:
+    """A copy whose nodes and metadata can be changed without changing the original's."""
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    graph.output(graph.graph_copy(gm.graph, copies))
+    output_node(gm_copy := GraphModule(gm, graph)).meta = dict(output_node(gm).meta)
+    for old, new in copies.items():
+        new.meta = dict(old.meta)
+    gm_copy.meta = dict(gm.meta)
+    return gm_copy
 
 
 def remove_dead_code(gm: GraphModule) -> None:

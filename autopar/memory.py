@@ -171,8 +171,13 @@ def _base(node: Node) -> Node | None:
 
 def saved_bytes(forward: GraphModule, results: int, held: Collection[str]) -> int:
     """Bytes behind F's outputs after the first ``results``, each storage once, placeholders in ``held`` left out."""
-    behind = storages(forward)
-    kept = {s for value in outputs(forward)[results:] if isinstance(value, Node) for s in behind[value]}
+    return storage_bytes(forward, range(results, len(outputs(forward))), held)
+
+
+def storage_bytes(gm: GraphModule, results: Iterable[int], held: Collection[str] = ()) -> int:
+    """Bytes behind some of a graph's outputs, each storage once, placeholders in ``held`` left out."""
+    behind, values = storages(gm), outputs(gm)
+    kept = {s for i in results if isinstance(values[i], Node) for s in behind[values[i]]}
     return sum(_bytes_of(s) for s in kept if s[0].name not in held)
 
 

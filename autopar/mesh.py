@@ -2,25 +2,47 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
+
+from autopar.placement import Pieces
 
 # Outer to inner: neighbours on the innermost axis are neighbours in rank, so tp lands on the fastest links.
-# "mb" is no axis of ranks: micro-batches are pieces of the batch in time, typed like any other axis.
-AXES = ("pp", "mb", "dp", "cp", "ep", "tp")
+# "mb" and "sl" are no axes of ranks: micro-batches are pieces of the batch in time, token slices pieces of the
+# sequence; they are typed like any other axis. A slice is cut first: it is consecutive tokens of the whole.
+AXES = ("pp", "mb", "dp", "cp", "ep", "tp", "sl")
+IN_TIME = ("mb", "sl")
+
+
+@dataclass(frozen=True)
+class TokenSlice:
+    """Tokens [start, start + length) of ``total``."""
+
+    length: int
+    start: int
+    total: int
+
+    def __post_init__(self) -> None:
+        if not (0 < self.length and 0 <= self.start and self.start + self.length <= self.total):
+            raise ValueError(f"token_slices: a slice lies within its {self.total} tokens, found {self}")
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Named axes with sizes, in rank order (the last axis varies fastest)."""
+    """Named axes with sizes, in rank order (the last axis varies fastest). ``slice``: graphs on this mesh run this
+    slice of the tokens."""
 
     axes: tuple[tuple[str, int], ...]
+    slice: TokenSlice | None = None
 
     def __post_init__(self) -> None:
         for name, size in self.axes:
-            if name not in AXES:
-                raise ValueError(f"mesh: unknown axis {name!r}; the axes are {', '.join(a for a in AXES if a != 'mb')}")
+            if name not in AXES or name == "sl":
+                known = ", ".join(a for a in AXES if a not in IN_TIME)
+                raise ValueError(f"mesh: unknown axis {name!r}; the axes are {known}")
             if size < 1:
                 raise ValueError(f"mesh: axis {name!r} needs a size of at least 1, found {size}")
         names = [name for name, _ in self.axes]
@@ -51,23 +73,32 @@ class Mesh:
         """Size of an axis; an axis that the mesh lacks has size 1."""
         return self.sizes.get(axis, 1)
 
+    def pieces(self, axis: str) -> Pieces:
+        """Into how many pieces an axis cuts: its size. A slice of l of S tokens is one of S/l pieces."""
+        if axis == "sl":
+            return Fraction(self.slice.total, self.slice.length) if self.slice else 1
+        return self.size(axis)
+
     @property
     def world_size(self) -> int:
         return math.prod(size for _, size in self.axes)
 
     @property
-    def cut_order(self) -> dict[str, int]:
-        """Axes of size above 1 in the order in which they cut tensors: inner (tp) before outer (dp).
+    def cut_order(self) -> dict[str, Pieces]:
+        """Axes that cut, with their `pieces`, in the order in which they cut tensors: inner (tp) before outer (dp).
 
         A later axis cuts what the earlier ones left, so each ``Shard`` of a value refers to the shape
         after the earlier axes of this order.
         """
-        sizes = self.sizes
-        return {axis: sizes[axis] for axis in reversed(AXES) if sizes.get(axis, 1) > 1 and axis != "pp"}
+        return {axis: n for axis in reversed(AXES) if (n := self.pieces(axis)) > 1 and axis != "pp"}
 
     def with_micro_batches(self, count: int) -> Mesh:
         """This mesh with micro-batches as its outermost axis."""
-        return Mesh((("mb", count), *self.axes)) if count > 1 else self
+        return dataclasses.replace(self, axes=(("mb", count), *self.axes)) if count > 1 else self
+
+    def with_slice(self, length: int, start: int, total: int) -> Mesh:
+        """This mesh for graphs that run tokens [start, start + length) of ``total``, less than all of them."""
+        return dataclasses.replace(self, slice=TokenSlice(length, start, total))
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Mesh coordinate of a rank (row major)."""

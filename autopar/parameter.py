@@ -15,7 +15,8 @@ from autopar.placement import Placement, nested_shape
 class ParameterSpec:
     """One parameter: ``shape`` is that of the whole tensor, ``placements`` how it is *stored* per mesh axis.
 
-    ``aliases`` are further names of the same (tied) parameter. An axis that is absent stores it whole.
+    ``aliases`` are further names of the same (tied) parameter. An axis that is absent stores it whole. ``ranks``: the
+    coordinates on pp that hold it, its owner first; several for a weight that several parts use.
     """
 
     name: str
@@ -24,6 +25,7 @@ class ParameterSpec:
     requires_grad: bool = True
     aliases: tuple[str, ...] = ()
     placements: dict[str, Placement] = field(default_factory=dict)
+    ranks: tuple[int, ...] = (0,)
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """Shape of one rank's piece."""

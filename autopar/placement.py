@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 
@@ -69,6 +70,9 @@ Placement = Shard | Replicate | Invariant | Partial
 Placements = Mapping[str, Placement]  # mesh axis name -> placement; an absent axis means INVARIANT
 
 REPLICATE, INVARIANT, PARTIAL = Replicate(), Invariant(), Partial()
+
+# Into how many pieces a mesh axis cuts. Token slices are no equal pieces: one of l out of S tokens is one of S/l.
+Pieces = int | Fraction
 
 
 def _runs(blocks: tuple[int, ...]) -> str:
@@ -145,7 +149,7 @@ def conversion(src: Placement, dst: Placement) -> str:
 # --- pieces -------------------------------------------------------------------------------------------
 
 
-def check_shard(size: int, placement: Shard, ranks: int) -> None:
+def check_shard(size: int, placement: Shard, ranks: Pieces) -> None:
     """Well-formed: blocks sum to the dim, every block divides over the ranks."""
     blocks = placement.blocks or (size,)
     if sum(blocks) != size:
@@ -155,12 +159,12 @@ def check_shard(size: int, placement: Shard, ranks: int) -> None:
         raise ValueError(f"placement: {placement} of size {size}: block of {bad[0]} does not divide over {ranks} ranks")
 
 
-def local_shape(shape: Iterable[int], placement: Placement, ranks: int) -> tuple[int, ...]:
+def local_shape(shape: Iterable[int], placement: Placement, ranks: Pieces) -> tuple[int, ...]:
     """Shape of one rank's piece."""
     out = list(shape)
     if isinstance(placement, Shard):
         check_shard(out[placement.dim], placement, ranks)
-        out[placement.dim] //= ranks
+        out[placement.dim] = int(out[placement.dim] / Fraction(ranks))
     return tuple(out)
 
 
@@ -179,6 +183,16 @@ def piece(value: torch.Tensor, placement: Placement, ranks: int, rank: int) -> t
     return torch.cat(parts, placement.dim)
 
 
+def rows_of_slice(size: int, placement: Shard, length: int, start: int, total: int) -> list[tuple[int, int]]:
+    """(first row, rows) per block of a dim cut into token slices, for tokens [start, start + length) of ``total``."""
+    found, position = [], 0
+    for block in placement.blocks or (size,):
+        rows = block // total  # per token
+        found.append((position + start * rows, length * rows))
+        position += block
+    return found
+
+
 def join(pieces: list[torch.Tensor], placement: Placement) -> torch.Tensor:
     """The whole tensor from every rank's piece; Partial pieces are summed. Inverse of `piece`."""
     if isinstance(placement, Partial):
@@ -193,16 +207,17 @@ def join(pieces: list[torch.Tensor], placement: Placement) -> torch.Tensor:
 
 
 def nested_piece(
-    value: torch.Tensor, placements: Placements, sizes: Mapping[str, int], coordinate: Mapping[str, int]
+    value: torch.Tensor, placements: Placements, sizes: Mapping[str, Pieces], coordinate: Mapping[str, int]
 ) -> torch.Tensor:
     """The piece of one mesh coordinate. ``sizes`` lists the axes in cut order (`Mesh.cut_order`): each
     axis cuts what the axes before it left."""
     for axis, ranks in sizes.items():
+        assert isinstance(ranks, int), f"axis {axis!r} has no equal pieces"
         value = piece(value, placements.get(axis, INVARIANT), ranks, coordinate[axis])
     return value
 
 
-def nested_shape(shape: Iterable[int], placements: Placements, sizes: Mapping[str, int]) -> tuple[int, ...]:
+def nested_shape(shape: Iterable[int], placements: Placements, sizes: Mapping[str, Pieces]) -> tuple[int, ...]:
     """Local shape after every axis has cut, in cut order."""
     out = tuple(shape)
     for axis, ranks in sizes.items():

@@ -24,6 +24,14 @@ class Options:
     micro_batches: number of gradient accumulation steps of one `train_step`.
     whole_ops: operators without a rule (or with one) that shall run on whole values, by name ("aten.foo.default").
     bucket_bytes: size of a gradient bucket.
+
+    With pipeline stages (axis pp):
+    schedule: a name of `autopar.schedule.SCHEDULES`; "" lets the plan choose.
+    cuts: the module with which each part but the first begins; () lets the plan choose.
+    chunks: parts per rank, for schedules that take several; 0: as many as the schedule takes by default.
+    slices: for schedules over token slices: their number, or their lengths; 0 lets the plan choose.
+    gathers: "step" gathers parameters that ZeRO cuts once per step, "layer" for each use.
+    memory_limit: bytes that one rank may hold, for the cut and for schedules that search; 0: no limit.
     """
 
     zero: int = 0
@@ -31,12 +39,23 @@ class Options:
     micro_batches: int = 1
     whole_ops: tuple[str, ...] = ()
     bucket_bytes: int = 25 * 2**20
+    schedule: str = ""
+    cuts: tuple[str, ...] = ()
+    chunks: int = 0
+    slices: int | tuple[int, ...] = 0
+    gathers: str = "step"
+    memory_limit: int = 0
 
     def __post_init__(self) -> None:
         if self.zero not in (0, 3):
             raise ValueError(f"zero: expected 0 or 3, found {self.zero}")
         if self.micro_batches < 1:
             raise ValueError(f"micro_batches: expected at least 1, found {self.micro_batches}")
+        if self.gathers not in ("step", "layer"):
+            raise ValueError(f"gathers: expected 'step' or 'layer', found {self.gathers!r}")
+        for name in ("cuts", "slices"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
 
 
 @dataclass(frozen=True)
@@ -58,13 +77,32 @@ class Stream:
 
 
 @dataclass(frozen=True)
+class PipelinePlan:
+    """How the model is cut over the axis pp.
+
+    schedule: by name. cuts: the layer with which each part but the first begins. chunks: parts per rank. slices:
+    lengths of the token slices (empty: none). holders: parameter -> the parts that use it.
+    """
+
+    schedule: str
+    cuts: tuple[str, ...]
+    chunks: int = 1
+    slices: tuple[int, ...] = ()
+    holders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def parts(self) -> int:
+        return len(self.cuts) + 1
+
+
+@dataclass(frozen=True)
 class Plan:
     """All decisions for one graph on one mesh. Passes carry them out and decide nothing themselves.
 
     ``parameters``: name -> axis -> ParameterPlan (absent: Invariant). ``inputs``: name -> axis -> placement.
     ``notes``: (subject, reason) pairs for what was left whole, and why. ``overrides``: the user's choices, kept so
     that the plans of further batch shapes follow them. ``slices``: parts of whole weights that enter compute cut on
-    tp, by node.
+    tp, by node. ``pipeline``: with an axis pp, its parts.
     """
 
     mesh: Mesh
@@ -76,6 +114,7 @@ class Plan:
     notes: tuple[tuple[str, str], ...] = ()
     overrides: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     slices: Mapping[str, Placement] = field(default_factory=dict)
+    pipeline: PipelinePlan | None = None
 
     def parameter(self, name: str, axis: str) -> ParameterPlan:
         return self.parameters.get(name, {}).get(axis, ParameterPlan())
@@ -141,6 +180,7 @@ class Plan:
                 "notes": [list(n) for n in self.notes],
                 "slices": {name: str(p) for name, p in self.slices.items()},
                 "overrides": {name: dict(axes) for name, axes in self.overrides.items()},
+                "pipeline": dataclasses.asdict(self.pipeline) if self.pipeline is not None else None,
             },
             indent=1,
         )
@@ -164,11 +204,19 @@ class Plan:
                 notes=tuple((s, r) for s, r in data["notes"]),
                 overrides=data["overrides"],
                 slices={name: parse_placement(p) for name, p in data["slices"].items()},
+                pipeline=_pipeline_of(data["pipeline"]),
             )
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(
                 f"plan: expected the JSON of a plan, found {error!r}; write it with plan.to_json()"
             ) from error
+
+
+def _pipeline_of(data: Mapping[str, Any] | None) -> PipelinePlan | None:
+    if data is None:
+        return None
+    holders = {name: tuple(parts) for name, parts in data["holders"].items()}
+    return PipelinePlan(data["schedule"], tuple(data["cuts"]), data["chunks"], tuple(data["slices"]), holders)
 
 
 def graph_digest(gm: GraphModule) -> str:

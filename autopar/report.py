@@ -52,7 +52,7 @@ class Report:
 def render(report: Report) -> str:
     """The page as one HTML text."""
     parts = [
-        Section("Summary", _facts(report.summary)) if report.summary else None,
+        Section("Summary", facts(report.summary)) if report.summary else None,
         Section("Plan", _plan(report.plan)) if report.plan else None,
         *report.sections,
         Section("Communication", _communication(report.communication)),
@@ -89,7 +89,8 @@ def _anchor(title: str) -> str:
     return re.sub(r"\W+", "-", title.lower()).strip("-")
 
 
-def _facts(rows: Iterable[tuple[str, str]]) -> str:
+def facts(rows: Iterable[tuple[str, str]]) -> str:
+    """Cards of (what, value) pairs."""
     cards = (f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in rows)
     return f"<dl>{''.join(cards)}</dl>"
 

@@ -3,12 +3,15 @@
     2F0      stage 2 runs the forward of micro-batch 0
     2B0      backward to inputs        2W0    backward to weights        2BW0    both in one
     2F0.1    the same for token slice 1
+    0F3&     runs as one cell with the next compute action; rows print the cell as 0F3&1BW2
     2SF0>3   stage 2 sends activations of micro-batch 0 to stage 3       3RF0<2  stage 3 receives them
     3SB0>2   stage 3 sends gradients back                                2RB0<3  stage 2 receives them
     2G       gather the parameters of stage 2                            2R      reduce its gradients
 
-A schedule is a pure function that gives an `Order` of F, B, W and BW; `lower` adds the transfers, gathers and
-reductions; `simulate` runs either on given costs. The executor runs the lowered Order, and pictures show the same.
+A schedule is a pure function that gives an `Order` of F, B, W and BW. `autopar.lowering.lower` adds the transfers,
+gathers and reductions; `autopar.timeline.simulate` runs either on given costs and proves that nothing waits for ever;
+`autopar.order_checks.validate` checks that every action is there once. The executor runs the lowered Order, and
+pictures show the same. The schedules themselves are in `autopar.runtime.schedules`, whose import fills `SCHEDULES`.
 
 A *stage* runs one *part* of the model on one rank. Parts follow each other along a *chain* of stages. All schedules
 have one chain, but for dual_pipe: there every part has two stages, on mirrored ranks, and each micro-batch takes one
@@ -17,8 +20,12 @@ of two chains.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -28,11 +35,17 @@ COMPUTE = ("F", "B", "W", "BW")
 TRANSFERS = ("SF", "RF", "SB", "RB")
 PARAMETERS = ("G", "R")
 
+ACTION = re.compile(
+    r"(?P<stage>\d+)(?:(?P<parameters>[GR])"
+    r"|(?P<compute>F|BW|B|W)(?P<micro_batch>\d+)(?:\.(?P<slice>\d+))?(?P<paired>&)?"
+    r"|(?P<transfer>[SR][FB])(?P<moved>\d+)(?:\.(?P<piece>\d+))?(?P<way>[<>])(?P<peer>\d+))"
+)
+
 
 @dataclass(frozen=True)
 class Action:
-    """One step of one rank. ``peer``: the other stage of a transfer. ``paired``: runs as one cell with the action
-    behind it (DualPipe's overlapped forward and backward)."""
+    """One step of one rank. ``peer``: the other stage of a transfer. ``paired``: runs as one cell with the next
+    compute action of the rank (DualPipe's overlapped forward and backward); only transfers may lie between."""
 
     stage: int
     kind: str
@@ -40,6 +53,37 @@ class Action:
     slice: int = 0
     peer: int = -1
     paired: bool = False
+
+    def __str__(self) -> str:
+        if self.kind in PARAMETERS:
+            return f"{self.stage}{self.kind}"
+        unit = f"{self.micro_batch}.{self.slice}" if self.slice else str(self.micro_batch)
+        peer = f"{'>' if self.kind[0] == 'S' else '<'}{self.peer}" if self.kind in TRANSFERS else ""
+        return f"{self.stage}{self.kind}{unit}{peer}{'&' if self.paired else ''}"
+
+    @staticmethod
+    def parse(text: str) -> Action:
+        """Inverse of ``str(action)``. Raises ValueError."""
+        match = ACTION.fullmatch(text)
+        if match is None or (match["transfer"] and (match["way"] == ">") != (match["transfer"][0] == "S")):
+            raise ValueError(f"schedule: expected an action such as 2F0, 2BW0.1, 2SF0>3, 3RF0<2 or 2G, found {text!r}")
+        stage = int(match["stage"])
+        if match["parameters"]:
+            return Action(stage, match["parameters"])
+        if match["compute"]:
+            paired = match["paired"] is not None
+            return Action(stage, match["compute"], int(match["micro_batch"]), int(match["slice"] or 0), paired=paired)
+        return Action(stage, match["transfer"], int(match["moved"]), int(match["piece"] or 0), int(match["peer"]))
+
+
+def row_text(actions: Iterable[Action]) -> str:
+    """The actions of one rank on one line: '0F0 0F1&1BW0'."""
+    return " ".join(map(str, actions)).replace("& ", "&")
+
+
+def parse_row(text: str) -> tuple[Action, ...]:
+    """Inverse of `row_text`. Raises ValueError."""
+    return tuple(Action.parse(word) for word in text.replace("&", "& ").split())
 
 
 @dataclass(frozen=True)
@@ -68,7 +112,79 @@ class Order:
 
     def part_of(self, stage: int) -> int:
         """The part of the model that a stage runs."""
-        return next(chain.index(stage) for chain in self.chains if stage in chain)
+        return self._parts[stage]
+
+    @cached_property
+    def _parts(self) -> dict[int, int]:
+        return {stage: part for chain in self.chains for part, stage in enumerate(chain)}
+
+    @cached_property
+    def lowered(self) -> bool:
+        """Whether transfers are part of the order (`autopar.lowering.lower`)."""
+        return any(action.kind in TRANSFERS for actions in self.ranks for action in actions)
+
+    def forward_only(self) -> Order:
+        """The order for evaluation: its F alone. What can run in the whole order can run in this one."""
+        rows = ((replace(action, paired=False) for action in row if action.kind == "F") for row in self.ranks)
+        return replace(self, ranks=tuple(map(tuple, rows)))
+
+    def text(self) -> str:
+        """One line per rank, which `parse_row` reads."""
+        return "\n".join(row_text(actions) for actions in self.ranks)
+
+    def show(self, marks: Mapping[int, int] | None = None, around: int | None = None) -> str:
+        """The grid for people: one labelled line per rank, in columns.
+
+        marks: rank -> index of an action to put in [brackets]. around: leave out what is further than so many actions
+        from the marked one (without a mark: from the end).
+        """
+        marks = marks or {}
+        rows = [_window(actions, marks.get(rank), around) for rank, actions in enumerate(self.ranks)]
+        width = max((len(word) for row in rows for word in row), default=0)
+        label = len(str(len(rows) - 1))
+        lines = (
+            f"rank {rank:<{label}}  " + " ".join(word.center(width) for word in row) for rank, row in enumerate(rows)
+        )
+        return "\n".join(line.rstrip() for line in lines)
+
+    def to_json(self) -> str:
+        """The order as JSON text, with rows as in `text`."""
+        fields = {name: value for name, value in asdict(replace(self, ranks=())).items() if name != "ranks"}
+        return json.dumps({**fields, "ranks": [row_text(actions) for actions in self.ranks]})
+
+    @staticmethod
+    def from_json(text: str) -> Order:
+        """Inverse of `to_json`. Raises ValueError."""
+        data = json.loads(text)
+        try:
+            return Order(
+                data["name"],
+                tuple(parse_row(row) for row in data["ranks"]),
+                tuple(tuple(chain) for chain in data["chains"]),
+                tuple(data["rank_of"]),
+                tuple(data["chain_of"]),
+                data["slices"],
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"schedule: this JSON is no order: {error!r}; write orders with Order.to_json") from error
+
+
+def _window(actions: Sequence[Action], mark: int | None, around: int | None) -> list[str]:
+    """Words of one row of the grid, with dots for what is left out."""
+    words = [f"[{action}]" if i == mark else f" {action} " for i, action in enumerate(actions)]
+    if around is None:
+        return words
+    middle = len(words) if mark is None else mark
+    first, last = max(0, middle - around), middle + around + 1
+    return ["..."] * (first > 0) + words[first:last] + ["..."] * (last < len(words))
+
+
+class ScheduleError(ValueError):
+    """An order that cannot run. The message shows the grid with the failing steps in [brackets]."""
+
+    def __init__(self, order: Order, message: str, marks: Mapping[int, int] | None = None) -> None:
+        """``marks``: rank -> index of the action at fault."""
+        super().__init__(f"schedule: {order.name}: {message}\n{order.show(marks, around=6)}")
 
 
 @dataclass(frozen=True)
@@ -121,11 +237,12 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds (any unit) and memory of actions; a tuple gives one value per part.
+    """Seconds (any unit) and memory of actions of a whole micro-batch; a tuple gives one value per part.
 
     F, B, W: times; BW takes B + W. comm: latency of a transfer between ranks. FB: a paired cell (default: F + BW).
-    scale: time of token slice i relative to the whole micro-batch. activations: what F keeps until B or BW;
-    stash: what B leaves for W.
+    G, R: gather and reduce. scale: time of token slice i relative to the whole micro-batch; tokens: its share of the
+    tokens, and so of the memory (default of both: equal slices). activations: what F keeps until B or BW; stash: what
+    B leaves for W.
     """
 
     F: float | tuple[float, ...] = 1.0
@@ -133,9 +250,18 @@ class Costs:
     W: float | tuple[float, ...] = 1.0
     comm: float = 0.0
     FB: float | None = None
-    scale: tuple[float, ...] = field(default=(1.0,))
+    G: float | tuple[float, ...] = 0.0
+    R: float | tuple[float, ...] = 0.0
+    scale: tuple[float, ...] = ()
+    tokens: tuple[float, ...] = ()
     activations: float | tuple[float, ...] = 1.0
     stash: float | tuple[float, ...] = 0.0
+
+    def divided(self, chunks: int) -> Costs:
+        """Costs of a part when what these cost is cut into ``chunks`` equal parts. Tuples are of parts already."""
+        names = ("F", "B", "W", "FB", "G", "R", "activations", "stash")
+        values: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: v / chunks for name, v in values.items() if isinstance(v, (int, float))})
 
 
 SCHEDULES: Registry[Schedule] = Registry("schedule")

@@ -52,7 +52,7 @@ class StepGraph:
     """A graph that takes the values named in ``inputs`` and makes those named in ``outputs`` (None: no value).
 
     A value of the model has its node's name, ``grad:NAME`` is the gradient of NAME, ``saved:NAME`` is what F keeps for
-    B and W, ``stash:NAME`` what B keeps for W. The ints ``slice_start`` and ``slice_length`` say which token slice runs.
+    B and W, ``stash:NAME`` what B keeps for W. Ints ``slice_start`` and ``slice_length`` say which token slice runs.
     """
 
     graph: GraphModule
@@ -118,19 +118,26 @@ class Pipeline:
 class Compiled:
     """Everything before `bind`: the same on all ranks.
 
-    ``local``: the typed local graph. ``steps``: its forward and backward. ``prologue``: what is computed once per
-    step from the inputs of all micro-batches (None without micro-batches). ``context``: what the passes knew, and how
-    long they took.
+    ``local``: the typed local graph. ``graphs``: its forward and backward, or ``pipeline``: those of its parts.
+    ``prologue``: what is computed once per step from the inputs of all micro-batches (None without micro-batches).
+    ``context``: what the passes knew, and how long they took.
     """
 
     signature: Signature
     plan: Plan
     local: GraphModule
-    steps: StepGraphs
+    graphs: StepGraphs | None
     prologue: Prologue | None
     parameters: tuple[ParameterSpec, ...]
     train: bool
     context: Context
+    pipeline: Pipeline | None = None
+
+    @property
+    def steps(self) -> StepGraphs:
+        """The step graphs of a model that is not cut into parts."""
+        assert self.graphs is not None, "a pipeline has the graphs of its parts"
+        return self.graphs
 
     @property
     def timings(self) -> dict[str, float]:

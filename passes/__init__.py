@@ -6,6 +6,7 @@ from autopar.passes.bucket_gradients import BucketGradients
 from autopar.passes.expand_kv_heads import ExpandKvHeads
 from autopar.passes.localize_shapes import LocalizeShapes
 from autopar.passes.normalize import Normalize
+from autopar.passes.place_token_slices import PlaceTokenSlices
 from autopar.passes.prefetch_gathers import PrefetchGathers
 from autopar.passes.propagate_placements import PropagatePlacements
 from autopar.passes.simplify_arithmetic import SimplifyArithmetic
@@ -13,7 +14,7 @@ from autopar.passes.simplify_views import SimplifyViews
 from autopar.passes.split_biases import SplitBiases
 
 GLOBAL_PASSES: tuple[Pass, ...] = (Normalize(), ExpandKvHeads())
-PLACEMENT_PASSES: tuple[Pass, ...] = (SplitBiases(), PropagatePlacements(), LocalizeShapes())
+PLACEMENT_PASSES: tuple[Pass, ...] = (SplitBiases(), PlaceTokenSlices(), PropagatePlacements(), LocalizeShapes())
 STEP_PASSES: tuple[Pass, ...] = (
     SimplifyViews(),
     SimplifyArithmetic(),

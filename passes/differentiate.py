@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.adapters.aot import joint_graph
-from autopar.conversions import exchange
+from autopar.conversions import is_conversion
 from autopar.graph import ancestors, has_gradient, output_node, outputs, placeholders
 from autopar.passes.joint import VIEWS, Joint, part_of_view
+from autopar.placement import conversion, parse_placement
 from autopar.steps import Stage, StepGraph, StepGraphs
 
 aten = torch.ops.aten
@@ -202,7 +202,9 @@ def own_outputs(gm: GraphModule, active: list[int]) -> None:
 
 def _may_alias(value: Node) -> bool:
     """Whether an output may share storage with an input or with another value."""
-    return value.op == "placeholder" or value.target in VIEWS | {aten.reshape.default, exchange} or part_of_view(value)
+    if is_conversion(value):
+        return conversion(*map(parse_placement, map(str, value.args[-2:]))) in ("none", "slice")
+    return value.op == "placeholder" or value.target in VIEWS | {aten.reshape.default} or part_of_view(value)
 
 
 __all__ = ["StepGraphs", "differentiate", "differentiate_part", "lowered", "own_outputs"]

@@ -11,6 +11,7 @@ Leaves      the order of nodes; one rank's coordinate (all ranks get the same gr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -18,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.conversions import conversion_of, exchange, is_conversion
+from autopar.conversions import conversion_of, exchange, exchange_slice, is_conversion
 from autopar.graph import (
     arguments,
     describe,
@@ -32,7 +33,7 @@ from autopar.graph import (
 )
 from autopar.mesh import Mesh
 from autopar.pass_manager import Context
-from autopar.placement import INVARIANT, Placement, Shard
+from autopar.placement import INVARIANT, Pieces, Placement, Shard, local_shape
 from autopar.rules import local_shapes
 from autopar.vocabulary import cross_entropy_of_piece, embedding_of_piece
 
@@ -96,8 +97,7 @@ class _Local:
         axis, src, dst = conversion_of(self.node)
         self.node.meta["conversion"] = (axis, src, dst)
         src, dst = self.local_placement(axis, src), self.local_placement(axis, dst)
-        self.node.target = exchange
-        self.node.args = (self.node.args[0], axis, self.mesh.size(axis), str(src), str(dst))
+        self.node.target, self.node.args = exchange_over(self.mesh, self.node.args[0], axis, src, dst)
 
     def local_placement(self, axis: str, p: Placement) -> Placement:
         """Blocks of a Shard, once the outer axes have taken their share of equal blocks of the same dim."""
@@ -119,6 +119,14 @@ class _Local:
         x = self.args[operand]
         found = [(a, placement(x, a)) for a in self.mesh.cut_order]
         return [a for a, p in found if isinstance(p, Shard) and p.dim == dim % len(global_shape(x))]
+
+
+def exchange_over(mesh: Mesh, x: Any, axis: str, src: Placement, dst: Placement) -> tuple[Any, tuple[Any, ...]]:
+    """(target, arguments) of the conversion of ``x`` in a local graph."""
+    if axis != "sl":
+        return exchange, (x, axis, mesh.size(axis), str(src), str(dst))
+    assert mesh.slice is not None
+    return exchange_slice, (x, mesh.slice.length, mesh.slice.start, mesh.slice.total, str(src), str(dst))
 
 
 # --- ops that say sizes, or compute differently on a piece ------------------------------------------------
@@ -149,7 +157,7 @@ def _mean(local: _Local) -> None:
     x = local.args["self"]
     rank = len(global_shape(x))
     dims = local.args.get("dim") or list(range(rank))
-    ranks = 1
+    ranks: Pieces = 1
     for axis, size in local.mesh.cut_order.items():
         p = placement(x, axis)
         if isinstance(p, Shard) and p.dim in {d % max(rank, 1) for d in dims}:
@@ -157,7 +165,13 @@ def _mean(local: _Local) -> None:
     if ranks == 1:
         return
     node = local.node
-    scaled = insert_call(local.gm.graph, node.next, aten.mul.Tensor, (node, 1.0 / ranks), node, node.meta["val"])
+    factor = 1.0 / ranks
+    if local.mesh.slice is not None:  # slices differ in length: the sum over all of them, divided by the count of all
+        dims = [d % max(rank, 1) for d in dims]
+        node.target, node.kwargs = aten.sum.dim_IntList, {"dtype": local.args.get("dtype")}
+        node.args = (x, dims, bool(local.args.get("keepdim", False)))
+        factor = 1.0 / math.prod(global_shape(x)[d] for d in dims)
+    scaled = insert_call(local.gm.graph, node.next, aten.mul.Tensor, (node, factor), node, node.meta["val"])
     scaled.meta |= {k: node.meta[k] for k in ("placements", "global_shape", "has_gradient") if k in node.meta}
     node.replace_all_uses_with(scaled, delete_user_cb=lambda user: user is not scaled)
     _Local(local.gm, node, local.mesh)._run_fake()
@@ -218,11 +232,14 @@ def _dropout(local: _Local) -> None:
     )
 
 
-def _attention_dropout(local: _Local) -> None:
-    """The mask of the probabilities (batch, heads, queries, keys): batch and heads may be cut, as those of q."""
+def _attention(local: _Local) -> None:
+    """The queries of a token slice stand at its first token. The dropout mask of the probabilities (batch, heads,
+    queries, keys): all but the keys may be cut, as those of q."""
+    q, k = local.args["q"], local.args["k"]
+    if isinstance(placement(q, "sl"), Shard) and local.mesh.slice is not None:
+        set_argument(local.node, "offset", local.mesh.slice.start)
     if not local.args["dropout"]:
         return
-    q, k = local.args["q"], local.args["k"]
     shape = (*global_shape(q)[:3], global_shape(k)[2])
     of_q = {a: placement(q, a) for a in local.mesh.cut_order}
     _pass_indices(local, shape, [of_q, of_q, of_q, {}], [0, 1, 2, 3])
@@ -255,12 +272,10 @@ def _global_index(local: _Local, size: int, cuts: dict[str, Placement], device: 
     node.kwargs = {"device": device}
     for axis, p in cuts.items():
         assert isinstance(p, Shard)
-        n = local.mesh.size(axis)
-        args = (node, axis, n, str(INVARIANT), str(Shard(0, p.blocks)))
+        target, args = exchange_over(local.mesh, node, axis, INVARIANT, Shard(0, p.blocks))
         before_val = node.meta["val"]
-        node = insert_call(
-            graph, before, exchange, args, before, before_val.new_empty(before_val.shape[0] // n), "index"
-        )
+        val = before_val.new_empty(local_shape(before_val.shape, Shard(0), local.mesh.pieces(axis)))
+        node = insert_call(graph, before, target, args, before, val, "index")
         node.meta["conversion"] = (axis, INVARIANT, Shard(0, p.blocks))
     for x in _chain(node):
         x.meta["has_gradient"] = False
@@ -304,5 +319,5 @@ LOCALIZERS: dict[Any, Callable[[_Local], None]] = {
     aten.embedding.default: _embedding,
     torch.ops.autopar.cross_entropy.default: _cross_entropy,
     torch.ops.autopar.dropout.default: _dropout,
-    torch.ops.autopar.attention.default: _attention_dropout,
+    torch.ops.autopar.attention.default: _attention,
 }

@@ -8,7 +8,8 @@ Leaves      shapes, which stay global: a conversion is the identity there, so th
     linear = linear(x, w)            -->    w_r = convert(w, "dp", S(0), R)
                                             linear = linear(x, w_r)              # dp: S(0)
 
-Axes are placed one after the other, inner (tp) before outer (dp); each sees shapes as the earlier ones left them.
+Axes are placed one after the other, inner (tp) before outer (dp); each sees shapes as the earlier ones left them. The
+innermost, "sl", was placed before (`place_token_slices`).
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class PropagatePlacements:
 
     def apply(self, gm: GraphModule, ctx: Context) -> GraphModule:
         assert ctx.plan is not None
-        for axis in ctx.mesh.cut_order:
+        for axis in (a for a in ctx.mesh.cut_order if a != "sl"):
             _Sweep(gm, ctx, ctx.plan, axis).run()
         gm.recompile()
         return gm

@@ -22,7 +22,8 @@ from autopar.runtime.layout import from_rows, rows_of, to_rows
 @dataclass(frozen=True)
 class Traffic:
     """Calls, and bytes that one rank sends in them: all_reduce 2(n-1)/n of the tensor, all_gather and reduce_scatter
-    (n-1)/n of the whole tensor, all_to_all what leaves the rank: (n-1)/n of its own piece (ring algorithms)."""
+    (n-1)/n of the whole tensor, all_to_all what leaves the rank: (n-1)/n of its own piece (ring algorithms). broadcast: the
+    tensor, on its source. send: the tensor."""
 
     calls: int = 0
     bytes: int = 0
@@ -119,6 +120,17 @@ def all_reduce(groups: Groups, node: str, axis: str, op: str, in_place: bool = F
         return collective.launch(dist.all_reduce, out, op=reduction, buffer=out)
 
     return start_all_reduce
+
+
+def broadcast(groups: Groups, node: str, axis: str, source: int) -> Start:
+    """The tensor of the rank at coordinate ``source``, written into that of the others."""
+    collective, rank = Collective(groups, "broadcast", axis, node), groups.ranks(axis)[source]
+
+    def start_broadcast(x: Tensor) -> Pending:
+        out = x.contiguous()
+        return collective.launch(dist.broadcast, out, src=rank, buffer=out)
+
+    return start_broadcast
 
 
 def all_gather(groups: Groups, node: str, dim: int, blocks: list[int], axis: str) -> Start:

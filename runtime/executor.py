@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,19 +20,23 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from autopar.graph import set_device
-from autopar.placement import Shard
 from autopar.runtime.bind import Bound, bind
 from autopar.runtime.comm import Ledger, add_ledgers
+from autopar.runtime.feed import Feed
 from autopar.runtime.groups import Groups
 from autopar.steps import Compiled
 
 
 @dataclass
 class Result:
-    """Outputs of a step (flat, in signature order), and gradients by placeholder name of the local graph."""
+    """Outputs of a step (flat, in signature order), gradients by placeholder name of the local graph, and the losses.
+
+    A pipeline has only losses and new buffers among its outputs; others are None.
+    """
 
     outputs: list[Any]
     gradients: dict[str, Tensor]
+    losses: list[Tensor] = field(default_factory=list)
 
 
 class Executor:
@@ -49,26 +53,9 @@ class Executor:
         self.backward = bind(steps.backward, groups, backend) if steps.backward is not None else None
         self.accumulate = bind(steps.backward_local, groups, backend) if steps.backward_local is not None else None
         self.prologue = bind(compiled.prologue.graph, groups, backend) if compiled.prologue is not None else None
-        self.specs = {s.node: s for s in compiled.local.meta["signature"].inputs}
-        self.micro_batches = compiled.plan.options.micro_batches
+        self.feed = Feed(compiled, groups.device)
+        self.specs, self.micro_batches = self.feed.specs, self.feed.micro_batches
         self.traffic: Ledger = {}
-
-    # --- inputs -------------------------------------------------------------------------------------------
-
-    def _feed(self, names: Sequence[str], values: Mapping[str, Tensor], micro_batch: int) -> list[Any]:
-        """Values of placeholders: ``values`` holds state by name, inputs by name, and what the step made by node."""
-        return [self._value(name, values, micro_batch) for name in names]
-
-    def _value(self, name: str, values: Mapping[str, Tensor], micro_batch: int) -> Any:
-        spec = self.specs.get(name)
-        if spec is None or (spec.kind == "total" and name in values):
-            return values[name]
-        if spec.kind == "micro_batch":
-            return torch.tensor(micro_batch, device=self.groups.device)
-        value = values[spec.name]
-        if spec.kind == "input" and isinstance(self.compiled.plan.inputs.get(spec.name, {}).get("mb"), Shard):
-            return value.chunk(self.micro_batches, 0)[micro_batch]
-        return value
 
     def _run(self, bound: Bound, inputs: list[Any]) -> tuple[Any, ...]:
         self.traffic = add_ledgers(self.traffic, bound.traffic)
@@ -80,7 +67,7 @@ class Executor:
     def run_forward(self, values: Mapping[str, Tensor], micro_batch: int = 0) -> tuple[list[Any], list[Any]]:
         """(outputs, saved values) of one micro-batch."""
         steps = self.compiled.steps
-        out = self._run(self.forward, self._feed(steps.inputs, values, micro_batch))
+        out = self._run(self.forward, self.feed.many(steps.inputs, values, micro_batch))
         return list(out[: steps.outputs]), list(out[steps.outputs :])
 
     @torch.no_grad()
@@ -102,7 +89,7 @@ class Executor:
         available = {**values, **dict(zip(steps.saved, saved, strict=True))}
         saved.clear()
         fixed = steps.backward_inputs[: len(steps.backward_inputs) - steps.tangents]
-        inputs = self._feed(fixed, available, micro_batch) + list(tangents)
+        inputs = self.feed.many(fixed, available, micro_batch) + list(tangents)
         available.clear()
         if last:
             assert self.backward is not None
@@ -129,7 +116,8 @@ class Executor:
             sums = self.run_backward(values, saved, tangents, i, sums, last=i == self.micro_batches - 1)
             outputs = out if not outputs else self._summed(outputs, out)
         names = self.compiled.steps.gradients
-        return Result(outputs, {n: g for n, g in zip(names, sums or [], strict=True) if g is not None})
+        gradients = {n: g for n, g in zip(names, sums or [], strict=True) if g is not None}
+        return Result(outputs, gradients, [outputs[k] for k in losses])
 
     def _summed(self, total: list[Any], more: list[Any]) -> list[Any]:
         """Losses of micro-batches add up; buffers keep their newest value; other outputs are those of the last one."""
@@ -145,14 +133,28 @@ class Executor:
             return out
         assert self.prologue is not None
         for i in range(self.micro_batches):
-            found = self._run(self.prologue, self._feed(prologue.inputs, values, i))
+            found = self._run(self.prologue, self.feed.many(prologue.inputs, values, i))
             for name, value in zip(prologue.totals, found, strict=True):
                 out[name] = out[name] + value if name in out else value
         return out
 
 
+def has_losses(compiled: Compiled) -> bool:
+    """Whether there is anything to differentiate."""
+    if compiled.pipeline is not None:
+        return any(part.losses for part in compiled.pipeline.parts)
+    return bool(compiled.steps.losses)
+
+
 def digest_of(compiled: Compiled) -> str:
     """A short text of everything that must be the same on all ranks."""
-    graphs: list[GraphModule | None] = [compiled.steps.forward, compiled.steps.backward]
-    text = "\n".join(g.code for g in graphs if g is not None) + compiled.plan.to_json()
+    graphs: list[GraphModule | None] = []
+    text = compiled.plan.to_json()
+    if compiled.pipeline is None:
+        graphs = [compiled.steps.forward, compiled.steps.backward]
+    else:
+        text += compiled.pipeline.order.text()
+        for part in compiled.pipeline.parts:
+            graphs += [part.forward.graph, part.backward.graph if part.backward is not None else None]
+    text += "\n".join(g.code for g in graphs if g is not None)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -24,6 +24,7 @@ DEFAULT_TIMEOUT = 600.0  # seconds
 
 _meshes: dict[tuple[int, str, Mesh, timedelta], DeviceMesh] = {}
 _joined: dict[tuple[int, str, Mesh], dict[str, dist.ProcessGroup]] = {}
+_parts: dict[tuple[int, str, Mesh, str], dist.ProcessGroup | None] = {}  # further groups along one axis
 _made: dict[Mesh, int] = {}  # how many Groups of a mesh there were: their common name in the store
 
 
@@ -63,6 +64,12 @@ def _timeout(timeout: float | timedelta | None) -> timedelta:
     return timedelta(seconds=float(os.environ.get("AUTOPAR_TIMEOUT", DEFAULT_TIMEOUT)) if timeout is None else timeout)
 
 
+def _timeout_of(device_mesh: DeviceMesh) -> timedelta:
+    """The timeout that `init_mesh` was given for a mesh; the default for a mesh of the user's."""
+    found = [limit for (_, _, _, limit), mesh in _meshes.items() if mesh is device_mesh]
+    return found[0] if found else _timeout(None)
+
+
 def _init_world(kind: str, timeout: timedelta) -> None:
     if kind == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -75,15 +82,10 @@ def _init_world(kind: str, timeout: timedelta) -> None:
 
 def _make_mesh(mesh: Mesh, kind: str, timeout: timedelta) -> DeviceMesh:
     """One group per axis and coordinate. Made here and not by torch, which gives subgroups a timeout of 30 minutes."""
-    rank = dist.get_rank()
     groups = []
     for axis, _ in mesh.axes:
-        mine = None
-        for ranks in sorted({tuple(mesh.group_of(axis, r)) for r in range(mesh.world_size)}):
-            group = dist.new_group(list(ranks), timeout=timeout, group_desc=f"mesh_{axis}")
-            if rank in ranks:
-                mine = group
-        assert isinstance(mine, dist.ProcessGroup), "every rank is in one group of each axis"
+        mine = _groups_along(mesh, axis, range(mesh.size(axis)), timeout, f"mesh_{axis}")
+        assert mine is not None, "every rank is in one group of each axis"
         groups.append(mine)
     shape = [size for _, size in mesh.axes]
     names = tuple(name for name, _ in mesh.axes)
@@ -91,6 +93,21 @@ def _make_mesh(mesh: Mesh, kind: str, timeout: timedelta) -> DeviceMesh:
     if len(groups) == 1:
         return DeviceMesh.from_group(groups[0], kind, mesh=table, mesh_dim_names=names)
     return DeviceMesh.from_group(groups, kind, mesh=table, mesh_dim_names=names)
+
+
+def _groups_along(
+    mesh: Mesh, axis: str, members: Sequence[int], timeout: timedelta, name: str
+) -> dist.ProcessGroup | None:
+    """New groups of the coordinates ``members`` of an axis, one for each coordinate of the other axes; returns that of
+    this rank. Every rank of the world must call it."""
+    mine = None
+    for ranks in sorted({tuple(mesh.group_of(axis, r)) for r in range(mesh.world_size)}):
+        chosen = [ranks[i] for i in members]
+        group = dist.new_group(chosen, timeout=timeout, group_desc=name)
+        if dist.get_rank() in chosen:
+            assert isinstance(group, dist.ProcessGroup)
+            mine = group
+    return mine
 
 
 def _joined_groups(mesh: Mesh, kind: str, rank: int) -> dict[str, dist.ProcessGroup]:
@@ -162,13 +179,45 @@ class Groups:
         self.device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
         self._groups: dict[str, dist.ProcessGroup] = {a: device_mesh.get_group(a) for a in self.mesh.sizes}
         self._groups.update(_joined_groups(self.mesh, device_mesh.device_type, self.rank))
+        self._subsets: dict[str, list[int]] = {}
+        if self.mesh.size("pp") > 1:
+            everybody = range(self.mesh.size("pp"))
+            self._channels = {way: self._further("pp", f"pp_{way}", everybody) for way in ("up", "down")}
         self._agreed: dict[str, int] = {}
         _made[self.mesh] = _made.get(self.mesh, 0) + 1
         self._name = f"{self.mesh}/{_made[self.mesh]}"
         board()  # from now on the others see that this rank is alive
 
+    def _further(self, axis: str, name: str, members: Sequence[int]) -> dist.ProcessGroup | None:
+        key = (id(default_store()), self.device_mesh.device_type, self.mesh, name)
+        if key not in _parts:
+            _parts[key] = _groups_along(self.mesh, axis, members, _timeout_of(self.device_mesh), name)
+        return _parts[key]
+
+    def channel(self, way: str) -> dist.ProcessGroup:
+        """The group for sends along pp: ``way`` is "up" (to higher coordinates) or "down". A rank's place in it is its
+        coordinate."""
+        group = self._channels[way]
+        assert group is not None, "all ranks are on the axis"
+        return group
+
+    def subset(self, axis: str, coordinates: Sequence[int]) -> str:
+        """The axis expression of some coordinates of an axis, which ``group``, ``size`` and ``ranks`` take: on the
+        ranks at these coordinates. Every rank of the world must call it, in the same order: it makes groups."""
+        members = sorted(set(coordinates))
+        if len(members) == self.mesh.size(axis):
+            return axis
+        name = f"{axis}[{'+'.join(map(str, members))}]"
+        group = self._further(axis, name, members)
+        if group is not None:
+            along = self.ranks(axis)
+            self._groups[name], self._subsets[name] = group, [along[i] for i in members]
+        return name
+
     def size(self, axis: str) -> int:
         """Number of ranks along an axis (or joined axes)."""
+        if axis in self._subsets:
+            return len(self._subsets[axis])
         out = 1
         for name in axis.split(","):
             out *= self.mesh.size(name)
@@ -176,6 +225,8 @@ class Groups:
 
     def ranks(self, axis: str) -> list[int]:
         """Global ranks of my group, in the order of the axis (of joined axes: the first varies slowest)."""
+        if axis in self._subsets:
+            return list(self._subsets[axis])
         return _ranks_of(self.mesh, axis.split(","), self.rank)
 
     def index(self, axis: str) -> int:
@@ -184,6 +235,8 @@ class Groups:
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The process group. Raises ValueError for an axis that the mesh lacks, or joined axes out of mesh order."""
+        if axis in self._subsets:
+            return self._groups[axis]
         wanted = [name for name in axis.split(",") if self.mesh.size(name) > 1 or name == axis]
         unknown = [name for name in axis.split(",") if name not in self.mesh.sizes]
         if unknown:

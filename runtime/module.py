@@ -8,6 +8,7 @@ works on it.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,15 +23,17 @@ from autopar.placement import PARTIAL, Placement, Shard
 from autopar.plan import Plan
 from autopar.rules import result_placements
 from autopar.runtime import state
-from autopar.runtime.comm import Ledger, add_ledgers
-from autopar.runtime.executor import Executor, digest_of
+from autopar.runtime.comm import Ledger, add_ledgers, all_reduce, finish
+from autopar.runtime.executor import Executor, digest_of, has_losses
 from autopar.runtime.failures import reporting
 from autopar.runtime.groups import Groups, agree
+from autopar.runtime.pipeline import PipelineExecutor
 from autopar.runtime.safetensors_io import load_pretrained, save_pretrained
 from autopar.steps import Compiled
 
 Compiler = Callable[..., Compiled]
 Key = tuple[Any, ...]
+Runner = Executor | PipelineExecutor
 
 
 class ParallelModule(nn.Module):
@@ -60,12 +63,12 @@ class ParallelModule(nn.Module):
         self._skeleton = [skeleton]  # in a list: its (meta) parameters are not this module's
         self._compiler, self._groups, self._backend, self._seed = compiler, groups, backend, seed
         self._plan, self._specs = plan, specs
-        self._executors: dict[Key, Executor] = {}
+        self._executors: dict[Key, Runner] = {}
         self._batches: dict[Key, dict[str, Any]] = {}  # shapes only, on the meta device
         self._steps = 0
         self._loaded = all(values.get(s.name) is not None for s in specs)
-        self._own: dict[str, nn.Parameter] = {}
-        for spec in specs:
+        self._own: dict[str, nn.Parameter] = {}  # with pipeline stages: what this rank's stages use
+        for spec in self._held(specs):
             whole = values.get(spec.name)
             local = (
                 torch.empty(spec.local_shape(groups.mesh), dtype=spec.dtype, device=groups.device)
@@ -76,12 +79,18 @@ class ParallelModule(nn.Module):
         _make_owners(self, skeleton, [*values, *buffers])
         tied = {name: s.name for s in specs for name in (s.name, *s.aliases)}
         for name in values:  # in the model's order, not that of the graph
-            _owner(self, name, skeleton).register_parameter(name.rpartition(".")[2], self._own[tied[name]])
+            if tied[name] in self._own:
+                _owner(self, name, skeleton).register_parameter(name.rpartition(".")[2], self._own[tied[name]])
         persistent = set(skeleton.state_dict())
         copies = {id(b): b.to(groups.device, copy=True) for b in buffers.values()}  # steps write to them
         for name, buffer in buffers.items():
             owner = _owner(self, name, skeleton)
             owner.register_buffer(name.rpartition(".")[2], copies[id(buffer)], persistent=name in persistent)
+
+    def _held(self, specs: tuple[ParameterSpec, ...]) -> list[ParameterSpec]:
+        """The parameters that this rank holds a piece of."""
+        here = self._groups.coordinate.get("pp", 0)
+        return [s for s in specs if here in s.ranks]
 
     # --- what it is ---------------------------------------------------------------------------------------
 
@@ -130,27 +139,32 @@ class ParallelModule(nn.Module):
         """
         with reporting():
             executor, values = self._prepare(args, batch, train=True, outputs=())
-            if not executor.compiled.steps.losses:
+            if not has_losses(executor.compiled):
                 raise ValueError(
                     "train_step: the model returns no scalar with a gradient; pass what makes it return a loss (labels)"
                 )
             result = executor.train_step(values)
             self._store_gradients(executor, result.gradients)
             self._store_buffers(executor.compiled, result.outputs)
-            losses = [result.outputs[k] for k in executor.compiled.steps.losses]
-            return losses[0] if len(losses) == 1 else tuple(losses)  # type: ignore[return-value]
+            return result.losses[0] if len(result.losses) == 1 else tuple(result.losses)  # type: ignore[return-value]
 
     def forward(self, *args: Any, **batch: Any) -> Any:
         """The model's outputs for this rank's part of the batch."""
         if not self.training:
             return self.eval_step(*args, **batch)
         with reporting():
+            if self._plan.pipeline is not None:
+                raise ValueError(
+                    "model(**batch): a pipeline runs forward and backward in one, stage by stage; use "
+                    "train_step(**batch) to train, eval_step(**batch) for outputs"
+                )
             executor, values = self._prepare(args, batch, train=True, outputs=None)
             if executor.micro_batches > 1:
                 raise ValueError(
                     f"model(**batch): works without micro-batches, found micro_batches={executor.micro_batches}; "
                     "use train_step(**batch)"
                 )
+            assert isinstance(executor, Executor)
             outputs, saved = executor.run_forward(values)
             self._store_buffers(executor.compiled, outputs)
             steps = executor.compiled.steps
@@ -169,9 +183,32 @@ class ParallelModule(nn.Module):
             outputs, _ = executor.run_forward(values)
             return self._rebuild(executor.compiled, outputs)
 
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """`torch.nn.utils.clip_grad_norm_` over all ranks, pipeline stages included; returns the norm before.
+
+        The function of torch sees the parameters of this rank's stages alone, and would clip every stage by its own
+        norm. A tied weight that several stages hold counts once. Collective.
+        """
+        with reporting():
+            here = self._groups.coordinate.get("pp", 0)
+            first = {s.name for s in self._specs if s.ranks[0] == here}
+            gradients = {n: p.grad for n, p in self._own.items() if p.grad is not None}
+            own = [state.whole_tensor(_norm(g, norm_type)) for n, g in gradients.items() if n in first]
+            total = torch.stack(own) if own else torch.zeros(1)
+            total = torch.linalg.vector_norm(total.to(self._groups.device, torch.float64), norm_type)
+            if self._groups.mesh.size("pp") > 1:
+                power = norm_type if norm_type != math.inf else 1.0
+                total = finish(
+                    all_reduce(self._groups, "norm", "pp", "sum" if norm_type != math.inf else "max")(total**power)
+                ) ** (1.0 / power)
+            for gradient in gradients.values():
+                state.local_tensor(gradient).mul_(torch.clamp(max_norm / (total + 1e-6), max=1.0).to(gradient.dtype))
+            return total.to(next(iter(self._own.values())).dtype) if self._own else total
+
     def _prepare(
         self, args: tuple[Any, ...], batch: dict[str, Any], train: bool, outputs: tuple[str, ...] | None
-    ) -> tuple[Executor, dict[str, Tensor]]:
+    ) -> tuple[Runner, dict[str, Tensor]]:
         if not self._loaded:
             raise ValueError(
                 "parallelize: the model came without weights (meta device); load them first with "
@@ -195,16 +232,17 @@ class ParallelModule(nn.Module):
                 values[spec.name] = values["__seed__"]
         return executor, values
 
-    def _compile(self, batch: Mapping[str, Any], train: bool, outputs: tuple[str, ...] | None) -> Executor:
+    def _compile(self, batch: Mapping[str, Any], train: bool, outputs: tuple[str, ...] | None) -> Runner:
         compiled = self._compiler(self._skeleton[0], batch, train=train, outputs=outputs, fixed=self._plan)
         agree(self._groups, digest_of(compiled), "the compiled step")
-        return Executor(compiled, self._groups, self._backend)
+        run = Executor if compiled.pipeline is None else PipelineExecutor
+        return run(compiled, self._groups, self._backend)
 
     def _state(self) -> dict[str, Tensor]:
         found = {name: state.local_tensor(p) for name, p in self._own.items()}
         return found | dict(self.named_buffers())
 
-    def _store_gradients(self, executor: Executor, gradients: Mapping[str, Tensor]) -> None:
+    def _store_gradients(self, executor: Runner, gradients: Mapping[str, Tensor]) -> None:
         specs = {s.name: s for s in self._specs}
         for node, gradient in gradients.items():
             name = executor.specs[node].name
@@ -238,11 +276,15 @@ class ParallelModule(nn.Module):
     def full_state_dict(self, rank0_only: bool = False) -> dict[str, Tensor]:
         """Original name (tied names too) -> whole tensor on the CPU. Collective."""
         persistent = self._persistent()
-        return state.full_state_dict(self._own, self._specs, self._groups, persistent, rank0_only)
+        return state.full_state_dict(self._own, self._specs, self._groups, persistent, rank0_only, self._owners())
 
     def full_gradients(self, rank0_only: bool = False) -> dict[str, Tensor]:
         """Original name -> whole gradient on the CPU, for parameters that have one. Collective."""
-        return state.full_gradients(self._own, self._specs, self._groups, rank0_only)
+        return state.full_gradients(self._own, self._specs, self._groups, rank0_only, self._owners())
+
+    def _owners(self) -> dict[str, int] | None:
+        """With pipeline stages: parameter -> the coordinate on pp from which others get it."""
+        return {s.name: s.ranks[0] for s in self._specs} if self._plan.pipeline is not None else None
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True, assign: bool = False) -> None:
         """Load whole tensors, or the DTensors of a `state_dict` of this mesh, by original names.
@@ -264,7 +306,9 @@ class ParallelModule(nn.Module):
         prefix = getattr(skeleton, "base_model_prefix", "")
         ignore = getattr(skeleton, "_keys_to_ignore_on_load_unexpected", None) or ()
         with reporting():
-            pieces = load_pretrained(folder, self._specs, self._groups, self._persistent(), prefix, tuple(ignore))
+            pieces = load_pretrained(
+                folder, self._specs, self._groups, self._persistent(), prefix, tuple(ignore), names=list(self._own)
+            )
             with torch.no_grad():
                 for name, piece in pieces.items():
                     state.local_tensor(self._own[name]).copy_(piece)
@@ -275,7 +319,7 @@ class ParallelModule(nn.Module):
         skeleton = self._skeleton[0]
         configs = [c for name in ("config", "generation_config") if (c := getattr(skeleton, name, None)) is not None]
         with reporting():
-            save_pretrained(folder, self._own, self._specs, self._groups, self._persistent(), configs, max_shard_size)
+            save_pretrained(folder, self._own, self._specs, self._groups, self._persistent(), configs, max_shard_size, self._owners())
 
     def dump(self, folder: str | Path) -> None:
         """Write every level of the last compiled step, the plan and a report to a folder. Compiles it once more."""
@@ -317,6 +361,11 @@ class _Backward(torch.autograd.Function):
         names = executor.compiled.steps.gradients
         module._store_gradients(executor, {n: g for n, g in zip(names, found, strict=True) if g is not None})
         return (None,) * (5 + len(tangents))
+
+
+def _norm(gradient: Tensor, norm_type: float) -> Tensor:
+    """The norm of a whole gradient; a DTensor adds up its pieces."""
+    return torch.linalg.vector_norm(gradient, norm_type)
 
 
 def _owner(root: nn.Module, name: str, skeleton: nn.Module) -> nn.Module:

@@ -306,6 +306,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, **facts: Any) -> Sample:
         "causal": False,
         "window": 0,
         "chunk": 0,
+        "offset": 0,
         "scale": 0.5,
         "softcap": 0.0,
         "dropout": 0.0,

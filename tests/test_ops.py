@@ -36,7 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 DEFAULTS = {
     "bias": None, "key_mask": None, "segments": None, "sinks": None, "seed": None, "causal": False, "window": 0,
-    "chunk": 0, "scale": 0.35, "softcap": 0.0, "dropout": 0.0, "site": 0, "index": [], "shape": [],
+    "chunk": 0, "offset": 0, "scale": 0.35, "softcap": 0.0, "dropout": 0.0, "site": 0, "index": [], "shape": [],
 }  # fmt: skip
 
 
@@ -175,6 +175,26 @@ def test_attention_parts_merge() -> None:
     found = ops.attention_backward(grad, q, k[:, :, :3], v[:, :, :3], whole, lse, *known.values(), False)
     torch.testing.assert_close(found[1], expected[1][:, :, :3])
     torch.testing.assert_close(found[2], expected[2][:, :, :3])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_attention_of_some_queries(name: str) -> None:
+    """Queries [2, 5) with their offset are rows of the whole; a causal one needs no later keys."""
+    tensors, known = qkv(), facts(CASES[name])
+    out, _ = ops.attention(*tensors, *known.values())
+    grad = torch.randn(B, HQ, 3, D, dtype=torch.float64)
+    wanted = torch.autograd.grad(out[:, :, 2:5], tensors, grad, retain_graph=True)
+    keys = 5 if known["causal"] else S
+    here = {**known, "offset": 2}
+    here |= {n: known[n][:, :keys] for n in ("key_mask", "segments") if known[n] is not None}
+    if known["bias"] is not None:
+        rows = known["bias"] if known["bias"].shape[2] == 1 else known["bias"][:, :, 2:5]
+        here["bias"] = rows if rows.shape[3] == 1 else rows[..., :keys]
+    q, k, v = tensors
+    part, _ = ops.attention(q[:, :, 2:5], k[:, :, :keys], v[:, :, :keys], *here.values())
+    torch.testing.assert_close(part, out[:, :, 2:5], rtol=1e-12, atol=1e-12)
+    for left, right in zip(torch.autograd.grad(part, tensors, grad), wanted):
+        torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-12)
 
 
 def test_rows_without_keys() -> None:

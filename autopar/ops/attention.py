@@ -25,7 +25,7 @@ from autopar.ops.dropout import keep_mask
 
 _FACTS = (
     "Tensor? bias, Tensor? key_mask, Tensor? segments, Tensor? sinks, Tensor? seed, bool causal, SymInt window, "
-    "SymInt chunk, float scale, float softcap, float dropout, int site, Tensor[] index, SymInt[] shape"
+    "SymInt chunk, SymInt offset, float scale, float softcap, float dropout, int site, Tensor[] index, SymInt[] shape"
 )
 
 
@@ -35,12 +35,13 @@ class Facts:
 
     bias      additive, float, differentiable, broadcastable to [B, Hq, Sq, Sk]
     key_mask  bool [B, Sk], True = may be attended (padding)
-    segments  int [B, S]: packed documents; attend within equal numbers only (needs Sq == Sk)
+    segments  int [B, Sk]: packed documents; attend within equal numbers only (query i is in that of key i + offset)
     sinks     [Hq]: one logit per head that takes probability and gives nothing
     seed, dropout, site, index, shape   of the dropout on the probabilities, as in `autopar::dropout`
-    causal    key j <= query i (top-left aligned when Sq != Sk)
+    causal    key j <= query i
     window    0, or |i - j| < window
     chunk     0, or i // chunk == j // chunk
+    offset    where the queries stand among the keys: row r is query i = r + offset (0: top-left aligned)
     softcap   0, or the cap
     """
 
@@ -52,6 +53,7 @@ class Facts:
     causal: bool
     window: int
     chunk: int
+    offset: int
     scale: float
     softcap: float
     dropout: float
@@ -61,7 +63,7 @@ class Facts:
 
     def allowed(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
         """Bool mask [B|1, 1, Sq, Sk], True = attend; None if everything is allowed."""
-        i = torch.arange(queries, device=device).unsqueeze(-1)
+        i = torch.arange(self.offset, self.offset + queries, device=device).unsqueeze(-1)
         j = torch.arange(keys, device=device)
         terms: list[Tensor] = []
         if self.causal:
@@ -73,7 +75,8 @@ class Facts:
         if self.key_mask is not None:
             terms.append(self.key_mask.bool()[:, None, None, :])
         if self.segments is not None:
-            terms.append((self.segments.unsqueeze(-1) == self.segments.unsqueeze(-2)).unsqueeze(1))
+            mine = self.segments.narrow(-1, self.offset, queries)
+            terms.append((mine.unsqueeze(-1) == self.segments.unsqueeze(-2)).unsqueeze(1))
         if not terms:
             return None
         out = terms[0]
@@ -87,10 +90,8 @@ class Facts:
         masks = (self.bias, self.key_mask, self.segments)
         return all(m is None for m in masks) and not self.window and not self.chunk
 
-    def additive_mask(self, q: Tensor, keys: int) -> Tensor | None:
-        """Bias and mask as one float mask of q's dtype; None if the causal flag (or nothing) is enough."""
-        if self.only_causal:
-            return None
+    def additive_mask(self, q: Tensor, keys: int) -> Tensor:
+        """Bias and mask as one float mask of q's dtype."""
         allowed = self.allowed(q.shape[2], keys, q.device)
         mask = self.bias.to(q.dtype) if self.bias is not None else q.new_zeros(())
         if allowed is not None:

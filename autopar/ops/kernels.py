@@ -2,8 +2,8 @@
 
     CPU   `_scaled_dot_product_flash_attention_for_cpu`: all float types, GQA, additive mask of q's dtype. A fully
           masked row gives out 0 and lse 0; ours is -inf.
-    CUDA  `_scaled_dot_product_flash_attention`: half types, no mask beside causal with Sq == Sk (the kernel aligns
-          to the bottom right), head dims that are multiples of 8 and at most 256; key heads are expanded.
+    CUDA  `_scaled_dot_product_flash_attention`: half types, no mask beside causal where the last query stands at the
+          last key (the kernel's triangle), head dims that are multiples of 8 and at most 256; key heads are expanded.
 
 Sinks are merged afterwards, as one further partial result with value zero and log-sum-exp = sink:
 out' = out * exp(lse - lse'), lse' = log(exp(lse) + exp(sink)). The backward needs only out' and lse'.
@@ -28,16 +28,21 @@ def applies(q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> bool:
         return False
     if q.is_cuda:
         half = q.dtype in (torch.float16, torch.bfloat16)
-        square = q.shape[2] == k.shape[2] or not facts.causal
-        return half and facts.only_causal and square and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+        return half and _flag_is_enough(q, k, facts) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
     return q.device.type == "cpu"
+
+
+def _flag_is_enough(q: Tensor, k: Tensor, facts: Facts) -> bool:
+    """Whether the kernel's causal flag says all of the mask: its triangle begins where the queries do."""
+    triangle = k.shape[2] - q.shape[2] if q.is_cuda else 0
+    return facts.only_causal and (not facts.causal or facts.offset == triangle)
 
 
 def _mask(q: Tensor, k: Tensor, facts: Facts) -> tuple[Tensor | None, bool]:
     """(additive mask or None, the kernel's causal flag)."""
-    mask = facts.additive_mask(q, k.shape[2])
-    if mask is None:
+    if _flag_is_enough(q, k, facts):
         return None, facts.causal
+    mask = facts.additive_mask(q, k.shape[2])
     if mask.dim() != 4:
         mask = mask.expand(1, 1, q.shape[2], k.shape[2])
     return mask, False

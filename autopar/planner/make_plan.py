@@ -17,7 +17,7 @@ from autopar.planner.closure import Analysis
 from autopar.planner.sequence import find_streams
 from autopar.planner.tensor_parallel import plan_tensor_parallel
 
-PLANNED_AXES = ("dp", "tp")
+PLANNED_AXES = ("pp", "dp", "tp")
 
 
 def make_plan(

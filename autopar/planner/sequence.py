@@ -60,7 +60,7 @@ def spread_label(start: Node, shard: Shard, mesh: Mesh, axis: str) -> dict[Node,
     """Follow one dim through ops that treat its entries alike. Ops that mix them (attention, norms over it) end it."""
     labels = {start: shard}
     queue = deque([start])
-    ranks = mesh.size(axis)
+    ranks = mesh.pieces(axis)
 
     def spread(call: Node, rule: Rule, dims: tuple | None, value: Shard) -> None:  # type: ignore[type-arg]
         if dims is None:

@@ -16,7 +16,7 @@ from autopar.graph import (
     values,
 )
 from autopar.mesh import Mesh
-from autopar.placement import INVARIANT, Invariant, Placement, nested_shape
+from autopar.placement import INVARIANT, Invariant, Pieces, Placement, nested_shape
 from autopar.rules.builders import opaque
 from autopar.rules.call import Call
 from autopar.rules.rule import Cat, Cut, Rule, RuleError, apply, matches
@@ -59,7 +59,7 @@ def _result_shapes(node: Node, axis: str, mesh: Mesh) -> tuple[tuple[int, ...], 
     shapes = node.meta.get("global_shape") or [tuple(v.shape) for v in values(node)]
     cut: list[tuple[int, ...]] = []
     for i, shape in enumerate(shapes):
-        earlier = {}
+        earlier: dict[str, Pieces] = {}
         for name, size in mesh.cut_order.items():
             if name == axis:
                 break
@@ -113,7 +113,7 @@ def type_of(node: Node, axis: str, mesh: Mesh, whole: tuple[str, ...] = ()) -> l
         return [INVARIANT for _ in values(node)]  # any op may run on whole, equal values
     if node.target is operator.getitem:
         return operands
-    return apply(rule_of(node, axis, mesh, whole=whole), operands, gradients, mesh.size(axis))
+    return apply(rule_of(node, axis, mesh, whole=whole), operands, gradients, mesh.pieces(axis))
 
 
 def local_shapes(node: Node, mesh: Mesh) -> list[tuple[int, ...]]:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from autopar.placement import INVARIANT, PARTIAL, REPLICATE, Invariant, Partial, Placement, Replicate, Shard
+from autopar.placement import INVARIANT, PARTIAL, REPLICATE, Invariant, Partial, Pieces, Placement, Replicate, Shard
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Rule:
     addends: dict[int, str] = field(default_factory=dict)
     one_block: frozenset[str] = frozenset()
 
-    def cut_of(self, dims: Dims, shard: Shard, ranks: int) -> Cut:
+    def cut_of(self, dims: Dims, shard: Shard, ranks: Pieces) -> Cut:
         """The factors that a Shard of a tensor with these dims cuts. Raises RuleError if it cuts none cleanly."""
         dim = dims[shard.dim]
         size = self.dim_size(dim)
@@ -94,7 +94,7 @@ class Rule:
             cut[part] = tuple(taken)
         return cut
 
-    def _cut_merged(self, dim: tuple[str, ...], blocks: tuple[int, ...], ranks: int) -> Cut | None:
+    def _cut_merged(self, dim: tuple[str, ...], blocks: tuple[int, ...], ranks: Pieces) -> Cut | None:
         sizes = [self.sizes[f] for f in dim]
         fallback = None
         for i, factor in enumerate(dim):
@@ -152,7 +152,7 @@ class Rule:
         return [self.shard_of(dims, cut) or whole for dims in self.results]
 
 
-def apply(rule: Rule, operands: Sequence[Placement], gradients: Sequence[bool], ranks: int) -> list[Placement]:
+def apply(rule: Rule, operands: Sequence[Placement], gradients: Sequence[bool], ranks: Pieces) -> list[Placement]:
     """Result placements of an op whose operands have these placements: the type rule.
 
     ``gradients``: which operands carry a gradient. Those without are the same whether called Replicate or Invariant.

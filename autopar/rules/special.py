@@ -36,7 +36,8 @@ def cross_entropy(call: Call) -> Rule:
 
 def attention(call: Call) -> Rule:
     """q (b, hk·g, s, d), k (b, hk, t, d), v (b, hk, t, e) -> (b, hk·g, s, e), (b, hk·g, s). Heads and batch may be
-    cut."""
+    cut; so may queries into token slices (axis "sl") where each attends to keys that an earlier slice or its own made.
+    """
     batch, heads, queries, width = call.shape("q")
     _, kv_heads, keys, _ = call.shape("k")
     b, s, t = call.factor("b", batch), call.factor("s", queries), call.factor("t", keys)
@@ -44,7 +45,7 @@ def attention(call: Call) -> Rule:
     hk, g = call.factor("hk", kv_heads), call.factor("g", heads // kv_heads)
     h = (*hk, *g)
     full: Dims = (b, h, s, t)
-    optional: dict[str, Dims] = {"sinks": (h,), "key_mask": (b, t), "segments": (b, s)}
+    optional: dict[str, Dims] = {"sinks": (h,), "key_mask": (b, t), "segments": (b, t)}
     operands: list[Dims | None] = [(b, h, s, d), (b, hk, t, d), (b, hk, t, e)]
     for name in ("bias", "key_mask", "segments", "sinks", "seed"):
         if isinstance(call.args.get(name), Node):
@@ -57,7 +58,10 @@ def attention(call: Call) -> Rule:
                 operands.append(tuple(() if n == 1 else dim for n, dim in zip(shape, optional[name], strict=True)))
     operands += [None] * (len(call.operands) - len(operands))
     why = "attention mixes it; context parallelism cuts it"
-    blocked = {f: why for dims in (s, t) for f in dims}
+    if call.axis == "sl":
+        why = "queries attend to later tokens: no causal flag is set"
+    causal = call.args["causal"] and queries == keys
+    blocked = {f: why for f in (t if call.axis == "sl" and causal else (*s, *t))}
     blocked |= {f: "attention contracts it before a softmax" for f in d}
     blocked |= {f: "the log-sum-exp beside the result does not have it" for f in e}
     return call.rule(operands, [(b, h, s, e), (b, h, s)], blocked=blocked)

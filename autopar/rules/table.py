@@ -9,7 +9,7 @@ import torch
 
 import autopar.ops  # noqa: F401  (registers the operators that the table names)
 from autopar.adapters.operators import makes_tensors, mutates
-from autopar.conversions import convert, exchange
+from autopar.conversions import convert, exchange, exchange_slice
 from autopar.rules import special as sp
 from autopar.rules import views as vw
 from autopar.rules.builders import blocks_dims, einsum, factory, like, opaque, pointwise, reduction, words
@@ -145,4 +145,4 @@ add(
 RULES[embedding_of_piece] = sp.embedding
 RULES[cross_entropy_of_piece] = sp.cross_entropy
 RULES[operator.getitem] = sp.getitem
-RULES[convert] = RULES[exchange] = sp.conversion_of_other_axis
+RULES[convert] = RULES[exchange] = RULES[exchange_slice] = sp.conversion_of_other_axis

@@ -35,7 +35,7 @@ def attend(build: Build, q: Node, k: Node, v: Node, facts: Facts) -> Node:
         k, v = bases
     both = build(
         torch.ops.autopar.attention.default, q, k, v, facts.bias, facts.key_mask, None, None, None,
-        facts.causal, 0, 0, facts.scale, 0.0, facts.dropout, 0, [], [],
+        facts.causal, 0, 0, 0, facts.scale, 0.0, facts.dropout, 0, [], [],
     )  # fmt: skip
     return build(operator.getitem, both, 0)
 

@@ -1,0 +1,117 @@
+"""From a local graph to a pipeline: cut into parts, differentiate each, order the actions. Pure, as all of compiling.
+
+    local graph -> cut_stages -> per part: F, BW, B, W, G, R -> schedule -> Order
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from torch.fx import GraphModule, Node
+
+from autopar.conversions import is_conversion
+from autopar.flow import Flow, flow_of
+from autopar.graph import placeholders
+from autopar.pass_manager import Context, PassManager
+from autopar.passes import STEP_PASSES
+from autopar.passes.cut_stages import Cut, PartGraph, cut_stages
+from autopar.passes.differentiate import differentiate_part, lowered
+from autopar.passes.parameter_graphs import gather_graph, inline_gathers, reduce_graph
+from autopar.planner.parts import cut_at, parts_by_node, units_of
+from autopar.planner.pipeline import make_order
+from autopar.steps import Pipeline, Stage, StepGraph
+
+
+def compile_pipeline(gm: GraphModule, ctx: Context, train: bool = True) -> Pipeline:
+    """Cut a local graph as the plan says and compile its parts. Raises ValueError where the graph has no such layers
+    or the schedule does not take the number of micro-batches."""
+    assert ctx.plan is not None and ctx.plan.pipeline is not None
+    plan = ctx.plan
+    flow = flow_of(gm, plan.inputs)
+    cut = cut_stages(gm, flow, place(flow, plan.pipeline.cuts), plan.pipeline.parts)
+    parts = [_compile_part(k, part, cut, ctx, train) for k, part in enumerate(cut.parts)]
+    order = make_order(plan, parts, cut.hops, train)
+    return Pipeline(parts, cut.hops, order, *_prologues(cut, ctx), plan.pipeline.slices)
+
+
+def place(flow: Flow, cuts: tuple[str, ...]) -> dict[Node, int]:
+    """The part of every main node. A conversion belongs to its first user, so that what is sent is not gathered yet."""
+    units = units_of([n for n in flow.main if not is_conversion(n)], len(cuts) + 1)
+    part_of = parts_by_node(units, cut_at(units, cuts, len(cuts) + 1))
+    for node in reversed(flow.main):
+        if node not in part_of:
+            users = [part_of[u] for u in node.users if u in part_of]
+            part_of[node] = min(users) if users else len(cuts)
+    for node in flow.main:  # what leaves the model belongs to what it is made of
+        if is_conversion(node) and not any(u in part_of for u in node.users):
+            part_of[node] = part_of[node.args[0]]  # type: ignore[index]
+    return part_of
+
+
+def _compile_part(k: int, part: PartGraph, cut: Cut, ctx: Context, train: bool) -> Stage:
+    ctx.prefix = f"part{k}."
+    ctx.observe("part", part.graph)
+    results = {name: kind if train or kind != "loss" else "output" for name, kind in part.results.items()}
+    stage = differentiate_part(part.graph, results if train else _without_gradients(results), part.fixed)
+    nodes = {n.name: n for n in cut.flow.used}
+    used = {nodes[name]: cut.flow.used[nodes[name]] for name in part.fixed if name in nodes}
+    stage.gather, stage.aliases = gather_graph(used)
+    stage.mutations = part.mutations
+    stage.parameters = parameter_names(part.graph, [p.name for p in used.values()])
+    graphs = [g for g in (stage.backward, stage.backward_input, stage.backward_weight) if g is not None]
+    stage.reduce = reduce_graph(used, [name for g in graphs for name in g.outputs])
+    assert ctx.plan is not None
+    if ctx.plan.options.gathers == "layer" and stage.gather is not None:
+        _gather_inside(stage)
+    for name in GRAPHS:
+        step = getattr(stage, name)
+        if step is not None:
+            setattr(stage, name, _finished(name, step, ctx))
+    ctx.prefix = ""
+    return stage
+
+
+GRAPHS = ("gather", "forward", "backward", "backward_input", "backward_weight", "reduce")
+
+
+def _without_gradients(results: Mapping[str, str]) -> dict[str, str]:
+    return {name: "output" for name in results}
+
+
+def _gather_inside(stage: Stage) -> None:
+    """Parameters are gathered by every graph that uses them, and die in between."""
+    gather = stage.gather
+    assert gather is not None
+    inline = partial(inline_gathers, gather=gather)
+    stage.forward = inline(stage.forward)
+    stage.backward = stage.backward and inline(stage.backward)
+    stage.backward_input = stage.backward_input and inline(stage.backward_input)
+    stage.backward_weight = stage.backward_weight and inline(stage.backward_weight)
+    stage.gather = None
+
+
+def _finished(name: str, step: StepGraph, ctx: Context) -> StepGraph:
+    graph = PassManager(STEP_PASSES).run(step.graph, ctx)
+    ctx.observe(name, graph)
+    assert len(placeholders(graph)) == len(step.inputs)
+    return StepGraph(graph, step.inputs, step.outputs)
+
+
+def _prologues(cut: Cut, ctx: Context) -> tuple[StepGraph | None, StepGraph | None]:
+    found = []
+    for name, graph in (("once", cut.once), ("each", cut.each)):
+        if graph is None:
+            found.append(None)
+            continue
+        inputs, results = [n.name for n in placeholders(graph)], graph.meta["results"]
+        step = StepGraph(lowered(graph), inputs, list(results))
+        ctx.observe(name, step.graph)
+        found.append(step)
+    return found[0], found[1]
+
+
+def parameter_names(gm: GraphModule, nodes: list[str]) -> list[str]:
+    """Original names of parameters by the names of their placeholders."""
+    names = {s.node: s.name for s in gm.meta["signature"].inputs}
+    return list(dict.fromkeys(names[n] for n in nodes))

@@ -1,0 +1,109 @@
+"""What a schedule comes to: numbers of one, all schedules side by side, and the part of the report that shows one."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from autopar.grid import grid
+from autopar.picture import svg
+from autopar.report import Section, facts
+from autopar.schedule import SCHEDULES, Costs, Order, Request
+from autopar.timeline import Timeline, simulate
+from autopar.trace import Event
+
+SECTION = "Pipeline"
+
+
+def summary(timeline: Timeline) -> dict[str, Any]:
+    """Plain JSON values: makespan; bubble (idle share of a step: for equal stages 1 - m (F + B + W) / cost, Qi et al.
+    2024); peak memory and order of each rank."""
+    return {
+        "makespan": timeline.makespan,
+        "bubble": timeline.bubble,
+        "peak": [round(value, 9) for value in timeline.memory],
+        "order": [[str(action) for action in actions] for actions in timeline.order.ranks],
+    }
+
+
+def describe(timeline: Timeline, unit: str = "") -> list[tuple[str, str]]:
+    """(what, value) for people."""
+    unit = f" {unit}" if unit else ""
+    rows = [("makespan", f"{timeline.makespan:,.6g}{unit}")]
+    if timeline.cost < timeline.makespan * (1 - 1e-9):
+        rows.append(("step (each rank from its own start)", f"{timeline.cost:,.6g}{unit}"))
+    most = max(timeline.memory)
+    rank = timeline.memory.index(most)
+    return [*rows, ("bubble", f"{timeline.bubble:.2%}"), ("peak memory", f"{most:.4g} (rank {rank})")]
+
+
+def pipeline_section(
+    timeline: Timeline, measured: Iterable[Event] | None = None, notes: Sequence[str] = (), unit: str = ""
+) -> Section:
+    """A part of the report: numbers, picture, grid, and the actions as the executor reads them.
+
+    measured: (rank, action, start, end) of a real run, in the timeline's unit. notes: a line each.
+    """
+    order, events = timeline.order, None if measured is None else list(measured)
+    rows = [("schedule", order.name), ("ranks", str(len(order.ranks))), ("stages", str(len(order.rank_of)))]
+    rows += [("micro-batches", str(order.micro_batches)), *describe(timeline, unit)]
+    if events:
+        took = max(e[3] for e in events) - min(e[2] for e in events)
+        rows.append(("measured", f"{took:,.6g}{f' {unit}' if unit else ''}"))
+    lines = "".join(f"<p class=muted>{html.escape(note)}</p>" for note in notes)
+    grids = (("grid", grid(timeline, 160).plain), ("actions", order.text()))
+    texts = "".join(
+        f"<details class=inner><summary>{name}</summary><pre>{html.escape(text)}</pre></details>"
+        for name, text in grids
+    )
+    picture = svg(timeline, title=order.name, measured=events, unit=unit)
+    return Section(SECTION, f"{facts(rows)}{lines}\n{picture}<div class=level>{texts}</div>")
+
+
+# --- schedules side by side ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One row of a comparison: a timeline, or why there is none."""
+
+    name: str
+    timeline: Timeline | None = None
+    refusal: str = ""
+
+
+def run(name: str, request: Request, costs: Costs) -> Timeline:
+    """Make a schedule and simulate it.
+
+    ``costs`` are of a rank's whole share of the model for one micro-batch (parts are equal shares of it), so schedules
+    with more parts per rank compare. Raises ValueError for unknown names, and for what a schedule cannot do.
+    """
+    entry = SCHEDULES[name]
+    each = costs.divided(max(request.chunks, 1))
+    order = entry.make(replace(request, costs=each))
+    assert order.parts == request.ranks * request.chunks, f"{name}: {order.parts} parts"
+    return simulate(order, each)
+
+
+def compare(request: Request, costs: Costs, chunks: int | None = None) -> list[Outcome]:
+    """Every schedule on the same work, with its own number of parts per rank unless ``chunks`` is given."""
+    out = []
+    for name, entry in SCHEDULES.items():
+        try:
+            asked = replace(request, chunks=chunks or entry.chunks)
+            out.append(Outcome(name, run(name, asked, costs)))
+        except ValueError as error:
+            out.append(Outcome(name, refusal=" ".join(str(error).split())))
+    return out
+
+
+def sent(order: Order) -> int:
+    """Activations that go from rank to rank in a step; as many gradients come back."""
+    hops = [
+        sum(order.rank_of[a] != order.rank_of[b] for a, b in pairwise(chain)) * order.chain_of.count(i)
+        for i, chain in enumerate(order.chains)
+    ]
+    return sum(hops) * order.slices

@@ -1,0 +1,223 @@
+"""The plan of a pipeline: schedule, cuts, token slices, and who holds which parameter; and the order of its actions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch.fx import GraphModule, Node
+
+from autopar.conversions import is_conversion
+from autopar.flops import DEFAULT, Device, seconds_of
+from autopar.flow import Flow, flow_of
+from autopar.graph import ancestors, nbytes, placeholders
+from autopar.memory import optimizer_bytes, storage_bytes
+from autopar.mesh import Mesh
+from autopar.parameter import ParameterSpec
+from autopar.plan import Options, PipelinePlan, Plan
+from autopar.planner.parts import Unit, cut_at, parts_by_node, units_of
+from autopar.runtime.schedules.choose import chosen
+from autopar.schedule import SCHEDULES, Action, Costs, Hop, Order, Request, Schedule
+from autopar.steps import Stage, StepGraph
+
+MOST_CHUNKS = 2  # parts per rank that the plan considers when it chooses the schedule
+
+
+def plan_pipeline(
+    gm: GraphModule, mesh: Mesh, options: Options, specs: Sequence[ParameterSpec], fixed: PipelinePlan | None = None
+) -> tuple[PipelinePlan, list[tuple[str, str]]]:
+    """(plan, notes) for a normalised global graph on a mesh with pp. ``fixed``: an earlier plan of the same model; its
+    cuts and schedule are kept, so that every rank keeps its parameters.
+
+    Raises ValueError for unknown schedules and cuts, and more parts than layers.
+    """
+    planner = _Planner(gm, mesh, options, specs)
+    if fixed is not None:
+        return replace(fixed, holders=planner.holders(fixed.cuts)), []
+    name, notes = planner.schedule()
+    entry = SCHEDULES[name]
+    chunks = options.chunks or entry.chunks
+    cuts, costs = planner.cut(mesh.size("pp") * chunks, entry)
+    if options.cuts:
+        notes.append(("pipeline", f"cuts {', '.join(cuts)}: the user's choice"))
+    else:
+        times = " ".join(f"{t / max(costs):.2f}" for t in costs)
+        notes.append(("pipeline", f"cuts {', '.join(cuts)}: times of the parts relative to the largest {times}"))
+    return PipelinePlan(name, cuts, chunks, (), planner.holders(cuts)), notes
+
+
+class _Planner:
+    def __init__(self, gm: GraphModule, mesh: Mesh, options: Options, specs: Sequence[ParameterSpec]) -> None:
+        self.gm, self.mesh, self.options = gm, mesh, options
+        self.flow: Flow = flow_of(gm)
+        self.specs = {s.name: s for s in specs}
+        self.names = {s.node: s.name for s in gm.meta["signature"].inputs if s.kind == "parameter"}
+        self.main = [n for n in self.flow.main if not is_conversion(n)]
+
+    def schedule(self) -> tuple[str, list[tuple[str, str]]]:
+        """The user's schedule, or the fastest by simulation."""
+        if self.options.schedule:
+            SCHEDULES[self.options.schedule]  # an unknown name is an error that lists the known ones
+            return self.options.schedule, []
+        ranks = self.mesh.size("pp")
+        if len(self.options.cuts) + 1 != ranks and self.options.cuts:
+            raise ValueError(
+                f"pipeline: {len(self.options.cuts)} cuts make {len(self.options.cuts) + 1} parts, axis 'pp' has size "
+                f"{ranks}; name the schedule that runs so many parts (interleaved, zb_v, ...), or give {ranks - 1} cuts"
+            )
+        costs: dict[int, Costs] = {}
+        for chunks in range(1, 1 if self.options.cuts else MOST_CHUNKS + 1):
+            try:
+                _, times = self.cut(ranks * chunks, SCHEDULES["1f1b"])
+            except ValueError:
+                if chunks == 1:
+                    raise
+                continue
+            t = tuple(times)
+            costs[chunks] = Costs(t, t, t, activations=t, stash=tuple(x / 2 for x in t))
+        if self.options.cuts:
+            costs[1] = Costs()
+        name, reason = chosen(ranks, self.options.micro_batches, costs)
+        return name, [("pipeline", f"schedule {name}: {reason}")]
+
+    def cut(self, parts: int, entry: Schedule) -> tuple[tuple[str, ...], list[float]]:
+        """Names of the units that begin further parts, and the time of each part."""
+        units = units_of(self.main, parts)
+        costs = self._costs(units)
+        if self.options.cuts:
+            starts = cut_at(units, self.options.cuts, parts)
+        else:
+            starts = self._balanced(costs, parts, entry)
+        ends = [*starts[1:], len(units)]
+        times = [sum(c.time for c in costs[a:b]) for a, b in zip(starts, ends, strict=True)]
+        return tuple(units[s].name for s in starts[1:]), times
+
+    def _balanced(self, costs: list, parts: int, entry: Schedule) -> list[int]:
+        n = len(costs)
+        t = [c.time for c in costs]
+        best = {(0, 0): (0.0, [])}
+        for k in range(1, parts + 1):
+            for j in range(k, n + 1):
+                best[k, j] = min((max(best[k-1, i][0], sum(t[i:j])), best[k-1, i][1] + [i]) for i in range(k-1, j) if (k-1, i) in best)
+        return best[parts, n][1]
+
+    def _costs(self, units):
+        class C: pass
+        out = []
+        for u in units:
+            c = C(); c.time = seconds_of(u.nodes); out.append(c)
+        return out
+
+    def holders(self, cuts: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+        """Parameter -> the parts that use it; () for one that no part uses."""
+        units = units_of(self.main, len(cuts) + 1)
+        part_of = parts_by_node(units, cut_at(units, cuts, len(cuts) + 1))
+        found: dict[str, set[int]] = {name: set() for name in self.names.values()}
+        for node, part in part_of.items():
+            for x in self._parameters_behind(node):
+                found[self.names[x.name]].add(part)
+        return {name: tuple(sorted(parts)) for name, parts in found.items()}
+
+    def _parameters_behind(self, node: Node) -> list[Node]:
+        """Parameters that a main node takes, directly or through values that depend on parameters alone."""
+        sources = [x for x in node.all_input_nodes if x in self.flow.parameter_only]
+        return [x for x in ancestors(sources) if x.name in self.names]
+
+
+# --- the order of actions --------------------------------------------------------------------------------
+
+
+def make_order(plan: Plan, parts: Sequence[Stage], hops: Sequence[Hop], train: bool = True) -> Order:
+    """The compute actions of a step. Raises ValueError where the schedule does not take the number of micro-batches."""
+    assert plan.pipeline is not None
+    pipeline = plan.pipeline
+    entry = SCHEDULES[pipeline.schedule]
+    costs = costs_of(parts, hops)
+    limit = plan.options.memory_limit or None
+    slices = max(len(pipeline.slices), 1)
+    request = Request(
+        plan.mesh.size("pp"), plan.options.micro_batches, pipeline.chunks, slices, costs, limit and float(limit)
+    )
+    if train:
+        return entry.make(request)
+    return forward_order(entry.make(replace(request, micro_batches=least_micro_batches(pipeline, plan.mesh))))
+
+
+def forward_order(order: Order) -> Order:
+    """F of one micro-batch along the first chain: for evaluation."""
+    rows: list[list[Action]] = [[] for _ in order.ranks]
+    for stage in order.chains[0]:
+        rows[order.rank_of[stage]].append(Action(stage, "F", 0))
+    return Order("forward", tuple(map(tuple, rows)), order.chains[:1], order.rank_of, (0,))
+
+
+def layout(pipeline: PipelinePlan, mesh: Mesh) -> Order:
+    """Chains and ranks of a schedule's stages, on as few micro-batches as it takes."""
+    ranks = mesh.size("pp")
+    slices = max(len(pipeline.slices), 1)
+    request = Request(ranks, least_micro_batches(pipeline, mesh), pipeline.chunks, slices)
+    return SCHEDULES[pipeline.schedule].make(request)
+
+
+def least_micro_batches(pipeline: PipelinePlan, mesh: Mesh) -> int:
+    """A number of micro-batches that any schedule takes."""
+    return 2 * mesh.size("pp") * pipeline.chunks
+
+
+def owners(plan: Plan) -> dict[str, tuple[int, ...]]:
+    """Parameter -> the coordinates on pp that hold it, its owner first. One that no part uses lives on the first."""
+    if plan.pipeline is None:
+        return {}
+    order = layout(plan.pipeline, plan.mesh)
+    found = {}
+    for name, parts in plan.pipeline.holders.items():
+        ranks = {order.rank_of[chain[k]] for chain in order.chains for k in parts}
+        found[name] = tuple(sorted(ranks)) or (0,)
+    return found
+
+
+def costs_of(parts: Sequence[Stage], hops: Sequence[Hop], device: Device = DEFAULT) -> Costs:
+    """Seconds and bytes of every part's actions, estimated from its step graphs."""
+
+    def time(graph: StepGraph | None) -> float:
+        return seconds_of(graph.graph.graph.nodes, device) if graph is not None else 0.0
+
+    received = [sum(_hop_bytes(h) for h in hops if h.target == k) for k in range(len(parts))]
+    comm = max((device.latency + _hop_bytes(h) / device.link for h in hops), default=0.0)
+    return Costs(
+        F=tuple(time(p.forward) for p in parts),
+        B=tuple(time(p.backward_input) for p in parts),
+        W=tuple(time(p.backward_weight) for p in parts),
+        comm=comm,
+        G=tuple(time(p.gather) for p in parts),
+        R=tuple(time(p.reduce) for p in parts),
+        activations=tuple(float(kept(p) + r) for p, r in zip(parts, received, strict=True)),
+        stash=tuple(float(_taken(p.backward_weight)) for p in parts),
+    )
+
+
+def kept(part: Stage) -> int:
+    """Bytes that F of a part keeps for its backward, without what it received."""
+    names = part.forward.outputs
+    return storage_bytes(part.forward.graph, [i for i, n in enumerate(names) if n and n.startswith("saved:")])
+
+
+def _taken(step: StepGraph | None) -> int:
+    """Bytes that W takes over from F and B."""
+    if step is None:
+        return 0
+    nodes = dict(zip(step.inputs, placeholders(step.graph), strict=True))
+    return sum(nbytes(n) for name, n in nodes.items() if name.startswith(("saved:", "stash:")))
+
+
+def _hop_bytes(hop: Hop) -> int:
+    return sum(math.prod(shape) for shape in hop.shapes) * hop.dtype.itemsize
+
+
+def static_bytes(specs: Mapping[str, ParameterSpec], names: Sequence[str], mesh: Mesh) -> int:
+    """Parameters, gradients and optimizer states of one rank."""
+    held = [specs[n] for n in names]
+    return sum(p.nbytes(mesh) * (2 if p.requires_grad else 1) for p in held) + sum(
+        optimizer_bytes(p, mesh) for p in held if p.requires_grad
+    )

@@ -1,0 +1,202 @@
+"""cut_stages: a local graph becomes the graphs of its parts, by dataflow.
+
+Consumes    a local graph without micro-batch conversions, and the part of each main node.
+Guarantees  every part is a graph of its own. Its inputs: parameters as they are used, buffers, values that depend on no
+            parameter, and values received from earlier parts. Its outputs: values for later parts, losses, new
+            buffer values. A value that several later parts use goes from user to user (hops); so a part that uses a
+            value and hands it on has no copy of it among its outputs, where its gradient would be lost.
+Leaves      one computation of each main value. Values that derive from parameters alone (a position bias) are made
+            again by every part that uses them, so that their gradients are added as those of tied weights are;
+            values that depend on no parameter (rotary tables, masks, shifted labels) are made once, by a prologue:
+            per step if they are the same for all micro-batches, else per micro-batch.
+
+    h0 = layer0(embed(ids)); h1 = layer1(h0, cos); loss = head(h1)
+        -->
+    once: cos       part 0: (ids) -> h0       part 1: (h0, cos, labels) -> loss        hop h0: 0 -> 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from autopar.flow import Flow
+from autopar.graph import add_placeholder, has_gradient, outputs
+from autopar.passes.joint import VIEWS, part_of_view
+from autopar.schedule import Hop
+
+
+@dataclass
+class PartGraph:
+    """One part: its graph, the kind of each result (see `differentiate_part`), the names of its placeholders that are
+    parameters, buffers or constants, and of those that it receives."""
+
+    graph: GraphModule
+    results: dict[str, str]
+    fixed: list[str]
+    received: list[str]
+    mutations: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Cut:
+    """The parts of a model, what goes between them, and the prologue's graphs with the names of their results."""
+
+    parts: list[PartGraph]
+    hops: list[Hop]
+    once: GraphModule | None
+    each: GraphModule | None
+    flow: Flow
+
+
+def cut_stages(gm: GraphModule, flow: Flow, part_of: Mapping[Node, int], count: int) -> Cut:
+    """Cut a local graph into ``count`` parts; ``part_of`` says it for each main node. ``gm`` is left as it is."""
+    cutter = _Cutter(gm, flow, part_of, count)
+    parts = [cutter.part(k) for k in range(count)]
+    once = cutter.prologue([n for n in cutter.frontier if n not in flow.repeated], "Once")
+    each = cutter.prologue([n for n in cutter.frontier if n in flow.repeated], "Each")
+    return Cut(parts, cutter.hops, once, each, flow)
+
+
+class _Cutter:
+    def __init__(self, gm: GraphModule, flow: Flow, part_of: Mapping[Node, int], count: int) -> None:
+        self.gm, self.flow, self.part_of, self.count = gm, flow, part_of, count
+        self.order = {n: i for i, n in enumerate(gm.graph.nodes)}
+        self.frontier: dict[Node, None] = {}  # values of the prologue
+        self.kept = self._outputs()
+        self.hops, self.sent, self.received = self._hops()
+
+    def _outputs(self) -> list[list[tuple[str, str, Node]]]:
+        """Per part: (name, kind, value) of the model's outputs that it makes."""
+        found: list[list[tuple[str, str, Node]]] = [[] for _ in range(self.count)]
+        specs = self.gm.meta["signature"].outputs
+        for i, (spec, value) in enumerate(zip(specs, outputs(self.gm), strict=True)):
+            if not isinstance(value, Node):
+                continue
+            part = self.part_of.get(value, self.count - 1)
+            loss = has_gradient(value) and not value.meta["val"].dim() and spec.kind == "output"
+            found[part].append((f"output:{i}", "loss" if loss else spec.kind, value))
+        return found
+
+    def _hops(self) -> tuple[list[Hop], list[list[Node]], list[list[Node]]]:
+        """Main values that later parts use travel from user to user."""
+        hops: list[Hop] = []
+        sent: list[list[Node]] = [[] for _ in range(self.count)]
+        received: list[list[Node]] = [[] for _ in range(self.count)]
+        for node in self.flow.main:
+            home = self.part_of[node]
+            users = sorted({self.part_of[u] for u in node.users if u in self.part_of} - {home})
+            users = [k for k in users if self._needs(k, node)]
+            assert all(k > home for k in users), f"cut_stages: {node.name} of part {home} is used before it is made"
+            for source, target in zip([home, *users], users, strict=False):
+                val = node.meta["val"]
+                assert isinstance(val, torch.Tensor), f"cut_stages: the tuple {node.name} crosses a cut"
+                hops.append(Hop(node.name, source, target, has_gradient(node), (tuple(val.shape),), val.dtype))
+                received[target].append(node)
+            if users:
+                sent[home].append(node)
+        return hops, sent, received
+
+    def _needs(self, part: int, node: Node) -> bool:
+        return any(self.part_of.get(u) == part for u in node.users)
+
+    # --- parts --------------------------------------------------------------------------------------------
+
+    def part(self, k: int) -> PartGraph:
+        """The graph of one part."""
+        graph, copies = Graph(), dict[Node, Node]()
+        results = self._results(k)
+        own = [n for n in self.flow.main if self.part_of[n] == k]
+        wanted = [*own, *(value for _, _, value in results)]
+        inputs = self._inputs(k, wanted)
+        for node in inputs:
+            copies[node] = add_placeholder(graph, node.name)
+            copies[node].meta = dict(node.meta)
+            self._as_input(copies[node], node)
+
+        def copy(node: Node) -> Node:
+            if node not in copies:
+                for x in node.all_input_nodes:
+                    copy(x)
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+            return copies[node]
+
+        for node in own:
+            copy(node)
+        graph.output(tuple(copy(value) for _, _, value in results))
+        gm = GraphModule(torch.nn.Module(), graph, f"Part{k}")
+        gm.meta["signature"] = self.gm.meta["signature"]
+        mutated = self.gm.meta["signature"].outputs
+        return PartGraph(
+            gm,
+            {name: kind for name, kind, _ in results},
+            [n.name for n in inputs if n in self.flow.used or self.flow.kinds.get(n.name) in ("buffer", "constant")],
+            [n.name for n in self.received[k]],
+            {name: mutated[int(name[7:])].name for name, kind, _ in results if kind == "mutation"},
+        )
+
+    def _as_input(self, new: Node, node: Node) -> None:
+        """A received value is contiguous, whatever its strides were; a gathered weight has a gradient as stored."""
+        val = node.meta["val"]
+        new.meta["val"] = val.new_empty(val.shape)
+
+    def _results(self, k: int) -> list[tuple[str, str, Node]]:
+        return [*self.kept[k], *((n.name, "sent", n) for n in self.sent[k])]
+
+    def _inputs(self, k: int, wanted: Iterable[Node]) -> list[Node]:
+        """Where the part begins: used parameters, received values, and what depends on no parameter."""
+        found: set[Node] = set()
+        seen: set[Node] = set()
+        queue = list(wanted)
+        while queue:
+            node = queue.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            elsewhere = node in self.part_of and self.part_of[node] != k
+            if elsewhere or node in self.flow.used or node.op == "placeholder":
+                found.add(node)
+            elif self.flow.is_free(node) and not self._is_view(node):
+                found.add(node)
+                self.frontier[node] = None
+            else:
+                queue += node.all_input_nodes
+        return sorted(found, key=self.order.__getitem__)
+
+    @staticmethod
+    def _is_view(node: Node) -> bool:
+        """A view of what a prologue made is made again where it is used: sent through, it would be written out."""
+        return bool(node.all_input_nodes) and (node.target in VIEWS or part_of_view(node))
+
+    # --- prologue -----------------------------------------------------------------------------------------
+
+    def prologue(self, wanted: list[Node], title: str) -> GraphModule | None:
+        """A graph that makes values which depend on no parameter; its results have their nodes' names in
+        ``meta["results"]``."""
+        if not wanted:
+            return None
+        wanted = sorted(wanted, key=self.order.__getitem__)
+        needed: set[Node] = set()
+        queue = list(wanted)
+        while queue:
+            node = queue.pop()
+            if node not in needed:
+                needed.add(node)
+                queue += node.all_input_nodes
+        graph, copies = Graph(), dict[Node, Node]()
+        for node in self.gm.graph.nodes:
+            if node in needed:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.output(tuple(copies[n] for n in wanted))
+        gm = GraphModule(torch.nn.Module(), graph, title)
+        gm.meta["results"] = [n.name for n in wanted]
+        return gm
+
+
+def parameters_of(gm: GraphModule, flow: Flow, part: PartGraph) -> list[str]:
+    """Names of the placeholders of ``gm`` that are the parameters of a part."""
+    nodes = {n.name: n for n in flow.used}
+    return list(dict.fromkeys(flow.used[nodes[name]].name for name in part.fixed if name in nodes))

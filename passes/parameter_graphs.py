@@ -1,0 +1,154 @@
+"""parameter_graphs: what a part of a pipeline does with its parameters before and after compute.
+
+Consumes    the conversions behind the parameters of a part: chains of identities and gathers.
+Guarantees  G makes the used parameters from the stored ones, R the stored gradients from those of the used ones: by the
+            transposed conversions, in reverse. So both run once per step, whatever the number of micro-batches. A
+            chain that moves nothing forward (whole weights) is not in G, but its transpose, a sum, is in R.
+Leaves      parameters that are used as they are stored.
+
+    w_r = exchange(w, "dp", S(0), R)        G: w -> w_r = all_gather(w)      R: grad w_r -> reduce_scatter -> grad w
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from autopar.conversions import exchange, is_conversion
+from autopar.graph import add_placeholder, placeholders
+from autopar.passes.differentiate import lowered
+from autopar.placement import conversion, dual, parse_placement
+from autopar.steps import StepGraph
+
+
+def chain_of(node: Node) -> list[Node]:
+    """The conversions between a parameter and one of its used values, parameter's side first."""
+    found: list[Node] = []
+    while is_conversion(node):
+        found.append(node)
+        node = node.args[0]  # type: ignore[assignment]
+    return found[::-1]
+
+
+def moves(node: Node) -> bool:
+    """Whether a conversion does anything to the value."""
+    return conversion(*map(parse_placement, map(str, node.args[3:5]))) != "none"
+
+
+def gather_graph(used: Mapping[Node, Node]) -> tuple[StepGraph | None, dict[str, str]]:
+    """(G, aliases: used -> stored name of those that nothing moves). ``used``: used node -> its parameter."""
+    aliases = {u.name: p.name for u, p in used.items() if not any(map(moves, chain_of(u))) and u is not p}
+    moved = {u: p for u, p in used.items() if u is not p and u.name not in aliases}
+    if not moved:
+        return None, aliases
+    graph, copies = Graph(), dict[Node, Node]()
+    for parameter in dict.fromkeys(moved.values()):
+        copies[parameter] = add_placeholder(graph, parameter.name)
+        copies[parameter].meta = dict(parameter.meta)
+    for u in moved:
+        for node in chain_of(u):
+            if node not in copies:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[u] for u in moved))
+    gm = GraphModule(torch.nn.Module(), graph, "Gather")
+    inputs = [n.name for n in placeholders(gm)]
+    return StepGraph(lowered(gm), inputs, [u.name for u in moved]), aliases
+
+
+def reduce_graph(used: Mapping[Node, Node], available: Iterable[str | None]) -> StepGraph | None:
+    """R. ``available``: names of the gradients that there are (``grad:`` of used nodes)."""
+    known = set(available)
+    targets: dict[Node, list[Node]] = {}
+    for u, parameter in used.items():
+        if f"grad:{u.name}" in known:
+            targets.setdefault(parameter, []).append(u)
+    targets = {p: us for p, us in targets.items() if us != [p]}
+    if not targets:
+        return None
+    graph, results, inputs = Graph(), [], []
+    given: dict[Node, Node] = {}
+    for u in (u for us in targets.values() for u in us):
+        given[u] = add_placeholder(graph, f"grad_{u.name}")
+        val = u.meta["val"]
+        given[u].meta = {"val": val.new_empty(val.shape), "has_gradient": False}
+        inputs.append(f"grad:{u.name}")
+    for us in targets.values():
+        total = None
+        for u in us:
+            reduced = _transposed(graph, given[u], u)
+            total = reduced if total is None else graph.call_function(torch.ops.aten.add.Tensor, (total, reduced))
+        results.append(total)
+    graph.output(tuple(results))
+    gm = GraphModule(torch.nn.Module(), graph, "Reduce")
+    _run_fake(gm)
+    return StepGraph(lowered(gm), inputs, [f"grad:{p.name}" for p in targets])
+
+
+def _transposed(graph: Graph, gradient: Node, used: Node) -> Node:
+    """The gradient through the transposes of a chain, last conversion first."""
+    for node in reversed(chain_of(used)):
+        _, axis, size, src, dst = node.args
+        back = str(dual(parse_placement(str(dst)))), str(dual(parse_placement(str(src))))
+        gradient = graph.call_function(exchange, (gradient, axis, size, *back))
+    return gradient
+
+
+def _run_fake(gm: GraphModule) -> None:
+    mode = placeholders(gm)[0].meta["val"].fake_mode
+    for node in gm.graph.nodes:
+        if node.op == "call_function":
+            args = torch.fx.node.map_arg(node.args, lambda n: n.meta["val"])
+            with mode:
+                node.meta = {"val": node.target(*args), "has_gradient": False}
+
+
+def inline_gathers(step: StepGraph, gather: StepGraph) -> StepGraph:
+    """A step graph that gathers parameters itself, right before their first use, and so gathers them each time."""
+    sources = dict(zip(gather.outputs, gather.graph.graph.output_node().args[0], strict=True))  # type: ignore[arg-type]
+    stored = dict(zip(placeholders(gather.graph), gather.inputs, strict=True))
+    gm, inputs = step.graph, list(step.inputs)
+    nodes = dict(zip(step.inputs, placeholders(gm), strict=True))
+    for name, node in list(nodes.items()):
+        if name not in sources:
+            continue
+        order = {n: i for i, n in enumerate(gm.graph.nodes)}
+        first = min(node.users, key=order.__getitem__, default=None)
+        if first is None:
+            gm.graph.erase_node(node)
+            del nodes[name]
+            continue
+        copies: dict[Node, Node] = {}
+        new = _copied_before(gm, first, sources[name], stored, nodes, copies)
+        node.replace_all_uses_with(new)
+        gm.graph.erase_node(node)
+        del nodes[name]
+    by_node = {n: name for name, n in nodes.items()}
+    inputs = [by_node[n] for n in placeholders(gm)]
+    gm.recompile()
+    return StepGraph(gm, inputs, step.outputs)
+
+
+def _copied_before(
+    gm: GraphModule,
+    before: Node,
+    source: Node,
+    stored: Mapping[Node, str],
+    nodes: dict[str, Node],
+    copies: dict[Node, Node],
+) -> Node:
+    if source in copies:
+        return copies[source]
+    if source in stored:
+        name = stored[source]
+        if name not in nodes:
+            last = placeholders(gm)[-1]
+            nodes[name] = add_placeholder(gm.graph, source.name, last)
+            nodes[name].meta = dict(source.meta)
+        return nodes[name]
+    for x in source.all_input_nodes:
+        copies[x] = _copied_before(gm, before, x, stored, nodes, copies)
+    with gm.graph.inserting_before(before):
+        copies[source] = gm.graph.node_copy(source, lambda n: copies[n])
+    return copies[source]

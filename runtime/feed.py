@@ -1,0 +1,71 @@
+"""What a compiled model is fed with: from names of placeholders to this rank's values.
+
+spec.kind       parameter, buffer, constant, seed    the value stored under the original name
+                input                                the batch of this rank, or its micro-batch
+                micro_batch                          the index, as a tensor
+                total                                what the prologue summed over all micro-batches
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule
+
+from autopar.graph import ancestors, outputs, placeholders
+from autopar.placement import Shard
+from autopar.steps import Compiled, StepGraph
+
+
+class Feed:
+    """Values by placeholder. ``specs``: placeholder -> InputSpec."""
+
+    def __init__(self, compiled: Compiled, device: torch.device) -> None:
+        self.specs = {s.node: s for s in compiled.local.meta["signature"].inputs}
+        self.micro_batches = compiled.plan.options.micro_batches
+        self._inputs, self._device = compiled.plan.inputs, device
+
+    def varies(self, name: str) -> bool:
+        """Whether a placeholder takes another value in every micro-batch."""
+        spec = self.specs.get(name)
+        if spec is None:
+            return False
+        cut = spec.kind == "input" and isinstance(self._inputs.get(spec.name, {}).get("mb"), Shard)
+        return cut or spec.kind == "micro_batch"
+
+    def value(self, name: str, values: Mapping[str, Tensor], micro_batch: int) -> Any:
+        """``values`` holds state by original name, inputs by path, and what the step made by node."""
+        spec = self.specs.get(name)
+        if spec is None or (spec.kind == "total" and name in values):
+            return values[name]
+        if spec.kind == "micro_batch":
+            return torch.tensor(micro_batch, device=self._device)
+        value = values[spec.name]
+        if not self.varies(name):
+            return value
+        count = value.shape[0] // self.micro_batches
+        return value.narrow(0, micro_batch * count, count)
+
+    def many(self, names: Sequence[str], values: Mapping[str, Tensor], micro_batch: int) -> list[Any]:
+        """Values of several placeholders."""
+        return [self.value(name, values, micro_batch) for name in names]
+
+
+def restricted(step: StepGraph | None, wanted: Collection[str]) -> StepGraph | None:
+    """The part of a graph that makes the results named in ``wanted``; None if it makes none of them."""
+    if step is None:
+        return None
+    made = {name: node for name, node in zip(step.outputs, outputs(step.graph), strict=True) if name in wanted}
+    if not made:
+        return None
+    needed = ancestors(made.values())
+    graph, copies = Graph(), dict[Any, Any]()
+    for node in step.graph.graph.nodes:
+        if node in needed:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in made.values()))
+    inputs = [name for name, node in zip(step.inputs, placeholders(step.graph), strict=True) if node in needed]
+    return StepGraph(GraphModule(step.graph, graph), inputs, list(made))

@@ -1,0 +1,122 @@
+"""A step as a flat list of instructions over slots: values have numbers, so that running one costs next to nothing.
+
+    slots = [None] * size        Instruction(apply, reads, writes): slots[writes] = apply(slots[reads])
+
+The list is made once, when a pipeline is bound. `finish` then finds out after which instruction nobody reads a slot any
+more: it is emptied before the instruction runs, so a graph that empties its list of inputs frees them in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Slots = list[Any]
+NOWHERE = -1  # a result that has no name
+
+
+@dataclass(slots=True)
+class Instruction:
+    """``apply`` takes the values of ``reads`` as one list and returns those of ``writes``.
+
+    dead: slots of ``reads`` that nobody reads later. stores: (index of the result, slot) of what somebody reads. Both
+    are set by `finish`.
+    """
+
+    apply: Callable[[list[Any]], Sequence[Any]]
+    reads: list[int]
+    writes: list[int] = field(default_factory=list)
+    dead: list[int] = field(default_factory=list)
+    stores: list[tuple[int, int]] = field(default_factory=list)
+
+    def run(self, slots: Slots) -> None:
+        inputs = [slots[i] for i in self.reads]
+        for i in self.dead:
+            slots[i] = None
+        found = self.apply(inputs)
+        for k, i in self.stores:
+            slots[i] = found[k]
+
+
+def finish(instructions: Sequence[Instruction], kept: Collection[int]) -> None:
+    """Set ``dead`` and ``stores``; slots in ``kept`` are read at the end."""
+    later = set(kept)
+    for instruction in reversed(instructions):
+        instruction.stores = [(k, i) for k, i in enumerate(instruction.writes) if i in later]
+        instruction.dead = [i for i in dict.fromkeys(instruction.reads) if i not in later]
+        later.update(instruction.reads)
+
+
+# --- what instructions do besides running graphs ------------------------------------------------------
+
+
+def total(values: list[Any]) -> list[Tensor]:
+    """The sum of all, in storage of its own."""
+    out = values[0] + values[1]
+    for value in values[2:]:
+        out += value
+    return [out]
+
+
+def accumulate(owned: Sequence[bool]) -> Callable[[list[Any]], list[Tensor]]:
+    """Takes sums (None: nothing yet) and as many addends; adds in place, so the first addend becomes the sum.
+
+    owned: whether an addend has storage of its own; else it is copied.
+    """
+    count = len(owned)
+
+    def add_up(values: list[Any]) -> list[Tensor]:
+        out = []
+        for i in range(count):
+            so_far, more = values[i], values[count + i]
+            if so_far is not None:
+                out.append(so_far.add_(more))
+            else:
+                out.append(more if owned[i] else more.clone())
+        return out
+
+    return add_up
+
+
+def filled(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Callable[[list[Any]], list[Tensor]]:
+    """Makes zeros."""
+    return lambda _: [torch.zeros(shape, dtype=dtype, device=device)]
+
+
+def rows(dim: int, start: int, length: int) -> Callable[[list[Any]], list[Tensor]]:
+    """A view of some rows of a buffer along ``dim``."""
+    return lambda values: [values[0].narrow(dim, start, length)]
+
+
+def cast_rows(dim: int, start: int, length: int, dtype: torch.dtype) -> Callable[[list[Any]], list[Tensor]]:
+    """Some rows as a contiguous tensor of another dtype, in storage of their own."""
+
+    def cut(values: list[Any]) -> list[Tensor]:
+        piece = values[0].narrow(dim, start, length)
+        return [torch.empty(piece.shape, dtype=dtype, device=piece.device).copy_(piece)]
+
+    return cut
+
+
+def write_rows(dim: int, start: int, length: int) -> Callable[[list[Any]], list[Tensor]]:
+    """Takes (buffer, piece): writes the piece into the buffer."""
+
+    def write(values: list[Any]) -> list[Tensor]:
+        values[0].narrow(dim, start, length).copy_(values[1])
+        return []
+
+    return write
+
+
+def add_rows(dim: int, start: int, length: int) -> Callable[[list[Any]], list[Tensor]]:
+    """Takes (buffer, piece): adds the piece to the buffer."""
+
+    def add(values: list[Any]) -> list[Tensor]:
+        values[0].narrow(dim, start, length).add_(values[1])
+        return []
+
+    return add

@@ -1,0 +1,50 @@
+"""What the schedules share: checks of requests, where stages are, and how actions become an Order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from autopar.schedule import Action, Order, Request
+
+
+def check(request: Request, name: str, chunks: int | None = 1, sliced: bool = False) -> None:
+    """What every schedule needs. ``chunks``: the parts per rank that it runs (None: checked by the schedule).
+
+    Raises ValueError.
+    """
+    for what in ("ranks", "micro_batches", "chunks", "slices"):
+        if getattr(request, what) < 1:
+            raise ValueError(f"schedule: {name} needs {what} >= 1, found {getattr(request, what)}")
+    if chunks is not None and request.chunks != chunks:
+        other = "use interleaved" if chunks == 1 else f"ask for {chunks}"
+        raise ValueError(f"schedule: {name} runs {chunks} parts per rank, found {request.chunks}; {other}")
+    if request.slices != 1 and not sliced:
+        raise ValueError(
+            f"schedule: {name} runs whole micro-batches, found {request.slices} token slices; "
+            "use tera_pipe or seq1f1b, or ask for 1 slice"
+        )
+
+
+def loop(ranks: int, chunks: int = 1) -> tuple[int, ...]:
+    """stage -> rank when the chain goes round all ranks ``chunks`` times: 0 1 2 0 1 2."""
+    return tuple(stage % ranks for stage in range(ranks * chunks))
+
+
+def vee(ranks: int) -> tuple[int, ...]:
+    """stage -> rank when the chain goes there and back: 0 1 2 2 1 0."""
+    return tuple(range(ranks)) + tuple(reversed(range(ranks)))
+
+
+def one_chain(
+    name: str, request: Request, rows: Iterable[Sequence[Action]], rank_of: tuple[int, ...] | None = None
+) -> Order:
+    """The order whose micro-batches all flow through stages 0, 1, 2 ..."""
+    rank_of = rank_of or loop(request.ranks)
+    chain = tuple(range(len(rank_of)))
+    ranks = tuple(tuple(row) for row in rows)
+    return Order(name, ranks, (chain,), rank_of, (0,) * request.micro_batches, request.slices)
+
+
+def backward_then_weights(stage: int, micro_batch: int) -> list[Action]:
+    """B and W, one behind the other."""
+    return [Action(stage, "B", micro_batch), Action(stage, "W", micro_batch)]

@@ -1,0 +1,27 @@
+"""GPipe: all forwards, then all backwards (Huang et al. 2019).
+
+    p = 2, m = 4:
+    rank 0  0F0  0F1  0F2  0F3  --   --   0BW0 0BW1 0BW2 0BW3
+    rank 1  --   1F0  1F1  1F2  1F3  1BW0 1BW1 1BW2 1BW3 --
+
+Bubble (p-1)(F+B+W); every rank holds the activations of all m micro-batches.
+"""
+
+from __future__ import annotations
+
+from autopar.runtime.schedules.common import check, one_chain
+from autopar.schedule import SCHEDULES, Action, Order, Request, Schedule
+
+
+def gpipe(request: Request) -> Order:
+    """Any number of ranks and micro-batches."""
+    check(request, "gpipe")
+    micro_batches = range(request.micro_batches)
+    rows = (
+        [Action(rank, "F", k) for k in micro_batches] + [Action(rank, "BW", k) for k in micro_batches]
+        for rank in range(request.ranks)
+    )
+    return one_chain("gpipe", request, rows)
+
+
+SCHEDULES.add("gpipe", Schedule("gpipe", gpipe, "all forwards, then all backwards"))

@@ -1,0 +1,105 @@
+"""The executor of pipelines on real ranks: loss and gradients of one process, whatever the schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from autopar.runtime.groups import Groups, init_mesh
+from autopar.runtime.pipeline import PipelineExecutor
+from autopar.timeline import simulate
+from tests.ranks import run_ranks
+from tests.runtime import hand_made
+from tests.runtime.hand_made import WIDTH, Case
+
+EXACT = 1e-12
+
+
+def train(case: Case, schedule: str, ranks: int, bucket_bytes: int = 2**20) -> dict[str, Any]:
+    """Two steps on one rank: what came out, and what was sent and alive."""
+    groups = Groups(init_mesh("cpu", 20.0, pp=ranks))
+    order = hand_made.order_of(case, schedule, ranks)
+    executor = PipelineExecutor(hand_made.compiled_of(case, order, bucket_bytes), groups, measure=True, record=True)
+    values = hand_made.mine(case, order, groups.rank)
+    first = executor.train_step(values)
+    result = executor.train_step(values)
+    assert all(torch.equal(g, result.gradients[n]) for n, g in first.gradients.items())
+    ran = [str(action) for action, start, end in executor.timeline if end >= start]
+    return {
+        "losses": [float(x) for x in result.losses],
+        "outputs": result.outputs,
+        "gradients": result.gradients,
+        "traffic": dict(executor.traffic),
+        "live": executor.peaks.live,
+        "saved": executor.peaks.saved,
+        "ran": ran,
+    }
+
+
+def check(case: Case, schedule: str, ranks: int, **facts: Any) -> list[dict[str, Any]]:
+    """Every rank against autograd in one process, and against what the schedule claims."""
+    loss, gradients = hand_made.expected(case)
+    order = hand_made.order_of(case, schedule, ranks)
+    found = run_ranks(ranks, train, case, schedule, ranks, *facts.values())
+    seen = set()
+    for rank, one in enumerate(found):
+        assert abs(one["losses"][0] - loss) < EXACT and float(one["outputs"][0]) == one["losses"][0]
+        held = {n for n in hand_made.mine(case, order, rank) if n in gradients}
+        assert set(one["gradients"]) == held
+        for name, gradient in one["gradients"].items():
+            assert (gradient - gradients[name]).abs().max() < EXACT, (rank, name)
+        seen |= held
+        assert one["ran"] == [str(a) for a in order.ranks[rank]]
+    assert seen == set(gradients)
+    assert [one["live"] for one in found] == list(simulate(order).live)
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b", "zb_h1"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_loss_and_gradients_are_those_of_one_process(schedule: str, ranks: int) -> None:
+    case = Case(ranks, 5)
+    found = check(case, schedule, ranks)
+    nbytes = case.rows * WIDTH * 8
+    for rank, one in enumerate(found):
+        neighbours = (rank > 0) + (rank < ranks - 1)
+        sent = one["traffic"]["pp", "send"]
+        assert (sent.calls, sent.bytes) == (2 * 5 * neighbours, 2 * 5 * neighbours * nbytes)  # two steps
+
+
+@pytest.mark.parametrize("schedule, parts, ranks, micro_batches", [
+    ("interleaved", 4, 2, 4), ("zb_v", 4, 2, 5), ("dual_pipe_v", 4, 2, 4), ("dual_pipe", 2, 2, 4), ("dual_pipe", 4, 4, 8),
+])  # fmt: skip
+def test_several_stages_per_rank(schedule: str, parts: int, ranks: int, micro_batches: int) -> None:
+    """Stages of one rank hand over directly; both copies of a part add their gradients up."""
+    check(Case(parts, micro_batches), schedule, ranks, bucket_bytes=WIDTH * WIDTH * 8)
+
+
+@pytest.mark.parametrize("relay", [False, True])
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "zb_h1"])
+def test_a_value_with_several_users(schedule: str, relay: bool) -> None:
+    """h_0 goes to the next part, and on to parts 2 and 3; with a relay through part 1, which does not use it itself.
+
+    Part 1 sends h_1 and, as a relay, h_0; the first user's gradient goes back together with the second's.
+    """
+    case = Case(4, 3, skips=(2, 3), relay=relay)
+    found = check(case, schedule, 4)
+    calls = [one["traffic"]["pp", "send"].calls // (2 * 3) for one in found]
+    # forward and backward: h_0 to 1, h_1, h_2, and h_0 by 0 > 2 > 3 or by 1 > 2 > 3
+    assert calls == ([1, 3, 4, 2] if relay else [2, 2, 4, 2])
+
+
+@pytest.mark.parametrize("schedule, ranks, parts", [("one_f_one_b", 4, 4), ("zb_v", 2, 4), ("dual_pipe", 4, 4)])
+def test_tied_weights(schedule: str, ranks: int, parts: int) -> None:
+    """First and last part share their weight: on ranks 0 and 3, on one rank, or on four with both copies."""
+    check(Case(parts, 8, tied=(0, parts - 1)), schedule, ranks)
+
+
+def test_memory_follows_the_schedule() -> None:
+    """Bytes of what F keeps: one value per unit alive; with B and W apart also what B keeps."""
+    unit = 3 * WIDTH * 8
+    for schedule, expected in (("gpipe", [6, 6]), ("one_f_one_b", [2, 1])):
+        found = check(Case(2, 6), schedule, 2)
+        assert [one["saved"] / unit for one in found] == expected
