@@ -48,8 +48,8 @@ def _with_pipeline(plan: Plan, gm: GraphModule, options: Options, fixed: Plan | 
     if plan.mesh.size("pp") == 1:
         if options.schedule or options.cuts:
             raise ValueError(
-                f"pipeline: a schedule and cuts need an axis pp of at least 2 ranks, found the mesh {plan.mesh}; add pp, "
-                "or leave them out"
+                f"pipeline: a schedule and cuts need an axis pp of at least 2 ranks, found the mesh {plan.mesh}; "
+                "add pp, or leave them out"
             )
         return plan
     known = fixed.pipeline if fixed is not None else None
@@ -80,19 +80,36 @@ def compile_model(
         observers: called with (name, graph, context) after each level.
     Raises: ValueError for a model that does not export, sizes that do not divide, ops without a rule.
     """
+    start = time.perf_counter()
+    gm = capture(model, batch, train=train, exact=exact)
+    seconds = time.perf_counter() - start
+    how: dict[str, Any] = {"plan": plan, "fixed": fixed, "outputs": outputs, "observers": observers}
+    return compile_graph(gm, mesh, options, train=train, timings={"capture": seconds}, **how)
+
+
+def compile_graph(
+    gm: GraphModule,
+    mesh: Mesh,
+    options: Options | None = None,
+    *,
+    train: bool = True,
+    plan: Plan | None = None,
+    fixed: Plan | None = None,
+    outputs: Sequence[str] | None = None,
+    observers: Sequence[Observer] = (),
+    timings: dict[str, float] | None = None,
+) -> Compiled:
+    """`compile_model` for a captured graph, which it changes."""
     options = options or (plan.options if plan is not None else Options())
-    timings: dict[str, float] = {}
+    timings = {} if timings is None else timings
     ctx = Context(mesh.with_micro_batches(options.micro_batches), observers=list(observers), timings=timings)
-    gm = _timed(timings, "capture", lambda: capture(model, batch, train=train, exact=exact))
     ctx.observe("capture", gm)
     gm = PassManager(GLOBAL_PASSES).run(gm, ctx)
     mark_gradients(gm, [s.node for s in gm.meta["signature"].inputs if s.kind == "parameter" and s.requires_grad])
     if outputs is not None:
         keep_outputs(gm, outputs)
     if plan is None:
-        plan = _timed(
-            timings, "plan", lambda: _with_pipeline(make_plan(gm, mesh, options, fixed), gm, options, fixed)
-        )
+        plan = _timed(timings, "plan", lambda: _with_pipeline(make_plan(gm, mesh, options, fixed), gm, options, fixed))
     ctx.plan = plan
     gm = PassManager(PLACEMENT_PASSES).run(gm, ctx, facts=("functional",))
     gm, prologue = split_prologue(gm, ctx)

@@ -169,6 +169,11 @@ def _base(node: Node) -> Node | None:
     return node.all_input_nodes[0] if is_view or node.target in _SILENT_VIEWS else None
 
 
+def is_view(node: Node) -> bool:
+    """Whether a call allocates nothing."""
+    return is_call(node, operator.getitem) or _base(node) is not None
+
+
 def saved_bytes(forward: GraphModule, results: int, held: Collection[str]) -> int:
     """Bytes behind F's outputs after the first ``results``, each storage once, placeholders in ``held`` left out."""
     return storage_bytes(forward, range(results, len(outputs(forward))), held)

@@ -13,6 +13,7 @@ import html
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from autopar.schedule import PARAMETERS, TRANSFERS, Action
 from autopar.timeline import Timeline
@@ -39,7 +40,7 @@ _STYLE = """
   --row: #212733; --F: #3467bd; --B: #23805f; --W: #92690f; --BW: #9c4372; --G: #6650b0; --R: #5b6473; } }
 .schedule text { fill: var(--ink); }
 .schedule .title { font-size: 15px; font-weight: 600; }
-.schedule .muted { fill: var(--muted); }
+.schedule .faint { fill: var(--muted); }
 .schedule .box text { text-anchor: middle; pointer-events: none; }
 .schedule .end { text-anchor: end; }
 .schedule .mid { text-anchor: middle; }
@@ -117,19 +118,19 @@ class _Panel:
             tone = {e[1]: stages[e[0]].index(e[1].stage) for e in events}
         return _Panel(name, _boxes(events, tone), max(tone.values(), default=0) + 1, peak)
 
-    @property
+    @cached_property
     def sliced(self) -> bool:
         return any(box.event[1].slice for box in self.boxes)
 
-    @property
+    @cached_property
     def rows(self) -> int:
         return max((box.event[0] + 1 for box in self.boxes), default=0)
 
-    @property
+    @cached_property
     def origin(self) -> float:
         return min((box.event[2] for box in self.boxes), default=0.0)
 
-    @property
+    @cached_property
     def span(self) -> float:
         return max((box.event[3] for box in self.boxes), default=0.0) - self.origin
 
@@ -184,7 +185,7 @@ def _boxes(events: Iterable[Event], tone: Mapping[Action, int]) -> list[_Box]:
 def _panel(panel: _Panel, look: _Look, top: float, rows: int, arrows: bool) -> Iterator[str]:
     bottom, right = top + rows * look.row, WIDTH - _RIGHT
     if panel.name:
-        yield f'<text class="muted" x="{_PAD}" y="{_n(top - 7)}">{panel.name}</text>'
+        yield f'<text class="faint" x="{_PAD}" y="{_n(top - 7)}">{panel.name}</text>'
     stages = _stages(box.event for box in panel.boxes)
     for rank in range(rows):
         y = top + rank * look.row
@@ -192,7 +193,7 @@ def _panel(panel: _Panel, look: _Look, top: float, rows: int, arrows: bool) -> I
         yield f'<rect class="row" x="{_LEFT}" y="{_n(y)}" width="{right - _LEFT}" height="{_n(height)}"/>'
         label = f"rank {rank}"
         if 1 < len(found := stages.get(rank, [])) < 4 and look.row >= 14:
-            label += f'<tspan class="muted" font-size="9"> · {", ".join(map(str, found))}</tspan>'
+            label += f'<tspan class="faint" font-size="9"> · {", ".join(map(str, found))}</tspan>'
         size = min(_SIZE, look.row)
         yield f'<text x="{_PAD}" y="{_n(y + height / 2 + 0.36 * size)}"{_font(size)}>{label}</text>'
     yield from _axis(panel, look, top, bottom)
@@ -237,7 +238,7 @@ def _axis(panel: _Panel, look: _Look, top: float, bottom: float) -> Iterator[str
     for value in ticks(panel.span):
         x = _n(_LEFT + value * look.scale)
         yield f'<line class="tick" x1="{x}" x2="{x}" y1="{_n(top)}" y2="{_n(bottom + 4)}"/>'
-        yield f'<text class="muted mid" x="{x}" y="{_n(bottom + 15)}">{look.time(value)}{look.unit}</text>'
+        yield f'<text class="faint mid" x="{x}" y="{_n(bottom + 15)}">{look.time(value)}{look.unit}</text>'
 
 
 def ticks(span: float, most: int = 12) -> list[float]:
@@ -261,7 +262,7 @@ def _peaks(panel: _Panel, look: _Look, top: float) -> Iterator[str]:
     if not panel.peak:
         return
     x, width, most = WIDTH - _RIGHT + 8, _RIGHT - 8 - _PAD, max(panel.peak) or 1.0
-    yield f'<text class="muted end" x="{WIDTH - _PAD}" y="{_n(top - 7)}">peak memory</text>'
+    yield f'<text class="faint end" x="{WIDTH - _PAD}" y="{_n(top - 7)}">peak memory</text>'
     for rank, value in enumerate(panel.peak):
         height = look.row - (2 if look.row > 12 else 1)
         y, size = top + rank * look.row, min(_SIZE, look.row)
@@ -274,7 +275,7 @@ def _title(title: str, notes: str) -> Iterator[str]:
     if title:
         yield f'<text class="title" x="{_PAD}" y="23">{html.escape(title)}</text>'
     if notes:
-        yield f'<text class="muted" x="{_PAD}" y="40" font-size="11">{html.escape(notes)}</text>'
+        yield f'<text class="faint" x="{_PAD}" y="40" font-size="11">{html.escape(notes)}</text>'
 
 
 def _legend(panels: Sequence[_Panel]) -> Iterator[str]:
@@ -295,7 +296,7 @@ def _legend(panels: Sequence[_Panel]) -> Iterator[str]:
         x -= 14
     if tones > 1:
         what = "later token slices" if any(panel.sliced for panel in panels) else "later stages of the rank"
-        yield f'<text class="muted end" x="{WIDTH - _RIGHT}" y="40">fainter: {what}</text>'
+        yield f'<text class="faint end" x="{WIDTH - _RIGHT}" y="40">fainter: {what}</text>'
 
 
 def _n(value: float) -> str:

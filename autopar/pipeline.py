@@ -1,6 +1,6 @@
 """From a local graph to a pipeline: cut into parts, differentiate each, order the actions. Pure, as all of compiling.
 
-    local graph -> cut_stages -> per part: F, BW, B, W, G, R -> schedule -> Order
+local graph -> cut_stages -> per part: F, BW, B, W, G, R -> schedule -> Order
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autopar.passes import STEP_PASSES
 from autopar.passes.cut_stages import Cut, PartGraph, cut_stages
 from autopar.passes.differentiate import differentiate_part, lowered
 from autopar.passes.parameter_graphs import gather_graph, inline_gathers, reduce_graph
-from autopar.planner.parts import cut_at, parts_by_node, units_of
+from autopar.planner.parts import parts_by_node, resolve
 from autopar.planner.pipeline import make_order
 from autopar.steps import Pipeline, Stage, StepGraph
 
@@ -26,19 +26,19 @@ from autopar.steps import Pipeline, Stage, StepGraph
 def compile_pipeline(gm: GraphModule, ctx: Context, train: bool = True) -> Pipeline:
     """Cut a local graph as the plan says and compile its parts. Raises ValueError where the graph has no such layers
     or the schedule does not take the number of micro-batches."""
-    assert ctx.plan is not None and ctx.plan.pipeline is not None
     plan = ctx.plan
+    assert plan is not None and plan.pipeline is not None
+    chosen = plan.pipeline
     flow = flow_of(gm, plan.inputs)
-    cut = cut_stages(gm, flow, place(flow, plan.pipeline.cuts), plan.pipeline.parts)
+    cut = cut_stages(gm, flow, place(flow, chosen.cuts), chosen.parts)
     parts = [_compile_part(k, part, cut, ctx, train) for k, part in enumerate(cut.parts)]
     order = make_order(plan, parts, cut.hops, train)
-    return Pipeline(parts, cut.hops, order, *_prologues(cut, ctx), plan.pipeline.slices)
+    return Pipeline(parts, cut.hops, order, *_prologues(cut, ctx), chosen.slices)
 
 
 def place(flow: Flow, cuts: tuple[str, ...]) -> dict[Node, int]:
     """The part of every main node. A conversion belongs to its first user, so that what is sent is not gathered yet."""
-    units = units_of([n for n in flow.main if not is_conversion(n)], len(cuts) + 1)
-    part_of = parts_by_node(units, cut_at(units, cuts, len(cuts) + 1))
+    part_of = parts_by_node(*resolve([n for n in flow.main if not is_conversion(n)], cuts))
     for node in reversed(flow.main):
         if node not in part_of:
             users = [part_of[u] for u in node.users if u in part_of]
@@ -99,7 +99,7 @@ def _finished(name: str, step: StepGraph, ctx: Context) -> StepGraph:
 
 
 def _prologues(cut: Cut, ctx: Context) -> tuple[StepGraph | None, StepGraph | None]:
-    found = []
+    found: list[StepGraph | None] = []
     for name, graph in (("once", cut.once), ("each", cut.each)):
         if graph is None:
             found.append(None)

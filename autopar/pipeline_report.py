@@ -52,7 +52,7 @@ def pipeline_section(
     rows += [("micro-batches", str(order.micro_batches)), *describe(timeline, unit)]
     if events:
         took = max(e[3] for e in events) - min(e[2] for e in events)
-        rows.append(("measured", f"{took:,.6g}{f' {unit}' if unit else ''}"))
+        rows.append(("measured", f"{took:,.5g}{f' {unit}' if unit else ''}"))
     lines = "".join(f"<p class=muted>{html.escape(note)}</p>" for note in notes)
     grids = (("grid", grid(timeline, 160).plain), ("actions", order.text()))
     texts = "".join(

@@ -222,8 +222,9 @@ class Request:
 class Schedule:
     """An entry of `SCHEDULES`.
 
-    make: the pure function. chunks: parts per rank (of the default request). splits: whether B and W are apart.
-    sliced: whether it runs token slices. copies: how many ranks hold each part.
+    make: the pure function. chunks: parts per rank (of the default request). splits: whether B and W are apart, at
+    least for some micro-batches (dual_pipe has BW too). sliced: whether it runs token slices. copies: how many ranks
+    hold each part.
     """
 
     name: str
@@ -259,9 +260,12 @@ class Costs:
 
     def divided(self, chunks: int) -> Costs:
         """Costs of a part when what these cost is cut into ``chunks`` equal parts. Tuples are of parts already."""
-        names = ("F", "B", "W", "FB", "G", "R", "activations", "stash")
-        values: dict[str, Any] = {name: getattr(self, name) for name in names}
-        return replace(self, **{name: v / chunks for name, v in values.items() if isinstance(v, (int, float))})
+        changed: dict[str, Any] = {}
+        for name in ("F", "B", "W", "FB", "G", "R", "activations", "stash"):
+            value = getattr(self, name)
+            if isinstance(value, (int, float)):
+                changed[name] = value / chunks
+        return replace(self, **changed)
 
 
 SCHEDULES: Registry[Schedule] = Registry("schedule")

@@ -77,11 +77,14 @@ def command(args: argparse.Namespace) -> int:
     timeline = run(args.name, request, costs)
     unit = args.unit if args.times else ""
     facts = describe(timeline, unit)
-    if args.svg:
-        notes = " · ".join(f"{what} {value}" for what, value in facts)
-        args.svg.write_text(svg(timeline, title=args.name, unit=unit, notes=notes), encoding="utf-8")
-    if args.trace:
-        write_trace(args.trace, {args.name: events_of(timeline)}, UNITS[args.unit])
+    try:
+        if args.svg:
+            notes = " · ".join(f"{what} {value}" for what, value in facts)
+            args.svg.write_text(svg(timeline, title=args.name, unit=unit, notes=notes), encoding="utf-8")
+        if args.trace:
+            write_trace(args.trace, {args.name: events_of(timeline)}, UNITS[args.unit])
+    except OSError as error:
+        raise ValueError(f"{error.filename}: cannot be written: {error.strerror}") from error
     if args.json:
         print(json.dumps(summary(timeline)))
     else:

@@ -99,10 +99,17 @@ def _run(process: int, name: str, events: Sequence[Event], microseconds: float) 
         yield slice_ | ({"cname": _COLORS[action.kind]} if action.kind in _COLORS else {})
     for number, (one, other) in enumerate(transfers(events)):
         flow = {"name": str(one[1]), "cat": "transfer", "id": f"{process}.{number}", "pid": process}
-        # An arrow binds to the slice that encloses its ends. It leaves when its sender is done: just inside the end.
-        leaves = at(max(one[2], one[3] - (one[3] - one[2]) * 1e-3))
-        yield flow | {"ph": "s", "tid": _thread(one), "ts": leaves}
-        yield flow | {"ph": "f", "bp": "e", "tid": _thread(other), "ts": max(leaves, at(other[2]))}
+        leaves, arrives = _ends(one, other)
+        yield flow | {"ph": "s", "tid": _thread(one), "ts": at(leaves)}
+        yield flow | {"ph": "f", "bp": "e", "tid": _thread(other), "ts": at(max(leaves, arrives))}
+
+
+def _ends(one: Event, other: Event) -> tuple[float, float]:
+    """Times of an arrow's ends. An end belongs to the slice around it, so it lies just inside: a send that was measured
+    takes from its start to the end of the receive; otherwise from the end of one action to the start of the other."""
+    if one[1].kind in TRANSFERS:
+        return one[2], other[3] - (other[3] - other[2]) * 1e-3
+    return one[3] - (one[3] - one[2]) * 1e-3, other[2]
 
 
 def _thread(event: Event) -> int:

@@ -5,7 +5,7 @@ python docs/run_pages.py --check    runs the pages and fails where a page shows 
 
 The ```python blocks of a page run in order in one namespace. A ```text block right behind one shows what it prints; a
 block that prints has one. ```python file=train.py is written to a file of that name, and not run: later blocks may
-import it. What a page enters into the tables of rules, rewrites and adapters is taken out again when it ends.
+import it. What a page enters into the tables (rules, rewrites, adapters, schedules) is taken out again when it ends.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from pathlib import Path
 
 import torch
 
+import autopar.runtime.schedules  # noqa: F401  (so that a page's import of it adds nothing)
 from autopar.capture import ADAPTERS
 from autopar.passes.normalize import REWRITES
 from autopar.rules import RULES
+from autopar.schedule import SCHEDULES
 
 DOCS = Path(__file__).resolve().parent
-PAGES = (DOCS / "walkthrough.md", DOCS / "adding.md")
+PAGES = (DOCS / "walkthrough.md", DOCS / "adding.md", DOCS / "pipelines.md")
 
 _FENCED = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -90,7 +92,7 @@ def _execute(block: Block, page: str, name: str, space: dict[str, object]) -> st
 @contextlib.contextmanager
 def _own_tables() -> Iterator[None]:
     """Entries that a page makes are gone afterwards; random numbers start anew."""
-    tables: list[dict[object, object]] = [RULES, REWRITES]
+    tables: list[dict[object, object]] = [RULES, REWRITES, SCHEDULES._entries]
     before = [dict(t) for t in tables]
     adapters = list(ADAPTERS)
     with torch.random.fork_rng(devices=[]):

@@ -13,12 +13,10 @@ Leaves      sums over ranks of activations, which every micro-batch needs.
 
 from __future__ import annotations
 
-import copy
-
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
-from autopar.graph import add_placeholder, insert_call, is_call, output_node, remove_dead_code
+from autopar.graph import add_placeholder, copied, insert_call, is_call, output_node, remove_dead_code
 
 aten, ops = torch.ops.aten, torch.ops.autopar
 
@@ -35,17 +33,7 @@ PASSING = (
 
 def split_accumulation(gm: GraphModule) -> tuple[GraphModule, GraphModule]:
     """(local, last): see the module's docstring. ``gm`` is not changed."""
-    return _local(_copied(gm)), _last(_copied(gm))
-
-
-def _copied(gm: GraphModule) -> GraphModule:
-    graph = Graph()
-    mapping: dict[Node, Node] = {}
-    result = graph.graph_copy(gm.graph, mapping)
-    graph.output(result)
-    for old, new in mapping.items():
-        new.meta = copy.copy(old.meta)
-    return GraphModule(torch.nn.Module(), graph, type(gm).__name__)
+    return _local(copied(gm)), _last(copied(gm))
 
 
 def own_gradient(gradient: Node) -> Node:

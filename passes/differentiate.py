@@ -190,7 +190,7 @@ def own_outputs(gm: GraphModule, active: list[int]) -> None:
                 if i not in active and has_gradient(value):
                     value = gm.graph.call_function(aten.detach.default, (value,))
                 if not owned:
-                    how = {"memory_format": torch.contiguous_format} if i in active else {}
+                    how: dict[str, Any] = {"memory_format": torch.contiguous_format} if i in active else {}
                     value = gm.graph.call_function(aten.clone.default, (value,), how)
             if value is not source:
                 value.meta = {"val": source.meta["val"].clone(memory_format=torch.contiguous_format)}

@@ -100,6 +100,7 @@ class _Sweep:
         self.of_batch: set[Node] = set()  # what depends on the batch
         self.labels = self._labels()
         self.versions: dict[tuple[Node, Placement], Node] = {}
+        self.spanning: dict[Node, str] = {}  # values of the batch that are made whole: the op that spans their tokens
 
     def _labels(self) -> dict[Node, Shard]:
         """The token dim of every value from which, or to which, the tokens of attention's queries can be followed."""
@@ -150,6 +151,10 @@ class _Sweep:
         if not has_rule(node):
             raise ValueError(missing_rule(node, AXIS))
         rule = rule_of(node, AXIS, self.mesh, whole=self.whole_ops)
+        if all(dims is None for dims in rule.operands):  # of its operands it takes the dtype alone
+            self.made.discard(node)
+            self.of_batch.discard(node)
+            return
         needs, results = self._choose(node, rule, operands)
         for x, need in zip(operands, needs, strict=True):
             if need is not None and not self._is(x, need):
@@ -186,6 +191,10 @@ class _Sweep:
         bad = [x for x, need in zip(operands, needs, strict=True) if not self._can_be(x, need)]
         if bad:
             raise ValueError(_refusal(node, bad[0], why or self._reason(bad[0])))
+        if node in self.of_batch:
+            self.spanning[node] = next((self.spanning[x] for x in operands if x in self.spanning), "") or (
+                f"{describe(node)} spans them: {why}" if why else ""
+            )
         used = [REPLICATE if x in self.made else INVARIANT for x in operands]
         return needs, apply(rule, used, [has_gradient(x) for x in operands], self.pieces)
 
@@ -212,7 +221,7 @@ class _Sweep:
             return f"{x.name} is a sum over all tokens"
         if isinstance(have, Shard):
             return f"{x.name} is cut along its dim {have.dim}"
-        return f"{x.name} is computed from all tokens at once"
+        return self.spanning.get(x) or f"{x.name} is made from all of them"
 
     def _converted(self, x: Node, need: Placement, before: Node) -> Node:
         """The value with another placement; made once, right before its first use."""
@@ -239,6 +248,6 @@ def _keys_of(node: Node, x: Node) -> bool:
 
 def _refusal(node: Node, x: Node, why: str) -> str:
     return (
-        f"token_slices: {describe(node)} needs {x.name} of all tokens at once ({why}), so this model cannot run slice "
+        f"token_slices: {describe(node)} needs all tokens of {x.name} at once ({why}), so this model cannot run slice "
         "by slice; use a schedule without token slices"
     )

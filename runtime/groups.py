@@ -24,7 +24,7 @@ DEFAULT_TIMEOUT = 600.0  # seconds
 
 _meshes: dict[tuple[int, str, Mesh, timedelta], DeviceMesh] = {}
 _joined: dict[tuple[int, str, Mesh], dict[str, dist.ProcessGroup]] = {}
-_parts: dict[tuple[int, str, Mesh, str], dist.ProcessGroup | None] = {}  # further groups along one axis
+_parts: dict[tuple[int, str, Mesh, str, timedelta], dist.ProcessGroup | None] = {}  # further groups along one axis
 _made: dict[Mesh, int] = {}  # how many Groups of a mesh there were: their common name in the store
 
 
@@ -189,9 +189,10 @@ class Groups:
         board()  # from now on the others see that this rank is alive
 
     def _further(self, axis: str, name: str, members: Sequence[int]) -> dist.ProcessGroup | None:
-        key = (id(default_store()), self.device_mesh.device_type, self.mesh, name)
+        limit = _timeout_of(self.device_mesh)
+        key = (id(default_store()), self.device_mesh.device_type, self.mesh, name, limit)
         if key not in _parts:
-            _parts[key] = _groups_along(self.mesh, axis, members, _timeout_of(self.device_mesh), name)
+            _parts[key] = _groups_along(self.mesh, axis, members, limit, name)
         return _parts[key]
 
     def channel(self, way: str) -> dist.ProcessGroup:

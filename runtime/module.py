@@ -319,7 +319,16 @@ class ParallelModule(nn.Module):
         skeleton = self._skeleton[0]
         configs = [c for name in ("config", "generation_config") if (c := getattr(skeleton, name, None)) is not None]
         with reporting():
-            save_pretrained(folder, self._own, self._specs, self._groups, self._persistent(), configs, max_shard_size, self._owners())
+            save_pretrained(
+                folder,
+                self._own,
+                self._specs,
+                self._groups,
+                self._persistent(),
+                configs,
+                max_shard_size,
+                self._owners(),
+            )
 
     def dump(self, folder: str | Path) -> None:
         """Write every level of the last compiled step, the plan and a report to a folder. Compiles it once more."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,12 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from autopar.cli import main
+from autopar.grid import grid
 from autopar.mesh import Mesh
 from autopar.plan import Options
 from autopar.printing import human_bytes
+from autopar.schedule import SCHEDULES, Request
 from autopar.summary import compressed
+from autopar.timeline import simulate
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -187,3 +192,92 @@ def test_it_runs_as_a_module() -> None:
     )
     assert done.returncode == 0
     assert "examples of a whole step, over all ranks" in " ".join(done.stdout.split())
+
+
+# --- schedules ----------------------------------------------------------------------------------------------
+
+TIMES = "F=18.522,B=18.086,W=9.337,comm=0.601"  # 1.5B, 24 micro-batches: table 9 of Zero Bubble (Qi et al. 2024)
+
+
+def schedule(capsys: pytest.CaptureFixture[str], *more: object) -> str:
+    code, out, err = run(capsys, "schedule", *more)
+    assert code == 0 and not err, err
+    return out
+
+
+@pytest.mark.parametrize(("name", "bubble"), [("1f1b", 0.2431), ("zb_h1", 0.1585), ("zb_h2", 0.1083)])
+def test_schedules_have_the_bubbles_of_the_paper(capsys: pytest.CaptureFixture[str], name: str, bubble: float) -> None:
+    """Table 5 of Zero Bubble."""
+    options = ("--name", name, "--stages", 8, "--micro-batches", 24, "--times", TIMES, "--memory", "M_B=2,M_W=1")
+    found = json.loads(schedule(capsys, *options, "--json"))
+    assert found.keys() == {"makespan", "bubble", "peak", "order"}
+    assert found["bubble"] == pytest.approx(bubble, abs=5e-5)
+    assert len(found["peak"]) == len(found["order"]) == 8
+    assert (
+        found["peak"]
+        == {
+            "1f1b": [2 * (8 - i) for i in range(8)],
+            "zb_h1": [2 * (8 - i) + i for i in range(8)],
+            "zb_h2": [2 * (15 - 2 * i) + 2 * i for i in range(8)],
+        }[name]
+    )
+    assert found["order"][7][:2] == (["7F0", "7BW0"] if name == "1f1b" else ["7F0", "7B0"])
+    text = schedule(capsys, *options)
+    assert f"bubble: {bubble:.2%}" in text and f"makespan: {found['makespan']:,.6g} ms" in text
+    assert max(map(len, text.splitlines())) <= 160
+
+
+def test_a_schedule_is_printed_drawn_and_traced(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture, trace = tmp_path / "a.svg", tmp_path / "a.json"
+    options = ("--stages", 3, "--micro-batches", 5, "--chunks", 2, "--svg", picture, "--trace", trace)
+    text = schedule(capsys, "--name", "interleaved", *options)
+    assert text.splitlines()[1].startswith("rank 0  0F0 0F1 0F2 ")
+    assert "peak memory per rank: " in text and "makespan: 18" in text
+    assert picture.read_text().startswith("<svg ") and "makespan 18" in picture.read_text()
+    slices = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]
+    assert len(slices) == 5 * 6 * 2 and max(e["ts"] + e["dur"] for e in slices) == pytest.approx(18e3)  # in ms
+
+
+def test_all_schedules_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--name", "all", "--stages", 5, "--micro-batches", 10)
+    text = schedule(capsys, *options)
+    found = json.loads(schedule(capsys, *options, "--json"))
+    assert set(SCHEDULES) == set(found)
+    for name, row in found.items():
+        line = next(line for line in text.splitlines() if line.startswith(f"│ {name} "))
+        if "refused" not in row:
+            assert f"{row['makespan']:,.5g}" in line and f"{row['bubble']:.2%}" in line
+    assert "refused" in found["dual_pipe"] and "refused" not in found["zb_h2"]
+    assert "dual_pipe needs" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--name", "1f2b"], "unknown name '1f2b'; known are gpipe, 1f1b"),
+        (["--name", "gpipe", "--times", "F=fast"], "--times: F needs a number of 0 or more, found 'fast'"),
+        (["--name", "gpipe", "--times", "F=1,F=2"], "--times: F is given twice"),
+        (["--name", "gpipe", "--times", "F=0"], "--times: F needs a time above 0"),
+        (["--name", "gpipe", "--times", "W=nan"], "--times: W needs a number"),
+        (["--name", "gpipe", "--times", "X=1"], "--times: expected NAME=NUMBER of F, B, W, comm"),
+        (["--name", "gpipe", "--memory", "M_F=1"], "--memory: expected NAME=NUMBER of M_B, M_W"),
+        (["--name", "gpipe", "--micro-batches", 0], "--micro-batches: expected a positive whole number"),
+        (["--name", "gpipe", "--stages", "x"], "--stages"),
+        (["--name", "gpipe", "--chunks", 2], "gpipe runs 1 parts per rank, found 2"),
+        (["--name", "gpipe", "--slices", 4], "use tera_pipe"),
+        (["--name", "all", "--svg", "a.svg"], "need one schedule"),
+        (["--name", "gpipe", "--svg", "/nowhere/a.svg"], "/nowhere/a.svg: cannot be written: No such file"),
+        ([], "--name"),
+    ],
+)
+def test_bad_schedule_options(capsys: pytest.CaptureFixture[str], options: list[object], message: str) -> None:
+    code, out, err = run(capsys, "schedule", "--stages", 4, "--micro-batches", 8, *options)
+    assert code == 2 and not out
+    assert message in err and len(err.strip().splitlines()) == 1
+
+
+def test_a_terminal_gets_colours(capsys: pytest.CaptureFixture[str]) -> None:
+    timeline = simulate(SCHEDULES["zb_h1"].make(Request(2, 3)))
+    console = Console(force_terminal=True, color_system="truecolor", width=120)
+    console.print(grid(timeline, 120))
+    assert len(set(re.findall(r"48;2;\d+;\d+;\d+", capsys.readouterr().out))) == 3  # papers of F, B, W

@@ -56,7 +56,9 @@ def test_text_forms() -> None:
     assert cell == (Action(0, "F", 3, paired=True), Action(1, "BW", 2, 1))
 
 
-@pytest.mark.parametrize("text", ["", "F0", "2X0", "2F", "2SF0<3", "3RF0>2", "2SF0", "2F0>3", "2G0", "2G&", "2F0.", "-1F0"])
+@pytest.mark.parametrize(
+    "text", ["", "F0", "2X0", "2F", "2SF0<3", "3RF0>2", "2SF0", "2F0>3", "2G0", "2G&", "2F0.", "-1F0"]
+)
 def test_what_is_no_action(text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"found {text!r}")):
         Action.parse(text)
@@ -76,8 +78,8 @@ def test_grid() -> None:
         "rank 1   1F0    1BW0   1F1    1BW1",
     ]
     assert order.show({0: 0, 1: 2}, around=1).splitlines() == [
-        "rank 0  [0F0]  0F1   ...",
-        "rank 1   ...   1BW0  [1F1]  1BW1",
+        "rank 0  [0F0]   0F1    ...",
+        "rank 1   ...    1BW0  [1F1]   1BW1",
     ]
 
 
@@ -136,6 +138,35 @@ def test_deadlock_of_slices_and_missing_actions() -> None:
         simulate(order_of(["0F0 0F0.1 0BW0 0BW0.1"], slices=2))
     with pytest.raises(ScheduleError, match="waits for 0F1, which no rank runs"):
         simulate(order_of(["0F0 0BW0", "1F0 1BW0 1F1 1BW1"]))
+
+
+def runs(order: Order) -> bool:
+    """Whether every rank gets to the end: the rules once more, written down as plainly as can be."""
+    at, done, last = [0] * len(order.ranks), set[tuple[str, int, int]](), order.parts - 1
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(order.ranks):
+            if at[rank] == len(row):
+                continue
+            a = row[at[rank]]
+            needs = {"F": [("F", a.stage - 1)] if a.stage else [], "W": [("B", a.stage)]}
+            needs["B"] = [("F", a.stage), *([("B", a.stage + 1)] if a.stage < last else [])]
+            if all((kind, stage, a.micro_batch) in done for kind, stage in needs[a.kind]):
+                done.add((a.kind, a.stage, a.micro_batch))
+                at[rank], moved = at[rank] + 1, True
+    return at == [len(row) for row in order.ranks]
+
+
+@given(st.lists(st.permutations(["F0", "B0", "W0", "F1", "B1", "W1"]), min_size=1, max_size=3))
+def test_deadlocks_are_found_and_nothing_else(rows: list[list[str]]) -> None:
+    order = order_of([" ".join(f"{rank}{word}" for word in row) for rank, row in enumerate(rows)])
+    if runs(order):
+        validate(order)
+        assert simulate(order).makespan >= 6
+    else:
+        with pytest.raises(ScheduleError, match="deadlock"):
+            simulate(order)
 
 
 # --- simulation ---------------------------------------------------------------------------------------

@@ -24,14 +24,17 @@ class Unit:
     nodes: list[Node] = field(default_factory=list)
 
 
+LEVELS: tuple[Callable[[Node], str], ...] = (layer_of, module_path, lambda node: node.name)
+
+
 def units_of(main: Sequence[Node], least: int = 1) -> list[Unit]:
     """The units of a graph's main nodes, at least as many as ``least`` if there are so many.
 
     Raises ValueError where not even single nodes are enough.
     """
     found: list[Unit] = []
-    for label in (layer_of, module_path, lambda node: node.name):
-        found = _runs(main, label)
+    for level in LEVELS:
+        found = _runs(main, level)
         if len(found) >= least:
             return found
     raise ValueError(
@@ -49,9 +52,15 @@ def _runs(main: Sequence[Node], label: Callable[[Node], str]) -> list[Unit]:
         if units and (joined or name == last):
             units[-1].nodes.append(node)
         else:
-            units.append(Unit(name or f"before {describe(node)}", [node]))
+            units.append(Unit(name, [node]))
             last = name
-    return _named(units)
+    counts: dict[str, int] = {}
+    for unit in units:  # the names of units are unique, so that a plan can say where a part begins
+        name = unit.name or module_path(unit.nodes[0]) or unit.nodes[0].name
+        counts[name] = counts.get(name, 0) + 1
+        repeated = label is not layer_of or counts[name] > 1
+        unit.name = f"{name}#{counts[name]}" if repeated else name
+    return units
 
 
 def _is_scalar(node: Node) -> bool:
@@ -60,49 +69,57 @@ def _is_scalar(node: Node) -> bool:
     return isinstance(val, torch.Tensor) and not val.dim()
 
 
-def _named(units: list[Unit]) -> list[Unit]:
-    """Units outside of any block are called by what they stand between."""
-    for i, unit in enumerate(units):
-        if unit.name.startswith("before "):
-            unit.name = module_path(unit.nodes[0]) or ("head" if i else "embedding")
-    return units
+def resolve(main: Sequence[Node], cuts: Sequence[str]) -> tuple[list[Unit], list[int]]:
+    """(units, first unit of each part) for cuts that a user or a plan names: the unit, or the module, with which each
+    part but the first begins. Units are as coarse as the cuts allow.
 
-
-def cut_at(units: Sequence[Unit], cuts: Sequence[str], parts: int) -> list[int]:
-    """First unit of each part, for the user's cuts: the module with which each further part begins.
-
-    Raises ValueError for a wrong number of cuts, modules that no node belongs to, cuts inside of a unit, and cuts that
-    are not in order.
+    Raises ValueError for modules that no node belongs to, cuts inside of an operation, and cuts that are not in order.
     """
-    if len(cuts) != parts - 1:
-        raise ValueError(
-            f"pipeline: {parts} parts need {parts - 1} cuts, found {len(cuts)}; name the module with which each part but "
-            "the first begins"
-        )
-    starts = [0]
+    _check_known(main, cuts)
+    for level in LEVELS:
+        units = _runs(main, level)
+        try:
+            return units, _starts(units, cuts)
+        except ValueError as error:
+            problem = error
+    raise problem
+
+
+def _check_known(main: Sequence[Node], cuts: Sequence[str]) -> None:
+    names = {unit.name for level in LEVELS for unit in _runs(main, level)}
     for cut in cuts:
-        at = [i for i, unit in enumerate(units) if any(_inside(n, cut) for n in unit.nodes)]
-        if not at:
-            names = ", ".join(u.name for u in units[:6])
+        if cut not in names and not any(_inside(n, cut) for n in main):
+            known = ", ".join(unit.name for unit in _runs(main, layer_of))
             raise ValueError(
-                f"pipeline: no operation belongs to {cut!r}, where a cut was asked for; layers are {names}, ..."
+                f"pipeline: no operation belongs to {cut!r}, where a cut was asked for; layers are {known}"
             )
+
+
+def _starts(units: Sequence[Unit], cuts: Sequence[str]) -> list[int]:
+    starts = [0]
+    names = {unit.name: i for i, unit in enumerate(units)}
+    for cut in cuts:
+        at = [names[cut]] if cut in names else [i for i, u in enumerate(units) if any(_inside(n, cut) for n in u.nodes)]
+        if not at:
+            raise ValueError(f"pipeline: no layer begins at {cut!r}")
         first = units[at[0]].nodes[0]
-        if not _inside(first, cut):
+        if cut not in names and not _inside(first, cut):
             raise ValueError(
-                f"pipeline: a cut at {cut!r} goes through {units[at[0]].name}: {describe(first)} comes before it and "
-                f"belongs to the same operation or layer; cut at {units[at[0]].name!r}"
-                + (f" or {units[at[0] + 1].name!r}" if at[0] + 1 < len(units) else "")
+                f"pipeline: a cut at {cut!r} goes through an operation: {describe(first)} comes before it and "
+                f"cannot be cut off; cut at {module_path(first)!r}"
             )
         if at[0] <= starts[-1]:
-            raise ValueError(f"pipeline: cuts must be in the order of the model, found {', '.join(cuts)}")
+            raise ValueError(
+                "pipeline: cuts must be in the order of the model and leave something in every part, found "
+                f"{', '.join(cuts)}"
+            )
         starts.append(at[0])
     return starts
 
 
 def _inside(node: Node, path: str) -> bool:
     found = module_path(node)
-    return found == path or found.startswith(path + ".") or node.name == path
+    return found == path or found.startswith(path + ".")
 
 
 def parts_by_node(units: Sequence[Unit], starts: Sequence[int]) -> dict[Node, int]:

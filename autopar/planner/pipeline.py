@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from torch.fx import GraphModule, Node
 
@@ -12,11 +13,12 @@ from autopar.conversions import is_conversion
 from autopar.flops import DEFAULT, Device, seconds_of
 from autopar.flow import Flow, flow_of
 from autopar.graph import ancestors, nbytes, placeholders
-from autopar.memory import optimizer_bytes, storage_bytes
+from autopar.memory import is_view, optimizer_bytes, storage_bytes
 from autopar.mesh import Mesh
 from autopar.parameter import ParameterSpec
 from autopar.plan import Options, PipelinePlan, Plan
-from autopar.planner.parts import Unit, cut_at, parts_by_node, units_of
+from autopar.planner.balance import UnitCosts, balance
+from autopar.planner.parts import Unit, parts_by_node, resolve, units_of
 from autopar.runtime.schedules.choose import chosen
 from autopar.schedule import SCHEDULES, Action, Costs, Hop, Order, Request, Schedule
 from autopar.steps import Stage, StepGraph
@@ -83,36 +85,59 @@ class _Planner:
 
     def cut(self, parts: int, entry: Schedule) -> tuple[tuple[str, ...], list[float]]:
         """Names of the units that begin further parts, and the time of each part."""
-        units = units_of(self.main, parts)
-        costs = self._costs(units)
         if self.options.cuts:
-            starts = cut_at(units, self.options.cuts, parts)
+            if len(self.options.cuts) != parts - 1:
+                raise ValueError(
+                    f"pipeline: {parts} parts need {parts - 1} cuts, found {len(self.options.cuts)}; name the module "
+                    "with which each part but the first begins"
+                )
+            units, starts = resolve(self.main, self.options.cuts)
         else:
-            starts = self._balanced(costs, parts, entry)
+            units = units_of(self.main, parts)
+            starts = self._balanced(units, parts, entry)
         ends = [*starts[1:], len(units)]
-        times = [sum(c.time for c in costs[a:b]) for a, b in zip(starts, ends, strict=True)]
+        times = [seconds_of(n for u in units[a:b] for n in u.nodes) for a, b in zip(starts, ends, strict=True)]
         return tuple(units[s].name for s in starts[1:]), times
 
-    def _balanced(self, costs: list, parts: int, entry: Schedule) -> list[int]:
-        n = len(costs)
-        t = [c.time for c in costs]
-        best = {(0, 0): (0.0, [])}
-        for k in range(1, parts + 1):
-            for j in range(k, n + 1):
-                best[k, j] = min((max(best[k-1, i][0], sum(t[i:j])), best[k-1, i][1] + [i]) for i in range(k-1, j) if (k-1, i) in best)
-        return best[parts, n][1]
+    def _balanced(self, units: Sequence[Unit], parts: int, entry: Schedule) -> list[int]:
+        """First unit of each part: the least time of the slowest part, within the memory limit."""
+        counts = balance(
+            self._costs(units),
+            parts,
+            sent=self._crossing(units),
+            in_flight=in_flight(entry, self.mesh.size("pp"), parts, self.options.micro_batches),
+            limit=self.options.memory_limit or None,
+            rank_of_part=mirrored(entry, self.mesh.size("pp"), parts),
+        )
+        return [0, *accumulate(counts)][:-1]
 
-    def _costs(self, units):
-        class C: pass
+    def _costs(self, units: Sequence[Unit]) -> list[UnitCosts]:
+        """Time of the forward (the backward takes a multiple of it), parameters where they are first used, and what
+        every operation makes as activations: an estimate from above."""
+        seen: set[str] = set()
         out = []
-        for u in units:
-            c = C(); c.time = seconds_of(u.nodes); out.append(c)
+        shares = self.mesh.size("dp") * self.options.micro_batches
+        for unit in units:
+            names = {self.names[x.name] for n in unit.nodes for x in self._parameters_behind(n)} - seen
+            seen |= names
+            made = sum(nbytes(n) for n in unit.nodes if not is_view(n))
+            static = static_bytes(self.specs, sorted(names), self.mesh)
+            out.append(UnitCosts(seconds_of(unit.nodes), static, made // shares))
         return out
+
+    def _crossing(self, units: Sequence[Unit]) -> list[int]:
+        """Bytes of main values that pass each boundary between units."""
+        at = {n: i for i, unit in enumerate(units) for n in unit.nodes}
+        changes = [0] * (len(units) + 1)
+        for node, first in at.items():
+            last = max((at[u] for u in node.users if u in at), default=first)
+            changes[first] += nbytes(node)
+            changes[last] -= nbytes(node)
+        return list(accumulate(changes))[: len(units) - 1]
 
     def holders(self, cuts: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
         """Parameter -> the parts that use it; () for one that no part uses."""
-        units = units_of(self.main, len(cuts) + 1)
-        part_of = parts_by_node(units, cut_at(units, cuts, len(cuts) + 1))
+        part_of = parts_by_node(*resolve(self.main, cuts))
         found: dict[str, set[int]] = {name: set() for name in self.names.values()}
         for node, part in part_of.items():
             for x in self._parameters_behind(node):
@@ -123,6 +148,20 @@ class _Planner:
         """Parameters that a main node takes, directly or through values that depend on parameters alone."""
         sources = [x for x in node.all_input_nodes if x in self.flow.parameter_only]
         return [x for x in ancestors(sources) if x.name in self.names]
+
+
+def in_flight(entry: Schedule, ranks: int, parts: int, micro_batches: int) -> list[int]:
+    """Micro-batches that every part holds at once, as 1F1B does: fewer towards the end; all of them under AFAB."""
+    if entry.name in ("gpipe", "tera_pipe"):
+        return [micro_batches] * parts
+    return [max(1, min(micro_batches, ranks - k * ranks // parts)) for k in range(parts)]
+
+
+def mirrored(entry: Schedule, ranks: int, parts: int) -> list[int]:
+    """The rank of each part; one number for the two ranks that hold both of two mirrored parts."""
+    order = entry.make(Request(ranks, 2 * parts, parts // ranks))
+    by_part = [sorted(order.rank_of[chain[k]] for chain in order.chains) for k in range(parts)]
+    return [ranks_of[0] for ranks_of in by_part]
 
 
 # --- the order of actions --------------------------------------------------------------------------------

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.fx import symbolic_trace
 
+import autopar.runtime.schedules  # noqa: F401 - fills SCHEDULES
 from autopar.capture import InputSpec
 from autopar.graph import outputs
 from autopar.lowering import lower
 from autopar.parameter import ParameterSpec
 from autopar.placement import Shard
 from autopar.plan import Options
-import autopar.runtime.schedules  # noqa: F401 - fills SCHEDULES
 from autopar.schedule import SCHEDULES, Hop, Order, Request
 from autopar.steps import Pipeline, Prologue, Stage, StepGraph
 from autopar.timeline import simulate
@@ -180,8 +180,8 @@ def values_of(case: Case) -> dict[str, Tensor]:
     return found
 
 
-def expected(case: Case) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients by autograd, the whole batch at once."""
+def expected(case: Case, detached: bool = False) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients by autograd, the whole batch at once. detached: h_0 passes no gradient on."""
     values = values_of(case)
     weights = {n: v.requires_grad_() for n, v in values.items() if n not in ("x", "target")}
     made: list[Tensor] = []
@@ -189,10 +189,11 @@ def expected(case: Case) -> tuple[float, dict[str, Tensor]]:
     for k in range(case.parts):
         more = made[0] if k in case.skips else 0.0
         h = torch.tanh(h @ (2 * weights[case.weight(k)]) + weights[f"b{k}"] + more)
+        h = h.detach() if detached and k == 0 else h
         made.append(h)
     loss = ((h - 2 * values["target"]) ** 2).sum() / len(h)
     loss.backward()
-    return float(loss), {n: w.grad for n, w in weights.items() if w.grad is not None}
+    return float(loss.detach()), {n: w.grad for n, w in weights.items() if w.grad is not None}
 
 
 def mine(case: Case, order: Order, rank: int) -> dict[str, Tensor]:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from autopar.capture import InputSpec
+from autopar.runtime.comm import Traffic
 from autopar.runtime.groups import Groups, init_mesh
 from autopar.runtime.pipeline import PipelineExecutor
+from autopar.runtime.pipeline_values import Values
+from autopar.schedule import SCHEDULES, Request
 from autopar.timeline import simulate
 from tests.ranks import run_ranks
 from tests.runtime import hand_made
@@ -57,7 +63,7 @@ def check(case: Case, schedule: str, ranks: int, **facts: Any) -> list[dict[str,
     return found
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b", "zb_h1"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_loss_and_gradients_are_those_of_one_process(schedule: str, ranks: int) -> None:
     case = Case(ranks, 5)
@@ -70,7 +76,8 @@ def test_loss_and_gradients_are_those_of_one_process(schedule: str, ranks: int) 
 
 
 @pytest.mark.parametrize("schedule, parts, ranks, micro_batches", [
-    ("interleaved", 4, 2, 4), ("zb_v", 4, 2, 5), ("dual_pipe_v", 4, 2, 4), ("dual_pipe", 2, 2, 4), ("dual_pipe", 4, 4, 8),
+    ("interleaved", 4, 2, 4), ("zb_v", 4, 2, 5), ("dual_pipe_v", 4, 2, 4),
+    ("dual_pipe", 2, 2, 4), ("dual_pipe", 4, 4, 8),
 ])  # fmt: skip
 def test_several_stages_per_rank(schedule: str, parts: int, ranks: int, micro_batches: int) -> None:
     """Stages of one rank hand over directly; both copies of a part add their gradients up."""
@@ -78,7 +85,7 @@ def test_several_stages_per_rank(schedule: str, parts: int, ranks: int, micro_ba
 
 
 @pytest.mark.parametrize("relay", [False, True])
-@pytest.mark.parametrize("schedule", ["one_f_one_b", "zb_h1"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_a_value_with_several_users(schedule: str, relay: bool) -> None:
     """h_0 goes to the next part, and on to parts 2 and 3; with a relay through part 1, which does not use it itself.
 
@@ -91,7 +98,7 @@ def test_a_value_with_several_users(schedule: str, relay: bool) -> None:
     assert calls == ([1, 3, 4, 2] if relay else [2, 2, 4, 2])
 
 
-@pytest.mark.parametrize("schedule, ranks, parts", [("one_f_one_b", 4, 4), ("zb_v", 2, 4), ("dual_pipe", 4, 4)])
+@pytest.mark.parametrize("schedule, ranks, parts", [("1f1b", 4, 4), ("zb_v", 2, 4), ("dual_pipe", 4, 4)])
 def test_tied_weights(schedule: str, ranks: int, parts: int) -> None:
     """First and last part share their weight: on ranks 0 and 3, on one rank, or on four with both copies."""
     check(Case(parts, 8, tied=(0, parts - 1)), schedule, ranks)
@@ -100,6 +107,100 @@ def test_tied_weights(schedule: str, ranks: int, parts: int) -> None:
 def test_memory_follows_the_schedule() -> None:
     """Bytes of what F keeps: one value per unit alive; with B and W apart also what B keeps."""
     unit = 3 * WIDTH * 8
-    for schedule, expected in (("gpipe", [6, 6]), ("one_f_one_b", [2, 1])):
+    for schedule, expected in (("gpipe", [6, 6]), ("1f1b", [2, 1])):
         found = check(Case(2, 6), schedule, 2)
         assert [one["saved"] / unit for one in found] == expected
+
+
+# --- parts that are not like the others ---------------------------------------------------------------
+
+
+def cut_gradient(compiled: Any) -> None:
+    """Part 1 makes no gradient of what it receives."""
+    for name in ("backward", "backward_input"):
+        step = getattr(compiled.pipeline.parts[1], name)
+        step.outputs = [None if result == "grad:h0" else result for result in step.outputs]
+
+
+def freeze(compiled: Any) -> None:
+    """Part 0 has no gradients."""
+    part = compiled.pipeline.parts[0]
+    part.backward = part.backward_input = part.backward_weight = part.reduce = None
+    cut_gradient(compiled)
+    compiled.pipeline.hops = [dataclasses.replace(hop, gradient=False) for hop in compiled.pipeline.hops]
+
+
+CHANGES = {"cut": cut_gradient, "freeze": freeze}
+
+
+def train_changed(case: Case, schedule: str, change: str) -> tuple[dict[str, Tensor], float, int]:
+    groups = Groups(init_mesh("cpu", 20.0, pp=2))
+    compiled = hand_made.compiled_of(case, SCHEDULES[schedule].make(Request(2, case.micro_batches)))
+    CHANGES[change](compiled)
+    executor = PipelineExecutor(compiled, groups)
+    result = executor.train_step(hand_made.mine(case, executor.order, groups.rank))
+    sent = executor.traffic.get(("pp", "send"))
+    return result.gradients, float(result.losses[0]), sent.calls if sent else 0
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("change", ["cut", "freeze"])
+def test_a_gradient_that_does_not_come_back(schedule: str, change: str) -> None:
+    """Nothing is sent for it, and it counts as zero; so does the gradient of a shared weight that one rank lacks."""
+    case = Case(2, 4, tied=(0, 1))
+    loss, gradients = hand_made.expected(case, detached=True)
+    first, second = run_ranks(2, train_changed, case, schedule, change)
+    assert abs(first[1] - loss) < EXACT and second[1] == first[1]
+    assert (first[2], second[2]) == (4, 0)
+    for found in (first[0], second[0]):
+        assert (found["w_tied"] - gradients["w_tied"]).abs().max() < EXACT
+    assert set(first[0]) == ({"w_tied"} if change == "freeze" else {"w_tied", "b0"})
+    assert change == "freeze" or not first[0]["b0"].any()
+    assert (second[0]["b1"] - gradients["b1"]).abs().max() < EXACT
+
+
+def train_with_buffer() -> tuple[list[int], Traffic]:
+    groups = Groups(init_mesh("cpu", 20.0, pp=2))
+    case = Case(2, 4)
+    compiled = hand_made.compiled_of(case, SCHEDULES["1f1b"].make(Request(2, 4)))
+    part = compiled.pipeline.parts[0]
+    old = part.forward.graph
+    graph = hand_made.graph(
+        lambda w, b, x, steps, i: (*old.forward(w, b, x), steps + i), part.forward.inputs + ["steps", "i"], []
+    )
+    part.forward.graph = graph.graph
+    part.forward.inputs += ["steps", "i"]
+    part.forward.outputs += ["output:1"]
+    part.mutations["output:1"] = "steps"
+    compiled.signature.outputs.append(None)
+    compiled.local.meta["signature"].inputs += [
+        InputSpec("steps", "buffer", "steps"),
+        InputSpec("i", "micro_batch", "i"),
+    ]
+    executor = PipelineExecutor(compiled, groups)
+    values = {**hand_made.mine(case, executor.order, groups.rank), "steps": torch.tensor([7, 8])}
+    result = executor.train_step(values)
+    assert values["steps"].tolist() == [7, 8]
+    return result.outputs[1].tolist(), executor.traffic["pp", "broadcast"]
+
+
+def test_new_buffers_come_from_the_last_micro_batch_to_all_ranks() -> None:
+    first, second = run_ranks(2, train_with_buffer)
+    assert first[0] == second[0] == [10, 11]
+    assert (first[1], second[1]) == (Traffic(1, 16), Traffic(1, 0))
+
+
+def test_a_rank_runs_what_it_needs_of_the_prologue() -> None:
+    """Rank 0 has no targets to prepare; rank 1 doubles them and leaves the rest out."""
+    assert run_ranks(2, prologue_graphs) == [[], [["doubled"], ["total_0"]]]
+
+
+def prologue_graphs() -> list[Any]:
+    groups = Groups(init_mesh("cpu", 20.0, pp=2))
+    case = Case(2, 2)
+    compiled = hand_made.compiled_of(case, SCHEDULES["gpipe"].make(Request(2, 2)))
+    executor = PipelineExecutor(compiled, groups)
+    values = Values(compiled.pipeline, executor.order, groups.rank, executor.feed, compiled.prologue)
+    found = [graph for graph in (values.once, values.each, values.totals) if graph is not None]
+    assert all(set(graph.inputs) == {"target"} for graph in found)
+    return [graph.outputs for graph in found]
