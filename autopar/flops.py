@@ -70,8 +70,8 @@ DEFAULT = A100
 
 
 def _tensors(node: Node) -> list[Tensor]:
-    """The fake tensors that a node makes; None and numbers among its results are left out."""
-    val = node.meta["val"]
+    """The fake tensors that a node makes; None and numbers (of a graph that computes sizes) are left out."""
+    val = node.meta.get("val")
     return [v for v in (val if isinstance(val, (list, tuple)) else [val]) if isinstance(v, Tensor)]
 
 
@@ -149,9 +149,9 @@ def _grouped_weight_grad(node: Node, args: Arguments) -> int:
 # --- attention -----------------------------------------------------------------------------------------------
 
 
-def pairs(queries: int, keys: int, causal: bool = False, window: int = 0, chunk: int = 0) -> int:
-    """Number of allowed (query, key) pairs: the mask facts of `autopar::attention`, top-left aligned."""
-    i = np.arange(queries, dtype=np.int64)
+def pairs(queries: int, keys: int, causal: bool = False, window: int = 0, chunk: int = 0, offset: int = 0) -> int:
+    """Number of allowed (query, key) pairs under the mask facts of `autopar::attention`: row r is query r + offset."""
+    i = np.arange(offset, offset + queries, dtype=np.int64)
     first, behind = np.zeros_like(i), np.full_like(i, keys)
     if causal:
         behind = np.minimum(behind, i + 1)
@@ -168,7 +168,10 @@ def _attention(of_query: int, of_value: int) -> Count:
     def count(node: Node, args: Arguments) -> int:
         q, k, v = (_size(args[long] if long in args else args[long[0]]) for long in ("query", "key", "value"))
         causal = bool(args.get("causal", args.get("is_causal", False)))
-        allowed = pairs(q[-2], k[-2], causal, args.get("window") or 0, args.get("chunk") or 0)
+        offset = args.get("offset", 0)
+        if isinstance(offset, Node):  # a graph for any token slice: this one's queries are its last tokens
+            offset = k[-2] - q[-2]
+        allowed = pairs(q[-2], k[-2], causal, args.get("window", 0), args.get("chunk", 0), offset)
         return 2 * allowed * math.prod(q[:-2]) * (of_query * q[-1] + of_value * v[-1])
 
     return count

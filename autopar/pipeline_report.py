@@ -82,10 +82,23 @@ def run(name: str, request: Request, costs: Costs) -> Timeline:
     with more parts per rank compare. Raises ValueError for unknown names, and for what a schedule cannot do.
     """
     entry = SCHEDULES[name]
+    assert isinstance(costs.activations, (int, float))
     each = costs.divided(max(request.chunks, 1))
     order = entry.make(replace(request, costs=each))
     assert order.parts == request.ranks * request.chunks, f"{name}: {order.parts} parts"
-    return simulate(order, each)
+    timeline = simulate(order, each)
+    if request.memory_limit is not None:
+        _check_memory(timeline, request.memory_limit * costs.activations)
+    return timeline
+
+
+def _check_memory(timeline: Timeline, limit: float) -> None:
+    most = max(timeline.memory)
+    if most > limit * (1 + 1e-9):
+        raise ValueError(
+            f"schedule: {timeline.order.name} needs a memory limit of {most:.4g} (rank {timeline.memory.index(most)}), "
+            f"found {limit:.4g}; take one that holds less, such as 1f1b, or seq1f1b with token slices"
+        )
 
 
 def compare(request: Request, costs: Costs, chunks: int | None = None) -> list[Outcome]:

@@ -14,7 +14,7 @@ the transpose of a -> b is dual(b) -> dual(a).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -147,6 +147,13 @@ def conversion(src: Placement, dst: Placement) -> str:
 
 
 # --- pieces -------------------------------------------------------------------------------------------
+
+
+def scaled_blocks(blocks: Sequence[int], size: int) -> tuple[int, ...]:
+    """Blocks that sum to ``size``, in the ratio of those given; () stays ()."""
+    unit, rest = divmod(size, sum(blocks) or 1)
+    assert not rest, f"blocks of {list(blocks)} do not scale to {size}"
+    return tuple(b * unit for b in blocks)
 
 
 def check_shard(size: int, placement: Shard, ranks: Pieces) -> None:

@@ -26,7 +26,7 @@ from autopar.timeline import Timeline
 from autopar.trace import events_of, write_trace
 
 ALL = "all"
-TIMES = ("F", "B", "W", "comm", "FB", "G", "R")
+TIMES = ("F", "B", "W", "comm", "FB")
 SIZES = ("M_B", "M_W")
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 _WIDTH = 160  # of the grid when stdout is no terminal
@@ -45,8 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         metavar="F=18.5,B=18.1,W=9.3,comm=0.6",
         help="of one micro-batch on a rank's whole share of the model: F forward, B backward to inputs, W backward to "
-        "weights (a backward in one takes B + W), comm a transfer, FB a fused forward and backward, G gather and R "
-        "reduce parameters (default: F=B=W=1)",
+        "weights (a backward in one takes B + W), comm a transfer, FB a fused cell of forward and "
+        "backward (default: F=B=W=1, FB=F+B+W)",
     )
     add(
         "--memory",
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="M_B=1,M_W=0.5",
         help="what one micro-batch keeps on a rank: M_B from F until B, M_W from B until W (default: 1 and 0.5)",
     )
-    add("--memory-limit", type=float, metavar="M", help="for schedules that search, in micro-batches of one rank")
+    add("--memory-limit", type=float, metavar="M", help="most that a rank may keep, in micro-batches (units of M_B)")
     add("--unit", choices=UNITS, default="ms", help="of the times, in pictures and traces (default: %(default)s)")
     add("--json", action="store_true", help='print {"makespan", "bubble", "peak", "order"}, the last two per rank')
     add("--svg", type=Path, metavar="FILE", help="draw the schedule")

@@ -33,6 +33,13 @@ def events_of(timeline: Timeline) -> list[Event]:
     ]
 
 
+def measured_events(ranks: Sequence[Iterable[tuple[Action, float, float]]], unit: float = 1.0) -> list[Event]:
+    """Events of what each rank recorded, (action, start, end) in seconds of one clock, in units of ``unit`` seconds."""
+    return [
+        (rank, action, start / unit, end / unit) for rank, actions in enumerate(ranks) for action, start, end in actions
+    ]
+
+
 def chrome_trace(runs: Mapping[str, Iterable[Event]], unit: float = 1.0) -> dict[str, Any]:
     """The trace as plain JSON values.
 
@@ -71,12 +78,26 @@ def transfers(events: Iterable[Event]) -> list[tuple[Event, Event]]:
 
 
 def _sends(events: Sequence[Event]) -> list[tuple[Event, Event]]:
-    def key(action: Action, sender: int, receiver: int) -> tuple[Any, ...]:
+    """(send, receive); where the receive was over before the send (it was only posted), (send, what waited for it)."""
+
+    def way(action: Action, sender: int, receiver: int) -> tuple[Any, ...]:
         return (action.kind[1], sender, receiver, action.micro_batch, action.slice)
 
-    received = {key(e[1], e[1].peer, e[1].stage): e for e in events if e[1].kind in ("RF", "RB")}
-    sent = [(e, key(e[1], e[1].stage, e[1].peer)) for e in events if e[1].kind in ("SF", "SB")]
-    return [(e, received[k]) for e, k in sent if k in received]
+    received = {way(e[1], e[1].peer, e[1].stage): e for e in events if e[1].kind in ("RF", "RB")}
+    users = {(e[1].kind[0], *_unit(e[1])): e for e in events if e[1].kind in ("F", "B", "BW")}
+    pairs = []
+    for event in events:
+        action = event[1]
+        if action.kind in ("SF", "SB"):
+            other = received.get(way(action, action.stage, action.peer))
+            if other is None or other[3] < event[2]:
+                other = users.get((action.kind[1], action.peer, action.micro_batch, action.slice))
+            pairs += [(event, other)] if other is not None else []
+    return pairs
+
+
+def _unit(action: Action) -> tuple[int, int, int]:
+    return (action.stage, action.micro_batch, action.slice)
 
 
 def _run(process: int, name: str, events: Sequence[Event], microseconds: float) -> Iterator[dict[str, Any]]:
@@ -107,9 +128,9 @@ def _run(process: int, name: str, events: Sequence[Event], microseconds: float) 
 def _ends(one: Event, other: Event) -> tuple[float, float]:
     """Times of an arrow's ends. An end belongs to the slice around it, so it lies just inside: a send that was measured
     takes from its start to the end of the receive; otherwise from the end of one action to the start of the other."""
-    if one[1].kind in TRANSFERS:
-        return one[2], other[3] - (other[3] - other[2]) * 1e-3
-    return one[3] - (one[3] - one[2]) * 1e-3, other[2]
+    leaves = one[2] if one[1].kind in TRANSFERS else one[3] - (one[3] - one[2]) * 1e-3
+    arrives = other[3] - (other[3] - other[2]) * 1e-3 if other[1].kind in TRANSFERS else other[2]
+    return leaves, arrives
 
 
 def _thread(event: Event) -> int:

@@ -20,10 +20,18 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from autopar.collectives import COLLECTIVES, LOCAL
 from autopar.graph import add_placeholder, describe
 from autopar.mesh import TokenSlice
 
 LENGTH, START = "slice_length", "slice_start"
+_COLLECTIVES = (*COLLECTIVES, *LOCAL)
+
+_SAMPLES = (  # (length, start) of four slices, for at least so many tokens
+    (12, ((5, 4), (7, 4), (5, 6), (3, 9))),
+    (9, ((3, 2), (5, 2), (3, 4), (2, 6))),
+    (5, ((2, 1), (3, 1), (2, 2), (3, 2))),
+)
 
 
 def sample_slices(total: int, unit: int = 1) -> tuple[TokenSlice, ...]:
@@ -31,13 +39,13 @@ def sample_slices(total: int, unit: int = 1) -> tuple[TokenSlice, ...]:
 
     Raises ValueError when the sequence is too short for sizes that can be told apart.
     """
-    steps = total // unit
-    if steps < 9 or total % unit:
+    steps, least = total // unit, 9 if unit == 1 else 5  # a single row is a dim of size 1: it broadcasts
+    if steps < least or total % unit:
         raise ValueError(
-            f"token_slices: slices need a sequence of at least {9 * unit} tokens, a multiple of {unit}, found {total}; "
-            "use a longer sequence or a schedule without token slices"
+            f"token_slices: slices need a sequence of at least {least * unit} tokens, a multiple of {unit}, found "
+            f"{total}; use a longer sequence or a schedule without token slices"
         )
-    pairs = ((5, 4), (7, 4), (5, 6), (3, 9)) if steps >= 12 else ((3, 2), (5, 2), (3, 4), (2, 6))
+    pairs = next(pairs for count, pairs in _SAMPLES if steps >= count)
     return tuple(TokenSlice(length * unit, start * unit, total) for length, start in pairs)
 
 
@@ -56,6 +64,12 @@ def symbolic(graphs: Sequence[GraphModule], slices: Sequence[TokenSlice]) -> Gra
 
 def _refusal(why: str) -> str:
     return f"token_slices: slices of different lengths compute differently: {why}; use a schedule without token slices"
+
+
+def _ratio(blocks: Sequence[int]) -> tuple[int, ...]:
+    """Blocks of a dim that a collective cuts, in the smallest integers."""
+    unit = math.gcd(*blocks)
+    return tuple(b // unit for b in blocks) if unit else ()
 
 
 class _Merge:
@@ -94,6 +108,8 @@ class _Merge:
             if values not in self.copies:
                 raise ValueError(_refusal(f"{describe(row[0])} has different operands"))
             return self.copies[values]
+        if row[0].target in _COLLECTIVES and isinstance(first, list) and len({_ratio(v) for v in values}) == 1:
+            return first if all(v == first for v in values) else list(_ratio(first))
         if isinstance(first, (list, tuple)) and all(isinstance(v, (list, tuple)) and len(v) == len(first) for v in values):
             return type(first)(self._leaf(row, v) for v in zip(*values, strict=True))
         if isinstance(first, dict) and all(isinstance(v, dict) and v.keys() == first.keys() for v in values):

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopar.placement import scaled_blocks
 from autopar.runtime.failures import CollectiveError, board
 from autopar.runtime.groups import Groups
 from autopar.runtime.layout import from_rows, rows_of, to_rows
@@ -22,8 +23,8 @@ from autopar.runtime.layout import from_rows, rows_of, to_rows
 @dataclass(frozen=True)
 class Traffic:
     """Calls, and bytes that one rank sends in them: all_reduce 2(n-1)/n of the tensor, all_gather and reduce_scatter
-    (n-1)/n of the whole tensor, all_to_all what leaves the rank: (n-1)/n of its own piece (ring algorithms). broadcast: the
-    tensor, on its source. send: the tensor."""
+    (n-1)/n of the whole tensor, all_to_all what leaves the rank: (n-1)/n of its own piece (ring algorithms). broadcast:
+    the tensor, on its source. send: the tensor."""
 
     calls: int = 0
     bytes: int = 0
@@ -214,7 +215,7 @@ def shard_slice(groups: Groups, dim: int, blocks: list[int], axis: str) -> Calla
     ranks, me = groups.size(axis), groups.index(axis)
 
     def slice_shard(x: Tensor) -> Tensor:
-        parts = x.split(list(blocks) or [x.shape[dim]], dim)
+        parts = x.split(list(scaled_blocks(blocks, x.shape[dim])) or [x.shape[dim]], dim)
         mine = [p.narrow(dim, me * (p.shape[dim] // ranks), p.shape[dim] // ranks) for p in parts]
         return mine[0].contiguous() if len(mine) == 1 else torch.cat(mine, dim)
 
@@ -229,7 +230,7 @@ def shard_pad(groups: Groups, dim: int, blocks: list[int], axis: str) -> Callabl
         shape = list(x.shape)
         shape[dim] *= ranks
         whole = x.new_zeros(shape)
-        sizes = list(blocks) or [shape[dim]]
+        sizes = list(scaled_blocks(blocks, shape[dim])) or [shape[dim]]
         parts = x.split([b // ranks for b in sizes], dim)
         for target, part in zip(whole.split(sizes, dim), parts):
             target.narrow(dim, me * part.shape[dim], part.shape[dim]).copy_(part)

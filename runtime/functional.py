@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import autopar.collectives  # noqa: F401 - defines the operators
+from autopar.placement import scaled_blocks
 
 
 class Collectives(Protocol):
@@ -27,14 +28,14 @@ class Collectives(Protocol):
 
 def to_stack(x: Tensor, dim: int, blocks: list[int], ranks: int) -> Tensor:
     """[.., D, ..] -> [ranks, .., D/ranks, ..], functional twin of `layout.to_rows`."""
-    parts = x.split(blocks or [x.shape[dim]], dim)
+    parts = x.split(list(scaled_blocks(blocks, x.shape[dim])) or [x.shape[dim]], dim)
     return torch.cat([p.unflatten(dim, (ranks, p.shape[dim] // ranks)).movedim(dim, 0) for p in parts], dim + 1)
 
 
 def from_stack(rows: Tensor, dim: int, blocks: list[int]) -> Tensor:
     """Inverse of `to_stack`."""
     ranks = rows.shape[0]
-    sizes = [b // ranks for b in blocks] or [rows.shape[dim + 1]]
+    sizes = list(scaled_blocks(blocks, rows.shape[dim + 1])) or [rows.shape[dim + 1]]
     return torch.cat([p.movedim(0, dim).flatten(dim, dim + 1) for p in rows.split(sizes, dim + 1)], dim)
 
 
@@ -75,9 +76,8 @@ def all_to_all(
 def shard_slice(c: Collectives, x: Tensor, dim: int, blocks: list[int], axis: str, size: int) -> Tensor:
     """This rank's piece of a whole value."""
     me = c.groups.index(axis)
-    parts = [
-        p.narrow(dim, me * (p.shape[dim] // size), p.shape[dim] // size) for p in x.split(blocks or [x.shape[dim]], dim)
-    ]
+    blocks = list(scaled_blocks(blocks, x.shape[dim])) or [x.shape[dim]]
+    parts = [p.narrow(dim, me * (p.shape[dim] // size), p.shape[dim] // size) for p in x.split(blocks, dim)]
     return torch.cat(parts, dim)
 
 
@@ -85,7 +85,7 @@ def shard_pad(c: Collectives, x: Tensor, dim: int, blocks: list[int], axis: str,
     """This rank's piece in its place in zeros."""
     me = c.groups.index(axis)
     padded = []
-    for part in x.split([b // size for b in blocks] or [x.shape[dim]], dim):
+    for part in x.split(list(scaled_blocks(blocks, x.shape[dim])) or [x.shape[dim]], dim):
         zero = torch.zeros_like(part)
         padded += [part if r == me else zero for r in range(size)]
     return torch.cat(padded, dim)

@@ -13,10 +13,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from autopar.placement import scaled_blocks
+
 
 def to_rows(x: Tensor, dim: int, blocks: Sequence[int], ranks: int) -> Tensor:
     """[.., D, ..] -> contiguous [ranks, .., D/ranks, ..]."""
-    blocks = tuple(blocks) or (x.shape[dim],)
+    blocks = scaled_blocks(blocks, x.shape[dim]) or (x.shape[dim],)
     if len(set(blocks)) == 1:
         # [.., k*n*b, ..] -> [.., k, n, b, ..] -> [n, .., k, b, ..]
         split = x.unflatten(dim, (len(blocks), ranks, blocks[0] // ranks))
@@ -33,7 +35,7 @@ def to_rows(x: Tensor, dim: int, blocks: Sequence[int], ranks: int) -> Tensor:
 def from_rows(rows: Tensor, dim: int, blocks: Sequence[int]) -> Tensor:
     """[ranks, .., D/ranks, ..] -> contiguous [.., D, ..]; the inverse of `to_rows`."""
     ranks, size = rows.shape[0], rows.shape[dim + 1] * rows.shape[0]
-    blocks = tuple(blocks) or (size,)
+    blocks = scaled_blocks(blocks, size) or (size,)
     if len(set(blocks)) == 1:
         # [n, .., k*b, ..] -> [n, .., k, b, ..] -> [.., k, n, b, ..]
         split = rows.unflatten(dim + 1, (len(blocks), blocks[0] // ranks))

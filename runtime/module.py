@@ -7,8 +7,6 @@ works on it.
 
 from __future__ import annotations
 
-import inspect
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,14 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.adapters.export import flatten, unflatten
 from autopar.capture import Signature
 from autopar.parameter import ParameterSpec
 from autopar.placement import PARTIAL, Placement, Shard
 from autopar.plan import Plan
 from autopar.rules import result_placements
 from autopar.runtime import state
-from autopar.runtime.comm import Ledger, add_ledgers, all_reduce, finish
+from autopar.runtime.batches import by_name, facts_of, shapes_of, tensors_of
+from autopar.runtime.clipping import clip_gradients
+from autopar.runtime.comm import Ledger, add_ledgers
 from autopar.runtime.executor import Executor, digest_of, has_losses
 from autopar.runtime.failures import reporting
 from autopar.runtime.groups import Groups, agree
@@ -191,20 +190,7 @@ class ParallelModule(nn.Module):
         norm. A tied weight that several stages hold counts once. Collective.
         """
         with reporting():
-            here = self._groups.coordinate.get("pp", 0)
-            first = {s.name for s in self._specs if s.ranks[0] == here}
-            gradients = {n: p.grad for n, p in self._own.items() if p.grad is not None}
-            own = [state.whole_tensor(_norm(g, norm_type)) for n, g in gradients.items() if n in first]
-            total = torch.stack(own) if own else torch.zeros(1)
-            total = torch.linalg.vector_norm(total.to(self._groups.device, torch.float64), norm_type)
-            if self._groups.mesh.size("pp") > 1:
-                power = norm_type if norm_type != math.inf else 1.0
-                total = finish(
-                    all_reduce(self._groups, "norm", "pp", "sum" if norm_type != math.inf else "max")(total**power)
-                ) ** (1.0 / power)
-            for gradient in gradients.values():
-                state.local_tensor(gradient).mul_(torch.clamp(max_norm / (total + 1e-6), max=1.0).to(gradient.dtype))
-            return total.to(next(iter(self._own.values())).dtype) if self._own else total
+            return clip_gradients(self._own, self._specs, self._groups, max_norm, norm_type)
 
     def _prepare(
         self, args: tuple[Any, ...], batch: dict[str, Any], train: bool, outputs: tuple[str, ...] | None
@@ -214,18 +200,18 @@ class ParallelModule(nn.Module):
                 "parallelize: the model came without weights (meta device); load them first with "
                 "load_pretrained(folder) or load_state_dict(state)"
             )
-        named = _named(self._skeleton[0], args, batch)
-        key = (train, outputs, _facts(named))
+        named = by_name(self._skeleton[0], args, batch)
+        key = (train, outputs, facts_of(named))
         # a store round trip per step: a rank with another batch would otherwise end in a hang
         agree(self._groups, str(key), "the shapes of the batch")
         executor = self._executors.get(key)
         if executor is None:
             executor = self._executors[key] = self._compile(named, train, outputs)
-            self._batches[key] = _shapes(named)
+            self._batches[key] = shapes_of(named)
         values = self._state() | executor.compiled.local.meta.get("constants", {})
         self._steps += train
         values["__seed__"] = torch.tensor(step_seed(self._seed, self._steps))
-        for name, value in _tensors(named).items():
+        for name, value in tensors_of(named).items():
             values[name] = value.to(self._groups.device)
         for spec in executor.specs.values():
             if spec.kind == "seed":
@@ -372,11 +358,6 @@ class _Backward(torch.autograd.Function):
         return (None,) * (5 + len(tangents))
 
 
-def _norm(gradient: Tensor, norm_type: float) -> Tensor:
-    """The norm of a whole gradient; a DTensor adds up its pieces."""
-    return torch.linalg.vector_norm(gradient, norm_type)
-
-
 def _owner(root: nn.Module, name: str, skeleton: nn.Module) -> nn.Module:
     """The submodule that holds a dotted name; made on the way, so that names stay the original ones."""
     module = root
@@ -393,43 +374,6 @@ def _make_owners(root: nn.Module, skeleton: nn.Module, names: list[str]) -> None
     for path, _ in skeleton.named_modules(remove_duplicate=False):
         if path and any(name.startswith(f"{path}.") for name in names):
             _owner(root, f"{path}.", skeleton)
-
-
-def _named(model: nn.Module, args: tuple[Any, ...], batch: dict[str, Any]) -> dict[str, Any]:
-    """Positional arguments by their names in the model's forward."""
-    if not args:
-        return batch
-    names = [n for n, p in inspect.signature(model.forward).parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    if len(args) > len(names):
-        raise ValueError(f"model: its forward takes {len(names)} positional arguments, found {len(args)}")
-    return {**dict(zip(names, args, strict=False)), **batch}
-
-
-def _facts(batch: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What a compiled step depends on: shapes and dtypes of tensors, values of everything else."""
-    leaves, spec = flatten(dict(batch))
-    facts = tuple((tuple(x.shape), str(x.dtype)) if isinstance(x, Tensor) else repr(x) for x in leaves)
-    return (*facts, str(spec))
-
-
-def _shapes(batch: dict[str, Any]) -> dict[str, Any]:
-    """The batch with its tensors on the meta device."""
-    leaves, spec = flatten(batch)
-    out: dict[str, Any] = unflatten([x.to("meta") if isinstance(x, Tensor) else x for x in leaves], spec)
-    return out
-
-
-def _tensors(batch: Any, path: str = "") -> dict[str, Tensor]:
-    """Tensors of a nested batch by path: {'past': (a, b)} -> past.0, past.1."""
-    if isinstance(batch, Tensor):
-        return {path: batch}
-    items = (
-        batch.items() if isinstance(batch, Mapping) else enumerate(batch) if isinstance(batch, (tuple, list)) else ()
-    )
-    out: dict[str, Tensor] = {}
-    for key, value in items:
-        out |= _tensors(value, f"{path}.{key}" if path else str(key))
-    return out
 
 
 def _source(node: Any) -> Any:

@@ -2,15 +2,15 @@
 
     for each action:    wait for what it takes; run it                    (see `pipeline_program`)
     at the end:         gradients of parameters that several ranks hold are summed over these
-                        losses are summed over pp; new buffers go to all ranks; sends have arrived
+                        losses are summed over pp; new buffers and outputs go to all ranks; sends have arrived
 
-Same face as `executor.Executor`, for `train_step`.
+The same face as `executor.Executor`: `train_step`, and `run_forward` for a model compiled without gradients.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +28,8 @@ from autopar.runtime.groups import Groups
 from autopar.runtime.pipeline_program import Entry, Program, make_program
 from autopar.runtime.pipeline_values import Routes, unit_of
 from autopar.runtime.point_to_point import AXIS, Channels
-from autopar.schedule import TRANSFERS, Action
-from autopar.steps import Compiled, Pipeline, StepGraph
+from autopar.schedule import TRANSFERS, Action, Order
+from autopar.steps import Compiled, Pipeline, Stage, StepGraph
 
 
 @dataclass
@@ -74,13 +74,16 @@ class PipelineExecutor:
         of = self.order.rank_of
         moves = [a for actions in self.order.ranks for a in actions if a.kind in TRANSFERS]
         self.channels.connect({(of[a.stage], of[a.peer]) for a in moves})
+        self._results = results_of(pipeline, self.order, compiled.train)
         me = groups.coordinate[AXIS]
         self.program: Program = make_program(
-            pipeline, self.order, me, self._bind, self.feed, self.channels, groups.device, compiled.prologue
-        )
+            pipeline, self.order, me, self._bind, self.feed, self.channels, groups.device, compiled.prologue,
+            self._results,
+        )  # fmt: skip
         self._shared = SharedGradients(compiled, groups, self.order.rank_of, self.order.chains)
-        self._losses = loss_types(pipeline)
-        self._mutations = self._owners()
+        self._losses = {
+            name: kind for part in pipeline.parts for name, (_, kind) in facts_of(part, part.losses).items()
+        }
         self._own_traffic: Ledger = {}
         self._step_traffic = add_ledgers(*(bound.traffic for bound in self.program.runs))
 
@@ -88,14 +91,6 @@ class PipelineExecutor:
         if self.groups.device.type != "cpu":
             set_device(graph.graph, self.groups.device)
         return bind(graph.graph, self.groups, self._backend)
-
-    def _owners(self) -> dict[str, tuple[str, int]]:
-        """F's output -> the buffer it is for, and the coordinate of the rank whose value counts."""
-        last = self.order.chains[self.order.chain_of[-1]]
-        found: dict[str, tuple[str, int]] = {}
-        for index, part in enumerate(self.pipeline.parts):
-            found |= {name: (buffer, self.order.rank_of[last[index]]) for name, buffer in part.mutations.items()}
-        return found
 
     @property
     def traffic(self) -> Ledger:
@@ -111,25 +106,37 @@ class PipelineExecutor:
 
         Raises CollectiveError that names the action and the rank it waited for when another rank fails.
         """
-        program, slots = self.program, self._filled(values)
+        slots, program = self._run(values), self.program
+        gradients = {name: slots[i] for name, i in program.gradients.items() if slots[i] is not None}
+        gradients = self._shared.sum(gradients, self._count)
+        losses = self._sum_losses({name: slots[i] for name, i in program.losses.items()})
+        found = {**losses, **self._share_results(slots)}
+        return Result(self._outputs(found), gradients, list(losses.values()))
+
+    @torch.no_grad()
+    def run_forward(self, values: Mapping[str, Tensor]) -> tuple[list[Any], list[Any]]:
+        """(outputs, nothing saved) of a model compiled without gradients, on every rank."""
+        assert not self.compiled.train, "a pipeline trains in train_step"
+        return self._outputs(self._share_results(self._run(values))), []
+
+    def _outputs(self, found: Mapping[str, Tensor]) -> list[Any]:
+        return [found.get(f"output:{i}") for i in range(len(self.compiled.signature.outputs))]
+
+    def _run(self, values: Mapping[str, Tensor]) -> list[Any]:
+        """The slots after all actions."""
+        slots = self._filled(values)
         self.channels.clear()
         if self._record or self._measure:
             self._run_watched(slots)
         else:
-            for entry in program.entries:
+            for entry in self.program.entries:
                 for instruction in entry.waits:
                     instruction.run(slots)
                 for instruction in entry.does:
                     instruction.run(slots)
-        gradients = {name: slots[i] for name, i in program.gradients.items() if slots[i] is not None}
-        gradients = self._shared.sum(gradients, self._count)
-        losses = self._sum_losses({name: slots[i] for name, i in program.losses.items()})
-        buffers = self._share_buffers({name: slots[i] for name, i in program.mutations.items()}, values)
         self.channels.flush()
         self._own_traffic = add_ledgers(self._own_traffic, self._step_traffic)
-        found = {**losses, **buffers}
-        count = len(self.compiled.signature.outputs)
-        return Result([found.get(f"output:{i}") for i in range(count)], gradients, list(losses.values()))
+        return slots
 
     def _filled(self, values: Mapping[str, Tensor]) -> list[Any]:
         """New slots with what comes from outside."""
@@ -183,13 +190,16 @@ class PipelineExecutor:
         self._count(AXIS, "all_reduce", traffic_of("all_reduce", vector.shape, vector.dtype, self.groups.size(AXIS)))
         return {name: x.to(dtype) for (name, dtype), x in zip(self._losses.items(), total.unbind(), strict=True)}
 
-    def _share_buffers(self, own: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """New values of buffers, from the ranks that made them."""
+    def _share_results(self, slots: list[Any]) -> dict[str, Tensor]:
+        """New buffers and outputs, from the ranks that made them."""
         pending = {}
-        for name, (buffer, source) in self._mutations.items():
+        for name, (source, shape, dtype) in self._results.items():
             mine = source == self.groups.coordinate[AXIS]
-            x = own[name] if mine else torch.empty_like(values[buffer], memory_format=torch.contiguous_format)
-            pending[name] = broadcast(self.groups, buffer, AXIS, source)(x)
+            if mine:
+                x = slots[self.program.results[name]]
+            else:
+                x = torch.empty(shape, dtype=dtype, device=self.groups.device)
+            pending[name] = broadcast(self.groups, name, AXIS, source)(x)
             self._count(AXIS, "broadcast", x.nbytes * mine)
         return {name: finish(p) for name, p in pending.items()}
 
@@ -258,10 +268,22 @@ class SharedGradients:
         return found.to(spec.dtype)
 
 
-def loss_types(pipeline: Pipeline) -> dict[str, torch.dtype]:
-    """Names of the losses of all parts, in their order, and their types."""
-    found: dict[str, torch.dtype] = {}
-    for part in pipeline.parts:
-        nodes = dict(zip(part.forward.outputs, outputs(part.forward.graph), strict=True))
-        found |= {name: nodes[name].meta["val"].dtype for name in part.losses}
+def facts_of(part: Stage, names: Collection[str]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and type of some outputs of a part's F."""
+    made = zip(part.forward.outputs, outputs(part.forward.graph), strict=True)
+    values = {name: node.meta["val"] for name, node in made if name is not None and name in names}
+    return {name: (tuple(val.shape), val.dtype) for name, val in values.items()}
+
+
+def results_of(pipeline: Pipeline, order: Order, train: bool) -> dict[str, tuple[int, tuple[int, ...], torch.dtype]]:
+    """Output of F -> coordinate of the rank that makes it for the last micro-batch, shape, type: of the new buffers in
+    training, of everything that the model returns otherwise."""
+    last = order.chains[order.chain_of[-1]]
+    found = {}
+    for index, part in enumerate(pipeline.parts):
+        names = [
+            n for n in part.forward.outputs if n in part.mutations or (not train and n and n.startswith("output:"))
+        ]
+        for name, facts in facts_of(part, [n for n in names if n]).items():
+            found[name] = (order.rank_of[last[index]], *facts)
     return found

@@ -10,7 +10,7 @@ All names are resolved here, once. Every kind of action has one method: see `han
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,8 +53,8 @@ class Program:
     """What one rank runs in a step.
 
     size: number of slots. loads: (slot, placeholder, micro-batch) to fill from outside. constants: slot -> value.
-    gradients: placeholder of a stored parameter -> slot. losses: name -> slot. mutations: F's output -> slot. saved:
-    slots of what F and B keep. runs: every bound graph, as often as it runs.
+    gradients: placeholder of a stored parameter -> slot. losses: name -> slot. results: what else leaves F -> slot.
+    saved: slots of what F and B keep. runs: every bound graph, as often as it runs.
     """
 
     size: int
@@ -63,7 +63,7 @@ class Program:
     constants: dict[int, Any]
     gradients: dict[str, int]
     losses: dict[str, int]
-    mutations: dict[str, int]
+    results: dict[str, int]
     saved: list[int]
     runs: list[Bound]
 
@@ -77,21 +77,25 @@ def make_program(
     channels: Channels,
     device: torch.device,
     prologue: Prologue | None = None,
+    results: Collection[str] = (),
 ) -> Program:
     """``order``: lowered, without empty transfers. ``rank``: coordinate on the pp axis. ``bind``: makes a graph
-    runnable."""
-    return _Builder(Values(pipeline, order, rank, feed, prologue), bind, channels, device).program()
+    runnable. ``results``: outputs of F to keep, of the last micro-batch."""
+    return _Builder(Values(pipeline, order, rank, feed, prologue), bind, channels, device, results).program()
 
 
 class _Builder:
-    def __init__(self, values: Values, bind: Bind, channels: Channels, device: torch.device) -> None:
+    def __init__(
+        self, values: Values, bind: Bind, channels: Channels, device: torch.device, results: Collection[str]
+    ) -> None:
         self.values, self.channels, self.device = values, channels, device
         self.slot, self.part, self.routes, self.order = values.slot, values.part, values.routes, values.order
         self._bind = bind
         self.bound: dict[int, Bound] = {}
         self.runs: list[Bound] = []
         self.losses: dict[str, int] = {}
-        self.mutations: dict[str, int] = {}
+        self.wanted = results
+        self.results: dict[str, int] = {}
         self.stored: dict[str, int] = {}
         self.started: set[Hashable] = set()  # micro-batches and buffers
         self.acknowledged = acknowledged(self.order, values.rank)
@@ -112,13 +116,13 @@ class _Builder:
         for action in self.order.ranks[values.rank]:
             entries.append(Entry(action))
             self.handlers[action.kind](action, entries[-1])
-        for stage in filter(values.is_mine, range(len(self.order.rank_of))):
+        for stage in values.stages():
             self._store(stage, entries[-1])
-        kept = {*self.stored.values(), *self.losses.values(), *self.mutations.values()}
+        kept = {*self.stored.values(), *self.losses.values(), *self.results.values()}
         finish([i for entry in entries for i in (*entry.waits, *entry.does)], kept)
         saved = [i for key, i in values.slots.items() if isinstance(key, tuple) and _is_saved(key[-1])]
         return Program(
-            len(values.slots), entries, values.loads, values.constants, self.stored, self.losses, self.mutations,
+            len(values.slots), entries, values.loads, values.constants, self.stored, self.losses, self.results,
             saved, self.runs,
         )  # fmt: skip
 
@@ -178,7 +182,8 @@ class _Builder:
             loss = self.losses.setdefault(name, self.slot("loss", name))
             self._add(entry, [self.slot("unit", *unit, name)], [loss])
         if action.micro_batch == self.order.micro_batches - 1 and action.slice == self.order.slices - 1:
-            self.mutations |= {name: self.slot("unit", *unit, name) for name in part.mutations}
+            made = [name for name in part.forward.outputs if name in self.wanted]
+            self.results |= {name: self.slot("unit", *unit, name) for name in made if name is not None}
 
     def _buffer(self, entry: Entry, unit: Unit, cache: Cache, gradient: bool = False) -> int:
         """Slot of a cache for the whole sequence, or of its gradient in float32 or wider; zeros at the first use."""

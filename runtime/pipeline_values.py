@@ -113,7 +113,7 @@ class Values:
 
     def _restrict(self, prologue: Prologue | None) -> None:
         """The prologue's graphs without what no stage of this rank takes."""
-        parts = [self.part(stage) for stage, rank in enumerate(self.order.rank_of) if rank == self.rank]
+        parts = [self.part(stage) for stage in self.stages()]
         wanted = {name for part in parts for graph in (part.forward, *backwards(part)) for name in graph.inputs}
         self.each = restricted(self.pipeline.each, wanted)
         wanted |= set(self.each.inputs if self.each else ())
@@ -128,6 +128,10 @@ class Values:
 
     def part(self, stage: int) -> Stage:
         return self.pipeline.parts[self.order.part_of(stage)]
+
+    def stages(self) -> list[int]:
+        """Stages of this rank that micro-batches run through."""
+        return [stage for chain in self.order.chains for stage in chain if self.is_mine(stage)]
 
     def stage_at(self, part: int, micro_batch: int) -> int:
         """The stage that runs a part for a micro-batch."""

@@ -13,7 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from autopar.mesh import Mesh
-from autopar.placement import Shard, join, piece
+from autopar.placement import Shard, join, piece, scaled_blocks
 
 ops = torch.ops.autopar
 
@@ -56,24 +56,25 @@ def _all_reduce(xs: list[torch.Tensor], me: int, axis: str, op: str) -> torch.Te
 
 
 def _all_gather(xs: list[torch.Tensor], me: int, dim: int, blocks: list[int], axis: str, size: int) -> torch.Tensor:
-    return join(xs, Shard(dim, tuple(blocks)))
+    return join(xs, Shard(dim, scaled_blocks(blocks, xs[me].shape[dim] * size)))
 
 
 def _reduce_scatter(xs: list[torch.Tensor], me: int, dim: int, blocks: list[int], axis: str, size: int) -> torch.Tensor:
-    return piece(torch.stack(xs).sum(0), Shard(dim, tuple(blocks)), size, me).contiguous()
+    return piece(torch.stack(xs).sum(0), Shard(dim, scaled_blocks(blocks, xs[me].shape[dim])), size, me).contiguous()
 
 
 def _all_to_all(xs: Any, me: int, src: int, src_blocks: Any, dst: int, dst_blocks: Any, axis: str, size: int) -> Any:
-    return piece(join(xs, Shard(src, tuple(src_blocks))), Shard(dst, tuple(dst_blocks)), size, me).contiguous()
+    whole = join(xs, Shard(src, scaled_blocks(src_blocks, xs[me].shape[src] * size)))
+    return piece(whole, Shard(dst, scaled_blocks(dst_blocks, whole.shape[dst])), size, me).contiguous()
 
 
 def _shard_slice(xs: list[torch.Tensor], me: int, dim: int, blocks: list[int], axis: str, size: int) -> torch.Tensor:
-    return piece(xs[me], Shard(dim, tuple(blocks)), size, me).contiguous()
+    return piece(xs[me], Shard(dim, scaled_blocks(blocks, xs[me].shape[dim])), size, me).contiguous()
 
 
 def _shard_pad(xs: list[torch.Tensor], me: int, dim: int, blocks: list[int], axis: str, size: int) -> torch.Tensor:
     pieces = [xs[me] if r == me else torch.zeros_like(xs[me]) for r in range(size)]
-    return join(pieces, Shard(dim, tuple(blocks)))
+    return join(pieces, Shard(dim, scaled_blocks(blocks, xs[me].shape[dim] * size)))
 
 
 COLLECTIVE = {

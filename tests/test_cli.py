@@ -249,6 +249,8 @@ def test_all_schedules_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
             assert f"{row['makespan']:,.5g}" in line and f"{row['bubble']:.2%}" in line
     assert "refused" in found["dual_pipe"] and "refused" not in found["zb_h2"]
     assert "dual_pipe needs" in text
+    limited = json.loads(schedule(capsys, *options, "--json", "--memory-limit", 5))
+    assert [name for name, row in limited.items() if "refused" not in row] == ["1f1b", "zb_h1", "zb_v", "seq1f1b"]
 
 
 @pytest.mark.parametrize(
@@ -265,6 +267,10 @@ def test_all_schedules_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
         (["--name", "gpipe", "--stages", "x"], "--stages"),
         (["--name", "gpipe", "--chunks", 2], "gpipe runs 1 parts per rank, found 2"),
         (["--name", "gpipe", "--slices", 4], "use tera_pipe"),
+        (
+            ["--name", "zb_h2", "--memory-limit", 6, "--memory", "M_B=2"],
+            "needs a memory limit of 14 (rank 0), found 12",
+        ),
         (["--name", "all", "--svg", "a.svg"], "need one schedule"),
         (["--name", "gpipe", "--svg", "/nowhere/a.svg"], "/nowhere/a.svg: cannot be written: No such file"),
         ([], "--name"),

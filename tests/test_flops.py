@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,8 +14,10 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
+from autopar.adapters.operators import OpOverload, name_of
 from autopar.compile import compile_model
 from autopar.flops import A100, COUNTS, Device, flops, memory_bytes, pairs, seconds, seconds_of
+from autopar.graph import set_argument
 from autopar.mesh import Mesh
 from autopar.models import hf as hf
 from autopar.ops.attention import Facts
@@ -40,8 +41,13 @@ def count(f: Callable[..., Any], *shapes: Sequence[int]) -> int:
     return sum(flops(n) for n in calls(traced(f, *shapes)))
 
 
+def op_name(node: Node) -> str:
+    """'mm' of aten.mm.default; a function's own name."""
+    return name_of(node.target).split("::")[1] if isinstance(node.target, OpOverload) else node.name
+
+
 def product_flops(gm: GraphModule) -> int:
-    return sum(flops(n) for n in calls(gm) if str(n.target).split(".")[1] in ("mm", "bmm", "addmm", "linear"))
+    return sum(flops(n) for n in calls(gm) if op_name(n) in ("mm", "bmm", "addmm", "linear"))
 
 
 # --- products ------------------------------------------------------------------------------------------------
@@ -55,7 +61,8 @@ def product_flops(gm: GraphModule) -> int:
         (torch.addmm, [(7,), (3, 5), (5, 7)]),
         (torch.baddbmm, [(2, 3, 7), (2, 3, 5), (2, 5, 7)]),
         (lambda x, w: aten.convolution(x, w, None, [2], [1], [1], False, [0], 2), [(2, 4, 11), (6, 2, 3)]),
-        (lambda x, w: aten.convolution(x, w, None, [1, 1], [1, 0], [1, 2], False, [0, 0], 1), [(2, 4, 9, 8), (6, 4, 3, 3)]),
+        (lambda x, w: aten.convolution(x, w, None, [1, 1], [1, 0], [1, 2], False, [0, 0], 1),
+         [(2, 4, 9, 8), (6, 4, 3, 3)]),
         (lambda x, w: aten.convolution(x, w, None, [2], [1], [1], True, [0], 1), [(2, 4, 11), (4, 6, 3)]),
         (lambda g, x, w: aten.convolution_backward(g, x, w, [0], [1], [1], [1], False, [0], 1, [True, True, False]),
          [(2, 6, 11), (2, 4, 11), (6, 4, 3)]),
@@ -81,20 +88,14 @@ def test_products_of_exported_graphs() -> None:
 
     x = torch.rand(2, 4, 6)
     gm = torch.export.export(Model(), (x,)).module()
-    found = {str(n.target).split(".")[1]: flops(n) for n in calls(gm)}
+    found = {op_name(n): flops(n) for n in calls(gm)}
     assert found["linear"] == 2 * (2 * 4 * 6 * 10)
     assert found["conv1d"] == 2 * (2 * 4 * 4) * 8 * 3
     assert found["conv_transpose1d"] == 2 * (2 * 4 * 4) * 8 * 3
     assert found["matmul"] == 2 * 2 * (4 * 6 * 4)
     with FlopCounterMode(display=False) as counter:
         Model()(x)
-    assert sum(flops(n) for n in calls(gm) if str(n.target).partition(".")[2].split(".")[0] and _counted(n)) == (
-        counter.get_total_flops()
-    )
-
-
-def _counted(node: Node) -> bool:
-    return f"aten::{str(node.target).split('.')[1]}" in COUNTS
+    assert sum(flops(n) for n in calls(gm) if f"aten::{op_name(n)}" in COUNTS) == counter.get_total_flops()
 
 
 @pytest.mark.parametrize(
@@ -135,12 +136,14 @@ def test_grouped_products_do_not_depend_on_the_routing() -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window", [0, 1, 3])
 @pytest.mark.parametrize("chunk", [0, 4])
-@pytest.mark.parametrize("sizes", [(10, 10), (4, 10), (10, 4)])
-def test_allowed_pairs_are_those_of_the_mask(causal: bool, window: int, chunk: int, sizes: tuple[int, int]) -> None:
-    facts = Facts(None, None, None, None, None, causal, window, chunk, 1.0, 0.0, 0.0, 0, [], [])
-    mask = facts.allowed(*sizes, torch.device("cpu"))
-    expected = math.prod(sizes) if mask is None else int(mask.sum())
-    assert pairs(*sizes, causal, window, chunk) == expected
+@pytest.mark.parametrize(("queries", "keys", "offset"), [(10, 10, 0), (4, 10, 0), (10, 4, 0), (4, 10, 6), (3, 10, 5)])
+def test_allowed_pairs_are_those_of_the_mask(
+    causal: bool, window: int, chunk: int, queries: int, keys: int, offset: int
+) -> None:
+    facts = Facts(None, None, None, None, None, causal, window, chunk, offset, 1.0, 0.0, 0.0, 0, [], [])
+    mask = facts.allowed(queries, keys, torch.device("cpu"))
+    expected = queries * keys if mask is None else int(mask.sum())
+    assert pairs(queries, keys, causal, window, chunk, offset) == expected
 
 
 def test_attention() -> None:
@@ -148,7 +151,7 @@ def test_attention() -> None:
     q, k, v, n, d, dv = (2, 8, 16, 4), (2, 2, 16, 4), (2, 2, 16, 6), 16, 4, 6
 
     def run(causal: bool) -> list[Node]:
-        facts = (None, None, None, None, None, causal, 0, 0, 1.0, 0.0, 0.0, 0, [], [])
+        facts = (None, None, None, None, None, causal, 0, 0, 0, 1.0, 0.0, 0.0, 0, [], [])
 
         def step(q: Tensor, k: Tensor, v: Tensor) -> Any:
             out, lse = torch.ops.autopar.attention(q, k, v, *facts)
@@ -160,6 +163,17 @@ def test_attention() -> None:
         forward, backward = run(causal)
         assert flops(forward) == 2 * 2 * 8 * allowed * (d + dv)
         assert flops(backward) == 2 * 2 * 8 * allowed * (3 * d + 2 * dv)
+
+
+def test_attention_of_any_token_slice() -> None:
+    """Where the offset is a value of the graph, the queries are the last tokens of those that the keys know."""
+    facts = (None, None, None, None, None, True, 0, 0, 6, 1.0, 0.0, 0.0, 0, [], [])
+    gm = traced(lambda q, k: torch.ops.autopar.attention(q, k, k, *facts), (1, 1, 4, 8), (1, 1, 10, 8))
+    node = next(n for n in calls(gm) if op_name(n) == "attention")
+    fixed = flops(node)
+    with gm.graph.inserting_before(node):
+        set_argument(node, "offset", gm.graph.placeholder("slice_start"))
+    assert flops(node) == fixed == 2 * (7 + 8 + 9 + 10) * (8 + 8)
 
 
 def test_torchs_attention_counts_like_ours() -> None:
@@ -175,7 +189,7 @@ def test_torchs_attention_counts_like_ours() -> None:
 
 def test_pointwise_counts_elements_and_views_count_nothing() -> None:
     gm = traced(lambda x: (x.relu().transpose(0, 1)[1:].unsqueeze(0) + 1).sum(), (3, 4))
-    found = {str(n.target).split(".")[1]: (flops(n), memory_bytes(n)) for n in calls(gm)}
+    found = {op_name(n): (flops(n), memory_bytes(n)) for n in calls(gm)}
     assert found["relu"] == (12, 2 * 12 * 4)
     assert found["transpose"] == found["slice"] == found["unsqueeze"] == (0, 0)
     assert found["add"] == (9, 2 * 9 * 4)

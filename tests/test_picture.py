@@ -20,7 +20,7 @@ from autopar.pipeline_report import compare, describe, pipeline_section, run, se
 from autopar.report import Report, render
 from autopar.schedule import SCHEDULES, Action, Costs, Hop, Request, parse_row
 from autopar.timeline import Timeline, simulate
-from autopar.trace import Event, chrome_trace, events_of, transfers
+from autopar.trace import Event, chrome_trace, events_of, measured_events, transfers
 
 MS = Costs(F=18.5, B=18.1, W=9.3, comm=0.6, stash=0.5)
 SVG = "{http://www.w3.org/2000/svg}"
@@ -230,6 +230,21 @@ def test_a_measured_trace_shows_its_transfers() -> None:
     assert {s["tid"] for s in slices if s["pid"] == 1} == set(range(8))
     for one, other in transfers(measured):
         assert (one[1].stage, one[1].peer, one[1].micro_batch) == (other[1].peer, other[1].stage, other[1].micro_batch)
+
+
+def test_receives_that_were_only_posted_give_way_to_what_waits_for_them() -> None:
+    """As the executor records it, in seconds: posting a receive takes no time, and comes before the send."""
+    first = [(Action(0, "F", 0), 5.0, 5.001), (Action(0, "SF", 0, peer=1), 5.001, 5.002)]
+    second = [(Action(1, "RF", 0, peer=0), 5.0, 5.0001), (Action(1, "F", 0), 5.003, 5.004)]
+    events = measured_events([first, second], unit=1e-3)
+    assert events[0] == (0, Action(0, "F", 0), pytest.approx(5000), pytest.approx(5001))
+    slices, arrows = check_trace(chrome_trace({"measured": events}, unit=1e-3))
+    assert len(slices) == 4 and [a["ts"] for a in arrows] == [pytest.approx(1000, abs=1e-3)]
+    assert [(one[1].kind, other[1].kind) for one, other in transfers(events)] == [("SF", "F")]
+    assert [title for _, title, _ in boxes(svg(made("1f1b"), measured=events, unit="ms"))][-2:] == [
+        "0F0, 0-1 ms",
+        "1F0, 3-4 ms",
+    ]
 
 
 # --- the report and the documents ---------------------------------------------------------------------------

@@ -157,6 +157,7 @@ def compiled_of(case: Case, order: Order, bucket_bytes: int = 2**20) -> Any:
         slices=case.slices,
     )
     return SimpleNamespace(
+        train=True,
         pipeline=pipeline,
         prologue=Prologue(prologue.graph, prologue.inputs, ["total_0"]),
         plan=SimpleNamespace(

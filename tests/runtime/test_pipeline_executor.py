@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from autopar.capture import InputSpec
+from autopar.graph import outputs
 from autopar.runtime.comm import Traffic
 from autopar.runtime.groups import Groups, init_mesh
 from autopar.runtime.pipeline import PipelineExecutor
@@ -169,6 +170,7 @@ def train_with_buffer() -> tuple[list[int], Traffic]:
         lambda w, b, x, steps, i: (*old.forward(w, b, x), steps + i), part.forward.inputs + ["steps", "i"], []
     )
     part.forward.graph = graph.graph
+    outputs(graph.graph)[2].meta["val"] = torch.zeros(2, dtype=torch.int64)
     part.forward.inputs += ["steps", "i"]
     part.forward.outputs += ["output:1"]
     part.mutations["output:1"] = "steps"

@@ -113,6 +113,7 @@ def train(schedule: str) -> tuple[float, dict[str, Tensor], int, int]:
     inputs = [InputSpec(n, "parameter", n, requires_grad=True) for n in NAMES] + [InputSpec("x", "input", "x")]
     compiled: Any = SimpleNamespace(
         pipeline=Pipeline([part(0), part(1)], hops, order, slices=LENGTHS),
+        train=True,
         prologue=None,
         plan=SimpleNamespace(options=Options(micro_batches=MICRO_BATCHES), inputs={"x": {"mb": Shard(0)}}),
         local=SimpleNamespace(meta={"signature": SimpleNamespace(inputs=inputs)}),

@@ -1,0 +1,116 @@
+"""Zero bubble by search: memory limit in, order out (Zero Bubble, Qi et al. 2024, section 3 and appendix G).
+
+    p = 3, m = 4, F = B = W, twice 1F1B's memory: as ZB-H2
+    p = 3, m = 4, F = B = W, 1F1B's memory: as ZB-H1
+
+The time from a rank's first start to its last end is made small, over the slowest rank, while F, which adds M_B, B, which
+replaces it by M_W, and W, which frees that, stay within the limit. 1F1B, ZB-H1, ZB-H2 and the rows of many greedy
+policies run on the given costs; the best are refined. Where the result reaches `lower_bound`, it is optimal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from autopar.runtime.schedules.common import check, one_chain
+from autopar.runtime.schedules.one_f_one_b import one_f_one_b
+from autopar.runtime.schedules.zb_greedy import POLICIES, greedy
+from autopar.runtime.schedules.zb_h1 import zb_h1
+from autopar.runtime.schedules.zb_h2 import zb_h2
+from autopar.runtime.schedules.zb_refine import refine
+from autopar.runtime.schedules.zb_search import TOLERANCE, Problem, Rows, Run, lower_bound, run
+from autopar.schedule import SCHEDULES, Action, Costs, Order, Request, Schedule
+
+HAND_MADE: tuple[Callable[[Request], Order], ...] = (one_f_one_b, zb_h1, zb_h2)
+# How far the search goes. Counted, not timed: every rank must find the same order.
+POLICY_ACTIONS = 600_000  # actions run by all greedy policies together
+REFINE_ACTIONS = 600_000  # the same for refinement
+REFINE_RUNS = 200  # trial runs from each of the best rows
+REFINED = 3  # how many of the best are refined
+
+
+def zb_auto(request: Request) -> Order:
+    """Any number of ranks and micro-batches, on ``request.costs`` (default: F = B = W = 1 and no stash) within
+    ``request.memory_limit``, in the unit of ``costs.activations`` (default: what 1F1B needs, p M_B for equal parts).
+
+    Raises ValueError for a limit that does not hold one micro-batch.
+    """
+    check(request, "zb_auto")
+    rows = search(problem_of(request), _hand_made(request))
+    return one_chain("zb_auto", request, (_actions(rank, row) for rank, row in enumerate(rows)))
+
+
+def problem_of(request: Request) -> Problem:
+    """The costs and the memory limit of a request, per rank. Raises ValueError."""
+    costs = request.costs or Costs()
+    F, B, W, held, stash = (_per_rank(costs, name, request.ranks) for name in ("F", "B", "W", "activations", "stash"))
+    one = [max(both) for both in zip(held, stash)]
+    limit = request.memory_limit
+    if limit is None:
+        ahead = min(request.ranks, request.micro_batches) - 1
+        limit = max(ahead * each + last for each, last in zip(held, one))
+    if not limit * TOLERANCE >= max(one):
+        raise ValueError(
+            f"schedule: zb_auto needs a memory_limit of at least {max(one):g}, for one micro-batch on "
+            f"rank {one.index(max(one))}, found {limit:g}; raise it, or use smaller micro-batches"
+        )
+    return Problem(request.micro_batches, F, B, W, costs.comm, held, stash, limit)
+
+
+def search(problem: Problem, known: list[Rows]) -> Rows:
+    """The best rows that fit the memory: of ``known``, of the greedy policies, and of what refinement makes of these."""
+    bound = lower_bound(problem)
+    tried: dict[Rows, Run] = {}
+    for rows in _candidates(problem, known):
+        if rows not in tried and all(problem.fits(rank, row) for rank, row in enumerate(rows)):
+            made = run(problem, rows)
+            assert made is not None, "neither known rows nor greedy ones deadlock"
+            tried[rows] = made
+            if made.cost <= bound * TOLERANCE:
+                return rows
+    best_first = sorted(tried.values(), key=lambda made: made.cost)[:REFINED]
+    runs = min(REFINE_RUNS, REFINE_ACTIONS // problem.actions // len(best_first))
+    best = best_first[0]
+    for made in best_first:
+        if best.cost > bound * TOLERANCE:
+            best = min(best, refine(problem, made.rows, runs, bound), key=lambda other: other.cost)
+    return best.rows
+
+
+def _candidates(problem: Problem, known: list[Rows]) -> Iterator[Rows]:
+    yield from known
+    for policy in POLICIES[: max(4, POLICY_ACTIONS // problem.actions)]:
+        yield greedy(problem, policy)
+
+
+def _hand_made(request: Request) -> list[Rows]:
+    """Rows of the schedules that this one replaces; BW becomes B and W."""
+    plain = Request(request.ranks, request.micro_batches)
+    return [
+        tuple("".join(action.kind for action in actions) for actions in schedule(plain).ranks)
+        for schedule in HAND_MADE
+    ]
+
+
+def _per_rank(costs: Costs, name: str, ranks: int) -> tuple[float, ...]:
+    value = getattr(costs, name)
+    values = value if isinstance(value, tuple) else (value,) * ranks
+    if len(values) != ranks:
+        raise ValueError(f"costs: {name} needs one value per part ({ranks}), found {len(values)}")
+    if min(values) < 0:
+        raise ValueError(f"costs: {name} needs values of at least 0, found {min(values):g}")
+    return values
+
+
+def _actions(rank: int, row: str) -> list[Action]:
+    done = {"F": 0, "B": 0, "W": 0}
+    actions = []
+    for kind in row:
+        actions.append(Action(rank, kind, done[kind]))
+        done[kind] += 1
+    return actions
+
+
+SCHEDULES.add(
+    "zb_auto", Schedule("zb_auto", zb_auto, "W apart, order searched for given costs and memory limit", splits=True)
+)

@@ -1,0 +1,172 @@
+"""What the search for a zero-bubble order works on: rows of kinds, run and checked fast.
+
+A row is what one rank does, as a word such as "FFBWBW". Micro-batches are alike and go in order, so the k-th F of a row
+is of micro-batch k, and so for B and W.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Rows = tuple[str, ...]
+TOLERANCE = 1 + 1e-9  # what sums of floats may differ by
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Times and memory of every rank. F, B, W, held, stash: one value per rank; held: what F keeps for B, stash: what B
+    leaves for W. limit: the memory that every rank may use."""
+
+    micro_batches: int
+    F: tuple[float, ...]
+    B: tuple[float, ...]
+    W: tuple[float, ...]
+    comm: float
+    held: tuple[float, ...]
+    stash: tuple[float, ...]
+    limit: float
+
+    @property
+    def ranks(self) -> int:
+        return len(self.F)
+
+    @property
+    def actions(self) -> int:
+        """Number of actions of all ranks."""
+        return 3 * self.micro_batches * self.ranks
+
+    def most_alive(self, rank: int) -> int:
+        """How many micro-batches can be between F and B on a rank."""
+        held = self.held[rank]
+        room = self.limit * TOLERANCE - max(0.0, self.stash[rank] - held)  # the last of them must get through B
+        return min(self.micro_batches, int(room / held)) if held else self.micro_batches
+
+    def fits(self, rank: int, row: str) -> bool:
+        """Whether F, B and W of each micro-batch follow each other, within the memory limit."""
+        held, stash, limit = self.held[rank], self.stash[rank], self.limit * TOLERANCE
+        alive = waiting = 0
+        for kind in row:
+            if kind == "F":
+                alive += 1
+            elif kind == "B":
+                alive -= 1
+                waiting += 1
+            else:
+                waiting -= 1
+            if alive < 0 or waiting < 0 or alive * held + waiting * stash > limit:
+                return False
+        return True
+
+
+@dataclass(frozen=True)
+class Run:
+    """Rows with times. start: per rank, of each action. spans: per rank, last end minus first start."""
+
+    rows: Rows
+    start: tuple[list[float], ...]
+    spans: tuple[float, ...]
+
+    @property
+    def cost(self) -> float:
+        """What the search makes small."""
+        return max(self.spans)
+
+
+def run(problem: Problem, rows: Rows) -> Run | None:
+    """Run rows as `autopar.timeline.simulate` does: in order, each action when its input is there. None: a deadlock."""
+    p = problem.ranks
+    F_end: list[list[float]] = [[] for _ in rows]
+    B_end: list[list[float]] = [[] for _ in rows]
+    start: tuple[list[float], ...] = tuple([] for _ in rows)
+    clock = [0.0] * p
+    ready = [0]
+    while ready:
+        rank = ready.pop()
+        above = F_end[rank - 1] if rank > 0 else None
+        below = B_end[rank + 1] if rank < p - 1 else None
+        forwards, backwards = len(F_end[rank]), len(B_end[rank])
+        clock[rank] = _advance(problem, rank, rows[rank], clock[rank], start[rank], F_end[rank], B_end[rank], above, below)
+        if len(F_end[rank]) > forwards and rank < p - 1:
+            ready.append(rank + 1)
+        if len(B_end[rank]) > backwards and rank > 0:
+            ready.append(rank - 1)
+    if any(len(done) < len(row) for done, row in zip(start, rows)):
+        return None
+    return Run(rows, start, tuple(end - first[0] for end, first in zip(clock, start)))
+
+
+def _advance(
+    problem: Problem,
+    rank: int,
+    row: str,
+    now: float,
+    start: list[float],
+    F_end: list[float],
+    B_end: list[float],
+    above: list[float] | None,
+    below: list[float] | None,
+) -> float:
+    """Run a rank until it waits for what ``above`` or ``below`` has not made; returns when it is free again. One loop
+    without calls: the search spends most of its time here."""
+    F, B, W, comm = problem.F[rank], problem.B[rank], problem.W[rank], problem.comm
+    for kind in row[len(start) :]:
+        if kind == "W":
+            start.append(now)
+            now += W
+            continue
+        mine, other = (F_end, above) if kind == "F" else (B_end, below)
+        if other is not None:
+            if len(other) <= len(mine):
+                break
+            arrival = other[len(mine)] + comm
+            if arrival > now:
+                now = arrival
+        start.append(now)
+        now += F if kind == "F" else B
+        mine.append(now)
+    return now
+
+
+def lower_bound(problem: Problem) -> float:
+    """No order within the limit costs less. A search that gets there may stop."""
+    return max(max(_work_and_ends(problem, i), _chains(problem, i), _rounds(problem, i)) for i in range(problem.ranks))
+
+
+def _latency(problem: Problem, rank: int) -> float:
+    """The least time from the end of F to the start of the same micro-batch's B."""
+    below = slice(rank + 1, problem.ranks)
+    return sum(problem.F[below]) + sum(problem.B[below]) + 2 * problem.comm * (problem.ranks - 1 - rank)
+
+
+def _work_and_ends(problem: Problem, rank: int) -> float:
+    """The rank's own work, and what cannot be filled while the first and the last micro-batch are away."""
+    F, B, W, m = problem.F[rank], problem.B[rank], problem.W[rank], problem.micro_batches
+    work, latency, most = m * (F + B + W), _latency(problem, rank), problem.most_alive(rank)
+    before_first_B = max(0.0, latency - (most - 1) * F)
+    if most == m:  # the two times may be one
+        return work + before_first_B
+    fill = 0.0  # what can be left over when the last F ends: B of those alive, W of these and of those waiting
+    for alive in range(1, most + 1):
+        room, stash = problem.limit * TOLERANCE - alive * problem.held[rank], problem.stash[rank]
+        waiting = min(m - alive, int(room / stash)) if stash else m - alive
+        fill = max(fill, (alive - 1) * B + (waiting + alive - 1) * W)
+    return work + before_first_B + max(0.0, latency - fill)
+
+
+def _chains(problem: Problem, rank: int) -> float:
+    """All micro-batches pass a later rank between the first F and the last B of this one, then comes a W."""
+    F, B, W, m = problem.F, problem.B, problem.W, problem.micro_batches
+    longest = way = 0.0
+    for other in range(rank, problem.ranks):
+        longest = max(longest, way + m * (F[other] + B[other]) + W[rank])
+        way += F[other] + B[other] + 2 * problem.comm
+    return longest
+
+
+def _rounds(problem: Problem, rank: int) -> float:
+    """Memory is free for another micro-batch only when an earlier one is back."""
+    F, B, W, m = problem.F[rank], problem.B[rank], problem.W[rank], problem.micro_batches
+    there_and_back = F + _latency(problem, rank) + B
+    rounds, rest = divmod(m - 1, problem.most_alive(rank))
+    area = m * (problem.held[rank] * there_and_back + problem.stash[rank] * W)
+    return max((rounds + 1) * there_and_back + rest * B + W, area / (problem.limit * TOLERANCE) if area else 0.0)

@@ -1,0 +1,293 @@
+"""One Llama as a pipeline, twice: autopar's executor, and torch.distributed.pipelining with stages written by hand.
+
+Both have the same cuts, micro-batches, schedule and weights. A `Side` runs a step, says what it sent over every boundary
+between ranks, and how long it computed and waited.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from common import Workload
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, schedules
+
+from autopar.adapters.fake import skeleton_of
+from autopar.compile import compile_model
+from autopar.mesh import Mesh
+from autopar.models import hf as hf  # knows transformers models
+from autopar.plan import Options
+from autopar.planner.pipeline import make_order
+from autopar.runtime.groups import Groups, init_mesh
+from autopar.runtime.module import ParallelModule
+from autopar.runtime.pipeline import PipelineExecutor
+from autopar.schedule import COMPUTE, SCHEDULES, Order
+from autopar.steps import Compiled
+
+PEERS: dict[str, Any] = {  # the same schedules on both sides
+    "gpipe": schedules.ScheduleGPipe,
+    "1f1b": schedules.Schedule1F1B,
+    "interleaved": schedules.ScheduleInterleaved1F1B,
+    "zb_v": schedules.ScheduleZBVZeroBubble,
+    "dual_pipe_v": schedules.ScheduleDualPipeV,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on some ranks, cut for ``chunks`` parts per rank; twice as many micro-batches as ranks."""
+
+    work: Workload
+    ranks: int
+    chunks: int
+
+    @property
+    def micro_batches(self) -> int:
+        return 2 * self.ranks
+
+    @property
+    def starts(self) -> list[int]:
+        """The layer with which each part begins; the first part has the embedding, the last the head."""
+        parts = self.ranks * self.chunks
+        return [k * self.work.layers // parts for k in range(parts)]
+
+    @property
+    def boundary(self) -> int:
+        """Bytes that a boundary between parts passes each way in a step: the hidden states of the whole batch."""
+        return self.work.batch * self.work.length * self.work.hidden * 4
+
+    def schedules(self) -> list[str]:
+        return [name for name in PEERS if SCHEDULES[name].chunks == self.chunks]
+
+
+def compile_case(case: Case) -> Compiled:
+    """Once, in the process that the ranks are forked from."""
+    base = {1: "1f1b", 2: "interleaved"}[case.chunks]
+    cuts = tuple(f"model.layers.{k}" for k in case.starts[1:])
+    options = Options(micro_batches=case.micro_batches, schedule=base, chunks=case.chunks, cuts=cuts)
+    return compile_model(
+        skeleton_of(case.work.model()), case.work.tokens(), Mesh.of(pp=case.ranks), options, outputs=()
+    )
+
+
+@dataclass
+class Watch:
+    """Seconds of one step that a rank computed, and that it waited for others."""
+
+    computed: float = 0.0
+    waited: float = 0.0
+
+    def around(self, what: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **named: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return call(*args, **named)
+            finally:
+                setattr(self, what, getattr(self, what) + time.perf_counter() - start)
+
+        return timed
+
+
+@dataclass
+class Side:
+    """``step()``: from no gradients to all, returns the loss (on the ranks that know it). ``gradients()``: of this
+    rank's parameters. ``sent``: (stage, stage) -> bytes of the last step, counted after ``count()``. ``watched``: a
+    context in which a `Watch` runs. ``actions``: F, B, W and BW of this rank. ``held``: what exists before a step."""
+
+    step: Callable[[], Tensor | None]
+    gradients: Callable[[], dict[str, Tensor]]
+    count: Callable[[], Counter[tuple[int, int]]]
+    watched: Callable[[], Any]
+    actions: int
+    held: list[Tensor]
+
+
+# --- ours ---------------------------------------------------------------------------------------------
+
+
+def ours(case: Case, compiled: Compiled, schedule: str) -> Side:
+    """autopar, from the graphs that were compiled before the fork."""
+    assert compiled.pipeline is not None and compiled.plan.pipeline is not None
+    plan = replace(compiled.plan, pipeline=replace(compiled.plan.pipeline, schedule=schedule))
+    order = make_order(plan, compiled.pipeline.parts, compiled.pipeline.hops)
+    ready = replace(compiled, plan=plan, pipeline=replace(compiled.pipeline, order=order))
+    whole, groups = case.work.model(), Groups(init_mesh(pp=case.ranks))
+    specs = tuple(replace(s, ranks=holders(order, plan.pipeline.holders[s.name])) for s in compiled.parameters)
+    values, buffers = dict(whole.named_parameters(remove_duplicate=False)), dict(whole.named_buffers())
+    model = ParallelModule(
+        skeleton_of(whole), lambda *_, **__: replace(ready, parameters=specs), groups, plan, specs, values, buffers,
+        "eager", 0,
+    )  # fmt: skip
+    batch = case.work.tokens()
+
+    def step() -> Tensor:
+        model.zero_grad(set_to_none=True)
+        return model.train_step(**batch).detach()
+
+    step()  # binds
+    executor: Any = next(iter(model._executors.values()))
+    mine = [a for a in executor.order.ranks[dist.get_rank()] if a.kind in COMPUTE]
+    return Side(
+        step, lambda: dict(_gradients(model)), lambda: _count_ours(executor, step), lambda: _watch_ours(executor),
+        len(mine), [*model.parameters(), *model.buffers()],
+    )  # fmt: skip
+
+
+def holders(order: Order, parts: tuple[int, ...]) -> tuple[int, ...]:
+    """The ranks whose stages run these parts."""
+    return tuple(sorted({order.rank_of[chain[k]] for chain in order.chains for k in parts})) or (0,)
+
+
+def _count_ours(executor: PipelineExecutor, step: Callable[[], Any]) -> Counter[tuple[int, int]]:
+    sent: Counter[tuple[int, int]] = Counter()
+    channels, before = executor.channels, executor.channels.traffic
+
+    def send(action: Any, peer: int, tensors: list[Tensor]) -> None:
+        sent[action.stage, action.peer] += sum(x.nbytes for x in tensors)
+        original(action, peer, tensors)
+
+    original = channels.send
+    with patch.object(channels, "send", send):
+        step()
+    mine = sum(t.bytes for t in channels.traffic.values()) - sum(t.bytes for t in before.values())
+    assert mine == sent.total(), f"the ledger says {mine}, the calls {sent}"
+    return sent
+
+
+@contextmanager
+def _watch_ours(executor: PipelineExecutor) -> Iterator[Watch]:
+    """Computing: all but transfers, as autograd's accumulation of gradients is inside its backward."""
+    watch, changed = Watch(), []
+    for entry in executor.program.entries:
+        for instruction in (*entry.waits, *entry.does):
+            name = instruction.apply.__qualname__
+            if ".receive." in name or ".send." in name:
+                continue
+            changed.append((instruction, instruction.apply))
+            instruction.apply = watch.around("waited" if "._wait." in name else "computed", instruction.apply)
+    try:
+        with patch.object(executor.channels, "flush", watch.around("waited", executor.channels.flush)):
+            yield watch
+    finally:
+        for instruction, original in changed:
+            instruction.apply = original
+
+
+def peaks(case: Case, compiled: Compiled) -> None: ...
+
+
+# --- theirs -------------------------------------------------------------------------------------------
+
+
+class LlamaPart(nn.Module):
+    """Some layers of a Llama, the embedding ahead of the first, norm and head behind the last."""
+
+    def __init__(self, model: Any, case: Case, part: int) -> None:
+        super().__init__()
+        starts = [*case.starts, case.work.layers]
+        self.layers = model.model.layers[starts[part] : starts[part + 1]]
+        last = part == len(case.starts) - 1
+        self.embed = model.model.embed_tokens if part == 0 else None
+        self.norm, self.head = (model.model.norm, model.lm_head) if last else (None, None)
+        positions = torch.arange(case.work.length).unsqueeze(0)
+        self.rotary = model.model.rotary_emb(torch.empty(1), positions)  # once, not per micro-batch
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.embed is not None:
+            x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x, attention_mask=None, position_embeddings=self.rotary)
+        return self.head(self.norm(x)) if self.norm is not None and self.head is not None else x
+
+
+def theirs(case: Case, schedule: str) -> Side:
+    """torch.distributed.pipelining."""
+    whole, batch, rank = case.work.model(), case.work.tokens(), dist.get_rank()
+    parts = len(case.starts)
+    vee = schedule in ("zb_v", "dual_pipe_v")
+    mine = [rank, parts - 1 - rank] if vee else list(range(rank, parts, case.ranks))
+    stages = [PipelineStage(LlamaPart(whole, case, k), k, parts, torch.device("cpu")) for k in mine]
+    made = PEERS[schedule](stages[0] if case.chunks == 1 else stages, case.micro_batches, loss_fn=_loss)
+    targets = F.pad(batch["labels"], (0, 1), value=-100)[:, 1:].contiguous()
+    parameters = [p for stage in stages for p in stage.submod.parameters()]
+
+    def step() -> Tensor | None:
+        for p in parameters:
+            p.grad = None
+        losses: list[Tensor] = []
+        inputs = (batch["input_ids"],) if 0 in mine else ()
+        made.step(*inputs, target=targets if parts - 1 in mine else None, losses=losses, return_outputs=False)
+        return torch.stack([x.detach() for x in losses]).mean() if losses else None
+
+    step()  # agrees on shapes
+    per_part = 2 if not SCHEDULES[schedule].splits else 3
+    return Side(
+        step, lambda: dict(_gradients(whole)), lambda: _count_theirs(stages, step), lambda: _watch_theirs(stages, made),
+        per_part * case.micro_batches * case.chunks, parameters,
+    )  # fmt: skip
+
+
+def _loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def _count_theirs(stages: list[PipelineStage], step: Callable[[], Any]) -> Counter[tuple[int, int]]:
+    sent: Counter[tuple[int, int]] = Counter()
+    originals = {}
+
+    def counting(stage: PipelineStage, get: Callable[..., Any], ahead: int) -> Callable[..., Any]:
+        def ops(micro_batch: int) -> Any:
+            found = get(micro_batch)
+            sent[stage.stage_index, stage.stage_index + ahead] += sum(op.tensor.nbytes for op in found)
+            return found
+
+        return ops
+
+    for stage in stages:
+        for name, ahead in (("get_fwd_send_ops", 1), ("get_bwd_send_ops", -1)):
+            originals[stage, name] = getattr(stage, name)
+            setattr(stage, name, counting(stage, originals[stage, name], ahead))
+    step()
+    for stage, name in originals:
+        delattr(stage, name)
+    return Counter({pair: size for pair, size in sent.items() if size})
+
+
+@contextmanager
+def _watch_theirs(stages: list[PipelineStage], made: Any) -> Iterator[Watch]:
+    """Computing: the modules, the loss, autograd. The search for what belongs to B and W is not."""
+    watch = Watch()
+    backward, grad = watch.around("computed", torch.autograd.backward), watch.around("computed", torch.autograd.grad)
+    waiting, loss = watch.around("waited", schedules._wait_batch_p2p), watch.around("computed", made._loss_fn)
+    for stage in stages:
+        stage.forward_maybe_with_nosync = watch.around("computed", stage.forward_maybe_with_nosync)
+    with (
+        patch.object(torch.autograd, "backward", backward),
+        patch.object(torch.autograd, "grad", grad),
+        patch.object(schedules, "_wait_batch_p2p", waiting),
+        patch.object(made, "_loss_fn", loss),
+    ):
+        yield watch
+    for stage in stages:
+        del stage.forward_maybe_with_nosync
+
+
+def _gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
+
+
+def reference(work: Workload) -> tuple[float, Mapping[str, Tensor]]:
+    """Loss and gradients of one process."""
+    model: Any = work.model()
+    loss = model(**work.tokens()).loss
+    loss.backward()
+    return float(loss), dict(_gradients(model))

@@ -1,0 +1,45 @@
+"""Every schedule on every kind of mesh: loss and all gradients of whole models equal one process, on real ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.mesh import Mesh
+from autopar.plan import Options
+from autopar.schedule import SCHEDULES
+from tests.pipeline_cases import Case, prepare, run_case
+
+MODELS = ("llama", "gpt2", "t5", "bert", "vit")
+MESHES = {
+    "pp2": (Mesh.of(pp=2), {}),
+    "pp4": (Mesh.of(pp=4), {}),
+    "pp2-dp2": (Mesh.of(pp=2, dp=2), {}),
+    "pp2-dp2-zero3": (Mesh.of(pp=2, dp=2), {"zero": 3}),
+    "pp2-tp2": (Mesh.of(pp=2, tp=2), {}),
+}
+WHOLE = [name for name, entry in SCHEDULES.items() if not entry.sliced]
+
+
+def case(model: str, mesh: str, chunks: int) -> Case:
+    sizes, more = MESHES[mesh]
+    ranks = sizes.size("pp")
+    base = "1f1b" if chunks == 1 else "interleaved"
+    options = Options(micro_batches=2 * ranks, schedule=base, chunks=chunks, **more)
+    return Case(model, sizes, options, rows=2 * ranks * sizes.size("dp"))
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest) -> str:
+    prepare([case(request.param, mesh, chunks) for mesh in MESHES for chunks in (1, 2)])
+    return str(request.param)
+
+
+@pytest.mark.parametrize("chunks", (1, 2))
+@pytest.mark.parametrize("mesh", MESHES)
+def test_all_schedules(model: str, mesh: str, chunks: int) -> None:
+    names = [name for name in WHOLE if SCHEDULES[name].chunks == chunks]
+    for name, found in run_case(case(model, mesh, chunks), names).items():
+        for rank, of_rank in enumerate(found):
+            assert of_rank.loss < 1e-10, (name, rank, of_rank)
+            assert of_rank.gradient < 1e-10, (name, rank, of_rank)
+            assert not of_rank.odd, (name, rank)
