@@ -12,18 +12,31 @@ from torch import nn
 from torch.fx import GraphModule
 
 from autopar.capture import capture
-from autopar.graph import global_shape, has_gradient, mark_gradients, output_node, placeholders, remove_dead_code
+from autopar.graph import (
+    copy_graph,
+    global_shape,
+    has_gradient,
+    mark_gradients,
+    output_node,
+    placeholders,
+    remove_dead_code,
+)
 from autopar.mesh import Mesh
 from autopar.parameter import ParameterSpec
 from autopar.pass_manager import Context, Observer, PassManager
 from autopar.passes import GLOBAL_PASSES, PLACEMENT_PASSES, STEP_PASSES
 from autopar.passes.accumulate_gradients import split_accumulation
 from autopar.passes.differentiate import differentiate, lowered
+from autopar.passes.place_token_slices import token_count
+from autopar.passes.slice_sizes import sample_slices
+from autopar.passes.slice_tokens import slice_tokens
 from autopar.passes.split_prologue import split_prologue
-from autopar.pipeline import compile_pipeline
+from autopar.pipeline import compile_pipeline, compile_sliced_pipeline
 from autopar.plan import Options, Plan
 from autopar.planner import make_plan
-from autopar.planner.pipeline import owners, plan_pipeline
+from autopar.planner.pipeline import main_parts, owners, plan_pipeline
+from autopar.planner.token_slices import best_lengths, slice_lengths
+from autopar.schedule import SCHEDULES
 from autopar.steps import Compiled
 
 
@@ -111,6 +124,8 @@ def compile_graph(
     if plan is None:
         plan = _timed(timings, "plan", lambda: _with_pipeline(make_plan(gm, mesh, options, fixed), gm, options, fixed))
     ctx.plan = plan
+    if train and plan.pipeline is not None and SCHEDULES[plan.pipeline.schedule].sliced:
+        return _compile_sliced(gm, ctx)
     gm = PassManager(PLACEMENT_PASSES).run(gm, ctx, facts=("functional",))
     gm, prologue = split_prologue(gm, ctx)
     if prologue is not None:
@@ -126,12 +141,57 @@ def compile_graph(
     graphs = {"forward": steps.forward, "backward_local": steps.backward_local, "backward": steps.backward}
     for name, step in graphs.items():
         if step is not None:
-            ctx.prefix = f"{name}."
-            ctx.observe("differentiate", step)
-            PassManager(STEP_PASSES).run(step, ctx)
-            ctx.prefix = ""
+            with ctx.within(f"{name}."):
+                ctx.observe("differentiate", step)
+                PassManager(STEP_PASSES).run(step, ctx)
             ctx.observe(name, step)
     return Compiled(gm.meta["signature"], plan, gm, steps, prologue, parameters, train, ctx)
+
+
+def _compile_sliced(gm: GraphModule, ctx: Context) -> Compiled:
+    """The pipeline of token slices: one set of graphs for slices of any length, from those of four sample slices."""
+    assert ctx.plan is not None
+    plan = ctx.plan = with_slices(ctx.plan, gm)
+    total = token_count(gm)
+    samples = sample_slices(total, _slice_unit(plan))
+    made = []
+    prologues = []
+    for i, part in enumerate(samples):
+        mesh = ctx.mesh.with_slice(part.length, part.start, part.total)
+        here = Context(mesh, plan, ctx.observers if i == 0 else [], ctx.timings)
+        local = PassManager(PLACEMENT_PASSES).run(copy_graph(gm), here, facts=("functional",))
+        local, prologue = split_prologue(local, here)
+        prologues.append(prologue)
+        made.append(slice_tokens(local, here))
+        here.observe("slice_tokens", local)
+    if prologues[0] is not None:
+        prologues[0].graph = lowered(prologues[0].graph)
+        ctx.observe("prologue", prologues[0].graph)
+    pipeline = _timed(ctx.timings, "pipeline", lambda: compile_sliced_pipeline(made, ctx, samples))
+    local = made[0][0]
+    parameters = parameter_specs(local, plan)
+    return Compiled(local.meta["signature"], plan, local, None, prologues[0], parameters, True, ctx, pipeline)
+
+
+def _slice_unit(plan: Plan) -> int:
+    """Of what the length of a slice is a multiple: sequence parallelism cuts it again."""
+    return plan.mesh.size("tp") if plan.options.sequence_parallel else 1
+
+
+def with_slices(plan: Plan, gm: GraphModule) -> Plan:
+    """The plan with the lengths of the token slices for a global graph."""
+    assert plan.pipeline is not None
+    total, unit = token_count(gm), _slice_unit(plan)
+
+    def best() -> tuple[tuple[int, ...], str]:
+        assert plan.pipeline is not None
+        return best_lengths(main_parts(gm, plan.pipeline.cuts), total, plan.options.micro_batches, unit)
+
+    lengths, reason = slice_lengths(plan.options.slices, total, unit, best)
+    note = ("pipeline", f"token slices {', '.join(map(str, lengths))}: {reason}")
+    return dataclasses.replace(
+        plan, pipeline=dataclasses.replace(plan.pipeline, slices=lengths), notes=(*plan.notes, note)
+    )
 
 
 def keep_outputs(gm: GraphModule, names: Sequence[str]) -> None:

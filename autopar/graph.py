@@ -202,19 +202,6 @@ def fake_mode(gm: GraphModule) -> Any:
     return first.meta["val"].fake_mode
 
 
-def copied(gm: GraphModule) -> GraphModule:
-    """A graph that can be changed without changing ``gm``; fake values are shared."""
-    graph = Graph()
-    mapping: dict[Node, Node] = {}
-    result = graph.graph_copy(gm.graph, mapping)
-    graph.output(result)
-    for old, new in mapping.items():
-        new.meta = dict(old.meta)
-    out = GraphModule(torch.nn.Module(), graph, type(gm).__name__)
-    out.meta = dict(gm.meta)
-    return out
-
-
 def set_device(gm: GraphModule, device: torch.device) -> None:
     """Let factories (arange, zeros, casts) make their values on a device; graphs are captured on the CPU."""
     for node in gm.graph.nodes:

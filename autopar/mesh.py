@@ -26,7 +26,7 @@ class TokenSlice:
     total: int
 
     def __post_init__(self) -> None:
-        if not (0 < self.length and 0 <= self.start and self.start + self.length <= self.total):
+        if not (self.length > 0 and self.start >= 0 and self.start + self.length <= self.total):
             raise ValueError(f"token_slices: a slice lies within its {self.total} tokens, found {self}")
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
@@ -29,6 +30,15 @@ class Context:
     timings: dict[str, float] = field(default_factory=dict)
 
     prefix: str = ""  # of the names that observers see: which step graph the passes run on
+
+    @contextmanager
+    def within(self, prefix: str) -> Iterator[None]:
+        """Graphs that are shown meanwhile have a prefix to their names."""
+        before, self.prefix = self.prefix, self.prefix + prefix
+        try:
+            yield
+        finally:
+            self.prefix = before
 
     def observe(self, name: str, gm: GraphModule) -> None:
         """Show a graph to everybody who watches."""

@@ -5,7 +5,8 @@ local graph -> cut_stages -> per part: F, BW, B, W, G, R -> schedule -> Order
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from torch.fx import GraphModule, Node
@@ -13,14 +14,17 @@ from torch.fx import GraphModule, Node
 from autopar.conversions import is_conversion
 from autopar.flow import Flow, flow_of
 from autopar.graph import placeholders
+from autopar.mesh import TokenSlice
 from autopar.pass_manager import Context, PassManager
 from autopar.passes import STEP_PASSES
 from autopar.passes.cut_stages import Cut, PartGraph, cut_stages
 from autopar.passes.differentiate import differentiate_part, lowered
 from autopar.passes.parameter_graphs import gather_graph, inline_gathers, reduce_graph
+from autopar.passes.slice_sizes import LENGTH, START, symbolic
 from autopar.planner.parts import parts_by_node, resolve
 from autopar.planner.pipeline import make_order
-from autopar.steps import Pipeline, Stage, StepGraph
+from autopar.schedule import Hop
+from autopar.steps import Cache, Pipeline, Stage, StepGraph
 
 
 def compile_pipeline(gm: GraphModule, ctx: Context, train: bool = True) -> Pipeline:
@@ -34,6 +38,51 @@ def compile_pipeline(gm: GraphModule, ctx: Context, train: bool = True) -> Pipel
     parts = [_compile_part(k, part, cut, ctx, train) for k, part in enumerate(cut.parts)]
     order = make_order(plan, parts, cut.hops, train)
     return Pipeline(parts, cut.hops, order, *_prologues(cut, ctx), chosen.slices)
+
+
+def compile_sliced_pipeline(
+    graphs: Sequence[tuple[GraphModule, list[Cache]]], ctx: Context, slices: Sequence[TokenSlice]
+) -> Pipeline:
+    """The pipeline of token slices. ``graphs``: the local graphs, and caches, of the sample slices ``slices``."""
+    plan = ctx.plan
+    assert plan is not None and plan.pipeline is not None
+    chosen = plan.pipeline
+    cuts, made = [], []
+    for gm, _ in graphs:
+        flow = flow_of(gm, plan.inputs)
+        cut = cut_stages(gm, flow, place(flow, chosen.cuts), chosen.parts)
+        cuts.append(cut)
+        made.append([_differentiated(part, cut, True) for part in cut.parts])
+    parts = []
+    for k, stages in enumerate(zip(*made, strict=True)):
+        stage = _merged(stages, slices)
+        names = {n.name for n in placeholders(cuts[0].parts[k].graph)}
+        stage.caches = [c for c in graphs[0][1] if c.past in names]
+        parts.append(_finish(k, stage, ctx, FIXED_GRAPHS))
+    hops = [_sliced_hop(same, slices, chosen.slices) for same in zip(*(cut.hops for cut in cuts), strict=True)]
+    order = make_order(plan, parts, hops)
+    return Pipeline(parts, hops, order, *_prologues(cuts[0], ctx), chosen.slices)
+
+
+def _merged(stages: Sequence[Stage], slices: Sequence[TokenSlice]) -> Stage:
+    """The stage for every slice, from those of the sample slices."""
+    first = stages[0]
+    for name in COMPUTE_GRAPHS:
+        steps = [getattr(s, name) for s in stages]
+        if steps[0] is not None:
+            assert all(s.inputs == steps[0].inputs and s.outputs == steps[0].outputs for s in steps)
+            graph = symbolic([s.graph for s in steps], slices)
+            setattr(first, name, StepGraph(graph, [*steps[0].inputs, LENGTH, START], steps[0].outputs))
+    return first
+
+
+def _sliced_hop(hops: Sequence[Hop], slices: Sequence[TokenSlice], lengths: Sequence[int]) -> Hop:
+    """The hop with one shape per slice: sizes are affine in the length, and follow from two samples."""
+    (first,), (second,) = hops[0].shapes, hops[1].shapes
+    (a, b) = slices[0].length, slices[1].length
+    growth = [(y - x) // (b - a) for x, y in zip(first, second, strict=True)]
+    shapes = tuple(tuple(x + g * (n - a) for x, g in zip(first, growth, strict=True)) for n in lengths)
+    return replace(hops[0], shapes=shapes)
 
 
 def place(flow: Flow, cuts: tuple[str, ...]) -> dict[Node, int]:
@@ -50,10 +99,18 @@ def place(flow: Flow, cuts: tuple[str, ...]) -> dict[Node, int]:
 
 
 def _compile_part(k: int, part: PartGraph, cut: Cut, ctx: Context, train: bool) -> Stage:
-    ctx.prefix = f"part{k}."
-    ctx.observe("part", part.graph)
-    results = {name: kind if train or kind != "loss" else "output" for name, kind in part.results.items()}
-    stage = differentiate_part(part.graph, results if train else _without_gradients(results), part.fixed)
+    with ctx.within(f"part{k}."):
+        ctx.observe("part", part.graph)
+    stage = _differentiated(part, cut, train)
+    assert ctx.plan is not None
+    if ctx.plan.options.gathers == "layer" and stage.gather is not None:
+        _gather_inside(stage)
+    return _finish(k, stage, ctx, (*FIXED_GRAPHS, *COMPUTE_GRAPHS))
+
+
+def _differentiated(part: PartGraph, cut: Cut, train: bool) -> Stage:
+    """The step graphs of a part."""
+    stage = differentiate_part(part.graph, part.results if train else _without_gradients(part.results), part.fixed)
     nodes = {n.name: n for n in cut.flow.used}
     used = {nodes[name]: cut.flow.used[nodes[name]] for name in part.fixed if name in nodes}
     stage.gather, stage.aliases = gather_graph(used)
@@ -61,18 +118,21 @@ def _compile_part(k: int, part: PartGraph, cut: Cut, ctx: Context, train: bool) 
     stage.parameters = parameter_names(part.graph, [p.name for p in used.values()])
     graphs = [g for g in (stage.backward, stage.backward_input, stage.backward_weight) if g is not None]
     stage.reduce = reduce_graph(used, [name for g in graphs for name in g.outputs])
-    assert ctx.plan is not None
-    if ctx.plan.options.gathers == "layer" and stage.gather is not None:
-        _gather_inside(stage)
-    for name in GRAPHS:
-        step = getattr(stage, name)
-        if step is not None:
-            setattr(stage, name, _finished(name, step, ctx))
-    ctx.prefix = ""
     return stage
 
 
-GRAPHS = ("gather", "forward", "backward", "backward_input", "backward_weight", "reduce")
+FIXED_GRAPHS = ("gather", "reduce")
+COMPUTE_GRAPHS = ("forward", "backward", "backward_input", "backward_weight")
+
+
+def _finish(k: int, stage: Stage, ctx: Context, names: Sequence[str]) -> Stage:
+    """Run the passes over step graphs. (Those of token slices compute with sizes, which the passes do not know.)"""
+    with ctx.within(f"part{k}."):
+        for name in (*FIXED_GRAPHS, *COMPUTE_GRAPHS):
+            step = getattr(stage, name)
+            if step is not None:
+                setattr(stage, name, _finished(name, step, ctx, name in names))
+    return stage
 
 
 def _without_gradients(results: Mapping[str, str]) -> dict[str, str]:
@@ -91,8 +151,8 @@ def _gather_inside(stage: Stage) -> None:
     stage.gather = None
 
 
-def _finished(name: str, step: StepGraph, ctx: Context) -> StepGraph:
-    graph = PassManager(STEP_PASSES).run(step.graph, ctx)
+def _finished(name: str, step: StepGraph, ctx: Context, simplified: bool) -> StepGraph:
+    graph = PassManager(STEP_PASSES).run(step.graph, ctx) if simplified else step.graph
     ctx.observe(name, graph)
     assert len(placeholders(graph)) == len(step.inputs)
     return StepGraph(graph, step.inputs, step.outputs)

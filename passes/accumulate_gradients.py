@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.graph import add_placeholder, copied, insert_call, is_call, output_node, remove_dead_code
+from autopar.graph import add_placeholder, copy_graph, insert_call, is_call, output_node, remove_dead_code
 
 aten, ops = torch.ops.aten, torch.ops.autopar
 
@@ -33,7 +33,7 @@ PASSING = (
 
 def split_accumulation(gm: GraphModule) -> tuple[GraphModule, GraphModule]:
     """(local, last): see the module's docstring. ``gm`` is not changed."""
-    return _local(copied(gm)), _last(copied(gm))
+    return _local(copy_graph(gm)), _last(copy_graph(gm))
 
 
 def own_gradient(gradient: Node) -> Node:

@@ -26,6 +26,7 @@ from torch.fx import Graph, GraphModule, Node
 from autopar.flow import Flow
 from autopar.graph import add_placeholder, has_gradient, outputs
 from autopar.passes.joint import VIEWS, part_of_view
+from autopar.passes.slice_tokens import of_slice
 from autopar.schedule import Hop
 
 
@@ -77,6 +78,9 @@ class _Cutter:
             if not isinstance(value, Node):
                 continue
             part = self.part_of.get(value, self.count - 1)
+            if spec.kind == "own":  # keys for later token slices: their gradient comes back as that of a sent value
+                found[part].append((value.name, "sent", value))
+                continue
             loss = has_gradient(value) and not value.meta["val"].dim() and spec.kind == "output"
             found[part].append((f"output:{i}", "loss" if loss else spec.kind, value))
         return found
@@ -159,7 +163,7 @@ class _Cutter:
             elsewhere = node in self.part_of and self.part_of[node] != k
             if elsewhere or node in self.flow.used or node.op == "placeholder":
                 found.add(node)
-            elif self.flow.is_free(node) and not self._is_view(node):
+            elif self.flow.is_free(node) and not self._is_view(node) and not of_slice(node):
                 found.add(node)
                 self.frontier[node] = None
             else:

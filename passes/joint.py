@@ -48,7 +48,7 @@ VIEWS = {
 VIEWS |= {aten.split.Tensor, aten.unbind.int}
 
 # Made again although they are no views: what they join is kept anyway.
-REMADE: set[Any] = set()
+REMADE: set[Any] = {torch.ops.autopar.extend.default}
 
 
 class Joint:

@@ -17,6 +17,7 @@ the types say it op by op. Method: TeraPipe (Li et al., 2021), section 3.
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -27,6 +28,7 @@ from torch.fx import GraphModule, Node
 from autopar.conversions import convert
 from autopar.graph import (
     arguments,
+    copy_graph,
     describe,
     has_gradient,
     insert_call,
@@ -67,10 +69,23 @@ class PlaceTokenSlices:
     ensures: ClassVar[tuple[str, ...]] = ()
 
     def apply(self, gm: GraphModule, ctx: Context) -> GraphModule:
-        if ctx.mesh.pieces(AXIS) != 1:
+        if ctx.mesh.slice is not None:
+            total = token_count(gm)
+            assert ctx.mesh.slice.total == total, f"a slice of {ctx.mesh.slice.total} tokens, the graph has {total}"
             _Sweep(gm, ctx).run()
             gm.recompile()
         return gm
+
+
+def check_sliceable(gm: GraphModule, ctx: Context) -> int:
+    """Raises ValueError, naming the op, for a normalised global graph whose tokens cannot be sliced. Returns their
+    number. The types do not depend on which slice it is: one that shares no divisor with the whole stands for all."""
+    total = token_count(gm)
+    if total < 2:
+        raise ValueError(f"token_slices: expected at least 2 tokens, found {total}; use a schedule without token slices")
+    mesh = ctx.mesh.with_slice(total - 1, 0, total)
+    PlaceTokenSlices().apply(copy_graph(gm), dataclasses.replace(ctx, mesh=mesh))
+    return total
 
 
 def token_count(gm: GraphModule) -> int:

@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 
 from autopar.capture import capture
 from autopar.compile import compile_graph
-from autopar.graph import copied
+from autopar.graph import copy_graph
 from autopar.mesh import Mesh
 from autopar.models.tiny import TINY
 from autopar.placement import nested_piece
@@ -79,7 +79,7 @@ def captured(name: str, rows: int, tokens: int) -> Captured:
 @functools.cache
 def compiled(case: Case) -> Compiled:
     """Compile a case in this process."""
-    graph = copied(captured(case.model, case.rows, case.tokens).graph)
+    graph = copy_graph(captured(case.model, case.rows, case.tokens).graph)
     return compile_graph(graph, case.mesh, case.options, outputs=())
 
 

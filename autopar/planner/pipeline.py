@@ -150,6 +150,12 @@ class _Planner:
         return [x for x in ancestors(sources) if x.name in self.names]
 
 
+def main_parts(gm: GraphModule, cuts: tuple[str, ...]) -> list[list[Node]]:
+    """The main nodes of each part of a global graph."""
+    part_of = parts_by_node(*resolve([n for n in flow_of(gm).main if not is_conversion(n)], cuts))
+    return [[n for n, part in part_of.items() if part == k] for k in range(len(cuts) + 1)]
+
+
 def in_flight(entry: Schedule, ranks: int, parts: int, micro_batches: int) -> list[int]:
     """Micro-batches that every part holds at once, as 1F1B does: fewer towards the end; all of them under AFAB."""
     if entry.name in ("gpipe", "tera_pipe"):

@@ -23,8 +23,8 @@ from autopar.schedule import SCHEDULES, Action, Costs, Order, Request, Schedule
 
 HAND_MADE: tuple[Callable[[Request], Order], ...] = (one_f_one_b, zb_h1, zb_h2)
 # How far the search goes. Counted, not timed: every rank must find the same order.
-POLICY_ACTIONS = 600_000  # actions run by all greedy policies together
-REFINE_ACTIONS = 600_000  # the same for refinement
+POLICY_ACTIONS = 400_000  # actions run by all greedy policies together
+REFINE_ACTIONS = 400_000  # the same for refinement
 REFINE_RUNS = 200  # trial runs from each of the best rows
 REFINED = 3  # how many of the best are refined
 

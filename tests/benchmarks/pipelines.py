@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from common import Workload
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.tensor import DTensor
 
 from autopar.adapters.fake import skeleton_of
 from autopar.compile import compile_model
@@ -79,20 +80,34 @@ def compile_case(case: Case) -> Compiled:
     )
 
 
-@dataclass
 class Watch:
-    """Seconds of one step that a rank computed, and that it waited for others."""
+    """What one step of a rank does outside of computing: ``overhead`` in processor seconds of its main thread (nobody
+    else's load is in it), ``idle`` in seconds by the clock that it waited for others."""
 
-    computed: float = 0.0
-    waited: float = 0.0
+    def __init__(self) -> None:
+        self.overhead = self.idle = 0.0
 
-    def around(self, what: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def run(self, step: Callable[[], Any]) -> None:
+        self.overhead = self.idle = 0.0
+        start = time.thread_time()
+        step()
+        self.overhead += time.thread_time() - start
+
+    def computes(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **named: Any) -> Any:
+            start = time.thread_time()
+            found = call(*args, **named)
+            self.overhead -= time.thread_time() - start
+            return found
+
+        return timed
+
+    def waits(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **named: Any) -> Any:
             start = time.perf_counter()
-            try:
-                return call(*args, **named)
-            finally:
-                setattr(self, what, getattr(self, what) + time.perf_counter() - start)
+            found = call(*args, **named)
+            self.idle += time.perf_counter() - start
+            return found
 
         return timed
 
@@ -173,16 +188,13 @@ def _watch_ours(executor: PipelineExecutor) -> Iterator[Watch]:
             if ".receive." in name or ".send." in name:
                 continue
             changed.append((instruction, instruction.apply))
-            instruction.apply = watch.around("waited" if "._wait." in name else "computed", instruction.apply)
+            instruction.apply = (watch.waits if "._wait." in name else watch.computes)(instruction.apply)
     try:
-        with patch.object(executor.channels, "flush", watch.around("waited", executor.channels.flush)):
+        with patch.object(executor.channels, "flush", watch.waits(executor.channels.flush)):
             yield watch
     finally:
         for instruction, original in changed:
             instruction.apply = original
-
-
-def peaks(case: Case, compiled: Compiled) -> None: ...
 
 
 # --- theirs -------------------------------------------------------------------------------------------
@@ -229,11 +241,18 @@ def theirs(case: Case, schedule: str) -> Side:
         return torch.stack([x.detach() for x in losses]).mean() if losses else None
 
     step()  # agrees on shapes
-    per_part = 2 if not SCHEDULES[schedule].splits else 3
     return Side(
         step, lambda: dict(_gradients(whole)), lambda: _count_theirs(stages, step), lambda: _watch_theirs(stages, made),
-        per_part * case.micro_batches * case.chunks, parameters,
+        _actions(made, rank), parameters,
     )  # fmt: skip
+
+
+def _actions(made: Any, rank: int) -> int:
+    """F, B, W and BW of a rank."""
+    if isinstance(made, schedules.PipelineScheduleSingle):
+        return 2 * int(made._n_microbatches)
+    rows = [a for a in made.pipeline_order[rank] if a is not None]
+    return sum(len(a.sub_actions) if a.sub_actions else 1 for a in rows)
 
 
 def _loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -266,15 +285,13 @@ def _count_theirs(stages: list[PipelineStage], step: Callable[[], Any]) -> Count
 def _watch_theirs(stages: list[PipelineStage], made: Any) -> Iterator[Watch]:
     """Computing: the modules, the loss, autograd. The search for what belongs to B and W is not."""
     watch = Watch()
-    backward, grad = watch.around("computed", torch.autograd.backward), watch.around("computed", torch.autograd.grad)
-    waiting, loss = watch.around("waited", schedules._wait_batch_p2p), watch.around("computed", made._loss_fn)
     for stage in stages:
-        stage.forward_maybe_with_nosync = watch.around("computed", stage.forward_maybe_with_nosync)
+        stage.forward_maybe_with_nosync = watch.computes(stage.forward_maybe_with_nosync)
     with (
-        patch.object(torch.autograd, "backward", backward),
-        patch.object(torch.autograd, "grad", grad),
-        patch.object(schedules, "_wait_batch_p2p", waiting),
-        patch.object(made, "_loss_fn", loss),
+        patch.object(torch.autograd, "backward", watch.computes(torch.autograd.backward)),
+        patch.object(torch.autograd, "grad", watch.computes(torch.autograd.grad)),
+        patch.object(schedules, "_wait_batch_p2p", watch.waits(schedules._wait_batch_p2p)),
+        patch.object(made, "_loss_fn", watch.computes(made._loss_fn)),
     ):
         yield watch
     for stage in stages:
@@ -282,7 +299,9 @@ def _watch_theirs(stages: list[PipelineStage], made: Any) -> Iterator[Watch]:
 
 
 def _gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            yield name, p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
 
 
 def reference(work: Workload) -> tuple[float, Mapping[str, Tensor]]:

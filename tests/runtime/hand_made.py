@@ -33,14 +33,14 @@ WIDTH = 6
 
 @dataclass(frozen=True)
 class Case:
-    """A hand-made model. skips: parts that add h_0. relay: whether part 1, which does not use it, passes h_0 on. tied:
-    parts that share their weight."""
+    """A hand-made model. skips: parts that add h_0. way: how it gets there: from user to user ("chain"), through part
+    1, which does not use it ("relay"), or from part 0 to each ("star"). tied: parts that share their weight."""
 
     parts: int
     micro_batches: int
     rows: int = 3  # of a micro-batch
     skips: tuple[int, ...] = ()
-    relay: bool = False
+    way: str = "chain"
     tied: tuple[int, ...] = ()
     slices: tuple[int, ...] = ()
 
@@ -134,10 +134,10 @@ def _fixed(run: Callable[..., Any], count: int) -> Callable[..., Any]:
 def hops_of(case: Case) -> list[Hop]:
     shape = ((case.rows, WIDTH),)
     found = [Hop(f"h{k}", k, k + 1, True, shape, torch.float64) for k in range(case.parts - 1)]
-    at = 1 if case.relay or 1 in case.skips else 0
+    at = 1 if case.way == "relay" else 0
     for part in (p for p in case.skips if p > 1):
         found.append(Hop("h0", at, part, True, shape, torch.float64))
-        at = part
+        at = 0 if case.way == "star" else part
     return found
 
 

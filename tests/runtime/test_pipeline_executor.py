@@ -85,18 +85,13 @@ def test_several_stages_per_rank(schedule: str, parts: int, ranks: int, micro_ba
     check(Case(parts, micro_batches), schedule, ranks, bucket_bytes=WIDTH * WIDTH * 8)
 
 
-@pytest.mark.parametrize("relay", [False, True])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-def test_a_value_with_several_users(schedule: str, relay: bool) -> None:
-    """h_0 goes to the next part, and on to parts 2 and 3; with a relay through part 1, which does not use it itself.
-
-    Part 1 sends h_1 and, as a relay, h_0; the first user's gradient goes back together with the second's.
-    """
-    case = Case(4, 3, skips=(2, 3), relay=relay)
-    found = check(case, schedule, 4)
-    calls = [one["traffic"]["pp", "send"].calls // (2 * 3) for one in found]
-    # forward and backward: h_0 to 1, h_1, h_2, and h_0 by 0 > 2 > 3 or by 1 > 2 > 3
-    assert calls == ([1, 3, 4, 2] if relay else [2, 2, 4, 2])
+@pytest.mark.parametrize("way, expected", [("chain", [2, 2, 4, 2]), ("relay", [1, 3, 4, 2]), ("star", [3, 2, 3, 2])])
+def test_a_value_with_several_users(schedule: str, way: str, expected: list[int]) -> None:
+    """h_0 goes to part 1, and to parts 2 and 3, which add it: gradients of all ways add up. With a relay, part 1 gives
+    part 0 its own gradient and that of the others in one."""
+    found = check(Case(4, 3, skips=(2, 3), way=way), schedule, 4)
+    assert [one["traffic"]["pp", "send"].calls // (2 * 3) for one in found] == expected
 
 
 @pytest.mark.parametrize("schedule, ranks, parts", [("1f1b", 4, 4), ("zb_v", 2, 4), ("dual_pipe", 4, 4)])
