@@ -5,35 +5,32 @@
     B         saved values until their last use, gradients from birth     } the peak of a step lies in one of them
     between   gradient sums of earlier micro-batches                     /
 
-Activations are counted by walking a graph as it runs: a value lives from its node to the last use of any view of it.
-What the walk leaves out: workspace inside of an operator, the allocator's rounding, and that an all-reduce may
-overwrite its operand; so it is what the graph asks for, not what a device's allocator reports.
+Activations are counted by walking a graph as it runs (`autopar.storages`), with pipeline stages all graphs of a rank
+in the order of its actions (`autopar.pipeline_memory`). It is what the graphs ask for, not what a device's allocator
+reports.
 """
 
 from __future__ import annotations
 
-import math
-import operator
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
-from autopar.adapters.operators import OpOverload, returns_alias
-from autopar.graph import arguments, is_call, output_node, outputs, placeholders
+from autopar.graph import outputs, placeholders
 from autopar.mesh import Mesh
 from autopar.parameter import ParameterSpec
+from autopar.pipeline_memory import walk
 from autopar.placement import Shard
+from autopar.storages import bytes_of, peak_of_values, saved_bytes
+from autopar.storages import is_view as is_view
+from autopar.storages import storage_bytes as storage_bytes
+from autopar.storages import storages as storages
 
 if TYPE_CHECKING:
     from autopar.steps import Compiled
 
-Storage = tuple[Node, int]  # the node that allocates it, and which of its results it is
-
-# Views that their schemas do not tell of.
-_SILENT_VIEWS = (torch.ops.aten._unsafe_view.default,)
 # Floating states of AdamW per element: the two moments.
 _MOMENTS = 2
 
@@ -46,8 +43,12 @@ class Memory:
     gradients: one per trainable parameter that the loss depends on, placed and typed like it.
     optimizer: AdamW in single precision, see `optimizer_bytes`.
     accumulated: with micro-batches, this rank's own gradients before they are reduced; they are whole on dp.
-    saved: what F of one micro-batch keeps for B. forward_peak, backward_peak: most bytes of live values in F and in B,
-    saved values and gradients included, what is steady left out.
+    saved: what F of one micro-batch keeps for B; with pipeline stages, the most that all micro-batches in flight keep.
+    forward_peak, backward_peak: most bytes of live values in F and in B, saved values and gradients included, what is
+    steady left out.
+
+    With pipeline stages only: received: of ``saved``, what other ranks have sent. gathered: parameters that are whole
+    from the first F of a step to its last B. Values on their way to another rank are left out.
     """
 
     parameters: int
@@ -59,6 +60,8 @@ class Memory:
     saved: int
     forward_peak: int
     backward_peak: int
+    received: int = 0
+    gathered: int = 0
 
     @property
     def steady(self) -> int:
@@ -72,28 +75,68 @@ class Memory:
 
 
 def memory(compiled: Compiled) -> Memory:
-    """The memory of one rank that trains a compiled model: AdamW, gradients freed between steps."""
-    mesh, steps = compiled.plan.mesh, compiled.steps
-    specs = {s.node: s for s in compiled.local.meta["signature"].inputs}
-    nodes = {n.name: n for n in placeholders(compiled.local)}
-    own = {spec.name: spec for spec in compiled.parameters}
-    trained = [own[specs[name].name] for name in steps.gradients]
-    held = {name for name, spec in specs.items() if spec.kind in ("parameter", "buffer", "constant", "input")}
+    """The memory of one rank that trains a compiled model: AdamW, gradients freed between steps. With pipeline stages,
+    of the rank that needs most; `memories` has all."""
+    return max(memories(compiled), key=lambda m: m.peak)
+
+
+def memories(compiled: Compiled) -> tuple[Memory, ...]:
+    """The memory of a rank for every coordinate on pp; of one rank where there are no pipeline stages."""
+    if compiled.pipeline is None:
+        return (_memory(compiled),)
+    return tuple(_of_stage(compiled, rank) for rank in range(compiled.plan.mesh.size("pp")))
+
+
+def _memory(compiled: Compiled) -> Memory:
+    steps = compiled.steps
+    kept = ("parameter", "buffer", "constant", "input")
+    held = {s.node for s in compiled.local.meta["signature"].inputs if s.kind in kept}
+    with_gradient = set(steps.gradients)
+    nodes = {s.name: s.node for s in compiled.local.meta["signature"].inputs if s.kind == "parameter"}
+    trained = [p for p in compiled.parameters if p.requires_grad and nodes[p.name] in with_gradient]
     accumulated = _accumulated(compiled)
     backward = [peak_of_values(steps.backward, held)] if steps.backward else [0]
     if steps.backward_local is not None:
         backward.append(peak_of_values(steps.backward_local, held) + accumulated)
     return Memory(
-        parameters=sum(p.nbytes(mesh) for p in compiled.parameters),
-        buffers=_bytes(nodes[n] for n, s in specs.items() if s.kind in ("buffer", "constant") and n in nodes),
-        inputs=_input_bytes(compiled, {n: s.name for n, s in specs.items() if s.kind == "input"}, nodes),
-        gradients=sum(p.nbytes(mesh) for p in trained),
-        optimizer=sum(optimizer_bytes(p, mesh) for p in trained),
+        **_steady(compiled, compiled.parameters, trained),
         accumulated=accumulated,
         saved=saved_bytes(steps.forward, steps.outputs, held),
         forward_peak=peak_of_values(steps.forward, held) + accumulated,
         backward_peak=max(backward),
     )
+
+
+def _of_stage(compiled: Compiled, rank: int) -> Memory:
+    """Of a rank at a coordinate of pp."""
+    assert compiled.pipeline is not None
+    found = walk(compiled.pipeline, rank)
+    held = [p for p in compiled.parameters if rank in p.ranks]
+    nodes = {s.name: s.node for s in compiled.local.meta["signature"].inputs if s.kind == "parameter"}
+    trained = [p for p in held if p.requires_grad and nodes[p.name] in found.trained]
+    return Memory(
+        **_steady(compiled, held, trained),
+        accumulated=found.accumulated,
+        saved=found.saved,
+        forward_peak=found.forward_peak,
+        backward_peak=found.backward_peak,
+        received=found.received,
+        gathered=found.gathered,
+    )
+
+
+def _steady(compiled: Compiled, held: Iterable[ParameterSpec], trained: Iterable[ParameterSpec]) -> dict[str, int]:
+    """What does not depend on the order in which graphs run."""
+    mesh, trained = compiled.plan.mesh, list(trained)
+    nodes = {n.name: n for n in placeholders(compiled.local)}
+    specs = {s.node: s for s in compiled.local.meta["signature"].inputs}
+    return {
+        "parameters": sum(p.nbytes(mesh) for p in held),
+        "buffers": bytes_of(nodes[n] for n, s in specs.items() if s.kind in ("buffer", "constant") and n in nodes),
+        "inputs": _input_bytes(compiled, {n: s.name for n, s in specs.items() if s.kind == "input"}, nodes),
+        "gradients": sum(p.nbytes(mesh) for p in trained),
+        "optimizer": sum(optimizer_bytes(p, mesh) for p in trained),
+    }
 
 
 def optimizer_bytes(spec: ParameterSpec, mesh: Mesh) -> int:
@@ -111,7 +154,7 @@ def _accumulated(compiled: Compiled) -> int:
     local = compiled.steps.backward_local
     if local is None:
         return 0
-    return _bytes(g for g in outputs(local) if isinstance(g, Node))
+    return bytes_of(g for g in outputs(local) if isinstance(g, Node))
 
 
 def _input_bytes(compiled: Compiled, inputs: Mapping[str, str], nodes: Mapping[str, Node]) -> int:
@@ -119,95 +162,5 @@ def _input_bytes(compiled: Compiled, inputs: Mapping[str, str], nodes: Mapping[s
     count, total = compiled.plan.options.micro_batches, 0
     for node, name in inputs.items():
         cut = isinstance(compiled.plan.inputs.get(name, {}).get("mb"), Shard)
-        total += _bytes([nodes[node]]) * (count if cut else 1)
+        total += bytes_of([nodes[node]]) * (count if cut else 1)
     return total
-
-
-def _bytes(nodes: Iterable[Node]) -> int:
-    return sum(_size(v) for n in nodes for v in _results(n))
-
-
-def _size(value: Any) -> int:
-    return math.prod(value.shape) * value.dtype.itemsize if isinstance(value, torch.Tensor) else 0
-
-
-def _results(node: Node) -> list[Any]:
-    """Everything that a call returns, None (a gradient that nobody asked for) included."""
-    val = node.meta["val"]
-    return list(val) if isinstance(val, (tuple, list)) else [val]
-
-
-# --- storages and their lives --------------------------------------------------------------------------------
-
-
-def storages(gm: GraphModule) -> dict[Node, tuple[Storage, ...]]:
-    """Node -> the storage behind each of its results. A view has that of its base."""
-    found: dict[Node, tuple[Storage, ...]] = {}
-    for node in gm.graph.nodes:
-        if node.op == "output":
-            continue
-        if is_call(node, operator.getitem):
-            found[node] = (found[node.args[0]][node.args[1]],)
-        elif (base := _base(node)) is not None:
-            found[node] = found[base][:1] * len(_results(node))
-        else:
-            found[node] = tuple((node, i) for i in range(len(_results(node))))
-    return found
-
-
-def _bytes_of(storage: Storage) -> int:
-    return _size(_results(storage[0])[storage[1]])
-
-
-def _base(node: Node) -> Node | None:
-    """The operand whose storage all results of a view share; None for what allocates."""
-    if node.op != "call_function" or not node.all_input_nodes:
-        return None
-    if is_call(node, torch.ops.autopar.shard_slice.default):
-        return node.all_input_nodes[0] if not arguments(node)["blocks"] else None
-    is_view = isinstance(node.target, OpOverload) and returns_alias(node.target)
-    return node.all_input_nodes[0] if is_view or node.target in _SILENT_VIEWS else None
-
-
-def is_view(node: Node) -> bool:
-    """Whether a call allocates nothing."""
-    return is_call(node, operator.getitem) or _base(node) is not None
-
-
-def saved_bytes(forward: GraphModule, results: int, held: Collection[str]) -> int:
-    """Bytes behind F's outputs after the first ``results``, each storage once, placeholders in ``held`` left out."""
-    return storage_bytes(forward, range(results, len(outputs(forward))), held)
-
-
-def storage_bytes(gm: GraphModule, results: Iterable[int], held: Collection[str] = ()) -> int:
-    """Bytes behind some of a graph's outputs, each storage once, placeholders in ``held`` left out."""
-    behind, values = storages(gm), outputs(gm)
-    kept = {s for i in results if isinstance(values[i], Node) for s in behind[values[i]]}
-    return sum(_bytes_of(s) for s in kept if s[0].name not in held)
-
-
-def peak_of_values(gm: GraphModule, held: Collection[str]) -> int:
-    """Most bytes alive at once when the graph runs node by node: outputs are kept, inputs freed after their last use.
-
-    ``held``: names of placeholders that somebody else keeps; they count nothing.
-    """
-    behind = storages(gm)
-    last: dict[Storage, Node] = {}
-    for node in gm.graph.nodes:
-        for x in (node, *node.all_input_nodes):
-            for storage in behind.get(x, ()):
-                last[storage] = node
-    end = output_node(gm)
-    dying: dict[Node, list[Storage]] = {}
-    for storage, node in last.items():
-        if storage[0].name not in held or storage[0].op != "placeholder":
-            dying.setdefault(node, []).append(storage)
-    given = [n for n in placeholders(gm) if n.name not in held]
-    live = most = _bytes(given)
-    for node in gm.graph.nodes:
-        if node.op == "call_function":
-            live += sum(_bytes_of(s) for s in behind[node] if s[0] is node)
-            most = max(most, live)
-        if node is not end:
-            live -= sum(_bytes_of(s) for s in dying.get(node, ()))
-    return most

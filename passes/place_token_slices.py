@@ -82,7 +82,9 @@ def check_sliceable(gm: GraphModule, ctx: Context) -> int:
     number. The types do not depend on which slice it is: one that shares no divisor with the whole stands for all."""
     total = token_count(gm)
     if total < 2:
-        raise ValueError(f"token_slices: expected at least 2 tokens, found {total}; use a schedule without token slices")
+        raise ValueError(
+            f"token_slices: expected at least 2 tokens, found {total}; use a schedule without token slices"
+        )
     mesh = ctx.mesh.with_slice(total - 1, 0, total)
     PlaceTokenSlices().apply(copy_graph(gm), dataclasses.replace(ctx, mesh=mesh))
     return total
@@ -115,7 +117,6 @@ class _Sweep:
         self.of_batch: set[Node] = set()  # what depends on the batch
         self.labels = self._labels()
         self.versions: dict[tuple[Node, Placement], Node] = {}
-        self.spanning: dict[Node, str] = {}  # values of the batch that are made whole: the op that spans their tokens
 
     def _labels(self) -> dict[Node, Shard]:
         """The token dim of every value from which, or to which, the tokens of attention's queries can be followed."""
@@ -183,7 +184,8 @@ class _Sweep:
         shards = [(rule.operands[i], p) for i, p in enumerate(have) if isinstance(p, Shard)]
         why = ""
         pending = frozenset(i for i, p in enumerate(have) if isinstance(p, Partial) and rule.operands[i] is not None)
-        if not shards and not pending and node in self.labels:
+        entry = not shards and not pending and node in self.labels
+        if entry:
             shards = [(rule.results[0], self.labels[node])]
         for dims, shard in shards:
             if dims is None:
@@ -198,6 +200,8 @@ class _Sweep:
             if not bad:
                 return needs, results
             why = why or self._reason(bad[0])
+        if entry and node in self.of_batch:  # the tokens begin here, yet not slice by slice
+            raise ValueError(_refusal(node, next(x for x in operands if x in self.of_batch), why))
         for kept in rule.linear if pending else ():
             needs = [None if d is None else PARTIAL if i in kept else REPLICATE for i, d in enumerate(rule.operands)]
             if pending <= kept and all(self._can_be(x, need, node) for x, need in zip(operands, needs, strict=True)):
@@ -206,10 +210,6 @@ class _Sweep:
         bad = [x for x, need in zip(operands, needs, strict=True) if not self._can_be(x, need)]
         if bad:
             raise ValueError(_refusal(node, bad[0], why or self._reason(bad[0])))
-        if node in self.of_batch:
-            self.spanning[node] = next((self.spanning[x] for x in operands if x in self.spanning), "") or (
-                f"{describe(node)} spans them: {why}" if why else ""
-            )
         used = [REPLICATE if x in self.made else INVARIANT for x in operands]
         return needs, apply(rule, used, [has_gradient(x) for x in operands], self.pieces)
 
@@ -219,7 +219,7 @@ class _Sweep:
         return matches(placement(x, AXIS), need, has_gradient(x))
 
     def _can_be(self, x: Node, need: Placement | None, user: Node | None = None) -> bool:
-        """Whether one slice can have the value so, from what it has itself and, as keys and values, from earlier ones."""
+        """Whether one slice can have the value so: from what it has itself; keys and values also from earlier ones."""
         have = placement(x, AXIS)
         if need is None or self._is(x, need):
             return True
@@ -236,7 +236,7 @@ class _Sweep:
             return f"{x.name} is a sum over all tokens"
         if isinstance(have, Shard):
             return f"{x.name} is cut along its dim {have.dim}"
-        return self.spanning.get(x) or f"{x.name} is made from all of them"
+        return f"{x.name} is made from all of them"
 
     def _converted(self, x: Node, need: Placement, before: Node) -> Node:
         """The value with another placement; made once, right before its first use."""

@@ -99,7 +99,9 @@ class _Merge:
 
     def _same(self, row: tuple[Node, ...], found: list[Any]) -> None:
         if any(f != found[0] for f in found):
-            raise ValueError(_refusal(f"{describe(row[0])} is {describe(next(n for n in row if n.name != row[0].name))}"))
+            raise ValueError(
+                _refusal(f"{describe(row[0])} is {describe(next(n for n in row if n.name != row[0].name))}")
+            )
 
     def _leaf(self, row: tuple[Node, ...], values: tuple[Any, ...]) -> Any:
         """One argument of the merged node from those of the four."""
@@ -110,7 +112,9 @@ class _Merge:
             return self.copies[values]
         if row[0].target in _COLLECTIVES and isinstance(first, list) and len({_ratio(v) for v in values}) == 1:
             return first if all(v == first for v in values) else list(_ratio(first))
-        if isinstance(first, (list, tuple)) and all(isinstance(v, (list, tuple)) and len(v) == len(first) for v in values):
+        if isinstance(first, (list, tuple)) and all(
+            isinstance(v, (list, tuple)) and len(v) == len(first) for v in values
+        ):
             return type(first)(self._leaf(row, v) for v in zip(*values, strict=True))
         if isinstance(first, dict) and all(isinstance(v, dict) and v.keys() == first.keys() for v in values):
             return {k: self._leaf(row, tuple(v[k] for v in values)) for k in first}

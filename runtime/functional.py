@@ -34,7 +34,6 @@ def to_stack(x: Tensor, dim: int, blocks: list[int], ranks: int) -> Tensor:
 
 def from_stack(rows: Tensor, dim: int, blocks: list[int]) -> Tensor:
     """Inverse of `to_stack`."""
-    ranks = rows.shape[0]
     sizes = list(scaled_blocks(blocks, rows.shape[dim + 1])) or [rows.shape[dim + 1]]
     return torch.cat([p.movedim(0, dim).flatten(dim, dim + 1) for p in rows.split(sizes, dim + 1)], dim)
 

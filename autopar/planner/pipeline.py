@@ -194,7 +194,7 @@ def forward_order(order: Order) -> Order:
     rows: list[list[Action]] = [[] for _ in order.ranks]
     for stage in order.chains[0]:
         rows[order.rank_of[stage]].append(Action(stage, "F", 0))
-    return Order("forward", tuple(map(tuple, rows)), order.chains[:1], order.rank_of, (0,))
+    return Order("forward", tuple(map(tuple, rows)), order.chains, order.rank_of, (0,))
 
 
 def layout(pipeline: PipelinePlan, mesh: Mesh) -> Order:

@@ -11,6 +11,7 @@ from autopar.runtime.schedules import one_f_one_b
 from autopar.runtime.schedules import interleaved
 from autopar.runtime.schedules import zb_h1
 from autopar.runtime.schedules import zb_h2
+from autopar.runtime.schedules import zb_auto
 from autopar.runtime.schedules import zb_v
 from autopar.runtime.schedules import dual_pipe
 from autopar.runtime.schedules import dual_pipe_v
@@ -25,6 +26,7 @@ __all__ = [
     "interleaved",
     "zb_h1",
     "zb_h2",
+    "zb_auto",
     "zb_v",
     "dual_pipe",
     "dual_pipe_v",

@@ -1,11 +1,14 @@
 """Zero bubble by search: memory limit in, order out (Zero Bubble, Qi et al. 2024, section 3 and appendix G).
 
-    p = 3, m = 4, F = B = W, twice 1F1B's memory: as ZB-H2
-    p = 3, m = 4, F = B = W, 1F1B's memory: as ZB-H1
+    p = 3, m = 4, M_W = M_B / 2, in 2 M_B, where 1F1B needs 3 (with 3 it finds ZB-H1, with 4 ZB-H2):
+    rank 0  0F0 0F1 --  --  --  0B0 0W0 0F2 0B1 0W1 0F3 --  --  0B2 0W2 0B3 0W3
+    rank 1  --  1F0 1F1 --  1B0 1W0 1B1 1W1 1F2 --  --  1F3 1B2 1W2 1B3 1W3 --
+    rank 2  --  --  2F0 2B0 2F1 2B1 2W0 2W1 --  2F2 2B2 2W2 2F3 2B3 2W3 --  --
 
-The time from a rank's first start to its last end is made small, over the slowest rank, while F, which adds M_B, B, which
-replaces it by M_W, and W, which frees that, stay within the limit. 1F1B, ZB-H1, ZB-H2 and the rows of many greedy
-policies run on the given costs; the best are refined. Where the result reaches `lower_bound`, it is optimal.
+The time from a rank's first start to its last end is made small, over the slowest rank, while F, which adds M_B, B,
+which replaces it by M_W, and W, which frees that, stay within the limit. 1F1B, ZB-H1, ZB-H2 and the rows of many greedy
+policies run on the given costs; the best are refined. Where the result reaches `lower_bound`, it is optimal. No solver
+is needed: on the twelve profiles of the paper the bubble is nowhere larger than that of its integer program.
 """
 
 from __future__ import annotations
@@ -58,7 +61,7 @@ def problem_of(request: Request) -> Problem:
 
 
 def search(problem: Problem, known: list[Rows]) -> Rows:
-    """The best rows that fit the memory: of ``known``, of the greedy policies, and of what refinement makes of these."""
+    """The best rows that fit the memory: of ``known``, of the greedy policies, and of what refinement makes of them."""
     bound = lower_bound(problem)
     tried: dict[Rows, Run] = {}
     for rows in _candidates(problem, known):
@@ -87,8 +90,7 @@ def _hand_made(request: Request) -> list[Rows]:
     """Rows of the schedules that this one replaces; BW becomes B and W."""
     plain = Request(request.ranks, request.micro_batches)
     return [
-        tuple("".join(action.kind for action in actions) for actions in schedule(plain).ranks)
-        for schedule in HAND_MADE
+        tuple("".join(action.kind for action in actions) for actions in schedule(plain).ranks) for schedule in HAND_MADE
     ]
 
 

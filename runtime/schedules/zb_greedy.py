@@ -1,5 +1,8 @@
-"""Zero-bubble rows by a greedy rule: whenever a rank is free, a policy picks F, B, W or a wait (Zero Bubble, Qi et al. 2024,
-section 3.1: forwards until memory is full, W where nothing else can run or memory forces it)."""
+"""Zero-bubble rows by a greedy rule: whenever a rank is free, a policy picks F, B, W or a wait.
+
+After Zero Bubble (Qi et al. 2024, section 3.1): forwards until memory is full, W where nothing else can run or memory
+forces it, and choices between these that are tried one after the other.
+"""
 
 from __future__ import annotations
 

@@ -74,57 +74,52 @@ class Run:
 
 def run(problem: Problem, rows: Rows) -> Run | None:
     """Run rows as `autopar.timeline.simulate` does: in order, each action when its input is there. None: a deadlock."""
-    p = problem.ranks
-    F_end: list[list[float]] = [[] for _ in rows]
-    B_end: list[list[float]] = [[] for _ in rows]
-    start: tuple[list[float], ...] = tuple([] for _ in rows)
-    clock = [0.0] * p
+    running = _Running(problem, rows)
     ready = [0]
     while ready:
-        rank = ready.pop()
-        above = F_end[rank - 1] if rank > 0 else None
-        below = B_end[rank + 1] if rank < p - 1 else None
-        forwards, backwards = len(F_end[rank]), len(B_end[rank])
-        clock[rank] = _advance(problem, rank, rows[rank], clock[rank], start[rank], F_end[rank], B_end[rank], above, below)
-        if len(F_end[rank]) > forwards and rank < p - 1:
-            ready.append(rank + 1)
-        if len(B_end[rank]) > backwards and rank > 0:
-            ready.append(rank - 1)
-    if any(len(done) < len(row) for done, row in zip(start, rows)):
+        ready += running.advance(ready.pop())
+    if any(len(done) < len(row) for done, row in zip(running.start, rows)):
         return None
-    return Run(rows, start, tuple(end - first[0] for end, first in zip(clock, start)))
+    return Run(rows, running.start, tuple(end - first[0] for end, first in zip(running.clock, running.start)))
 
 
-def _advance(
-    problem: Problem,
-    rank: int,
-    row: str,
-    now: float,
-    start: list[float],
-    F_end: list[float],
-    B_end: list[float],
-    above: list[float] | None,
-    below: list[float] | None,
-) -> float:
-    """Run a rank until it waits for what ``above`` or ``below`` has not made; returns when it is free again. One loop
-    without calls: the search spends most of its time here."""
-    F, B, W, comm = problem.F[rank], problem.B[rank], problem.W[rank], problem.comm
-    for kind in row[len(start) :]:
-        if kind == "W":
+class _Running:
+    """Every rank goes as far as it can, and wakes up its neighbours."""
+
+    def __init__(self, problem: Problem, rows: Rows) -> None:
+        self.problem, self.rows = problem, rows
+        self.clock = [0.0] * len(rows)
+        self.start: tuple[list[float], ...] = tuple([] for _ in rows)
+        self.F_end: list[list[float]] = [[] for _ in rows]
+        self.B_end: list[list[float]] = [[] for _ in rows]
+
+    def advance(self, rank: int) -> list[int]:
+        """Run a rank until it waits for what a neighbour has not made; returns the neighbours to which it gave
+        something. One loop without calls: the search spends most of its time here."""
+        problem, now, start = self.problem, self.clock[rank], self.start[rank]
+        F, B, W, comm = problem.F[rank], problem.B[rank], problem.W[rank], problem.comm
+        F_end, B_end, last = self.F_end[rank], self.B_end[rank], len(self.rows) - 1
+        above = self.F_end[rank - 1] if rank > 0 else None
+        below = self.B_end[rank + 1] if rank < last else None
+        forwards, backwards = len(F_end), len(B_end)
+        for kind in self.rows[rank][len(start) :]:
+            if kind == "W":
+                start.append(now)
+                now += W
+                continue
+            mine, other = (F_end, above) if kind == "F" else (B_end, below)
+            if other is not None:
+                if len(other) <= len(mine):
+                    break
+                arrival = other[len(mine)] + comm
+                if arrival > now:
+                    now = arrival
             start.append(now)
-            now += W
-            continue
-        mine, other = (F_end, above) if kind == "F" else (B_end, below)
-        if other is not None:
-            if len(other) <= len(mine):
-                break
-            arrival = other[len(mine)] + comm
-            if arrival > now:
-                now = arrival
-        start.append(now)
-        now += F if kind == "F" else B
-        mine.append(now)
-    return now
+            now += F if kind == "F" else B
+            mine.append(now)
+        self.clock[rank] = now
+        down = [rank + 1] if len(F_end) > forwards and rank < last else []
+        return down + ([rank - 1] if len(B_end) > backwards and rank > 0 else [])
 
 
 def lower_bound(problem: Problem) -> float:

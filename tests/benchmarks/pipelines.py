@@ -114,16 +114,30 @@ class Watch:
 
 @dataclass
 class Side:
-    """``step()``: from no gradients to all, returns the loss (on the ranks that know it). ``gradients()``: of this
-    rank's parameters. ``sent``: (stage, stage) -> bytes of the last step, counted after ``count()``. ``watched``: a
-    context in which a `Watch` runs. ``actions``: F, B, W and BW of this rank. ``held``: what exists before a step."""
+    """One way to run a case on this rank.
 
-    step: Callable[[], Tensor | None]
+    step: from no gradients to all; the loss, on ranks that know it. gradients: of this rank's parameters. count: runs a
+    step and says what it sent, (stage, stage) -> bytes. watched: a context in which a `Watch` sees what computes and
+    waits. actions: F, B, W and BW of this rank. held: what exists before a step. kept: runs a step; most bytes that F
+    and B kept (0: not known).
+    """
+
+    parameters: list[nn.Parameter]
+    run: Callable[[], Tensor | None]
     gradients: Callable[[], dict[str, Tensor]]
     count: Callable[[], Counter[tuple[int, int]]]
     watched: Callable[[], Any]
     actions: int
     held: list[Tensor]
+    kept: Callable[[], int] = lambda: 0
+
+    def clear(self) -> None:
+        for p in self.parameters:
+            p.grad = None
+
+    def step(self) -> Tensor | None:
+        self.clear()
+        return self.run()
 
 
 # --- ours ---------------------------------------------------------------------------------------------
@@ -145,15 +159,15 @@ def ours(case: Case, compiled: Compiled, schedule: str) -> Side:
     batch = case.work.tokens()
 
     def step() -> Tensor:
-        model.zero_grad(set_to_none=True)
         return model.train_step(**batch).detach()
 
     step()  # binds
     executor: Any = next(iter(model._executors.values()))
     mine = [a for a in executor.order.ranks[dist.get_rank()] if a.kind in COMPUTE]
     return Side(
-        step, lambda: dict(_gradients(model)), lambda: _count_ours(executor, step), lambda: _watch_ours(executor),
-        len(mine), [*model.parameters(), *model.buffers()],
+        list(model.parameters()), step, lambda: dict(_gradients(model)), lambda: _count_ours(executor, step),
+        lambda: _watch_ours(executor), len(mine), [*model.parameters(), *model.buffers()],
+        lambda: _kept_ours(executor, step),
     )  # fmt: skip
 
 
@@ -176,6 +190,12 @@ def _count_ours(executor: PipelineExecutor, step: Callable[[], Any]) -> Counter[
     mine = sum(t.bytes for t in channels.traffic.values()) - sum(t.bytes for t in before.values())
     assert mine == sent.total(), f"the ledger says {mine}, the calls {sent}"
     return sent
+
+
+def _kept_ours(executor: Any, step: Callable[[], Any]) -> int:
+    with patch.object(executor, "_measure", True):
+        step()
+    return int(executor.peaks.saved)
 
 
 @contextmanager
@@ -233,8 +253,6 @@ def theirs(case: Case, schedule: str) -> Side:
     parameters = [p for stage in stages for p in stage.submod.parameters()]
 
     def step() -> Tensor | None:
-        for p in parameters:
-            p.grad = None
         losses: list[Tensor] = []
         inputs = (batch["input_ids"],) if 0 in mine else ()
         made.step(*inputs, target=targets if parts - 1 in mine else None, losses=losses, return_outputs=False)
@@ -242,8 +260,8 @@ def theirs(case: Case, schedule: str) -> Side:
 
     step()  # agrees on shapes
     return Side(
-        step, lambda: dict(_gradients(whole)), lambda: _count_theirs(stages, step), lambda: _watch_theirs(stages, made),
-        _actions(made, rank), parameters,
+        parameters, step, lambda: dict(_gradients(whole)), lambda: _count_theirs(stages, step),
+        lambda: _watch_theirs(stages, made), _actions(made, rank), list(parameters),
     )  # fmt: skip
 
 

@@ -27,17 +27,19 @@ from tests.harness import Run
 from tests.slices import SlicedModel, normalized, sliced
 
 EXACT = 1e-10
-B, S, H, HEADS = 2, 16, 12, 3
+B, S, H, HEADS = 4, 16, 16, 4
 
 
 class Causal(nn.Module):
     """One decoder layer with one key head; subclasses change a part of it."""
 
+    KEYS = 1
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed, self.position = nn.Embedding(20, H), nn.Parameter(torch.randn(1, S, H))
-        self.qkv, self.out = nn.Linear(H, H + 2 * H // HEADS), nn.Linear(H, H)
+        self.qkv, self.out = nn.Linear(H, H + 2 * self.KEYS * H // HEADS), nn.Linear(H, H)
         self.head = nn.Linear(H, 20, bias=False)
         self.double()
 
@@ -50,12 +52,12 @@ class Causal(nn.Module):
         return h
 
     def heads(self, h: Tensor) -> list[Tensor]:
-        parts = self.qkv(h).split([H, H // HEADS, H // HEADS], -1)
+        parts = self.qkv(h).split([H, self.KEYS * H // HEADS, self.KEYS * H // HEADS], -1)
         return [x.unflatten(-1, (-1, H // HEADS)).transpose(1, 2) for x in parts]
 
     def attend(self, h: Tensor) -> Tensor:
         q, k, v = self.heads(h)
-        k, v = (x.repeat_interleave(HEADS, 1) for x in (k, v))
+        k, v = (x.repeat_interleave(HEADS // self.KEYS, 1) for x in (k, v))
         return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
     def loss(self, logits: Tensor, labels: Tensor, h: Tensor) -> Tensor:
@@ -65,6 +67,10 @@ class Causal(nn.Module):
         torch.manual_seed(1)
         labels = torch.randint(20, (B, S)).masked_fill(torch.rand(B, S) < 0.3, -100)
         return {"tokens": torch.randint(20, (B, S)), "labels": labels}
+
+
+class Grouped(Causal):
+    KEYS = 2
 
 
 class Biased(Causal):
@@ -110,12 +116,12 @@ class Conditioned(Causal):
 
     def attend(self, h: Tensor) -> Tensor:
         q, k, v = self.heads(h)
-        k, v = (x.repeat_interleave(HEADS, 1) for x in (k, v))
+        k, v = (x.repeat_interleave(HEADS // self.KEYS, 1) for x in (k, v))
         attended = F.scaled_dot_product_attention(q, k, v, dropout_p=self.rate, is_causal=True)
         return self.out(attended.transpose(1, 2).flatten(2))
 
     def batch(self) -> dict[str, Tensor]:
-        return {**super().batch(), "kind": torch.tensor([3, 1])}
+        return {**super().batch(), "kind": torch.tensor([3, 1, 0, 1])}
 
 
 @pytest.mark.parametrize("model", [Causal, Biased, Means, Conditioned])
@@ -127,24 +133,26 @@ def test_plain_models_equal_eager(model: type[Causal]) -> None:
         assert max(run.errors(lengths).values()) < EXACT
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gemma3"])
+@pytest.mark.parametrize("name", ["gpt2", "mistral"])
 def test_models_equal_eager(name: str) -> None:
-    """Padding on the left; gemma3 has a sliding window, grouped keys and tables of positions."""
-    batch = TINY[name].batch(3, 16)
-    batch["attention_mask"] = torch.ones(3, 16, dtype=torch.int64)
-    batch["attention_mask"][2, :9] = 0
+    """gpt2 with padding on the left; mistral with packed documents, a sliding window and grouped keys."""
+    batch: dict[str, Any] = TINY[name].batch(3, 16)
+    if name == "gpt2":
+        batch["attention_mask"] = torch.ones(3, 16, dtype=torch.int64)
+        batch["attention_mask"][2, :9] = 0
+    else:
+        documents = torch.cat([torch.arange(6), torch.arange(10)])
+        batch |= {"position_ids": documents.expand(3, 16).clone(), "use_cache": False}
     run = SlicedModel(TINY[name].build(), batch)
     for lengths in ((7, 5, 4), (3, 9, 4)):
         assert max(run.errors(lengths).values()) < EXACT
 
 
 def test_slices_on_a_mesh() -> None:
-    """Tensor parallelism cuts the tokens of a slice; ZeRO gathers; packed documents come from position_ids."""
-    batch: dict[str, Any] = TINY["llama"].batch(2, 12)
-    batch["position_ids"] = torch.cat([torch.arange(5), torch.arange(7)]).expand(2, 12).clone()
-    options = Options(zero=3, sequence_parallel=True)
-    run = SlicedModel(TINY["llama"].build(), batch | {"use_cache": False}, Mesh.of(dp=2, tp=2), options, unit=2)
-    for lengths in ((6, 4, 2), (12,)):
+    """Tensor parallelism cuts the tokens of a slice; ZeRO gathers; micro-batches are tested by the pipeline."""
+    model, options = Grouped(), Options(zero=3, sequence_parallel=True)
+    run = SlicedModel(model, model.batch(), Mesh.of(dp=2, tp=2), options, unit=2)
+    for lengths in ((6, 8, 2), (16,)):
         assert max(run.errors(lengths).values()) < EXACT
 
 
@@ -192,7 +200,7 @@ class Shifted(Causal):
 
 class Bidirectional(Causal):
     def attend(self, h: Tensor) -> Tensor:
-        q, k, v = self.heads(h)
+        q = self.heads(h)[0]
         later = F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
         return super().attend(later)
 
@@ -200,7 +208,7 @@ class Bidirectional(Causal):
 @pytest.mark.parametrize(
     ("model", "named"),
     [
-        (Convolved, r"conv1d.*windows of a convolution overlap"),
+        (Convolved, r"aten.conv1d.default .*windows of a convolution overlap"),
         (Normed, r"aten.sub.Tensor|aten.var"),
         (Balanced, r"aten.mul.Tensor .* sum over all tokens"),
         (Shifted, r"aten.slice.Tensor .* takes a part of it"),
@@ -219,7 +227,6 @@ def test_refused(model: type[Causal], named: str) -> None:
         ("bert", "bert.encoder.layer.0.attention.self"),
         ("vit", "vit.layers.0.attention"),
         ("t5", "encoder.block.0.layer.0.SelfAttention"),
-        ("bart", "model.encoder.layers.0.self_attn"),
         ("whisper", "model.encoder.conv2"),
     ],
 )
@@ -261,10 +268,9 @@ def test_what_is_saved_grows_with_the_slice_alone() -> None:
 
 def test_micro_batches_come_first() -> None:
     """Types on four axes at once; the counts of micro-batches stay inputs."""
-    batch = TINY["llama"].batch(8, 24)
     mesh, options = Mesh.of(dp=2, tp=2), Options(micro_batches=2, sequence_parallel=True)
-    gm = normalized(TINY["llama"].build(), batch, mesh)
-    local, _ = sliced(gm, sample_slices(24, 2)[0], make_plan(gm, mesh, options))
+    gm = normalized(Grouped(), Grouped().batch(), mesh)
+    local, _ = sliced(gm, sample_slices(S, 2)[0], make_plan(gm, mesh, options))
     assert "total_0" in {n.name for n in placeholders(local)}
     loss = outputs(local)[0]
     assert not loss.meta["val"].shape and has_gradient(loss)
