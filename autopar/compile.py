@@ -34,7 +34,7 @@ from autopar.passes.split_prologue import split_prologue
 from autopar.pipeline import compile_pipeline, compile_sliced_pipeline
 from autopar.plan import Options, Plan
 from autopar.planner import make_plan
-from autopar.planner.pipeline import main_parts, owners, plan_pipeline
+from autopar.planner.pipeline import main_parts, most_static, owners, plan_pipeline
 from autopar.planner.token_slices import best_lengths, slice_lengths
 from autopar.schedule import SCHEDULES
 from autopar.steps import Compiled
@@ -133,7 +133,7 @@ def compile_graph(
         ctx.observe("prologue", prologue.graph)
     parameters = parameter_specs(gm, plan)
     if plan.pipeline is not None:
-        pipeline = _timed(timings, "pipeline", lambda: compile_pipeline(gm, ctx, train))
+        pipeline = _timed(timings, "pipeline", lambda: compile_pipeline(gm, ctx, train, most_static(parameters, mesh)))
         return Compiled(gm.meta["signature"], plan, gm, None, prologue, parameters, train, ctx, pipeline)
     steps = _timed(timings, "differentiate", lambda: differentiate(gm, train))
     if options.micro_batches > 1 and steps.backward is not None:

@@ -3,29 +3,33 @@
 AUTOPAR_DUMP=dump python train.py
 
 dump/00-capture.txt  01-normalize.txt  01-normalize.diff ...  timings.txt  plan.txt  plan.json
-     communication.txt  report.html
+     communication.txt  report.html       with pipeline stages: order.txt  trace.json
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed
 from torch.fx import GraphModule
 
-from autopar.cost import Volume, communication, total
+from autopar.cost import Volume, communication, step_communication, total
 from autopar.mesh import Mesh
 from autopar.parameter import ParameterSpec
 from autopar.pass_manager import Context
+from autopar.pipeline_dump import Recorded, dump_pipeline
 from autopar.plan import Plan
 from autopar.printing import diff, format_graph, human_bytes
 from autopar.report import Level, Report, Section, render
+from autopar.steps import Compiled
 
 VARIABLE = "AUTOPAR_DUMP"
-STEP_GRAPHS = ("prologue", "forward", "backward_local", "backward")
+# Graphs that run as they are, such as forward or part1.backward_input.
+STEP_GRAPHS = re.compile(r"prologue|once|each|backward_local|(part\d+\.)?(forward|backward(_input|_weight)?|gather|reduce)")
 
 
 def dumper_for(folder: str | Path | None) -> Dumper | None:
@@ -65,6 +69,8 @@ class Dumper:
     levels: list[Level] = field(default_factory=list, init=False)
     _volumes: dict[str, dict[tuple[str, str], Volume]] = field(default_factory=dict, init=False)
     _steps: list[str] = field(default_factory=list, init=False)
+    _ranks: dict[str, dict[tuple[str, str], Volume]] = field(default_factory=dict, init=False)
+    _last: tuple[str, GraphModule | None] = field(default=("", None), init=False)
 
     def __post_init__(self) -> None:
         self.folder = Path(self.folder)
@@ -77,20 +83,32 @@ class Dumper:
     def __call__(self, name: str, gm: GraphModule, ctx: Context) -> None:
         """The graph after pass ``name``; the step graphs under their own names, as they run."""
         seconds = ctx.timings.get(name.rpartition(".")[2], 0.0)
-        self.record(name, gm, ctx.mesh, seconds=seconds, step=name in STEP_GRAPHS)
+        step = STEP_GRAPHS.fullmatch(name) is not None
+        prefix, graph = self._last
+        anew = prefix != ctx.prefix or (bool(prefix) and graph is not gm)  # another step graph, not the next level
+        self._last = ctx.prefix, gm
+        self.record(name, gm, ctx.mesh, seconds=seconds, step=step, anew=anew)
 
     def record(
-        self, name: str, gm: GraphModule, mesh: Mesh, *, seconds: float = 0.0, step: bool = False, note: str = ""
+        self,
+        name: str,
+        gm: GraphModule,
+        mesh: Mesh,
+        *,
+        seconds: float = 0.0,
+        step: bool = False,
+        anew: bool = False,
+        note: str = "",
     ) -> None:
         """Write one graph, and its diff to the graph recorded before.
 
-        ``step`` says that the graph runs as it is (F, B of a stage): it starts anew, without a diff, and its
-        communication is what a step does.
+        ``step`` says that the graph runs as it is (F, B of a stage): it has no diff, and its communication is what a
+        step does. ``anew``: the graph before is another one, so there is no diff.
         """
         if not self.enabled:
             return
         text = format_graph(gm, mesh)
-        before = self.levels[-1].text if self.levels and not step else ""
+        before = self.levels[-1].text if self.levels and not (step or anew) else ""
         level = Level(name, text, diff(before, text) if before else "", seconds, len(gm.graph.nodes), note)
         stem = f"{len(self.levels):02d}-{_file_name(name)}"
         self._write(f"{stem}.txt", text)
@@ -108,6 +126,18 @@ class Dumper:
         if text:
             self._write(f"{_file_name(title)}.txt", text)
         self.sections.append(Section(title, body or f"<pre>{_escape(text)}</pre>"))
+
+    def add_pipeline(self, compiled: Compiled, recorded: Sequence[Recorded] = ()) -> None:
+        """The schedule of a compiled pipeline: order.txt, trace.json, and a section of the report. Nothing for a model
+        without pipeline stages.
+
+        recorded: what every coordinate on pp measured in a step, see `autopar.pipeline_dump.dump_pipeline`.
+        """
+        if not self.enabled or compiled.pipeline is None:
+            return
+        self.sections += dump_pipeline(self.folder, compiled, recorded)
+        ranks = range(compiled.plan.mesh.size("pp"))
+        self._ranks = {f"a step, pp {rank}": step_communication(compiled, rank) for rank in ranks}
 
     def finish(
         self,
@@ -137,17 +167,22 @@ class Dumper:
         self._write("report.html", render(report))
 
     def communication_rows(self) -> list[tuple[str, str, str, str, str]]:
-        """(graph, axis, kind, calls, bytes) of the step graphs, or of the last graph when there are none yet."""
+        """(graph, axis, kind, calls, bytes) of the step graphs, or of the last graph when there are none yet; of a
+        pipeline also of whole steps, by rank."""
+        shown = {**self._ranks, **{name: self._volumes[name] for name in self._shown()}}
         return [
             (name, axis, kind, str(volume.calls), human_bytes(volume.bytes))
-            for name in self._shown()
-            for (axis, kind), volume in self._volumes[name].items()
+            for name, volumes in shown.items()
+            for (axis, kind), volume in volumes.items()
         ]
 
     def _shown(self) -> list[str]:
         return self._steps or [level.name for level in self.levels[-1:]]
 
     def _traffic(self) -> list[tuple[str, str]]:
+        if self._ranks:
+            every = [sum(v.bytes for v in volumes.values()) for volumes in self._ranks.values()]
+            return [("sent in a step", f"{human_bytes(max(every))} by the busiest rank")]
         sums = total(self._volumes[name] for name in self._shown())
         axes: dict[str, Volume] = {}
         for (axis, _), volume in sums.items():

@@ -27,16 +27,18 @@ from autopar.schedule import Hop
 from autopar.steps import Cache, Pipeline, Stage, StepGraph
 
 
-def compile_pipeline(gm: GraphModule, ctx: Context, train: bool = True) -> Pipeline:
-    """Cut a local graph as the plan says and compile its parts. Raises ValueError where the graph has no such layers
-    or the schedule does not take the number of micro-batches."""
+def compile_pipeline(gm: GraphModule, ctx: Context, train: bool = True, static: int = 0) -> Pipeline:
+    """Cut a local graph as the plan says and compile its parts. ``static``: see `make_order`.
+
+    Raises ValueError where the graph has no such layers or the schedule does not take the number of micro-batches.
+    """
     plan = ctx.plan
     assert plan is not None and plan.pipeline is not None
     chosen = plan.pipeline
     flow = flow_of(gm, plan.inputs)
     cut = cut_stages(gm, flow, place(flow, chosen.cuts), chosen.parts)
     parts = [_compile_part(k, part, cut, ctx, train) for k, part in enumerate(cut.parts)]
-    order = make_order(plan, parts, cut.hops, train)
+    order = make_order(plan, parts, cut.hops, train, static)
     return Pipeline(parts, cut.hops, order, *_prologues(cut, ctx), chosen.slices)
 
 

@@ -11,18 +11,15 @@ to another rank and buffers of receives that are posted ahead.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from autopar.graph import outputs, placeholders
-from autopar.lowering import lower
+from autopar.pipeline_runs import graph_of, lowered_order, slice_shares
 from autopar.schedule import PARAMETERS, TRANSFERS, Action, Order
-from autopar.steps import Pipeline, Stage, StepGraph
+from autopar.steps import Pipeline, StepGraph
 from autopar.storages import bytes_of, peak_of_values, storage_bytes, storages
-
-GRAPHS = {"F": "forward", "BW": "backward", "B": "backward_input", "W": "backward_weight", "G": "gather", "R": "reduce"}
 
 
 @dataclass
@@ -37,31 +34,6 @@ class Walk:
     forward_peak: int = 0
     backward_peak: int = 0
     trained: set[str] = field(default_factory=set)
-
-
-def graph_of(part: Stage, kind: str) -> StepGraph | None:
-    """The step graph that an action of a kind runs."""
-    found: StepGraph | None = getattr(part, GRAPHS[kind])
-    return found
-
-
-def lowered_order(pipeline: Pipeline) -> Order:
-    """The order with the gathers, reductions and transfers that the executor runs."""
-    if pipeline.order.lowered:
-        return pipeline.order
-    parts = list(enumerate(pipeline.parts))
-    gathers, reductions = {i for i, p in parts if p.gather}, {i for i, p in parts if p.reduce}
-    return lower(pipeline.order, pipeline.hops, gathers, reductions)
-
-
-def slice_shares(pipeline: Pipeline) -> list[float]:
-    """Tokens of each slice relative to those that the step graphs' own shapes are for: [1] without slices."""
-    for hop in pipeline.hops:
-        if len(hop.shapes) > 1:
-            source = pipeline.parts[hop.source].forward
-            sample = dict(zip(source.outputs, outputs(source.graph), strict=True))[hop.value].meta["val"]
-            return [math.prod(shape) / math.prod(sample.shape) for shape in hop.shapes]
-    return [1.0] * pipeline.order.slices
 
 
 def walk(pipeline: Pipeline, rank: int) -> Walk:

@@ -10,12 +10,34 @@ from typing import Any
 
 from autopar.grid import grid
 from autopar.picture import svg
+from autopar.pipeline_runs import lowered_order
+from autopar.planner.pipeline import costs_of
 from autopar.report import Section, facts
 from autopar.schedule import SCHEDULES, Costs, Order, Request
+from autopar.steps import Compiled
 from autopar.timeline import Timeline, simulate
 from autopar.trace import Event
 
 SECTION = "Pipeline"
+
+
+def timeline_of(compiled: Compiled, unit: float = 1.0) -> Timeline:
+    """The step of a compiled pipeline, as its ranks run it, on times estimated from its graphs, in units of ``unit``
+    seconds; memory in bytes."""
+    pipeline = compiled.pipeline
+    assert pipeline is not None
+    costs = costs_of(pipeline.parts, pipeline.hops)
+    return simulate(lowered_order(pipeline), in_units(costs, unit))
+
+
+def in_units(costs: Costs, unit: float) -> Costs:
+    """Costs with their times in units of ``unit`` seconds."""
+    changed: dict[str, Any] = {}
+    for name in ("F", "B", "W", "comm", "FB", "G", "R"):
+        value = getattr(costs, name)
+        if value is not None:
+            changed[name] = tuple(v / unit for v in value) if isinstance(value, tuple) else value / unit
+    return replace(costs, **changed)
 
 
 def summary(timeline: Timeline) -> dict[str, Any]:

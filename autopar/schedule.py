@@ -234,6 +234,7 @@ class Schedule:
     splits: bool = False
     sliced: bool = False
     copies: int = 1
+    searches: bool = False
 
 
 @dataclass(frozen=True)

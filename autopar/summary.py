@@ -16,11 +16,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from autopar.cost import runs, step_communication
-from autopar.memory import memory
+from autopar.cost import Volume, runs, step_communication
+from autopar.memory import Memory, memories
+from autopar.names import compressed, without_indices
 from autopar.parameter import ParameterSpec
+from autopar.pipeline_summary import pipeline_summary, pipeline_tables
 from autopar.plan import Plan
 from autopar.printing import DTYPES, human_bytes
+from autopar.tables import table_of, text
 from autopar.steps import Compiled
 
 MEMORY_NOTES = {
@@ -30,7 +33,9 @@ MEMORY_NOTES = {
     "gradients": "one per parameter, placed and typed like it",
     "optimizer": "AdamW: two fp32 moments, and an fp32 master copy of half precision parameters",
     "accumulated": "gradient sums of micro-batches, before they are reduced",
-    "saved": "activations that F of one micro-batch keeps for B",
+    "saved": "activations that F keeps for B: of one micro-batch, or of all in flight in a pipeline",
+    "received": "of these, what other stages have sent",
+    "gathered": "parameters that stay whole for all micro-batches",
     "forward_peak": "live values in F, saved ones and gradient sums included",
     "backward_peak": "live values in B, saved ones, gradients and gradient sums included",
     "steady": "parameters + buffers + inputs + optimizer",
@@ -39,9 +44,13 @@ MEMORY_NOTES = {
 
 
 def summarize(compiled: Compiled, model: str = "") -> dict[str, Any]:
-    """Everything about a compiled plan as plain JSON values, which `show` prints. Bytes are those of one rank."""
-    plan, found = compiled.plan, memory(compiled)
-    return {
+    """Everything about a compiled plan as plain JSON values, which `show` prints. Bytes are those of one rank; with
+    pipeline stages, memory is that of the fullest rank and communication that of the rank that sends most."""
+    plan = compiled.plan
+    every, sent = memories(compiled), volumes(compiled)
+    fullest = max(every, key=lambda m: m.peak)
+    busiest = max(sent, key=lambda v: sum(x.bytes for x in v.values()))
+    found = {
         "model": model,
         "mesh": plan.mesh.sizes,
         "ranks": plan.mesh.world_size,
@@ -51,14 +60,38 @@ def summarize(compiled: Compiled, model: str = "") -> dict[str, Any]:
         "inputs": {name: {axis: str(p) for axis, p in axes.items()} for name, axes in plan.inputs.items()},
         "streams": [{"node": s.node, "dim": s.dim, "reason": s.reason} for s in plan.streams],
         "notes": note_rows(plan),
-        "memory": {**dataclasses.asdict(found), "steady": found.steady, "peak": found.peak},
+        "memory": memory_row(fullest),
         "communication": [
             {"axis": axis, "kind": kind, "calls": v.calls, "bytes": v.bytes}
-            for (axis, kind), v in sorted(step_communication(compiled).items())
+            for (axis, kind), v in sorted(busiest.items())
         ],
-        "runs": {name: {"times": n, "nodes": len(gm.graph.nodes)} for name, (gm, n) in runs(compiled).items()},
+        "runs": _runs(compiled),
         "seconds": {name: round(s, 3) for name, s in compiled.timings.items()},
     }
+    if compiled.pipeline is not None:
+        found["pipeline"] = pipeline_summary(compiled, [memory_row(m) for m in every], sent)
+    return found
+
+
+def volumes(compiled: Compiled) -> list[dict[tuple[str, str], Volume]]:
+    """`step_communication` of a rank for every coordinate on pp; of one rank where there are no pipeline stages."""
+    ranks = range(compiled.plan.mesh.size("pp")) if compiled.pipeline is not None else [0]
+    return [step_communication(compiled, rank) for rank in ranks]
+
+
+def memory_row(found: Memory) -> dict[str, int]:
+    """Memory as plain values."""
+    return {**dataclasses.asdict(found), "steady": found.steady, "peak": found.peak}
+
+
+def _runs(compiled: Compiled) -> dict[str, dict[str, int]]:
+    """Graph -> how often a rank that has it runs it, and its size."""
+    found: dict[str, dict[str, int]] = {}
+    for rank in range(compiled.plan.mesh.size("pp")) if compiled.pipeline is not None else [0]:
+        for name, (gm, n) in runs(compiled, rank).items():
+            row = found.setdefault(name, {"times": 0, "nodes": 0})
+            row["times"], row["nodes"] = max(row["times"], n), max(row["nodes"], len(gm.graph.nodes))
+    return dict(sorted(found.items(), key=lambda item: item[0].startswith("part")))
 
 
 # --- repeated layers are one row -----------------------------------------------------------------------------
@@ -70,7 +103,7 @@ def parameter_rows(plan: Plan, parameters: Iterable[ParameterSpec]) -> list[dict
     for spec in parameters:
         decisions = plan.parameters.get(spec.name, {})
         same = tuple((a, p.stored, p.used, _without_numbers(p.reason)) for a, p in decisions.items())
-        groups.setdefault((_without_indices(spec.name), spec.shape, spec.dtype, same), []).append(spec)
+        groups.setdefault((without_indices(spec.name), spec.shape, spec.dtype, same), []).append(spec)
     rows = []
     for specs in groups.values():
         first = specs[0]
@@ -95,41 +128,13 @@ def note_rows(plan: Plan) -> list[dict[str, str]]:
     """What was left whole and why, repeated layers joined."""
     groups: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for subject, reason in plan.notes:
-        groups.setdefault((_without_indices(subject), _without_numbers(reason)), []).append((subject, reason))
+        groups.setdefault((without_indices(subject), _without_numbers(reason)), []).append((subject, reason))
     return [{"subject": compressed([s for s, _ in g]), "reason": g[0][1]} for g in groups.values()]
-
-
-def _without_indices(name: str) -> str:
-    """model.layers.3.mlp -> model.layers.*.mlp"""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def _without_numbers(reason: str) -> str:
     """Node names end in numbers, paths hold those of layers."""
     return re.sub(r"(?<=[_.])\d+\b", "*", reason)
-
-
-def compressed(names: list[str]) -> str:
-    """['a.0.w', 'a.1.w', 'a.2.w'] -> 'a.{0..2}.w'. All names have the same parts but for their indices."""
-    columns = list(zip(*(name.split(".") for name in names), strict=True))
-    shown, combinations = [], 1
-    for column in columns:
-        distinct = list(dict.fromkeys(column))
-        combinations *= len(distinct)
-        shown.append(distinct[0] if len(distinct) == 1 else f"{{{_ranges(sorted(map(int, distinct)))}}}")
-    text = ".".join(shown)
-    return text if combinations == len(names) else f"{text} ({len(names)} of {combinations})"
-
-
-def _ranges(numbers: list[int]) -> str:
-    """[0, 1, 2, 5] -> '0..2,5'"""
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and n == runs[-1][-1] + 1:
-            runs[-1].append(n)
-        else:
-            runs.append([n])
-    return ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}..{r[-1]}" if len(r) > 2 else f"{r[0]},{r[1]}" for r in runs)
 
 
 # --- tables --------------------------------------------------------------------------------------------------
@@ -142,28 +147,23 @@ def show(summary: dict[str, Any], console: Console) -> None:
         f"{k}={v}" for k, v in summary["options"].items() if k in ("zero", "sequence_parallel", "micro_batches")
     )
     console.print(f"{summary['model']} on {mesh} ({summary['ranks']} ranks), {options}", highlight=False)
-    for table in (_placements(summary), _others(summary), _memory(summary), _communication(summary)):
+    pipeline = pipeline_tables(summary["pipeline"]) if "pipeline" in summary else []
+    for table in (_placements(summary), _others(summary), *pipeline, _memory(summary), _communication(summary)):
         if table.row_count:
             console.print(table)
 
 
-def _table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    return table
-
-
 def _placements(summary: dict[str, Any]) -> Table:
     axes = list(dict.fromkeys(axis for row in summary["parameters"] for axis in row["axes"] if axis != "mb"))
-    table = _table("Parameters", "parameter", "shape", *axes, "bytes", "why", right=("bytes",))
+    title = "Parameters (bytes of a rank, all stages together)" if "pipeline" in summary else "Parameters"
+    table = table_of(title, "parameter", "shape", *axes, "bytes", "why", right=("bytes",))
     for row in summary["parameters"]:
         also = f" = {', '.join(row['aliases'])}" if row["aliases"] and row["count"] == 1 else ""
         found = {a: row["axes"][a] for a in axes if a in row["axes"]}
         why = "; ".join(f"{a}: {p['reason']}" for a, p in found.items() if p["reason"])
         placed = [_placement(found[a]) if a in found else "I" for a in axes]
         shape = f"{row['dtype']}{row['shape']}".replace(" ", "")
-        table.add_row(_text(row["name"] + also), _text(shape), *placed, human_bytes(row["bytes"]), _text(why))
+        table.add_row(text(row["name"] + also), text(shape), *placed, human_bytes(row["bytes"]), text(why))
     return table
 
 
@@ -174,32 +174,29 @@ def _placement(decision: dict[str, str]) -> str:
 
 
 def _others(summary: dict[str, Any]) -> Table:
-    table = _table("Inputs, streams, notes", "what", "placement", "why")
+    table = table_of("Inputs, streams, notes", "what", "placement", "why")
     for name, axes in summary["inputs"].items():
         table.add_row(f"input {name}", " ".join(f"{a}:{p}" for a, p in axes.items()) or "whole", "")
     for stream in summary["streams"]:
-        table.add_row(f"stream {stream['node']}", f"tp:S({stream['dim']})", _text(stream["reason"]))
+        table.add_row(f"stream {stream['node']}", f"tp:S({stream['dim']})", text(stream["reason"]))
     for note in summary["notes"]:
-        table.add_row(_text(note["subject"]), "", _text(note["reason"]))
+        table.add_row(text(note["subject"]), "", text(note["reason"]))
     return table
 
 
 def _memory(summary: dict[str, Any]) -> Table:
-    table = _table("Memory of a rank", "what", "bytes", "counted", right=("bytes",))
+    full = f", the fullest: {summary['pipeline']['fullest']} on pp" if "pipeline" in summary else ""
+    table = table_of(f"Memory of a rank{full}", "what", "bytes", "counted", right=("bytes",))
     for name, note in MEMORY_NOTES.items():
-        if summary["memory"][name] or name != "accumulated":
+        if summary["memory"][name] or name not in ("accumulated", "received", "gathered"):
             table.add_row(name.replace("_", " "), human_bytes(summary["memory"][name]), note)
     return table
 
 
 def _communication(summary: dict[str, Any]) -> Table:
-    title = "Communication of a rank per step (bytes sent, ring algorithms)"
-    table = _table(title, "axis", "kind", "calls", "bytes", right=("calls", "bytes"))
+    busy = f", the busiest: {summary['pipeline']['busiest']} on pp" if "pipeline" in summary else ""
+    title = f"Communication of a rank per step{busy} (bytes sent, ring algorithms)"
+    table = table_of(title, "axis", "kind", "calls", "bytes", right=("calls", "bytes"))
     for row in summary["communication"]:
         table.add_row(row["axis"], row["kind"], str(row["calls"]), human_bytes(row["bytes"]))
     return table
-
-
-def _text(text: str) -> str:
-    """Brackets are no markup."""
-    return text.replace("[", "\\[")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.mesh import Mesh
+from autopar.placement import Shard, local_shape, nested_shape, rows_of_slice
 
 
 def test_parse_and_print() -> None:
@@ -56,3 +59,16 @@ def test_coordinates_number_the_ranks(sizes: dict[str, int]) -> None:
             group = mesh.group_of(axis, rank)
             assert rank in group and len(group) == mesh.size(axis)
     assert Mesh.parse(str(mesh) if sizes else "") == mesh
+
+
+def test_a_slice_of_tokens_is_a_fraction() -> None:
+    """It cuts first, in time: no axis that a user can name, no ranks."""
+    mesh = Mesh.of(dp=2, tp=2).with_micro_batches(3).with_slice(6, 4, 16)
+    assert list(mesh.cut_order.items()) == [("sl", Fraction(8, 3)), ("tp", 2), ("dp", 2), ("mb", 3)]
+    assert nested_shape((6, 16, 8), {"sl": Shard(1), "tp": Shard(1), "dp": Shard(0)}, mesh.cut_order) == (3, 3, 8)
+    assert local_shape((32,), Shard(0, (16, 16)), mesh.pieces("sl")) == (12,)
+    assert rows_of_slice(32, Shard(0, (16, 16)), 6, 4, 16) == [(4, 6), (20, 6)]
+    with pytest.raises(ValueError, match="block of 12 does not divide"):
+        local_shape((12,), Shard(0), mesh.pieces("sl"))
+    with pytest.raises(ValueError, match="unknown axis 'sl'; the axes are pp, dp, cp, ep, tp"):
+        Mesh.of(sl=2)

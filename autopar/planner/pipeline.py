@@ -59,10 +59,14 @@ class _Planner:
 
     def schedule(self) -> tuple[str, list[tuple[str, str]]]:
         """The user's schedule, or the fastest by simulation."""
-        if self.options.schedule:
-            SCHEDULES[self.options.schedule]  # an unknown name is an error that lists the known ones
-            return self.options.schedule, []
         ranks = self.mesh.size("pp")
+        if self.options.schedule:
+            self._check_schedule(SCHEDULES[self.options.schedule])
+            return self.options.schedule, []
+        if self.options.slices:
+            return "seq1f1b", [("pipeline", "schedule seq1f1b: token slices were asked for")]
+        if self.options.chunks > 1:
+            return "interleaved", [("pipeline", f"schedule interleaved: {self.options.chunks} chunks were asked for")]
         if len(self.options.cuts) + 1 != ranks and self.options.cuts:
             raise ValueError(
                 f"pipeline: {len(self.options.cuts)} cuts make {len(self.options.cuts) + 1} parts, axis 'pp' has size "
@@ -82,6 +86,18 @@ class _Planner:
             costs[1] = Costs()
         name, reason = chosen(ranks, self.options.micro_batches, costs)
         return name, [("pipeline", f"schedule {name}: {reason}")]
+
+    def _check_schedule(self, entry: Schedule) -> None:
+        """Numbers that the schedule does not take are refused before anything is compiled."""
+        if self.options.slices and not entry.sliced:
+            sliced = " or ".join(name for name, other in SCHEDULES.items() if other.sliced)
+            raise ValueError(
+                f"schedule: {entry.name} runs whole micro-batches, found slices={self.options.slices}; use "
+                f"{sliced}, or leave slices out"
+            )
+        if not entry.searches:
+            chunks = self.options.chunks or entry.chunks
+            entry.make(Request(self.mesh.size("pp"), self.options.micro_batches, chunks))
 
     def cut(self, parts: int, entry: Schedule) -> tuple[tuple[str, ...], list[float]]:
         """Names of the units that begin further parts, and the time of each part."""
@@ -173,17 +189,19 @@ def mirrored(entry: Schedule, ranks: int, parts: int) -> list[int]:
 # --- the order of actions --------------------------------------------------------------------------------
 
 
-def make_order(plan: Plan, parts: Sequence[Stage], hops: Sequence[Hop], train: bool = True) -> Order:
-    """The compute actions of a step. Raises ValueError where the schedule does not take the number of micro-batches."""
+def make_order(plan: Plan, parts: Sequence[Stage], hops: Sequence[Hop], train: bool = True, static: int = 0) -> Order:
+    """The compute actions of a step. ``static``: bytes of the rank with most parameters and states, of which the
+    memory limit leaves the rest to activations.
+
+    Raises ValueError where the schedule does not take the number of micro-batches.
+    """
     assert plan.pipeline is not None
     pipeline = plan.pipeline
     entry = SCHEDULES[pipeline.schedule]
     costs = costs_of(parts, hops)
-    limit = plan.options.memory_limit or None
+    limit = float(plan.options.memory_limit - static) if plan.options.memory_limit else None
     slices = max(len(pipeline.slices), 1)
-    request = Request(
-        plan.mesh.size("pp"), plan.options.micro_batches, pipeline.chunks, slices, costs, limit and float(limit)
-    )
+    request = Request(plan.mesh.size("pp"), plan.options.micro_batches, pipeline.chunks, slices, costs, limit)
     if train:
         return entry.make(request)
     return forward_order(entry.make(replace(request, micro_batches=least_micro_batches(pipeline, plan.mesh))))
@@ -258,6 +276,13 @@ def _taken(step: StepGraph | None) -> int:
 
 def _hop_bytes(hop: Hop) -> int:
     return sum(math.prod(shape) for shape in hop.shapes) * hop.dtype.itemsize
+
+
+def most_static(specs: Sequence[ParameterSpec], mesh: Mesh) -> int:
+    """`static_bytes` of the coordinate on pp that holds most."""
+    by_name = {s.name: s for s in specs}
+    held = ([s.name for s in specs if r in s.ranks] for r in range(mesh.size("pp")))
+    return max(static_bytes(by_name, names, mesh) for names in held)
 
 
 def static_bytes(specs: Mapping[str, ParameterSpec], names: Sequence[str], mesh: Mesh) -> int:

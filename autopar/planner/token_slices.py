@@ -39,8 +39,8 @@ def slice_lengths(
         lengths, reason = time()
     if sum(lengths) != total or min(lengths) < 1:
         raise ValueError(
-            f"token_slices: slices {', '.join(map(str, lengths))} sum to {sum(lengths)}, the sequence has {total} tokens; "
-            f"give positive lengths that sum to {total}, or their number, at most {total // unit}"
+            f"token_slices: slices {', '.join(map(str, lengths))} sum to {sum(lengths)}, the sequence has {total} "
+            f"tokens; give positive lengths that sum to {total}, or their number, at most {total // unit}"
         )
     if any(n % unit for n in lengths):
         raise ValueError(

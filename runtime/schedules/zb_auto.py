@@ -114,5 +114,8 @@ def _actions(rank: int, row: str) -> list[Action]:
 
 
 SCHEDULES.add(
-    "zb_auto", Schedule("zb_auto", zb_auto, "W apart, order searched for given costs and memory limit", splits=True)
+    "zb_auto",
+    Schedule(
+        "zb_auto", zb_auto, "W apart, order searched for given costs and memory limit", splits=True, searches=True
+    ),
 )

@@ -1,0 +1,95 @@
+"""Bad input to pipelines: a clear error on every rank, before anything is sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import autopar
+from autopar.compile import compile_model, plan_model
+from autopar.mesh import Mesh
+from autopar.models.tiny import TINY
+from autopar.plan import Options
+from autopar.runtime.groups import init_mesh
+from tests.ranks import run_ranks
+
+LLAMA = TINY["llama"].build(dtype=torch.float64)
+BATCH = TINY["llama"].batch(8, 16)
+
+PLANNING: list[tuple[dict[str, Any], str]] = [
+    ({"schedule": "2f2b"}, "unknown name '2f2b'; known are gpipe, 1f1b"),
+    ({"cuts": ("model.layers.7",)}, "no operation belongs to 'model.layers.7'"),
+    ({"cuts": ("model.layers.1", "model.norm")}, "2 cuts make 3 parts"),
+    ({"cuts": ("model.norm", "model.layers.1"), "schedule": "interleaved"}, "4 parts need 3 cuts, found 2"),
+    ({"cuts": ("model.norm", "model.layers.1", "lm_head"), "schedule": "interleaved"}, "in the order of the model"),
+    ({"cuts": ("model.embed_tokens",)}, "leave something in every part"),
+    ({"schedule": "dual_pipe", "micro_batches": 2}, "dual_pipe needs"),
+    ({"schedule": "1f1b", "chunks": 2}, "1f1b runs 1 parts per rank, found 2"),
+    ({"schedule": "1f1b", "slices": 4}, "1f1b runs whole micro-batches, found slices=4; use tera_pipe or seq1f1b"),
+    ({"memory_limit": 1000, "schedule": "1f1b"}, "the least that would do is"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), PLANNING, ids=[str(o) for o, _ in PLANNING])
+def test_refused_when_planning(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match="^(pipeline|schedule): ") as error:
+        plan_model(LLAMA, BATCH, Mesh.of(pp=2), Options(**options))
+    assert message in str(error.value)
+
+
+def test_more_parts_than_operations() -> None:
+    with pytest.raises(ValueError, match="512 parts need at least as many layers, found a model of"):
+        plan_model(LLAMA, BATCH, Mesh.of(pp=512), Options(schedule="1f1b"))
+
+
+def test_a_schedule_needs_the_axis() -> None:
+    with pytest.raises(ValueError, match="need an axis pp of at least 2 ranks, found the mesh dp=2"):
+        plan_model(LLAMA, BATCH, Mesh.of(dp=2), Options(schedule="1f1b"))
+
+
+def test_a_cut_inside_of_an_operation_is_refused() -> None:
+    """GPT-2's attention output projection follows its attention: no operation begins with the dropout before it."""
+    model = TINY["gpt2"].build(dtype=torch.float64)
+    plan, _ = plan_model(model, TINY["gpt2"].batch(4, 16), Mesh.of(pp=2), Options(cuts=("transformer.h.1.mlp",)))
+    assert plan.pipeline is not None and plan.pipeline.cuts[0].startswith("transformer.h.1.mlp")
+
+
+@pytest.mark.parametrize("slices", [(7, 5), (7, 5, 5), (16, 0), 17])
+def test_slices_must_sum_to_the_sequence(slices: Any) -> None:
+    options = Options(schedule="seq1f1b", slices=slices, micro_batches=2)
+    with pytest.raises(ValueError, match="^token_slices: .*the sequence has 16 tokens; give positive lengths"):
+        compile_model(LLAMA, BATCH, Mesh.of(pp=2), options, exact=True, outputs=())
+
+
+@pytest.mark.parametrize("name", ["bert", "vit", "t5"])
+def test_models_whose_tokens_see_later_ones_are_not_sliced(name: str) -> None:
+    model, batch = TINY[name].build(dtype=torch.float64), TINY[name].batch(4, 16)
+    options = Options(schedule="tera_pipe", slices=2, micro_batches=2)
+    with pytest.raises(ValueError, match="^token_slices: .*attention"):
+        compile_model(model, batch, Mesh.of(pp=2), options, exact=True, outputs=())
+
+
+def refused_on_a_rank(options: dict[str, Any], rows: int) -> list[str]:
+    """Errors of parallelize or train_step on a rank, and the bytes it sent before."""
+    model, batch = TINY["llama"].build(dtype=torch.float64), TINY["llama"].batch(rows, 16)
+    parallel = None
+    try:
+        parallel = autopar.parallelize(model, init_mesh(pp=2), **options)
+        parallel.train_step(**batch)
+    except ValueError as error:
+        sent = sum(t.bytes for t in parallel.traffic().values()) if parallel is not None else 0
+        return [str(error), str(sent)]
+    return ["no error", ""]
+
+
+def test_every_rank_refuses_before_anything_is_sent() -> None:
+    for options, rows, message in (
+        ({"schedule": "dual_pipe", "micro_batches": 2}, 8, "dual_pipe needs"),
+        ({"schedule": "1f1b", "micro_batches": 3}, 8, "does not divide"),
+        ({"schedule": "1f1b", "micro_batches": 2}, 7, "does not divide"),
+    ):
+        for error, sent in run_ranks(2, refused_on_a_rank, options, rows, timeout=120):
+            assert message in error, error
+            assert sent == "0"
