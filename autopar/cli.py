@@ -1,7 +1,9 @@
 """The command line: look at a plan and its graphs, check a model, see a demo. Any mesh, one process, no weights.
 
     autopar plan   --config CONFIG.json --mesh dp=8,tp=8 --seq 8192 --batch 8
+    autopar plan   --config CONFIG.json --mesh pp=4,dp=2 --micro-batches 8 --schedule 1f1b
     autopar show   --config CONFIG.json --mesh dp=2,tp=2 --level typed
+    autopar show   --config CONFIG.json --mesh pp=2 --micro-batches 4 --part 1 --level backward_input
     autopar verify --config CONFIG.json --mesh dp=2,tp=2 --zero 3
     autopar schedule --name zb_h1 --stages 8 --micro-batches 24 --times F=18.5,B=18.1,W=9.3,comm=0.6
     autopar demo
@@ -24,8 +26,8 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch.fx import GraphModule
 
-import autopar.runtime.schedules  # noqa: F401  (fills the table of schedules)
 from autopar import schedule_command
+from autopar.cli_arguments import add_model, number
 from autopar.compile import compile_model
 from autopar.dump import Dumper
 from autopar.mesh import Mesh
@@ -37,7 +39,7 @@ from autopar.steps import Compiled
 from autopar.summary import show, summarize
 
 # The axes that plans know.
-AXES = ("dp", "tp")
+AXES = ("dp", "tp", "pp")
 # --level -> the name under which the compiler shows the graph to its observers.
 LEVELS = {
     "global": GLOBAL_PASSES[-1].name,
@@ -46,6 +48,8 @@ LEVELS = {
     "forward": "forward",
     "backward": "backward",
 }
+# Those that a part of a pipeline has, with a prefix such as part0.
+LEVELS_OF_PARTS = ("part", "gather", "forward", "backward", "backward_input", "backward_weight", "reduce")
 _WIDTH = 160  # of tables when stdout is no terminal
 
 
@@ -75,17 +79,30 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="autopar", description="A graph compiler for parallel training.")
     commands = parser.add_subparsers(required=True, metavar="plan|show|verify|schedule|demo")
-    plan = _command(commands, "plan", _plan, "decide placements; print them with memory and communication per rank")
-    _model(plan, seq=2048, batch=None, dtype="bfloat16")
+    plan = _command(
+        commands,
+        "plan",
+        _plan,
+        "decide placements and pipeline stages; print them with memory and communication per rank",
+    )
+    add_model(plan, seq=2048, batch=None, dtype="bfloat16")
     plan.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     plan.add_argument("--dump", type=Path, metavar="DIR", help="write every graph and a report into this folder")
     graph = _command(commands, "show", _show, "print a graph")
-    _model(graph, seq=2048, batch=None, dtype="bfloat16")
-    graph.add_argument("--level", choices=LEVELS, default="local", help="which graph (default: %(default)s)")
+    add_model(graph, seq=2048, batch=None, dtype="bfloat16")
+    levels = list(dict.fromkeys([*LEVELS, *LEVELS_OF_PARTS]))
+    graph.add_argument(
+        "--level",
+        choices=levels,
+        default="local",
+        metavar="LEVEL",
+        help=f"which graph: {', '.join(levels)}; with pp, those from forward on are of a part (default: %(default)s)",
+    )
+    graph.add_argument("--part", type=number, metavar="K", help="with pp: which part of the model (default: 0)")
     check = _command(
         commands, "verify", _verify, "run on local processes and compare with one process; exits 1 on mismatch"
     )
-    _model(check, seq=16, batch=4, dtype="float64")
+    add_model(check, seq=16, batch=4, dtype="float64")
     pipeline = _command(commands, "schedule", schedule_command.command, "simulate and draw a pipeline schedule")
     schedule_command.add_arguments(pipeline)
     _command(commands, "demo", _demo, "a small model, from plan to training, on local processes", add_help=False)
@@ -98,31 +115,6 @@ def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int],
     return parser
 
 
-def _model(parser: argparse.ArgumentParser, seq: int, batch: int | None, dtype: str) -> None:
-    """The arguments that say what is planned."""
-    default = "%(default)s" if batch else "dp x micro-batches"
-    add = parser.add_argument
-    add("--config", required=True, metavar="CONFIG.json", help="a transformers config.json, or its folder")
-    add("--mesh", required=True, metavar="dp=2,tp=4", help="axes and their sizes; any size works")
-    add("--seq", type=_positive, default=seq, help="tokens per example (default: %(default)s)")
-    add(
-        "--batch",
-        type=_positive,
-        default=batch,
-        help=f"examples of a whole step, over all ranks and micro-batches (default: {default})",
-    )
-    add("--micro-batches", type=_positive, default=1, metavar="N", help="gradient accumulation steps (default: 1)")
-    add("--zero", type=int, choices=(0, 3), default=0, help="3: parameters are cut over dp, too (default: 0)")
-    add("--sequence-parallel", action="store_true", help="cut the residual stream along the sequence over tp")
-    add("--dtype", default=dtype, help="of parameters: bfloat16, float16, float32, float64 (default: %(default)s)")
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"expected a positive whole number, found {text!r}")
-    return int(text)
-
-
 # --- what the arguments mean ---------------------------------------------------------------------------------
 
 
@@ -130,12 +122,15 @@ def _mesh(text: str) -> Mesh:
     mesh = Mesh.parse(text)
     for axis, size in mesh.axes:
         if axis not in AXES and size > 1:
-            raise ValueError(f"mesh: plans know the axes {' and '.join(AXES)}, found {axis}={size}; leave it out")
+            raise ValueError(f"mesh: plans know the axes {', '.join(AXES)}, found {axis}={size}; leave it out")
     return mesh
 
 
 def _options(args: argparse.Namespace) -> Options:
-    return Options(zero=args.zero, sequence_parallel=args.sequence_parallel, micro_batches=args.micro_batches)
+    names = (
+        "zero", "sequence_parallel", "micro_batches", "schedule", "cuts", "chunks", "slices", "memory_limit", "gathers",
+    )  # fmt: skip
+    return Options(**{name: getattr(args, name) for name in names})
 
 
 def _compile(args: argparse.Namespace, observers: Sequence[Observer]) -> tuple[str, Compiled]:
@@ -183,6 +178,7 @@ def _plan(args: argparse.Namespace) -> int:
         model, compiled = _compile(args, [observer, dumper] if dumper else [observer])
         summary = summarize(compiled, model)
         if dumper:
+            dumper.add_pipeline(compiled)
             dumper.finish(compiled.context, parameters=compiled.parameters, summary=[("model", model)])
     if args.json:
         print(json.dumps(summary, indent=1))
@@ -197,18 +193,45 @@ class _Found(Exception):
 
 def _show(args: argparse.Namespace) -> int:
     texts: list[str] = []
+    wanted = _level(args)
 
     def stop(name: str, gm: GraphModule, ctx: Context) -> None:
-        if name == LEVELS[args.level]:
+        if name == wanted:
             texts.append(format_graph(gm, ctx.mesh))
             raise _Found
 
     with _progress() as observer, suppress(_Found):
         _compile(args, [observer, stop])
     if not texts:
-        raise ValueError(f"show: there is no {args.level} graph; nothing in this model has a gradient")
+        raise ValueError(f"show: there is no {wanted} graph; {_missing(args.level)}")
     print(texts[0], end="")
     return 0
+
+
+def _level(args: argparse.Namespace) -> str:
+    """The name under which the compiler shows the wanted graph."""
+    stages = _mesh(args.mesh).size("pp") > 1
+    level = str(args.level)
+    if stages and level in LEVELS_OF_PARTS:
+        return f"part{args.part or 0}.{level}"
+    if args.part is not None:
+        need = "one of the levels " + ", ".join(LEVELS_OF_PARTS) if stages else "a mesh with an axis pp"
+        raise ValueError(f"--part: needs {need}, found {'--level ' + level if stages else args.mesh}")
+    if level not in LEVELS:
+        raise ValueError(
+            f"--level {level}: needs a mesh with an axis pp, found {args.mesh}; the levels are {', '.join(LEVELS)}"
+        )
+    return LEVELS[level]
+
+
+def _missing(level: str) -> str:
+    """Why a graph is not there."""
+    return {
+        "gather": "this part uses its parameters as they are stored, or gathers them for each use",
+        "reduce": "the gradients of this part need no sum",
+        "part": "the model has fewer parts",
+        "forward": "the model has fewer parts",
+    }.get(level, "nothing there has a gradient, or the model has fewer parts")
 
 
 def _verify(args: argparse.Namespace) -> int:

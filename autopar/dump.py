@@ -29,7 +29,9 @@ from autopar.steps import Compiled
 
 VARIABLE = "AUTOPAR_DUMP"
 # Graphs that run as they are, such as forward or part1.backward_input.
-STEP_GRAPHS = re.compile(r"prologue|once|each|backward_local|(part\d+\.)?(forward|backward(_input|_weight)?|gather|reduce)")
+STEP_GRAPHS = re.compile(
+    r"prologue|once|each|backward_local|(part\d+\.)?(forward|backward(_input|_weight)?|gather|reduce)"
+)
 
 
 def dumper_for(folder: str | Path | None) -> Dumper | None:
@@ -194,10 +196,15 @@ class Dumper:
 
 
 def _summary(ctx: Context, parameters: list[ParameterSpec]) -> list[tuple[str, str]]:
-    rows = [("mesh", str(ctx.mesh)), ("ranks", str(ctx.mesh.world_size))]
+    mesh = ctx.plan.mesh if ctx.plan is not None else ctx.mesh  # without the micro-batches
+    rows = [("mesh", str(mesh)), ("ranks", str(mesh.world_size))]
     if parameters:
-        whole, mine = sum(p.nbytes() for p in parameters), sum(p.nbytes(ctx.mesh) for p in parameters)
-        rows += [("parameters", f"{len(parameters)}, {human_bytes(whole)}"), ("parameters per rank", human_bytes(mine))]
+        whole = sum(p.nbytes() for p in parameters)
+        stages = {rank for p in parameters for rank in p.ranks}
+        mine = max(sum(p.nbytes(mesh) for p in parameters if rank in p.ranks) for rank in stages)
+        most = " at most" if len(stages) > 1 else ""
+        rows += [("parameters", f"{len(parameters)}, {human_bytes(whole)}")]
+        rows += [("parameters per rank", f"{human_bytes(mine)}{most}")]
     return rows + [("compile time", f"{sum(ctx.timings.values()):.2f} s")]
 
 

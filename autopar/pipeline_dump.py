@@ -33,8 +33,8 @@ Recorded = Sequence[tuple[Action, float, float]]
 def dump_pipeline(folder: Path, compiled: Compiled, recorded: Sequence[Recorded] = ()) -> list[Section]:
     """Write order.txt and trace.json, and make the sections of the report.
 
-    recorded: for every coordinate on pp, (action, start, end) in seconds of one clock, as an executor that was made with
-    ``record=True`` has them in ``timeline``; () for none.
+    recorded: for every coordinate on pp, (action, start, end) in seconds of one clock, as an executor that was made
+    with ``record=True`` has them in ``timeline``; () for none.
     """
     measured = measured_events(recorded, UNIT) or None
     timeline = timeline_of(compiled, UNIT)
@@ -92,7 +92,9 @@ def _section(compiled: Compiled, timeline: Timeline, measured: Sequence[Event] |
     notes = [f"Times are {times}; peak memory of activations in MiB."]
     notes += [reason for subject, reason in compiled.plan.notes if subject == "pipeline"]
     section = pipeline_section(in_mebibytes(timeline), measured, notes, "ms")
-    return replace(section, body=f"{section.body}\n{_parts(compiled, timeline)}\n{_ranks(compiled, timeline)}")
+    parts = f"<p class=muted>Parts, for one micro-batch</p>{_parts(compiled, timeline)}"
+    ranks = f"<p class=muted>Ranks of pp, for a step</p>{_ranks(compiled, timeline)}"
+    return replace(section, body=f"{section.body}\n{parts}\n{ranks}")
 
 
 def in_mebibytes(timeline: Timeline) -> Timeline:

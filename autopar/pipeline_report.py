@@ -10,7 +10,7 @@ from typing import Any
 
 from autopar.grid import grid
 from autopar.picture import svg
-from autopar.pipeline_runs import lowered_order
+from autopar.pipeline_runs import lowered_order, slice_shares
 from autopar.planner.pipeline import costs_of
 from autopar.report import Section, facts
 from autopar.schedule import SCHEDULES, Costs, Order, Request
@@ -27,7 +27,21 @@ def timeline_of(compiled: Compiled, unit: float = 1.0) -> Timeline:
     pipeline = compiled.pipeline
     assert pipeline is not None
     costs = costs_of(pipeline.parts, pipeline.hops)
+    shares = slice_shares(pipeline)
+    if len(shares) > 1 and not costs.tokens:
+        costs = _of_slices(costs, shares)
     return simulate(lowered_order(pipeline), in_units(costs, unit))
+
+
+def _of_slices(costs: Costs, shares: Sequence[float]) -> Costs:
+    """From the costs of the slice that the graphs' shapes are for to those of a micro-batch of several."""
+    whole = sum(shares)
+    changed: dict[str, Any] = {}
+    for name in ("F", "B", "W", "activations", "stash"):
+        value = getattr(costs, name)
+        changed[name] = tuple(v * whole for v in value) if isinstance(value, tuple) else value * whole
+    part = tuple(share / whole for share in shares)
+    return replace(costs, **changed, scale=part, tokens=part)
 
 
 def in_units(costs: Costs, unit: float) -> Costs:

@@ -65,7 +65,7 @@ def graphs_of_rank(pipeline: Pipeline, prologue: Prologue | None, rank: int) -> 
     taken = {name for part in parts for kind in ("F", "BW", "B", "W") for name in _inputs(graph_of(part, kind))}
     found: dict[str, tuple[GraphModule, int]] = {}
     micro_batches = len({a.micro_batch for a in mine if a.kind == "F"})
-    totals = prologue and StepGraph(prologue.graph, prologue.inputs, list(prologue.totals))
+    totals = StepGraph(prologue.graph, prologue.inputs, list(prologue.totals)) if prologue is not None else None
     for name, step, times in (
         ("each", pipeline.each, micro_batches),
         ("once", pipeline.once, 1),

@@ -119,7 +119,17 @@ def _parts(summary: Mapping[str, Any]) -> Table:
 
 
 def _ranks(summary: Mapping[str, Any]) -> Table:
-    columns = ("busy", "idle", "live", "activations", "parameters", "optimizer", "gathered", "peak", "sent")
+    columns: tuple[str, ...] = (
+        "busy",
+        "idle",
+        "live",
+        "activations",
+        "parameters",
+        "optimizer",
+        "gathered",
+        "peak",
+        "sent",
+    )
     if not any(row["gathered"] for row in summary["ranks"]):
         columns = tuple(c for c in columns if c != "gathered")
     table = table_of("Ranks of pp, per step", "pp", "parts", *columns, right=columns)

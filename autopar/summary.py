@@ -23,8 +23,8 @@ from autopar.parameter import ParameterSpec
 from autopar.pipeline_summary import pipeline_summary, pipeline_tables
 from autopar.plan import Plan
 from autopar.printing import DTYPES, human_bytes
-from autopar.tables import table_of, text
 from autopar.steps import Compiled
+from autopar.tables import table_of, text
 
 MEMORY_NOTES = {
     "parameters": "stored pieces",
@@ -180,12 +180,14 @@ def _others(summary: dict[str, Any]) -> Table:
     for stream in summary["streams"]:
         table.add_row(f"stream {stream['node']}", f"tp:S({stream['dim']})", text(stream["reason"]))
     for note in summary["notes"]:
+        if note["subject"] == "pipeline" and "pipeline" in summary:
+            continue  # in its own table
         table.add_row(text(note["subject"]), "", text(note["reason"]))
     return table
 
 
 def _memory(summary: dict[str, Any]) -> Table:
-    full = f", the fullest: {summary['pipeline']['fullest']} on pp" if "pipeline" in summary else ""
+    full = f", the fullest: {summary['pipeline']['fullest']} of pp" if "pipeline" in summary else ""
     table = table_of(f"Memory of a rank{full}", "what", "bytes", "counted", right=("bytes",))
     for name, note in MEMORY_NOTES.items():
         if summary["memory"][name] or name not in ("accumulated", "received", "gathered"):
@@ -194,8 +196,9 @@ def _memory(summary: dict[str, Any]) -> Table:
 
 
 def _communication(summary: dict[str, Any]) -> Table:
-    busy = f", the busiest: {summary['pipeline']['busiest']} on pp" if "pipeline" in summary else ""
-    title = f"Communication of a rank per step{busy} (bytes sent, ring algorithms)"
+    title = "Communication of a rank per step (bytes sent, ring algorithms)"
+    if "pipeline" in summary:
+        title = f"Communication per step, rank {summary['pipeline']['busiest']} of pp"
     table = table_of(title, "axis", "kind", "calls", "bytes", right=("calls", "bytes"))
     for row in summary["communication"]:
         table.add_row(row["axis"], row["kind"], str(row["calls"]), human_bytes(row["bytes"]))

@@ -28,6 +28,8 @@ from autopar.placement import conversion, parse_placement
 from autopar.steps import Stage, StepGraph, StepGraphs
 
 aten = torch.ops.aten
+# Products of values with more than two dims end in a view of a product of matrices.
+RESHAPED = {aten.reshape.default, aten.linear.default, aten.matmul.default}
 FIXED = ("parameter", "buffer", "constant")
 
 
@@ -204,7 +206,7 @@ def _may_alias(value: Node) -> bool:
     """Whether an output may share storage with an input or with another value."""
     if is_conversion(value):
         return conversion(*map(parse_placement, map(str, value.args[-2:]))) in ("none", "slice")
-    return value.op == "placeholder" or value.target in VIEWS | {aten.reshape.default} or part_of_view(value)
+    return value.op == "placeholder" or value.target in VIEWS | RESHAPED or part_of_view(value)
 
 
 __all__ = ["StepGraphs", "differentiate", "differentiate_part", "lowered", "own_outputs"]

@@ -91,7 +91,8 @@ def _check_known(main: Sequence[Node], cuts: Sequence[str]) -> None:
         if cut not in names and not any(_inside(n, cut) for n in main):
             known = ", ".join(unit.name for unit in _runs(main, layer_of))
             raise ValueError(
-                f"pipeline: no operation belongs to {cut!r}, where a cut was asked for; layers are {known}"
+                f"pipeline: no operation belongs to {cut!r}, where a cut was asked for (several modules may "
+                f"share one operation); layers are {known}"
             )
 
 

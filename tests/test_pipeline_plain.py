@@ -1,0 +1,181 @@
+"""What plain modules can do to a pipeline: values that skip stages, frozen and unused weights, ties, several losses,
+buffers, parts without gradient. Loss and gradients equal one process, on real ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.runtime.groups import init_mesh
+from tests.ranks import run_ranks
+
+WIDTH = 8
+
+
+def batch(rows: int = 8) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    return {"x": torch.randn(rows, WIDTH).double(), "y": torch.randn(rows, WIDTH).double()}
+
+
+class Stack(nn.Module):
+    """Four blocks; subclasses say what else happens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.extra = nn.Linear(WIDTH, WIDTH)
+        self.double()
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return ((x - y) ** 2).mean()
+
+
+class Skip(Stack):
+    """The first block's result is used by the third and the last one; the second part has no use for it."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        first = torch.tanh(self.blocks[0](x))
+        h = torch.tanh(self.blocks[1](first.detach() * 2))
+        h = torch.tanh(self.blocks[2](h + first))
+        return ((self.blocks[3](h) * first - y) ** 2).mean()
+
+
+class Frozen(Stack):
+    """The first part has nothing to train, the third is used without gradient, one weight by nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].requires_grad_(False)
+        self.blocks[2].weight.requires_grad_(False)
+
+
+class Tied(Stack):
+    """One weight in the first, third and last part, once transposed; and a value made of parameters alone."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        scale = torch.sigmoid(self.extra.bias)
+        h = torch.tanh(self.blocks[0](x)) * scale
+        h = torch.tanh(self.blocks[1](h))
+        h = torch.tanh(nn.functional.linear(h, self.blocks[0].weight.t())) * scale
+        return ((nn.functional.linear(self.blocks[3](h), self.blocks[0].weight) - y) ** 2).mean()
+
+
+class Losses(Stack):
+    """A loss in every part, and a number without gradient that travels."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        losses = []
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+            losses.append(((x - y) ** 2).mean())
+        sign = (x > 0).to(x.dtype)
+        return losses[0], losses[1] * 0.5, losses[3] + ((x * sign) ** 2).mean()
+
+
+class Buffers(Stack):
+    """Running statistics in the first and the last part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.BatchNorm1d(WIDTH).double(), nn.BatchNorm1d(WIDTH).double()
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        h = self.first(torch.tanh(self.blocks[0](x)))
+        h = torch.tanh(self.blocks[1](h))
+        return ((self.last(torch.tanh(self.blocks[2](h))) - y) ** 2).mean()
+
+
+MODELS = (Stack, Skip, Frozen, Tied, Losses)
+
+
+def errors_of_all(sizes: dict[str, int], options: dict[str, Any]) -> dict[str, float]:
+    """On a rank: the largest error of each model."""
+    found = {}
+    mesh = init_mesh(**sizes)
+    for make in MODELS:
+        report = autopar.verify(make(), mesh, batch(), example_batch=_part(sizes), **options)
+        assert report.passed, str(report)
+        found[make.__name__] = max(e.error for e in report.entries)
+    return found
+
+
+def _part(sizes: dict[str, int]) -> dict[str, Tensor]:
+    return {k: v.chunk(sizes.get("dp", 1))[0] for k, v in batch().items()}
+
+
+def test_on_two_ranks() -> None:
+    for found in run_ranks(2, errors_of_all, {"pp": 2}, {"schedule": "zb_h1", "micro_batches": 4}, timeout=200):
+        assert max(found.values()) < 1e-12, found
+
+
+def test_on_four_ranks() -> None:
+    for found in run_ranks(4, errors_of_all, {"pp": 4}, {"schedule": "1f1b", "micro_batches": 2}, timeout=200):
+        assert max(found.values()) < 1e-12, found
+
+
+def test_two_copies() -> None:
+    for found in run_ranks(4, errors_of_all, {"pp": 4}, {"schedule": "dual_pipe", "micro_batches": 8}, timeout=200):
+        assert max(found.values()) < 1e-12, found
+
+
+def layer_gathers(options: dict[str, Any]) -> tuple[float, dict[str, int]]:
+    """On a rank: the error of a step, and how often parameters were gathered and gradients reduced over dp."""
+    mesh = init_mesh(pp=2, dp=2)
+    report = autopar.verify(Tied(), mesh, batch(), example_batch=_part({"dp": 2}), zero=3, **options)
+    assert report.passed, str(report)
+    parallel = autopar.parallelize(Tied(), mesh, example_batch=_part({"dp": 2}), zero=3, **options)
+    me = parallel.mesh.get_local_rank("dp")
+    parallel.train_step(**{k: v.chunk(2)[me] for k, v in batch().items()})
+    calls = {kind: t.calls for (axis, kind), t in parallel.traffic().items() if axis == "dp"}
+    return max(e.error for e in report.entries), calls
+
+
+def test_gathers_once_per_step_or_for_each_use() -> None:
+    count = 4
+    options = {"schedule": "1f1b", "micro_batches": count}
+    once = run_ranks(4, layer_gathers, {**options, "gathers": "step"}, timeout=200)
+    each = run_ranks(4, layer_gathers, {**options, "gathers": "layer"}, timeout=200)
+    for (error, calls), (other, more) in zip(once, each, strict=True):
+        assert max(error, other) < 1e-12
+        assert calls["all_gather"] * 2 * count >= more["all_gather"] >= calls["all_gather"] * count
+        assert calls["reduce_scatter"] == more["reduce_scatter"]
+
+
+def buffers_after_a_step() -> dict[str, float]:
+    """On a rank: how far buffers are from those of one process."""
+    model = Buffers()
+    parallel = autopar.parallelize(model, init_mesh(pp=2), example_batch=batch(), schedule="gpipe")
+    parallel.train_step(**batch())
+    model(**batch())
+    state, expected = parallel.full_state_dict(), model.state_dict()
+    assert set(state) == set(expected)
+    return {name: float((state[name] - expected[name]).abs().max()) for name in expected if "running" in name}
+
+
+def test_buffers_reach_all_ranks() -> None:
+    for found in run_ranks(2, buffers_after_a_step, timeout=100):
+        assert len(found) == 4 and max(found.values()) < 1e-12, found
+
+
+def clipped() -> tuple[float, float, float]:
+    """On a rank: the norm before clipping, that of one process, and the norm afterwards."""
+    model = Tied()
+    part = _part({"dp": 2})
+    parallel = autopar.parallelize(model, init_mesh(pp=2, dp=2), example_batch=part, schedule="1f1b", zero=3)
+    me = parallel.mesh.get_local_rank("dp")
+    parallel.train_step(**{k: v.chunk(2)[me] for k, v in batch().items()})
+    model(**batch()).backward()
+    expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    return float(parallel.clip_grad_norm_(1e-3)), float(expected), float(parallel.clip_grad_norm_(1e-3))
+
+
+def test_gradients_are_clipped_by_the_norm_over_all_stages() -> None:
+    for before, expected, after in run_ranks(4, clipped, timeout=100):
+        assert abs(before - expected) < 1e-12
+        assert abs(after - 1e-3) < 1e-6
