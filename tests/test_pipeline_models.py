@@ -17,6 +17,19 @@ MESHES = {
     "pp2-dp2-zero3": (Mesh.of(pp=2, dp=2), {"zero": 3}),
     "pp2-tp2": (Mesh.of(pp=2, tp=2), {}),
 }
+SLICED = [name for name, entry in SCHEDULES.items() if entry.sliced]
+# (model, mesh, slices): causal models, even and uneven slices, sliding windows, grouped and single key heads
+SLICES = [
+    ("llama", "pp2", (7, 5, 4)),
+    ("llama", "pp4", 4),
+    ("llama", "pp2-dp2", 2),
+    ("llama", "pp2-dp2-zero3", (3, 9, 4)),
+    ("llama", "pp2-tp2", (7, 5, 4)),
+    ("gpt2", "pp2", 4),
+    ("gpt2", "pp4", (1, 12, 3)),
+    ("gpt2", "pp2-tp2", 2),
+    ("gemma3", "pp2", (7, 5, 4)),
+]
 WHOLE = [name for name, entry in SCHEDULES.items() if not entry.sliced]
 
 
@@ -34,12 +47,26 @@ def model(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.mark.parametrize("chunks", (1, 2))
-@pytest.mark.parametrize("mesh", MESHES)
-def test_all_schedules(model: str, mesh: str, chunks: int) -> None:
-    names = [name for name in WHOLE if SCHEDULES[name].chunks == chunks]
-    for name, found in run_case(case(model, mesh, chunks), names).items():
+def check(case: Case, names: list[str]) -> None:
+    for name, found in run_case(case, names).items():
         for rank, of_rank in enumerate(found):
             assert of_rank.loss < 1e-10, (name, rank, of_rank)
             assert of_rank.gradient < 1e-10, (name, rank, of_rank)
             assert not of_rank.odd, (name, rank)
+
+
+@pytest.mark.parametrize("chunks", (1, 2))
+@pytest.mark.parametrize("mesh", MESHES)
+def test_all_schedules(model: str, mesh: str, chunks: int) -> None:
+    check(case(model, mesh, chunks), [name for name in WHOLE if SCHEDULES[name].chunks == chunks])
+
+
+def sliced_case(model: str, mesh: str, slices: int | tuple[int, ...]) -> Case:
+    sizes, more = MESHES[mesh]
+    options = Options(micro_batches=2, schedule="seq1f1b", slices=slices, **more)
+    return Case(model, sizes, options, rows=2 * sizes.size("dp"))
+
+
+@pytest.mark.parametrize(("model_name", "mesh", "slices"), SLICES)
+def test_token_slices(model_name: str, mesh: str, slices: int | tuple[int, ...]) -> None:
+    check(sliced_case(model_name, mesh, slices), SLICED)
