@@ -80,11 +80,18 @@ def _merged(stages: Sequence[Stage], slices: Sequence[TokenSlice]) -> Stage:
 
 def _sliced_hop(hops: Sequence[Hop], slices: Sequence[TokenSlice], lengths: Sequence[int]) -> Hop:
     """The hop with one shape per slice: sizes are affine in the length, and follow from two samples."""
-    (first,), (second,) = hops[0].shapes, hops[1].shapes
-    (a, b) = slices[0].length, slices[1].length
-    growth = [(y - x) // (b - a) for x, y in zip(first, second, strict=True)]
-    shapes = tuple(tuple(x + g * (n - a) for x, g in zip(first, growth, strict=True)) for n in lengths)
-    return replace(hops[0], shapes=shapes)
+    (first,), (longer,), (later,) = (h.shapes for h in hops[:3])
+    if later != first:
+        raise ValueError(
+            f"token_slices: {hops[0].value} goes from part {hops[0].source} to part {hops[0].target} and grows "
+            "with the tokens before the slice; cut the model elsewhere with cuts=[...]"
+        )
+    a, b = slices[0].length, slices[1].length
+
+    def shape(length: int) -> tuple[int, ...]:
+        return tuple(x + (y - x) * (length - a) // (b - a) for x, y in zip(first, longer, strict=True))
+
+    return replace(hops[0], shapes=tuple(map(shape, lengths)))
 
 
 def place(flow: Flow, cuts: tuple[str, ...]) -> dict[Node, int]:

@@ -70,13 +70,16 @@ def accumulate(owned: Sequence[bool]) -> Callable[[list[Any]], list[Tensor]]:
     count = len(owned)
 
     def add_up(values: list[Any]) -> list[Tensor]:
+        sums, addends = values[:count], values[count:]
+        if all(so_far is not None for so_far in sums):
+            torch._foreach_add_(sums, addends)  # one call: there are many small ones
+            return sums
         out = []
-        for i in range(count):
-            so_far, more = values[i], values[count + i]
+        for so_far, more, own in zip(sums, addends, owned, strict=True):
             if so_far is not None:
                 out.append(so_far.add_(more))
             else:
-                out.append(more if owned[i] else more.clone())
+                out.append(more if own else more.clone())
         return out
 
     return add_up

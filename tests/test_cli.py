@@ -17,10 +17,11 @@ from rich.console import Console
 from autopar.cli import main
 from autopar.grid import grid
 from autopar.mesh import Mesh
+from autopar.names import compressed
 from autopar.plan import Options
 from autopar.printing import human_bytes
 from autopar.schedule import SCHEDULES, Request
-from autopar.summary import compressed
+from autopar.summary import show
 from autopar.timeline import simulate
 
 LLAMA = {
@@ -110,10 +111,65 @@ def test_show_prints_one_level(capsys: pytest.CaptureFixture[str], config: Path,
     assert line in out and out.splitlines()[-1].startswith("return (")
 
 
+PIPELINE = ("--mesh", "pp=2,dp=2", "--seq", 16, "--micro-batches", 4, "--schedule", "1f1b", "--zero", 3)
+
+
+def test_plan_of_a_pipeline(capsys: pytest.CaptureFixture[str], config: Path, tmp_path: Path) -> None:
+    more = ("--cuts", "model.layers.1", "--memory-limit", "1e9", "--json", "--dump", tmp_path)
+    code, out, err = run(capsys, "plan", "--config", config, *PIPELINE, *more)
+    assert code == 0, err
+    found: dict[str, Any] = json.loads(out)
+    assert (found["options"]["cuts"], found["options"]["memory_limit"]) == (["model.layers.1"], 10**9)
+    pipeline = found["pipeline"]
+    assert (pipeline["schedule"], pipeline["micro_batches"], pipeline["slices"]) == ("1f1b", 4, [])
+    assert [part["modules"] for part in pipeline["parts"]] == [
+        "model.embed_tokens, model.layers.0",
+        "model.layers.{1,2}, model.norm, lm_head",
+    ]
+    assert sum(part["parameters"] for part in pipeline["parts"]) == found["elements"]
+    assert sum(part["time"] for part in pipeline["parts"]) == pytest.approx(1)
+    ranks = pipeline["ranks"]
+    assert [rank["live"] for rank in ranks] == [2, 1] and [rank["parts"] for rank in ranks] == [[0], [1]]
+    assert all(rank["busy"] + rank["idle"] == pytest.approx(pipeline["makespan"]) for rank in ranks)
+    assert sum(rank["parameters"] for rank in ranks) == sum(row["bytes"] for row in found["parameters"])
+    assert found["memory"]["peak"] == max(rank["peak"] for rank in ranks) == ranks[pipeline["fullest"]]["peak"]
+    kinds = {(row["axis"], row["kind"]): row["calls"] for row in found["communication"]}
+    assert kinds["pp", "send"] == 4 and kinds["dp", "reduce_scatter"] == 1
+    assert found["runs"]["part1.gather"]["times"] == 1 and found["runs"]["part0.backward"]["times"] == 4
+    names = {p.name for p in tmp_path.iterdir()}
+    assert {"order.txt", "trace.json", "report.html"} <= names and any("part1.backward_weight" in n for n in names)
+    assert len((tmp_path / "order.txt").read_text().splitlines()) == 2
+    console = Console(width=160, highlight=False)
+    with console.capture() as text:
+        show(found, console)
+    for line in ("cuts model.layers.1: the user's choice", "model.layers.{1,2}, model.norm, lm_head", "Ranks of pp"):
+        assert line in text.get()
+    assert f"rank {pipeline['busiest']} of pp" in text.get()
+
+
+def test_show_prints_a_graph_of_a_part(capsys: pytest.CaptureFixture[str], config: Path) -> None:
+    code, out, _ = run(capsys, "show", "--config", config, *PIPELINE, "--part", 1, "--level", "gather")
+    assert code == 0 and "all_gather over dp" in out and "p_lm_head_weight" in out and "p_embed" not in out
+    code, out, err = run(capsys, "show", "--config", config, *PIPELINE[:-2], "--level", "gather")
+    assert code == 2 and not out and "show: there is no part0.gather graph; this part uses its parameters as" in err
+    for options, message in (
+        (["--mesh", "pp=2", "--part", 1, "--level", "local"], "--part: needs one of the levels part, gather"),
+        (["--mesh", "tp=2", "--part", 1, "--level", "forward"], "--part: needs a mesh with an axis pp, found tp=2"),
+        (["--mesh", "tp=2", "--level", "reduce"], "--level reduce: needs a mesh with an axis pp"),
+    ):
+        code, out, err = run(capsys, "show", "--config", config, *options)
+        assert code == 2 and not out and message in err
+
+
 BAD: list[tuple[str, list[object], str]] = [
     ("axis", ["--mesh", "dq=2"], "unknown axis 'dq'; the axes are"),
     ("mesh", ["--mesh", "two"], "expected name=size pairs"),
-    ("unplanned axis", ["--mesh", "pp=2,tp=2"], "found pp=2"),
+    ("unplanned axis", ["--mesh", "cp=2,tp=2"], "found cp=2"),
+    ("schedule", ["--mesh", "pp=2", "--schedule", "1f2b"], "unknown name '1f2b'; known are gpipe, 1f1b"),
+    ("schedule without pp", ["--mesh", "tp=2", "--schedule", "1f1b"], "need an axis pp of at least 2 ranks"),
+    ("cuts", ["--mesh", "pp=2", "--schedule", "1f1b", "--cuts", "model.layers.9"], "no operation belongs to"),
+    ("slices", ["--mesh", "pp=2", "--slices", "8,x"], "--slices: expected a positive whole number, found 'x'"),
+    ("memory limit", ["--mesh", "pp=2", "--memory-limit", "all"], "expected a number of bytes such as 80e9"),
     ("heads", ["--mesh", "tp=3"], "attention heads must divide over axis 'tp' of size 3, found 4"),
     ("batch", ["--mesh", "dp=3", "--batch", 4], "the batch of 4 does not divide"),
     ("sequence", ["--mesh", "tp=2", "--sequence-parallel", "--seq", 15], "pad to 16"),

@@ -17,6 +17,7 @@ MESHES = {
     "pp2-dp2-zero3": (Mesh.of(pp=2, dp=2), {"zero": 3}),
     "pp2-tp2": (Mesh.of(pp=2, tp=2), {}),
 }
+SEQUENCE = {"pp2-tp2-sequence": (Mesh.of(pp=2, tp=2), {"sequence_parallel": True})}
 SLICED = [name for name, entry in SCHEDULES.items() if entry.sliced]
 # (model, mesh, slices): causal models, even and uneven slices, sliding windows, grouped and single key heads
 SLICES = [
@@ -25,6 +26,7 @@ SLICES = [
     ("llama", "pp2-dp2", 2),
     ("llama", "pp2-dp2-zero3", (3, 9, 4)),
     ("llama", "pp2-tp2", (7, 5, 4)),
+    ("llama", "pp2-tp2-sequence", (6, 10)),
     ("gpt2", "pp2", 4),
     ("gpt2", "pp4", (1, 12, 3)),
     ("gpt2", "pp2-tp2", 2),
@@ -62,7 +64,7 @@ def test_all_schedules(model: str, mesh: str, chunks: int) -> None:
 
 
 def sliced_case(model: str, mesh: str, slices: int | tuple[int, ...]) -> Case:
-    sizes, more = MESHES[mesh]
+    sizes, more = (MESHES | SEQUENCE)[mesh]
     options = Options(micro_batches=2, schedule="seq1f1b", slices=slices, **more)
     return Case(model, sizes, options, rows=2 * sizes.size("dp"))
 

@@ -1,7 +1,7 @@
 """One Llama as a pipeline, twice: autopar's executor, and torch.distributed.pipelining with stages written by hand.
 
-Both have the same cuts, micro-batches, schedule and weights. A `Side` runs a step, says what it sent over every boundary
-between ranks, and how long it computed and waited.
+Both have the same cuts, micro-batches, schedule and weights. A `Side` runs a step, says what it sent over every
+boundary between ranks, and how long it did something else than computing.
 """
 
 from __future__ import annotations
