@@ -136,11 +136,10 @@ COMPUTE_GRAPHS = ("forward", "backward", "backward_input", "backward_weight")
 
 def _finish(k: int, stage: Stage, ctx: Context, names: Sequence[str]) -> Stage:
     """Run the passes over step graphs. (Those of token slices compute with sizes, which the passes do not know.)"""
-    with ctx.within(f"part{k}."):
-        for name in (*FIXED_GRAPHS, *COMPUTE_GRAPHS):
-            step = getattr(stage, name)
-            if step is not None:
-                setattr(stage, name, _finished(name, step, ctx, name in names))
+    for name in (*FIXED_GRAPHS, *COMPUTE_GRAPHS):
+        step = getattr(stage, name)
+        if step is not None:
+            setattr(stage, name, _finished(f"part{k}.{name}", step, ctx, name in names))
     return stage
 
 
@@ -161,7 +160,10 @@ def _gather_inside(stage: Stage) -> None:
 
 
 def _finished(name: str, step: StepGraph, ctx: Context, simplified: bool) -> StepGraph:
-    graph = PassManager(STEP_PASSES).run(step.graph, ctx) if simplified else step.graph
+    graph = step.graph
+    if simplified:
+        with ctx.within(f"{name}."):
+            graph = PassManager(STEP_PASSES).run(graph, ctx)
     ctx.observe(name, graph)
     assert len(placeholders(graph)) == len(step.inputs)
     return StepGraph(graph, step.inputs, step.outputs)

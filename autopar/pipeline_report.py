@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from autopar.flops import DEFAULT
 from autopar.grid import grid
 from autopar.picture import svg
-from autopar.pipeline_runs import lowered_order, slice_shares
-from autopar.planner.pipeline import costs_of
+from autopar.pipeline_runs import hop_bytes, lowered_order, slice_shares
+from autopar.planner.pipeline import costs_of, kept
 from autopar.report import Section, facts
 from autopar.schedule import SCHEDULES, Costs, Order, Request
-from autopar.steps import Compiled
+from autopar.steps import Compiled, Pipeline
 from autopar.timeline import Timeline, simulate
 from autopar.trace import Event
 
@@ -27,19 +28,26 @@ def timeline_of(compiled: Compiled, unit: float = 1.0) -> Timeline:
     pipeline = compiled.pipeline
     assert pipeline is not None
     costs = costs_of(pipeline.parts, pipeline.hops)
-    shares = slice_shares(pipeline)
-    if len(shares) > 1 and not costs.tokens:
-        costs = _of_slices(costs, shares)
+    if pipeline.order.slices > 1 and not costs.tokens:
+        costs = _of_slices(costs, pipeline)
     return simulate(lowered_order(pipeline), in_units(costs, unit))
 
 
-def _of_slices(costs: Costs, shares: Sequence[float]) -> Costs:
-    """From the costs of the slice that the graphs' shapes are for to those of a micro-batch of several."""
+def _of_slices(costs: Costs, pipeline: Pipeline) -> Costs:
+    """From the costs of the token slice that the graphs' shapes are for to those of a micro-batch of several: all grow
+    with the tokens."""
+    shares = slice_shares(pipeline)
     whole = sum(shares)
     changed: dict[str, Any] = {}
-    for name in ("F", "B", "W", "activations", "stash"):
+    for name in ("F", "B", "W", "stash"):
         value = getattr(costs, name)
         changed[name] = tuple(v * whole for v in value) if isinstance(value, tuple) else value * whole
+
+    def received(part: int) -> int:
+        return sum(hop_bytes(h, i) for h in pipeline.hops if h.target == part for i in range(len(shares)))
+
+    changed["activations"] = tuple(kept(part) * whole + received(k) for k, part in enumerate(pipeline.parts))
+    changed["comm"] = DEFAULT.latency + (costs.comm - DEFAULT.latency) / len(shares)  # a transfer is of one slice
     part = tuple(share / whole for share in shares)
     return replace(costs, **changed, scale=part, tokens=part)
 

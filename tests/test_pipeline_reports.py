@@ -19,7 +19,7 @@ from autopar.pipeline_dump import dump_pipeline, measured_costs, per_rank
 from autopar.pipeline_report import timeline_of
 from autopar.pipeline_runs import lowered_order
 from autopar.plan import Options
-from autopar.planner.pipeline import make_order
+from autopar.planner.pipeline import make_order, owners
 from autopar.runtime.pipeline_values import Routes
 from autopar.schedule import SCHEDULES, Costs, Request, parse_row
 from autopar.steps import Compiled
@@ -37,11 +37,14 @@ def under(case: Case, schedule: str) -> Compiled:
     assert made.pipeline is not None and made.plan.pipeline is not None
     plan = dataclasses.replace(made.plan, pipeline=dataclasses.replace(made.plan.pipeline, schedule=schedule))
     order = make_order(plan, made.pipeline.parts, made.pipeline.hops)
-    return dataclasses.replace(made, plan=plan, pipeline=dataclasses.replace(made.pipeline, order=order))
+    specs = tuple(dataclasses.replace(p, ranks=owners(plan)[p.name]) for p in made.parameters)
+    return dataclasses.replace(
+        made, plan=plan, parameters=specs, pipeline=dataclasses.replace(made.pipeline, order=order)
+    )
 
 
 @pytest.mark.parametrize(
-    ("case", "schedules"), [(LLAMA, ["gpipe", "1f1b", "zb_h1"]), (TIED, ["1f1b"])], ids=["llama", "gpt2"]
+    ("case", "schedules"), [(LLAMA, ["gpipe", "1f1b", "zb_h1", "dual_pipe"]), (TIED, ["1f1b"])], ids=["llama", "gpt2"]
 )
 def test_ranks_send_and_keep_what_was_said(case: Case, schedules: list[str]) -> None:
     """Bytes and calls on the wire are equal. Kept values are, too, but for what was received: the executor does not
