@@ -46,7 +46,7 @@ def parallelize(
     Args:
         model: any module that torch.export accepts, transformers models unmodified. On the meta device: load weights
             afterwards. It is not changed; drop it to free the whole weights.
-        mesh: from `autopar.init_mesh`, or a torch DeviceMesh whose dims are named dp, tp.
+        mesh: from `autopar.init_mesh`, or a torch DeviceMesh whose dims are named pp, dp, tp.
         example_batch: keyword arguments of the forward (one rank's batch), to plan the parameters with. Not needed
             for transformers models.
         plan: placements to use instead of deciding, such as ``plan.override({...})`` of an earlier one.
@@ -55,7 +55,8 @@ def parallelize(
         mesh.
         exact: lift float32 islands (norms, losses) of a float64 model to float64, for comparisons.
         dump: folder for every level of the graphs, the plan and a report; also $AUTOPAR_DUMP.
-        options: fields of `autopar.plan.Options`: zero, sequence_parallel, micro_batches, whole_ops, bucket_bytes.
+        options: fields of `autopar.plan.Options`: zero, sequence_parallel, micro_batches, whole_ops, bucket_bytes;
+            with an axis pp: schedule, cuts, chunks, slices, gathers, memory_limit.
 
     Raises ValueError, on every rank and before any collective, for sizes that do not divide, models that do not
     export, plans of other models.
@@ -82,7 +83,7 @@ def _compiler(groups: Groups, options: Options, exact: bool, dump: str | None) -
 
     def compiler(skeleton: nn.Module, batch: Mapping[str, Any], **how: Any) -> Compiled:
         chosen = options if how["train"] else dataclasses.replace(options, micro_batches=1)  # no gradients to add up
-        folder = dumper_for(how.pop("dump", dump))
+        folder, recorded = dumper_for(how.pop("dump", dump)), how.pop("recorded", ())
         progress = Progress(f"compiling {type(skeleton).__name__}") if groups.rank == 0 else None
         observers = [watch for watch in (folder, progress) if watch is not None]
         try:
@@ -93,6 +94,7 @@ def _compiler(groups: Groups, options: Options, exact: bool, dump: str | None) -
             if progress is not None:
                 progress.close()
         if folder is not None:
+            folder.add_pipeline(result, recorded)
             folder.finish(result.context, parameters=result.parameters)
         return result
 

@@ -27,7 +27,7 @@ def timeline_of(compiled: Compiled, unit: float = 1.0) -> Timeline:
     seconds; memory in bytes."""
     pipeline = compiled.pipeline
     assert pipeline is not None
-    costs = costs_of(pipeline.parts, pipeline.hops)
+    costs = costs_of(pipeline.parts, pipeline.hops, compiled.plan.mesh)
     if pipeline.order.slices > 1 and not costs.tokens:
         costs = _of_slices(costs, pipeline)
     return simulate(lowered_order(pipeline), in_units(costs, unit))

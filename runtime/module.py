@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from autopar.capture import Signature
 from autopar.parameter import ParameterSpec
+from autopar.pipeline_dump import per_rank
 from autopar.placement import PARTIAL, Placement, Shard
 from autopar.plan import Plan
 from autopar.rules import result_placements
@@ -26,6 +27,7 @@ from autopar.runtime.comm import Ledger, add_ledgers
 from autopar.runtime.executor import Executor, digest_of, has_losses
 from autopar.runtime.failures import reporting
 from autopar.runtime.groups import Groups, agree
+from autopar.runtime.names import make_owners, owner_of
 from autopar.runtime.pipeline import PipelineExecutor
 from autopar.runtime.safetensors_io import load_pretrained, save_pretrained
 from autopar.steps import Compiled
@@ -75,15 +77,15 @@ class ParallelModule(nn.Module):
                 else state.local_piece(whole, spec, groups)
             )
             self._own[spec.name] = state.make_parameter(local, spec, groups)
-        _make_owners(self, skeleton, [*values, *buffers])
+        make_owners(self, skeleton, [*values, *buffers])
         tied = {name: s.name for s in specs for name in (s.name, *s.aliases)}
         for name in values:  # in the model's order, not that of the graph
             if tied[name] in self._own:
-                _owner(self, name, skeleton).register_parameter(name.rpartition(".")[2], self._own[tied[name]])
+                owner_of(self, name, skeleton).register_parameter(name.rpartition(".")[2], self._own[tied[name]])
         persistent = set(skeleton.state_dict())
         copies = {id(b): b.to(groups.device, copy=True) for b in buffers.values()}  # steps write to them
         for name, buffer in buffers.items():
-            owner = _owner(self, name, skeleton)
+            owner = owner_of(self, name, skeleton)
             owner.register_buffer(name.rpartition(".")[2], copies[id(buffer)], persistent=name in persistent)
 
     def _held(self, specs: tuple[ParameterSpec, ...]) -> list[ParameterSpec]:
@@ -320,9 +322,33 @@ class ParallelModule(nn.Module):
         """Write every level of the last compiled step, the plan and a report to a folder. Compiles it once more."""
         if not self._executors:
             raise ValueError("dump: nothing is compiled before the first step; run one, or set AUTOPAR_DUMP before it")
-        key, batch = next(reversed(self._executors)), self._batches[next(reversed(self._executors))]
+        self._dump(next(reversed(self._executors)), folder)
+
+    def _dump(self, key: Key, folder: str | Path, **how: Any) -> None:
         train, outputs, _ = key
-        self._compiler(self._skeleton[0], batch, train=train, outputs=outputs, fixed=self._plan, dump=folder)
+        batch = self._batches[key]
+        self._compiler(self._skeleton[0], batch, train=train, outputs=outputs, fixed=self._plan, dump=folder, **how)
+
+    def trace(self, folder: str | Path, **batch: Any) -> Tensor:
+        """A `train_step` of a pipeline that records when every action ran; returns its loss.
+
+        Writes what `dump` writes, the measured timeline beside the simulated one. Collective.
+        """
+        if self._plan.pipeline is None:
+            raise ValueError(f"trace: records the stages of a pipeline, found the mesh {self._groups.mesh}; use dump")
+        self.train_step(**batch)  # compiles, and warms up
+        executor, _ = self._prepare((), batch, train=True, outputs=())
+        assert isinstance(executor, PipelineExecutor)
+        executor.record = True
+        try:
+            loss = self.train_step(**batch)
+        finally:
+            executor.record = False
+        found: list[Any] = [None] * self._groups.mesh.world_size
+        torch.distributed.all_gather_object(found, (self._groups.coordinate, executor.timeline))
+        key = next(k for k, e in self._executors.items() if e is executor)
+        self._dump(key, folder, recorded=per_rank(found))
+        return loss
 
     def _persistent(self) -> dict[str, Tensor]:
         kept = self._skeleton[0].state_dict()
@@ -356,24 +382,6 @@ class _Backward(torch.autograd.Function):
         names = executor.compiled.steps.gradients
         module._store_gradients(executor, {n: g for n, g in zip(names, found, strict=True) if g is not None})
         return (None,) * (5 + len(tangents))
-
-
-def _owner(root: nn.Module, name: str, skeleton: nn.Module) -> nn.Module:
-    """The submodule that holds a dotted name; made on the way, so that names stay the original ones."""
-    module = root
-    for part in name.split(".")[:-1]:
-        children = dict(module.named_children())
-        if part not in children:
-            module.add_module(part, nn.Module())
-        module = module.get_submodule(part)
-    return module
-
-
-def _make_owners(root: nn.Module, skeleton: nn.Module, names: list[str]) -> None:
-    """The submodules that hold something, in the model's order: the state has its names in this order."""
-    for path, _ in skeleton.named_modules(remove_duplicate=False):
-        if path and any(name.startswith(f"{path}.") for name in names):
-            _owner(root, f"{path}.", skeleton)
 
 
 def _source(node: Any) -> Any:

@@ -64,7 +64,7 @@ class PipelineExecutor:
         self.specs, self.micro_batches = self.feed.specs, self.feed.micro_batches
         self.timeline: list[tuple[Action, float, float]] = []
         self.peaks = Peaks()
-        self._record, self._measure = record, measure
+        self.record, self._measure = record, measure
         gathers = {i for i, part in enumerate(pipeline.parts) if part.gather is not None}
         reductions = {i for i, part in enumerate(pipeline.parts) if part.reduce is not None}
         order = pipeline.order if pipeline.order.lowered else lower(pipeline.order, pipeline.hops, gathers, reductions)
@@ -126,7 +126,7 @@ class PipelineExecutor:
         """The slots after all actions."""
         slots = self._filled(values)
         self.channels.clear()
-        if self._record or self._measure:
+        if self.record or self._measure:
             self._run_watched(slots)
         else:
             for entry in self.program.entries:
@@ -156,7 +156,7 @@ class PipelineExecutor:
             start = time.perf_counter()
             for instruction in entry.does:
                 instruction.run(slots)
-            if entry.action is not None and self._record:
+            if entry.action is not None and self.record:
                 self.timeline.append((entry.action, start, time.perf_counter()))
             if entry.action is not None and self._measure:
                 self._look(entry, slots, live)

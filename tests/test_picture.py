@@ -24,7 +24,19 @@ from autopar.trace import Event, chrome_trace, events_of, measured_events, trans
 
 MS = Costs(F=18.5, B=18.1, W=9.3, comm=0.6, stash=0.5)
 SVG = "{http://www.w3.org/2000/svg}"
-NAMES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v", "dual_pipe", "dual_pipe_v", "tera_pipe", "seq1f1b")
+NAMES = (
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
+    "zb_auto",
+    "dual_pipe",
+    "dual_pipe_v",
+    "tera_pipe",
+    "seq1f1b",
+)
 
 
 def made(name: str, ranks: int = 4, micro_batches: int = 8, costs: Costs = MS) -> Timeline:

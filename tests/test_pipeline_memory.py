@@ -17,8 +17,7 @@ from autopar.steps import Pipeline, Stage, StepGraph
 from autopar.timeline import simulate
 from tests.pipeline_cases import Case, Found, compiled, prepare, run_case
 
-MODEL = "llama, four layers"
-ROWS, TOKENS = 8, 16
+MODEL, ROWS, TOKENS = "llama", 8, 16
 MESHES = {2: Mesh.of(pp=2), 4: Mesh.of(pp=4)}
 WHOLE = [name for name, entry in SCHEDULES.items() if not entry.sliced]
 
@@ -35,8 +34,6 @@ def names(chunks: int) -> list[str]:
 @pytest.fixture(scope="module", params=[(2, 1), (2, 2), (4, 1), (4, 2)], ids="ranks {0[0]} chunks {0[1]}".format)
 def ran(request: pytest.FixtureRequest) -> tuple[Case, dict[str, list[Found]]]:
     """A case, and what its ranks found under every schedule that runs so many parts."""
-    llama = TINY["llama"]
-    TINY.setdefault(MODEL, dataclasses.replace(llama, name=MODEL, sizes={**llama.sizes, "num_hidden_layers": 4}))
     prepare([case(*request.param)])
     return case(*request.param), run_case(case(*request.param), names(request.param[1]))
 
@@ -90,17 +87,17 @@ def test_between_layers_only_the_hidden_states_pass() -> None:
 
 @pytest.mark.parametrize("ran", [(2, 1), (4, 1)], indirect=True)
 def test_bytes_kept_follow_the_micro_batches_in_flight(ran: tuple[Case, dict[str, list[Found]]]) -> None:
-    """Of the first rank, where 1F1B holds p of m micro-batches; ZB-H1 no more of them, and what B leaves for W."""
+    """Of m micro-batches GPipe keeps all, 1F1B p - i on rank i, ZB-H1 no more than p, some of which wait for W."""
     this, results = ran
-    ranks, micro_batches = this.mesh.size("pp"), this.options.micro_batches
-    kept = {name: [found.saved for found in found_by_rank] for name, found_by_rank in results.items()}
-    per_micro_batch = kept["gpipe"][0] / micro_batches
-    print(f"{ranks} ranks, bytes kept: {kept}")
-    assert kept["1f1b"][0] == ranks * per_micro_batch
-    assert all(a < b for a, b in zip(kept["1f1b"], kept["gpipe"], strict=True))
-    assert kept["1f1b"][-1] * micro_batches == kept["gpipe"][-1]  # the last rank keeps one
-    assert kept["1f1b"][0] <= kept["zb_h1"][0] <= 1.5 * kept["1f1b"][0]
-    assert kept["zb_h1"][0] < kept["zb_h2"][0]
+    parts = pipeline_of(this).parts
+    p, m = this.mesh.size("pp"), this.options.micro_batches
+    kept = {name: [found.saved for found in of_ranks] for name, of_ranks in results.items()}
+    print(f"{p} ranks, bytes kept: {kept}")
+    assert all(kept["gpipe"][1:])
+    for i, whole in enumerate(kept["gpipe"]):
+        assert kept["1f1b"][i] * m == (p - i) * whole, i
+        assert kept["1f1b"][i] <= kept["zb_h1"][i] <= p * max(whole / m, left_for_w(parts[i])), i
+    assert max(kept["1f1b"]) < max(kept["gpipe"]) and max(kept["zb_h1"]) < max(kept["zb_h2"])
 
 
 @pytest.mark.parametrize("ran", [(2, 1)], indirect=True)
@@ -114,7 +111,8 @@ def test_b_leaves_for_w_about_what_f_kept(ran: tuple[Case, dict[str, list[Found]
 
 def left_for_w(part: Stage) -> int:
     """Bytes that wait for W when B is done."""
-    assert part.backward_input is not None and part.backward_weight is not None
+    if part.backward_input is None or part.backward_weight is None:  # an embedding alone has no B
+        return 0
     taken = part.backward_weight.inputs
     return bytes_named(part.forward, "saved:", taken) + bytes_named(part.backward_input, "stash:", taken)
 

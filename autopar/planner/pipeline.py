@@ -80,7 +80,8 @@ class _Planner:
                 if chunks == 1:
                     raise
                 continue
-            t = tuple(times)
+            shares = math.prod(self.mesh.size(axis) for axis in ("dp", "tp")) * self.options.micro_batches
+            t = tuple(time / shares for time in times)
             costs[chunks] = Costs(t, t, t, activations=t, stash=tuple(x / 2 for x in t))
         if self.options.cuts:
             costs[1] = Costs()
@@ -198,7 +199,7 @@ def make_order(plan: Plan, parts: Sequence[Stage], hops: Sequence[Hop], train: b
     assert plan.pipeline is not None
     pipeline = plan.pipeline
     entry = SCHEDULES[pipeline.schedule]
-    costs = costs_of(parts, hops)
+    costs = costs_of(parts, hops, plan.mesh)
     limit = float(plan.options.memory_limit - static) if plan.options.memory_limit else None
     slices = max(len(pipeline.slices), 1)
     request = Request(plan.mesh.size("pp"), plan.options.micro_batches, pipeline.chunks, slices, costs, limit)
@@ -240,11 +241,15 @@ def owners(plan: Plan) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def costs_of(parts: Sequence[Stage], hops: Sequence[Hop], device: Device = DEFAULT) -> Costs:
-    """Seconds and bytes of every part's actions, estimated from its step graphs."""
+def costs_of(parts: Sequence[Stage], hops: Sequence[Hop], mesh: Mesh | None = None, device: Device = DEFAULT) -> Costs:
+    """Seconds and bytes of every part's actions, estimated from its step graphs.
 
-    def time(graph: StepGraph | None) -> float:
-        return seconds_of(graph.graph.graph.nodes, device) if graph is not None else 0.0
+    ``mesh``: gathers and reductions take the time of their transfers. (Those of tp inside of F, B and W take none:
+    their links are many times faster, and a device has one speed here.)
+    """
+
+    def time(graph: StepGraph | None, mesh: Mesh | None = None) -> float:
+        return seconds_of(graph.graph.graph.nodes, device, mesh) if graph is not None else 0.0
 
     received = [sum(_hop_bytes(h) for h in hops if h.target == k) for k in range(len(parts))]
     comm = max((device.latency + _hop_bytes(h) / device.link for h in hops), default=0.0)
@@ -253,8 +258,8 @@ def costs_of(parts: Sequence[Stage], hops: Sequence[Hop], device: Device = DEFAU
         B=tuple(time(p.backward_input) for p in parts),
         W=tuple(time(p.backward_weight) for p in parts),
         comm=comm,
-        G=tuple(time(p.gather) for p in parts),
-        R=tuple(time(p.reduce) for p in parts),
+        G=tuple(time(p.gather, mesh) for p in parts),
+        R=tuple(time(p.reduce, mesh) for p in parts),
         activations=tuple(float(kept(p) + r) for p, r in zip(parts, received, strict=True)),
         stash=tuple(float(_taken(p.backward_weight)) for p in parts),
     )

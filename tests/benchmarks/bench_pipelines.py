@@ -30,7 +30,7 @@ from autopar.steps import Compiled
 
 COMPUTE, OVERHEAD = "compute-bound", "overhead-bound"
 SIZES = {
-    COMPUTE: Workload(hidden=192, inner=512, heads=4, vocab=1024, batch=8, length=96),
+    COMPUTE: Workload(hidden=192, inner=512, heads=4, vocab=1024, batch=8, length=64),
     OVERHEAD: Workload(hidden=64, inner=128, heads=4, vocab=256, batch=8, length=16),
 }
 LOSS_LIMIT, GRADIENT_LIMIT = 1e-5, 1e-4  # float32, relative to the largest entry
@@ -71,7 +71,7 @@ def main() -> None:
         for size in chosen.sizes.split(","):
             cases = [Case(SIZES[size], ranks, chunks) for chunks in (1, 2)]
             small = size == OVERHEAD
-            found = _on_ranks(cases, chosen.rounds * (4 if small else 1), small)
+            found = _on_ranks(cases, chosen.rounds * (3 if small else 1), small)
             rows += _rows(size, cases, found)
             costs += _costs(cases, found) if small else []
     text = f"{chosen.rounds} rounds; {before} before, {load().split(' on ')[0]} after.\n\n{_tables(rows, costs)}"
