@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.adapters.foreach import add_all
+
 Slots = list[Any]
 NOWHERE = -1  # a result that has no name
 
@@ -72,7 +74,7 @@ def accumulate(owned: Sequence[bool]) -> Callable[[list[Any]], list[Tensor]]:
     def add_up(values: list[Any]) -> list[Tensor]:
         sums, addends = values[:count], values[count:]
         if all(so_far is not None for so_far in sums):
-            torch._foreach_add_(sums, addends)  # one call: there are many small ones
+            add_all(sums, addends)  # one call: there are many small ones
             return sums
         out = []
         for so_far, more, own in zip(sums, addends, owned, strict=True):

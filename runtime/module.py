@@ -237,6 +237,8 @@ class ParallelModule(nn.Module):
             state.set_gradient(self._own[name], gradient.contiguous(), specs[name], self._groups)
 
     def _store_buffers(self, compiled: Compiled, outputs: list[Any]) -> None:
+        if not any(spec.kind == "mutation" for spec in compiled.signature.outputs):
+            return
         buffers = dict(self.named_buffers())
         for spec, value in zip(compiled.signature.outputs, outputs, strict=True):
             if spec.kind == "mutation":
