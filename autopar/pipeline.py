@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 from autopar.conversions import is_conversion
 from autopar.flow import Flow, flow_of
 from autopar.graph import placeholders
+from autopar.lowering import lower
 from autopar.mesh import TokenSlice
 from autopar.pass_manager import Context, PassManager
 from autopar.passes import STEP_PASSES
@@ -23,8 +24,9 @@ from autopar.passes.parameter_graphs import gather_graph, inline_gathers, reduce
 from autopar.passes.slice_sizes import LENGTH, START, symbolic
 from autopar.planner.parts import parts_by_node, resolve
 from autopar.planner.pipeline import make_order
-from autopar.schedule import Hop
+from autopar.schedule import Hop, Order
 from autopar.steps import Cache, Pipeline, Stage, StepGraph
+from autopar.timeline import simulate
 
 
 def compile_pipeline(gm: GraphModule, ctx: Context, train: bool = True, static: int = 0) -> Pipeline:
@@ -38,7 +40,7 @@ def compile_pipeline(gm: GraphModule, ctx: Context, train: bool = True, static: 
     flow = flow_of(gm, plan.inputs)
     cut = cut_stages(gm, flow, place(flow, chosen.cuts), chosen.parts)
     parts = [_compile_part(k, part, cut, ctx, train) for k, part in enumerate(cut.parts)]
-    order = make_order(plan, parts, cut.hops, train, static)
+    order = proven(make_order(plan, parts, cut.hops, train, static), cut.hops)
     return Pipeline(parts, cut.hops, order, *_prologues(cut, ctx), chosen.slices)
 
 
@@ -62,8 +64,14 @@ def compile_sliced_pipeline(
         stage.caches = [c for c in graphs[0][1] if c.past in names]
         parts.append(_finish(k, stage, ctx, FIXED_GRAPHS))
     hops = [_sliced_hop(same, slices, chosen.slices) for same in zip(*(cut.hops for cut in cuts), strict=True)]
-    order = make_order(plan, parts, hops)
+    order = proven(make_order(plan, parts, hops), hops)
     return Pipeline(parts, hops, order, *_prologues(cuts[0], ctx), chosen.slices)
+
+
+def proven(order: Order, hops: Sequence[Hop]) -> Order:
+    """The order, once it is known to end. Raises ScheduleError with the grid of one that would wait for ever."""
+    simulate(lower(order, hops))
+    return order
 
 
 def _merged(stages: Sequence[Stage], slices: Sequence[TokenSlice]) -> Stage:

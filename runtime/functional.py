@@ -34,7 +34,8 @@ def to_stack(x: Tensor, dim: int, blocks: list[int], ranks: int) -> Tensor:
 
 def from_stack(rows: Tensor, dim: int, blocks: list[int]) -> Tensor:
     """Inverse of `to_stack`."""
-    sizes = list(scaled_blocks(blocks, rows.shape[dim + 1])) or [rows.shape[dim + 1]]
+    ranks, size = rows.shape[0], rows.shape[dim + 1]
+    sizes = [b // ranks for b in scaled_blocks(blocks, size * ranks)] or [size]
     return torch.cat([p.movedim(0, dim).flatten(dim, dim + 1) for p in rows.split(sizes, dim + 1)], dim)
 
 
@@ -84,7 +85,8 @@ def shard_pad(c: Collectives, x: Tensor, dim: int, blocks: list[int], axis: str,
     """This rank's piece in its place in zeros."""
     me = c.groups.index(axis)
     padded = []
-    for part in x.split(list(scaled_blocks(blocks, x.shape[dim])) or [x.shape[dim]], dim):
+    sizes = [b // size for b in scaled_blocks(blocks, x.shape[dim] * size)] or [x.shape[dim]]
+    for part in x.split(sizes, dim):
         zero = torch.zeros_like(part)
         padded += [part if r == me else zero for r in range(size)]
     return torch.cat(padded, dim)

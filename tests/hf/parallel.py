@@ -16,10 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 import autopar
 from autopar import api
-from autopar.compile import Compiled, compile_model
+from autopar.capture import capture
+from autopar.compile import Compiled, compile_graph
+from autopar.graph import copy_graph
 from autopar.mesh import Mesh
 from autopar.models.tiny import TINY
 from autopar.plan import Options
@@ -89,6 +92,13 @@ def subject(name: str) -> tuple[nn.Module, dict[str, Tensor], float, dict[str, T
     return model, batch, loss, gradients
 
 
+@functools.cache
+def captured(name: str) -> GraphModule:
+    """The model's graph, to be copied: compiling changes it."""
+    model, batch, _, _ = subject(name)
+    return capture(model, {k: v.to("meta") for k, v in batch.items()}, exact=True)
+
+
 @dataclass
 class Case:
     """What the ranks inherit."""
@@ -104,13 +114,10 @@ _case: list[Case] = []
 
 def check(name: str, sizes: dict[str, int], **options: Any) -> None:
     """Assert that loss and every gradient of a step on the mesh are those of one process."""
-    model, batch, _, _ = subject(name)
-    mesh = Mesh.of(**sizes)
-    shapes = {k: v.to("meta") for k, v in batch.items()}
-    compiled = compile_model(model, shapes, mesh, Options(**options), exact=True, outputs=())
+    compiled = compile_graph(copy_graph(captured(name)), Mesh.of(**sizes), Options(**options), outputs=())
     _case[:] = [Case(name, sizes, options, compiled)]
     close_pools()  # the next pool is forked from this process, with the case in it
-    for rank, (worst, who, without) in enumerate(run_ranks(mesh.world_size, _step)):
+    for rank, (worst, who, without) in enumerate(run_ranks(compiled.plan.mesh.world_size, _step)):
         assert not without, f"rank {rank}: a gradient on one side only: {without}"
         assert worst < LIMIT, f"rank {rank}: {who} is off by {worst:.2e}"
 
