@@ -117,7 +117,7 @@ def test_without_labels() -> None:
 
 def test_facts_of_masks() -> None:
     """causal, window, softcap and sinks are arguments of the one operator."""
-    names = ("bias", "key_mask", "segments", "sinks", "seed", "causal", "window", "chunk", "scale", "softcap")
+    names = ("bias", "key_mask", "segments", "sinks", "seed", "causal", "window", "chunk", "offset", "scale", "softcap")
 
     def facts(name: str) -> list[dict[str, Any]]:
         gm = capture(TINY[name].build(), TINY[name].batch(2, 16))

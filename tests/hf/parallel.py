@@ -117,7 +117,9 @@ def check(name: str, sizes: dict[str, int], **options: Any) -> None:
     compiled = compile_graph(copy_graph(captured(name)), Mesh.of(**sizes), Options(**options), outputs=())
     _case[:] = [Case(name, sizes, options, compiled)]
     close_pools()  # the next pool is forked from this process, with the case in it
-    for rank, (worst, who, without) in enumerate(run_ranks(compiled.plan.mesh.world_size, _step)):
+    found = run_ranks(compiled.plan.mesh.world_size, _step)
+    close_pools()  # these ranks take what was compiled for this case: no other test may have them
+    for rank, (worst, who, without) in enumerate(found):
         assert not without, f"rank {rank}: a gradient on one side only: {without}"
         assert worst < LIMIT, f"rank {rank}: {who} is off by {worst:.2e}"
 
