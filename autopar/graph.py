@@ -245,6 +245,15 @@ def copy_graph(gm: GraphModule) -> GraphModule:
     return gm_copy
 
 
+def copy_node(graph: Graph, node: Node, copies: dict[Node, Node]) -> Node:
+    """The copy of a node in another graph; what it depends on is copied right before it, where ``copies`` lacks it."""
+    if node not in copies:
+        for x in node.all_input_nodes:
+            copy_node(graph, x, copies)
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    return copies[node]
+
+
 def remove_dead_code(gm: GraphModule) -> None:
     """Drop calls that nobody uses. Parameters' placeholders stay: the signature names them."""
     for node in reversed(list(gm.graph.nodes)):

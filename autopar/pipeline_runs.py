@@ -9,11 +9,12 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
-from autopar.graph import copy_graph, output_node, outputs, remove_dead_code
+from autopar.graph import ancestors, outputs, placeholders
 from autopar.lowering import lower
 from autopar.mesh import Mesh
 from autopar.parameter import ParameterSpec
@@ -71,8 +72,9 @@ def graphs_of_rank(pipeline: Pipeline, prologue: Prologue | None, rank: int) -> 
         ("once", pipeline.once, 1),
         ("prologue", totals, order.micro_batches),
     ):
-        if step is not None and taken.intersection(step.outputs):
-            found[name] = restricted(step, taken), times
+        needed = restricted(step, taken)
+        if step is not None and needed is not None:
+            found[name] = needed.graph, times
             taken.update(step.inputs)
     for (k, kind), times in sorted(Counter((order.part_of(a.stage), a.kind) for a in mine).items()):
         graph = graph_of(pipeline.parts[k], kind)
@@ -85,13 +87,21 @@ def _inputs(step: StepGraph | None) -> Sequence[str]:
     return step.inputs if step is not None else ()
 
 
-def restricted(step: StepGraph, wanted: Collection[str]) -> GraphModule:
-    """A copy of a graph that makes the wanted results only."""
-    gm = copy_graph(step.graph)
-    made = zip(step.outputs, outputs(gm), strict=True)
-    output_node(gm).args = (tuple(value for name, value in made if name in wanted),)
-    remove_dead_code(gm)
-    return gm
+def restricted(step: StepGraph | None, wanted: Collection[str]) -> StepGraph | None:
+    """The part of a graph that makes the results named in ``wanted``; None if it makes none of them."""
+    if step is None:
+        return None
+    made = {name: node for name, node in zip(step.outputs, outputs(step.graph), strict=True) if name in wanted}
+    if not made:
+        return None
+    needed = ancestors(made.values())
+    graph, copies = Graph(), dict[Any, Any]()
+    for node in step.graph.graph.nodes:
+        if node in needed:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in made.values()))
+    inputs = [name for name, node in zip(step.inputs, placeholders(step.graph), strict=True) if node in needed]
+    return StepGraph(GraphModule(step.graph, graph), inputs, list(made))
 
 
 # --- what goes between stages --------------------------------------------------------------------------------

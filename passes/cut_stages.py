@@ -24,7 +24,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from autopar.flow import Flow
-from autopar.graph import add_placeholder, has_gradient, outputs
+from autopar.graph import add_placeholder, ancestors, copy_node, has_gradient, outputs
 from autopar.passes.joint import VIEWS, part_of_view
 from autopar.passes.slice_tokens import of_slice
 from autopar.schedule import Hop
@@ -93,7 +93,6 @@ class _Cutter:
         for node in self.flow.main:
             home = self.part_of[node]
             users = sorted({self.part_of[u] for u in node.users if u in self.part_of} - {home})
-            users = [k for k in users if self._needs(k, node)]
             assert all(k > home for k in users), f"cut_stages: {node.name} of part {home} is used before it is made"
             for source, target in zip([home, *users], users, strict=False):
                 val = node.meta["val"]
@@ -103,9 +102,6 @@ class _Cutter:
             if users:
                 sent[home].append(node)
         return hops, sent, received
-
-    def _needs(self, part: int, node: Node) -> bool:
-        return any(self.part_of.get(u) == part for u in node.users)
 
     # --- parts --------------------------------------------------------------------------------------------
 
@@ -121,16 +117,9 @@ class _Cutter:
             copies[node].meta = dict(node.meta)
             self._as_input(copies[node], node)
 
-        def copy(node: Node) -> Node:
-            if node not in copies:
-                for x in node.all_input_nodes:
-                    copy(x)
-                copies[node] = graph.node_copy(node, copies.__getitem__)
-            return copies[node]
-
         for node in own:
-            copy(node)
-        graph.output(tuple(copy(value) for _, _, value in results))
+            copy_node(graph, node, copies)
+        graph.output(tuple(copy_node(graph, value, copies) for _, _, value in results))
         gm = GraphModule(torch.nn.Module(), graph, f"Part{k}")
         gm.meta["signature"] = self.gm.meta["signature"]
         mutated = self.gm.meta["signature"].outputs
@@ -183,13 +172,7 @@ class _Cutter:
         if not wanted:
             return None
         wanted = sorted(wanted, key=self.order.__getitem__)
-        needed: set[Node] = set()
-        queue = list(wanted)
-        while queue:
-            node = queue.pop()
-            if node not in needed:
-                needed.add(node)
-                queue += node.all_input_nodes
+        needed = ancestors(wanted)
         graph, copies = Graph(), dict[Node, Node]()
         for node in self.gm.graph.nodes:
             if node in needed:
@@ -198,9 +181,3 @@ class _Cutter:
         gm = GraphModule(torch.nn.Module(), graph, title)
         gm.meta["results"] = [n.name for n in wanted]
         return gm
-
-
-def parameters_of(gm: GraphModule, flow: Flow, part: PartGraph) -> list[str]:
-    """Names of the placeholders of ``gm`` that are the parameters of a part."""
-    nodes = {n.name: n for n in flow.used}
-    return list(dict.fromkeys(flow.used[nodes[name]].name for name in part.fixed if name in nodes))

@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.aot import joint_graph
-from autopar.graph import add_placeholder, ancestors, is_call, output_node, outputs, placeholders
+from autopar.graph import add_placeholder, ancestors, copy_node, is_call, output_node, outputs, placeholders
 from autopar.steps import StepGraph
 
 aten = torch.ops.aten
@@ -157,18 +157,11 @@ class Joint:
             copies[node] = add_placeholder(graph, self.primals.get(node, node.name))
             copies[node].meta = dict(node.meta)
 
-        def copy(node: Node) -> Node:
-            if node not in copies:
-                for x in node.all_input_nodes:
-                    copy(x)
-                copies[node] = graph.node_copy(node, copies.__getitem__)
-            return copies[node]
-
         for node in run:
-            copy(node)
+            copy_node(graph, node, copies)
         values = [n for _, n in results]
         made = [
-            _owned(graph, copy(n), n in values[:i], name) if n is not None else None
+            _owned(graph, copy_node(graph, n, copies), n in values[:i], name) if n is not None else None
             for i, (name, n) in enumerate(results)
         ]
         graph.output(tuple(made))

@@ -8,16 +8,14 @@ spec.kind       parameter, buffer, constant, seed    the value stored under the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule
 
-from autopar.graph import ancestors, outputs, placeholders
 from autopar.placement import Shard
-from autopar.steps import Compiled, StepGraph
+from autopar.steps import Compiled
 
 
 class Feed:
@@ -52,20 +50,3 @@ class Feed:
     def many(self, names: Sequence[str], values: Mapping[str, Tensor], micro_batch: int) -> list[Any]:
         """Values of several placeholders."""
         return [self.value(name, values, micro_batch) for name in names]
-
-
-def restricted(step: StepGraph | None, wanted: Collection[str]) -> StepGraph | None:
-    """The part of a graph that makes the results named in ``wanted``; None if it makes none of them."""
-    if step is None:
-        return None
-    made = {name: node for name, node in zip(step.outputs, outputs(step.graph), strict=True) if name in wanted}
-    if not made:
-        return None
-    needed = ancestors(made.values())
-    graph, copies = Graph(), dict[Any, Any]()
-    for node in step.graph.graph.nodes:
-        if node in needed:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(tuple(copies[node] for node in made.values()))
-    inputs = [name for name, node in zip(step.inputs, placeholders(step.graph), strict=True) if node in needed]
-    return StepGraph(GraphModule(step.graph, graph), inputs, list(made))

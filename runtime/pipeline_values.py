@@ -14,7 +14,8 @@ from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
-from autopar.runtime.feed import Feed, restricted
+from autopar.pipeline_runs import comes_back, restricted
+from autopar.runtime.feed import Feed
 from autopar.schedule import TRANSFERS, Action, Hop, Order
 from autopar.steps import Pipeline, Prologue, Stage, StepGraph
 
@@ -36,7 +37,7 @@ class Routes:
     """Which values go from part to part, and which gradients come back."""
 
     def __init__(self, pipeline: Pipeline) -> None:
-        self.parts, self.hops = pipeline.parts, pipeline.hops
+        self.pipeline, self.parts, self.hops = pipeline, pipeline.parts, pipeline.hops
         self.source = {(h.target, h.value): h for h in self.hops}
         assert len(self.source) == len(self.hops), "a part receives a value once"
 
@@ -51,7 +52,7 @@ class Routes:
 
     def comes_back(self, hop: Hop) -> bool:
         """Whether the target has a gradient to send: its own, or that of parts behind it."""
-        return hop.gradient and (self.differentiates(hop.target, hop.value) or bool(self.users(hop.target, hop.value)))
+        return comes_back(self.pipeline, hop)
 
     def differentiates(self, part: int, value: str) -> bool:
         """Whether a part makes a gradient of a value itself."""
