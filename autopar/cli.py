@@ -6,6 +6,7 @@
     autopar show   --config CONFIG.json --mesh pp=2 --micro-batches 4 --part 1 --level backward_input
     autopar verify --config CONFIG.json --mesh dp=2,tp=2 --zero 3
     autopar schedule --name zb_h1 --stages 8 --micro-batches 24 --times F=18.5,B=18.1,W=9.3,comm=0.6
+    autopar attention --ranks 8 --seq 131072 --heads 32 --kv-heads 8 --topology ring
     autopar demo
 
 Results go to stdout, progress and errors to stderr. Exit code 0: fine; 1: verify found a difference; 2: bad input.
@@ -26,7 +27,8 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch.fx import GraphModule
 
-from autopar import schedule_command
+import autopar.passes.attention  # noqa: F401  (fills the table of algorithms)
+from autopar import attention_command, schedule_command
 from autopar.cli_arguments import add_model, number
 from autopar.compile import compile_model
 from autopar.dump import Dumper
@@ -39,7 +41,7 @@ from autopar.steps import Compiled
 from autopar.summary import show, summarize
 
 # The axes that plans know.
-AXES = ("dp", "tp", "pp")
+AXES = ("dp", "cp", "tp", "pp")
 # --level -> the name under which the compiler shows the graph to its observers.
 LEVELS = {
     "global": GLOBAL_PASSES[-1].name,
@@ -78,7 +80,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="autopar", description="A graph compiler for parallel training.")
-    commands = parser.add_subparsers(required=True, metavar="plan|show|verify|schedule|demo")
+    commands = parser.add_subparsers(required=True, metavar="plan|show|verify|schedule|attention|demo")
     plan = _command(
         commands,
         "plan",
@@ -105,6 +107,8 @@ def _parser() -> argparse.ArgumentParser:
     add_model(check, seq=16, batch=4, dtype="float64")
     pipeline = _command(commands, "schedule", schedule_command.command, "simulate and draw a pipeline schedule")
     schedule_command.add_arguments(pipeline)
+    attention = _command(commands, "attention", attention_command.command, "compare algorithms of context parallelism")
+    attention_command.add_arguments(attention)
     _command(commands, "demo", _demo, "a small model, from plan to training, on local processes", add_help=False)
     return parser
 
@@ -129,6 +133,7 @@ def _mesh(text: str) -> Mesh:
 def _options(args: argparse.Namespace) -> Options:
     names = (
         "zero", "sequence_parallel", "micro_batches", "schedule", "cuts", "chunks", "slices", "memory_limit", "gathers",
+        "attention", "layout", "topology",
     )  # fmt: skip
     return Options(**{name: getattr(args, name) for name in names})
 

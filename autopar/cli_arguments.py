@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import autopar.runtime.schedules  # noqa: F401  (fills the table of schedules)
+from autopar.attention import ALGORITHMS, LAYOUTS
 from autopar.schedule import SCHEDULES
 
 
@@ -15,17 +16,17 @@ def add_model(parser: argparse.ArgumentParser, seq: int, batch: int | None, dtyp
     default = "%(default)s" if batch else "dp x micro-batches"
     add = parser.add_argument
     add("--config", required=True, metavar="CONFIG.json", help="a transformers config.json, or its folder")
-    add("--mesh", required=True, metavar="dp=2,tp=4", help="axes (dp, tp, pp) and their sizes; any size works")
-    add("--seq", type=_positive, default=seq, help="tokens per example (default: %(default)s)")
+    add("--mesh", required=True, metavar="dp=2,tp=4", help="axes (dp, cp, tp, pp) and their sizes; any size works")
+    add("--seq", type=positive, default=seq, help="tokens per example (default: %(default)s)")
     add(
         "--batch",
-        type=_positive,
+        type=positive,
         default=batch,
         help=f"examples of a whole step, over all ranks and micro-batches (default: {default})",
     )
     add(
         "--micro-batches",
-        type=_positive,
+        type=positive,
         default=1,
         metavar="N",
         help="gradient accumulation steps, which also fill a pipeline (default: 1)",
@@ -33,7 +34,30 @@ def add_model(parser: argparse.ArgumentParser, seq: int, batch: int | None, dtyp
     add("--zero", type=int, choices=(0, 3), default=0, help="3: parameters are cut over dp, too (default: 0)")
     add("--sequence-parallel", action="store_true", help="cut the residual stream along the sequence over tp")
     add("--dtype", default=dtype, help="of parameters: bfloat16, float16, float32, float64 (default: %(default)s)")
+    _context(parser.add_argument_group("sequences cut over ranks (axis cp)").add_argument)
     _pipeline(parser.add_argument_group("pipeline stages (axis pp)").add_argument)
+
+
+def _context(add: Callable[..., Any]) -> None:
+    """The options of context parallelism."""
+    add(
+        "--attention",
+        default="auto",
+        metavar="NAME|F+B",
+        help=f"{', '.join(ALGORITHMS)}, or two, for forward and backward (default: the fastest by estimate)",
+    )
+    add(
+        "--layout",
+        choices=("auto", *LAYOUTS),
+        default="auto",
+        help="how a sequence is dealt to the ranks (default: the faster by estimate)",
+    )
+    add(
+        "--topology",
+        default="",
+        metavar="cp=ring:50e9:5e-6",
+        help="links of each axis: ring, mesh or switch, bytes per second, seconds of a message (default: switch)",
+    )
 
 
 def _pipeline(add: Callable[..., Any]) -> None:
@@ -46,7 +70,7 @@ def _pipeline(add: Callable[..., Any]) -> None:
         metavar="A,B",
         help="modules with which each part but the first begins (default: balanced by estimated time)",
     )
-    add("--chunks", type=_positive, default=0, metavar="V", help="parts per rank (default: the schedule's own)")
+    add("--chunks", type=positive, default=0, metavar="V", help="parts per rank (default: the schedule's own)")
     add(
         "--slices",
         type=_slices,
@@ -69,7 +93,8 @@ def _pipeline(add: Callable[..., Any]) -> None:
     )
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """A whole number above 0."""
     if not text.isdigit() or not int(text):
         raise argparse.ArgumentTypeError(f"expected a positive whole number, found {text!r}")
     return int(text)
@@ -87,7 +112,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _slices(text: str) -> int | tuple[int, ...]:
-    lengths = tuple(_positive(length.strip()) for length in text.split(","))
+    lengths = tuple(positive(length.strip()) for length in text.split(","))
     return lengths if len(lengths) > 1 else lengths[0]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
+import autopar.passes.attention  # noqa: F401  (fills the table of algorithms)
 from autopar.capture import capture
 from autopar.graph import (
     copy_graph,
@@ -66,6 +67,11 @@ def _with_pipeline(plan: Plan, gm: GraphModule, options: Options, fixed: Plan | 
             )
         return plan
     known = fixed.pipeline if fixed is not None else None
+    if options.schedule and SCHEDULES[options.schedule].sliced and plan.mesh.size("cp") > 1:
+        raise ValueError(
+            f'pipeline: the schedule {options.schedule} cuts the sequence in time and the axis "cp" cuts it over ranks; '
+            "keys of earlier slices would lie on all ranks; use a schedule without token slices, or no axis cp"
+        )
     pipeline, notes = plan_pipeline(gm, plan.mesh, options, parameter_specs(gm, plan), known)
     return dataclasses.replace(plan, pipeline=pipeline, notes=(*plan.notes, *notes))
 

@@ -30,6 +30,7 @@ from autopar.conversions import convert, exchange
 from autopar.cost import transfer
 from autopar.graph import arguments, is_call, tensor_operands
 from autopar.mesh import Mesh
+from autopar.ops.context import attention_of_piece
 from autopar.vocabulary import embedding_of_piece
 
 Arguments = dict[str, Any]
@@ -171,7 +172,9 @@ def _attention(of_query: int, of_value: int) -> Count:
         offset = args.get("offset", 0)
         if isinstance(offset, Node):  # a graph for any token slice: this one's queries are its last tokens
             offset = k[-2] - q[-2]
-        allowed = pairs(q[-2], k[-2], causal, args.get("window", 0), args.get("chunk", 0), offset)
+        ranks = args.get("size", 1)  # over a cut sequence: a rank's share of the pairs, which algorithms balance
+        window, chunk = args.get("window", 0), args.get("chunk", 0)
+        allowed = pairs(ranks * q[-2], ranks * k[-2], causal, window, chunk, offset) // ranks
         return 2 * allowed * math.prod(q[:-2]) * (of_query * q[-1] + of_value * v[-1])
 
     return count
@@ -205,6 +208,8 @@ COUNTS: dict[str, Count] = {
     "autopar::grouped_mm_weight_grad": _grouped_weight_grad,
     "autopar::attention": _attention(1, 1),
     "autopar::attention_backward": _attention(3, 2),
+    "autopar::context_attention": _attention(1, 1),
+    "autopar::context_attention_backward": _attention(3, 2),
     "aten::scaled_dot_product_attention": _attention(1, 1),
 }
 for _kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"):
@@ -242,7 +247,7 @@ def flops(node: Node) -> int:
     """
     if _is_free(node):
         return 0
-    count = COUNTS.get(_name(node))
+    count = _attention(1, 1) if is_call(node, attention_of_piece) else COUNTS.get(_name(node))
     if count is not None:
         return count(node, arguments(node))
     operands = [] if _is_lookup(node) else tensor_operands(node)

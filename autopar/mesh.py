@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -70,8 +71,12 @@ class Mesh:
         return dict(self.axes)
 
     def size(self, axis: str) -> int:
-        """Size of an axis; an axis that the mesh lacks has size 1."""
-        return self.sizes.get(axis, 1)
+        """Size of an axis; an axis that the mesh lacks has size 1. A level of an axis is one, too: "cp%4" are four
+        neighbours on it, "cp/4" every fourth rank."""
+        if "%" in axis:
+            return int(axis.partition("%")[2])
+        name, _, step = axis.partition("/")
+        return self.sizes.get(name, 1) // int(step or 1)
 
     def pieces(self, axis: str) -> Pieces:
         """Into how many pieces an axis cuts: its size. A slice of l of S tokens is one of S/l pieces."""
@@ -111,11 +116,16 @@ class Mesh:
         return (self.coordinate(rank) for rank in range(self.world_size))
 
     def group_of(self, axis: str, rank: int) -> list[int]:
-        """The ranks that share every coordinate with ``rank`` but that of ``axis``, in axis order."""
+        """The ranks that share every coordinate with ``rank`` but that of ``axis`` (or a level of it), in axis order."""
         here = self.coordinate(rank)
-        return [
-            r for r in range(self.world_size) if all(v == here[a] for a, v in self.coordinate(r).items() if a != axis)
+        name, level, count = re.fullmatch(r"(\w+)([%/]?)(\d*)", axis).groups()  # type: ignore[union-attr]
+        along = [
+            r for r in range(self.world_size) if all(v == here[a] for a, v in self.coordinate(r).items() if a != name)
         ]
+        if not level:
+            return along
+        me, n = along.index(rank), int(count)
+        return along[me // n * n : me // n * n + n] if level == "%" else along[me % n :: n]
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self.axes) or "1"

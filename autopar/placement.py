@@ -13,6 +13,7 @@ the transpose of a -> b is dual(b) -> dual(a).
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,10 +25,12 @@ import torch
 @dataclass(frozen=True)
 class Shard:
     """Pieces along tensor ``dim``. ``blocks`` cuts the dim into consecutive blocks first (their sizes sum
-    to the dim); each rank holds its piece of every block, concatenated. ``()`` means one block.
+    to the dim); each rank holds its piece of every block, concatenated. ``()`` means one block. A block of negative
+    size is dealt from the last rank to the first.
 
     Fused projections need blocks: GPT-2's qkv is ``Shard(0, (h, h, h))``, so that each rank holds
-    its own heads of q, of k and of v.
+    its own heads of q, of k and of v. A causal sequence needs signs: of ``Shard(1, (s/2, -s/2))``, known as zigzag,
+    each of n ranks holds chunk i and chunk 2n-1-i of 2n, and all have the same number of pairs to compute.
     """
 
     dim: int
@@ -35,7 +38,7 @@ class Shard:
 
     def __post_init__(self) -> None:
         assert self.dim >= 0, "Shard.dim counts from the front"
-        if len(self.blocks) == 1:
+        if len(self.blocks) == 1 and self.blocks[0] > 0:
             object.__setattr__(self, "blocks", ())
 
     def __str__(self) -> str:
@@ -75,31 +78,40 @@ REPLICATE, INVARIANT, PARTIAL = Replicate(), Invariant(), Partial()
 Pieces = int | Fraction
 
 
+def repetitions(blocks: Sequence[int]) -> int:
+    """How often the shortest pattern of blocks stands in them: 1 for (8, 4), 3 for (8, -8, 8, -8, 8, -8)."""
+    n = len(blocks)
+    periods = (p for p in range(1, n + 1) if n % p == 0 and tuple(blocks[:p]) * (n // p) == tuple(blocks))
+    return n // next(periods, n or 1)
+
+
 def _runs(blocks: tuple[int, ...]) -> str:
-    """(16,16,16,8) -> '16x3,8'."""
-    out: list[tuple[int, int]] = []
-    for size in blocks:
-        if out and out[-1][0] == size:
-            out[-1] = (size, out[-1][1] + 1)
-        else:
-            out.append((size, 1))
-    return ",".join(str(s) if n == 1 else f"{s}x{n}" for s, n in out)
+    """(16,16,16,8) -> '16x3,8'; (8,-8,8,-8) -> '(8,-8)x2'."""
+    times = repetitions(blocks)
+    if 1 < times < len(blocks):
+        return f"({_runs(blocks[: len(blocks) // times])})x{times}"
+    runs = [(size, len(list(group))) for size, group in itertools.groupby(blocks)]
+    return ",".join(str(size) if n == 1 else f"{size}x{n}" for size, n in runs)
+
+
+_RUNS = r"-?\d+(?:x\d+)?(?:,-?\d+(?:x\d+)?)*"
+_SHARD = re.compile(rf"S\((\d+)(?:;(?:({_RUNS})|\(({_RUNS})\)x(\d+)))?\)")
 
 
 def parse_placement(text: str) -> Placement:
-    """Inverse of ``str(placement)``: 'R', 'I', 'P', 'S(0)', 'S(0;32,16x2)'."""
+    """Inverse of ``str(placement)``: 'R', 'I', 'P', 'S(0)', 'S(0;32,16x2)', 'S(1;8,-8)', 'S(0;(8,-8)x2)'."""
     fixed: dict[str, Placement] = {"R": REPLICATE, "I": INVARIANT, "P": PARTIAL}
     if text in fixed:
         return fixed[text]
-    match = re.fullmatch(r"S\((\d+)(?:;([\dx,]+))?\)", text)
+    match = _SHARD.fullmatch(text)
     if not match:
         raise ValueError(f"placement: expected R, I, P, S(dim) or S(dim;blocks), found {text!r}")
+    dim, plain, pattern, times = match.groups()
     blocks: list[int] = []
-    for run in (match[2] or "").split(","):
-        if run:
-            size, _, count = run.partition("x")
-            blocks += [int(size)] * int(count or 1)
-    return Shard(int(match[1]), tuple(blocks))
+    for run in filter(None, (plain or pattern or "").split(",")):
+        size, _, count = run.partition("x")
+        blocks += [int(size)] * int(count or 1)
+    return Shard(int(dim), tuple(blocks) * int(times or 1))
 
 
 def dual(placement: Placement) -> Placement:
@@ -149,16 +161,26 @@ def conversion(src: Placement, dst: Placement) -> str:
 # --- pieces -------------------------------------------------------------------------------------------
 
 
+def extent(blocks: Iterable[int]) -> int:
+    """The size of the dim that blocks cut, whichever way they are dealt."""
+    return sum(map(abs, blocks))
+
+
+def place_in_block(block: int, ranks: int, rank: int) -> int:
+    """Which of its pieces of a block a rank holds: counted from the end where the block is negative."""
+    return rank if block > 0 else ranks - 1 - rank
+
+
 def scaled_blocks(blocks: Sequence[int], size: int) -> tuple[int, ...]:
-    """Blocks that sum to ``size``, in the ratio of those given; () stays ()."""
-    unit, rest = divmod(size, sum(blocks) or 1)
-    assert not rest, f"blocks of {list(blocks)} do not scale to {size}"
-    return tuple(b * unit for b in blocks)
+    """Blocks that cut a dim of ``size``, in the ratio of those given, dealt as they are; () stays ()."""
+    whole = extent(blocks)
+    assert not any(b * size % whole for b in blocks), f"blocks of {list(blocks)} do not scale to {size}"
+    return tuple(b * size // whole for b in blocks)
 
 
 def check_shard(size: int, placement: Shard, ranks: Pieces) -> None:
     """Well-formed: blocks sum to the dim, every block divides over the ranks."""
-    blocks = placement.blocks or (size,)
+    blocks = [abs(b) for b in placement.blocks] or [size]
     if sum(blocks) != size:
         raise ValueError(f"placement: blocks of {placement} sum to {sum(blocks)}, the dim has size {size}")
     bad = [b for b in blocks if b % ranks]
@@ -180,20 +202,19 @@ def piece(value: torch.Tensor, placement: Placement, ranks: int, rank: int) -> t
     if not isinstance(placement, Shard):
         return value
     check_shard(value.shape[placement.dim], placement, ranks)
-    if not placement.blocks:
-        size = value.shape[placement.dim] // ranks
-        return value.narrow(placement.dim, rank * size, size)
     parts, start = [], 0
-    for block in placement.blocks:
-        parts.append(value.narrow(placement.dim, start + rank * (block // ranks), block // ranks))
-        start += block
-    return torch.cat(parts, placement.dim)
+    for block in placement.blocks or (value.shape[placement.dim],):
+        rows = abs(block) // ranks
+        parts.append(value.narrow(placement.dim, start + place_in_block(block, ranks, rank) * rows, rows))
+        start += abs(block)
+    return torch.cat(parts, placement.dim) if len(parts) > 1 else parts[0]
 
 
 def rows_of_slice(size: int, placement: Shard, length: int, start: int, total: int) -> list[tuple[int, int]]:
     """(first row, rows) per block of a dim cut into token slices, for tokens [start, start + length) of ``total``."""
     found, position = [], 0
     for block in placement.blocks or (size,):
+        assert block > 0, f"{placement}: token slices follow one another, none is dealt backwards"
         rows = block // total  # per token
         found.append((position + start * rows, length * rows))
         position += block
@@ -206,11 +227,10 @@ def join(pieces: list[torch.Tensor], placement: Placement) -> torch.Tensor:
         return torch.stack(pieces).sum(0)
     if not isinstance(placement, Shard):
         return pieces[0]
-    if not placement.blocks:
-        return torch.cat(pieces, placement.dim)
-    sizes = [b // len(pieces) for b in placement.blocks]
-    columns = zip(*(p.split(sizes, placement.dim) for p in pieces))
-    return torch.cat([part for column in columns for part in column], placement.dim)
+    blocks = placement.blocks or (len(pieces) * pieces[0].shape[placement.dim],)
+    columns = zip(*(p.split([abs(b) // len(pieces) for b in blocks], placement.dim) for p in pieces))
+    dealt = (column if b > 0 else reversed(column) for b, column in zip(blocks, columns, strict=True))
+    return torch.cat([part for column in dealt for part in column], placement.dim)
 
 
 def nested_piece(

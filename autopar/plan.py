@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from autopar.attention import LAYOUTS
 from autopar.mesh import Mesh
 from autopar.placement import INVARIANT, Placement, parse_placement
 
@@ -32,6 +33,11 @@ class Options:
     slices: for schedules over token slices: their number, or their lengths; 0 lets the plan choose.
     gathers: "step" gathers parameters that ZeRO cuts once per step, "layer" for each use.
     memory_limit: bytes that one rank may hold, for the cut and for schedules that search; 0: no limit.
+
+    With a sequence that is cut over ranks (axis cp):
+    attention: an algorithm of `autopar.attention.ALGORITHMS`, "FORWARD+BACKWARD", or "auto": the fastest by estimate.
+    layout: how causal sequences are dealt, "contiguous" or "zigzag"; "auto" lets the plan choose.
+    topology: links per axis, such as "cp=ring:50e9:5e-6,tp=switch:450e9" (`autopar.topology`); "": a default.
     """
 
     zero: int = 0
@@ -45,6 +51,9 @@ class Options:
     slices: int | tuple[int, ...] = 0
     gathers: str = "step"
     memory_limit: int = 0
+    attention: str = "auto"
+    layout: str = "auto"
+    topology: str = ""
 
     def __post_init__(self) -> None:
         if self.zero not in (0, 3):
@@ -53,6 +62,8 @@ class Options:
             raise ValueError(f"micro_batches: expected at least 1, found {self.micro_batches}")
         if self.gathers not in ("step", "layer"):
             raise ValueError(f"gathers: expected 'step' or 'layer', found {self.gathers!r}")
+        if self.layout not in ("auto", *LAYOUTS):
+            raise ValueError(f"layout: expected auto, {' or '.join(LAYOUTS)}, found {self.layout!r}")
         for name in ("cuts", "slices"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
@@ -69,11 +80,32 @@ class ParameterPlan:
 
 @dataclass(frozen=True)
 class Stream:
-    """A residual stream that sequence parallelism cuts: the value where it starts, and the dim."""
+    """Values that are cut along their sequence on an axis: where they start, the dim, and how it is dealt.
+
+    axis tp: a residual stream under sequence parallelism, from the value ``node``. axis cp: the tokens of an attention,
+    from its operand ``node`` ("attention_1.q"). ``blocks`` as in `autopar.placement.Shard`; their ratios count.
+    """
 
     node: str
     dim: int
     reason: str = ""
+    axis: str = "tp"
+    blocks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """How one attention runs over a cut sequence: algorithms by name, how queries and keys are dealt, and why.
+
+    ``candidates``: what else there was, (algorithm, pass, cost or refusal) each.
+    """
+
+    forward: str
+    backward: str
+    query_blocks: tuple[int, ...] = ()
+    key_blocks: tuple[int, ...] = ()
+    reason: str = ""
+    candidates: tuple[tuple[str, str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -102,7 +134,8 @@ class Plan:
     ``parameters``: name -> axis -> ParameterPlan (absent: Invariant). ``inputs``: name -> axis -> placement.
     ``notes``: (subject, reason) pairs for what was left whole, and why. ``overrides``: the user's choices, kept so
     that the plans of further batch shapes follow them. ``slices``: parts of whole weights that enter compute cut on
-    tp, by node. ``pipeline``: with an axis pp, its parts.
+    tp, by node. ``pipeline``: with an axis pp, its parts. ``attention``: with an axis cp, how each attention runs, by
+    node.
     """
 
     mesh: Mesh
@@ -115,6 +148,7 @@ class Plan:
     overrides: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     slices: Mapping[str, Placement] = field(default_factory=dict)
     pipeline: PipelinePlan | None = None
+    attention: Mapping[str, AttentionPlan] = field(default_factory=dict)
 
     def parameter(self, name: str, axis: str) -> ParameterPlan:
         return self.parameters.get(name, {}).get(axis, ParameterPlan())
@@ -160,10 +194,26 @@ class Plan:
             shown = " ".join(f"{a}: {p}" for a, p in placements.items())
             lines.append(f"  input {name:<54} {shown}")
         for s in self.streams:
-            lines.append(f"  stream from {s.node:<48} tp: S({s.dim})  {s.reason}")
+            blocks = f"; {','.join(map(str, s.blocks))}" if s.blocks else ""
+            lines.append(f"  stream from {s.node:<48} {s.axis}: S({s.dim}{blocks})  {s.reason}")
+        for node, a in self.attention.items():
+            lines.append(f"  attention {node:<50} cp: forward {a.forward}, backward {a.backward}  {a.reason}")
+        lines += self._candidates()
         lines += [f"  slice {name:<54} tp: {p}  of a whole fused weight" for name, p in self.slices.items()]
         lines += [f"  note {subject}: {reason}" for subject, reason in self.notes]
         return "\n".join(lines)
+
+    def _candidates(self) -> list[str]:
+        """What the attentions had to choose from, once for those that had the same choice."""
+        by_table: dict[tuple[tuple[str, str, str], ...], list[str]] = {}
+        for node, a in self.attention.items():
+            by_table.setdefault(a.candidates, []).append(node)
+        lines = []
+        for table, nodes in by_table.items():
+            more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
+            lines += [f"  candidates of {nodes[0]}{more}:"] if table else []
+            lines += [f"    {algorithm:<26} {direction:<9} {cost}" for algorithm, direction, cost in table]
+        return lines
 
     def to_json(self) -> str:
         return json.dumps(
@@ -176,7 +226,8 @@ class Plan:
                     for name, axes in self.parameters.items()
                 },
                 "inputs": {name: {a: str(p) for a, p in axes.items()} for name, axes in self.inputs.items()},
-                "streams": [[s.node, s.dim, s.reason] for s in self.streams],
+                "streams": [dataclasses.asdict(s) for s in self.streams],
+                "attention": {node: dataclasses.asdict(a) for node, a in self.attention.items()},
                 "notes": [list(n) for n in self.notes],
                 "slices": {name: str(p) for name, p in self.slices.items()},
                 "overrides": {name: dict(axes) for name, axes in self.overrides.items()},
@@ -200,7 +251,8 @@ class Plan:
                     for name, axes in data["parameters"].items()
                 },
                 inputs={n: {a: parse_placement(p) for a, p in axes.items()} for n, axes in data["inputs"].items()},
-                streams=tuple(Stream(n, d, r) for n, d, r in data["streams"]),
+                streams=tuple(Stream(**{**s, "blocks": tuple(s["blocks"])}) for s in data["streams"]),
+                attention={node: _attention_of(a) for node, a in data["attention"].items()},
                 notes=tuple((s, r) for s, r in data["notes"]),
                 overrides=data["overrides"],
                 slices={name: parse_placement(p) for name, p in data["slices"].items()},
@@ -217,6 +269,11 @@ def _pipeline_of(data: Mapping[str, Any] | None) -> PipelinePlan | None:
         return None
     holders = {name: tuple(parts) for name, parts in data["holders"].items()}
     return PipelinePlan(data["schedule"], tuple(data["cuts"]), data["chunks"], tuple(data["slices"]), holders)
+
+
+def _attention_of(data: Mapping[str, Any]) -> AttentionPlan:
+    known = {k: tuple(v) if k.endswith("_blocks") else v for k, v in data.items()}
+    return AttentionPlan(**{**known, "candidates": tuple((a, b, c) for a, b, c in data["candidates"])})
 
 
 def graph_digest(gm: GraphModule) -> str:

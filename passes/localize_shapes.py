@@ -19,6 +19,8 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
+from autopar.adapters.operators import argument_defaults
+from autopar.attention import ALGORITHMS
 from autopar.conversions import conversion_of, exchange, exchange_slice, is_conversion
 from autopar.graph import (
     arguments,
@@ -32,12 +34,16 @@ from autopar.graph import (
     values,
 )
 from autopar.mesh import Mesh
+from autopar.ops.attention import Facts
+from autopar.ops.context import attention_of_piece, problem_of
 from autopar.pass_manager import Context
 from autopar.placement import INVARIANT, Pieces, Placement, Shard, local_shape
+from autopar.plan import Plan
 from autopar.rules import local_shapes
 from autopar.vocabulary import cross_entropy_of_piece, embedding_of_piece
 
 aten = torch.ops.aten
+FACTS = list(argument_defaults(torch.ops.autopar.attention.default))[3:]
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ class LocalizeShapes:
             if node.op == "placeholder":
                 node.meta["val"] = node.meta["val"].new_empty(local_shapes(node, ctx.mesh)[0])
             elif node.op == "call_function":
-                _Local(gm, node, ctx.mesh).rewrite()
+                _Local(gm, node, ctx.mesh, ctx.plan).rewrite()
         gm.recompile()
         return gm
 
@@ -68,8 +74,8 @@ class LocalizeShapes:
 class _Local:
     """One call on local operands."""
 
-    def __init__(self, gm: GraphModule, node: Node, mesh: Mesh) -> None:
-        self.gm, self.node, self.mesh = gm, node, mesh
+    def __init__(self, gm: GraphModule, node: Node, mesh: Mesh, plan: Plan | None = None) -> None:
+        self.gm, self.node, self.mesh, self.plan = gm, node, mesh, plan
         self.shapes = local_shapes(node, mesh)
         self.args = arguments(node)
 
@@ -234,15 +240,29 @@ def _dropout(local: _Local) -> None:
 
 def _attention(local: _Local) -> None:
     """The queries of a token slice stand at its first token. The dropout mask of the probabilities (batch, heads,
-    queries, keys): all but the keys may be cut, as those of q."""
+    queries, keys): all but the keys may be cut, as those of q. Over a sequence that is cut on cp an algorithm runs."""
     q, k = local.args["q"], local.args["k"]
     if isinstance(placement(q, "sl"), Shard) and local.mesh.slice is not None:
         set_argument(local.node, "offset", local.mesh.slice.start)
-    if not local.args["dropout"]:
-        return
-    shape = (*global_shape(q)[:3], global_shape(k)[2])
-    of_q = {a: placement(q, a) for a in local.mesh.cut_order}
-    _pass_indices(local, shape, [of_q, of_q, of_q, {}], [0, 1, 2, 3])
+    if local.args["dropout"]:
+        shape = (*global_shape(q)[:3], global_shape(k)[2])
+        of_q = {a: placement(q, a) for a in local.mesh.cut_order if a != "cp"}
+        _pass_indices(local, shape, [of_q, of_q, of_q, {}], [0, 1, 2, 3])
+    if isinstance(placement(q, "cp"), Shard):
+        _context_attention(local)
+
+
+def _context_attention(local: _Local) -> None:
+    """Queries and keys are cut on cp: the algorithms that the plan chose."""
+    node, args = local.node, arguments(local.node)
+    assert local.plan is not None
+    chosen, size = local.plan.attention[node.name], local.mesh.size("cp")
+    given = [args[name] for name in ("q", "k", "v", *FACTS)]
+    q, k, v, *facts = torch.fx.node.map_arg(given, lambda n: n.meta["val"])
+    problem = problem_of(q, k, v, Facts(*facts), chosen.query_blocks, chosen.key_blocks, size)
+    ranks = ALGORITHMS[chosen.forward].head_ranks(problem)
+    how = (chosen.forward, chosen.backward, list(chosen.query_blocks), list(chosen.key_blocks), "cp", size, ranks)
+    node.target, node.args, node.kwargs = attention_of_piece, (*given, *how), {}
 
 
 def _pass_indices(local: _Local, shape: tuple[int, ...], placed: list[dict[str, Placement]], dims: list[int]) -> None:

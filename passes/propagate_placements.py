@@ -59,8 +59,9 @@ from autopar.rules import (
     set_results,
 )
 
-# Axes that cut the batch: weights are whole for use there, and activations decide. On tp and ep weights decide.
-BATCH_AXES = ("dp", "mb")
+# Axes that cut the batch or its tokens: weights are whole for use there, and activations decide. On tp and ep weights
+# decide.
+BATCH_AXES = ("dp", "mb", "cp")
 
 
 @dataclass(frozen=True)
@@ -99,9 +100,12 @@ class _Sweep:
         self.versions: dict[Node, dict[Placement, Node]] = {}
         self.weights: set[Node] = set()
         self.specs = {s.node: s for s in gm.meta["signature"].inputs}
-        self.labels = stream_labels(gm, plan.streams, ctx.mesh, axis) if axis == "tp" and plan.streams else {}
+        self.labels = stream_labels(gm, plan.streams, ctx.mesh, axis)
+        self.made: set[Node] = set()  # parameters, and what is made of them
 
     def run(self) -> None:
+        if self.axis == "cp":
+            _deal(self.gm, self.plan)
         for node in list(self.gm.graph.nodes):
             if node.op == "placeholder":
                 self._place_input(node)
@@ -116,6 +120,7 @@ class _Sweep:
         chosen: Placement = INVARIANT
         if spec.kind == "parameter":
             self.weights.add(node)
+            self.made.add(node)
             chosen = self.plan.parameter(spec.name, self.axis).stored
         elif spec.kind == "input":
             chosen = self.plan.inputs.get(spec.name, {}).get(self.axis, INVARIANT)
@@ -144,6 +149,8 @@ class _Sweep:
         operands = tensor_operands(node)
         if operands and all(x in self.weights for x in operands):
             self.weights.add(node)
+        if any(x in self.made for x in operands):
+            self.made.add(node)
         if node.target is operator.getitem:
             set_results(node, self.axis, operand_placements(node, self.axis))
             return
@@ -203,8 +210,13 @@ class _Sweep:
         )
 
     def _is_entry(self, node: Node, operands: list[Node]) -> bool:
-        """Where a residual stream starts: a labelled value with a gradient, made of none."""
-        if node not in self.labels or not has_gradient(node) or isinstance(node.meta["val"], (list, tuple)):
+        """Where a stream starts. On tp: a labelled value with a gradient, made of none. On cp: a labelled value made of
+        parameters, and of nothing that is cut yet."""
+        if node not in self.labels or isinstance(node.meta["val"], (list, tuple)):
+            return False
+        if self.axis == "cp":
+            return node in self.made and not any(isinstance(placement(x, self.axis), Shard) for x in operands)
+        if not has_gradient(node):
             return False
         return not any(x in self.labels and has_gradient(x) for x in operands)
 
@@ -291,6 +303,14 @@ class _Sweep:
             self.labels[new] = self.labels[x]
         self.versions.setdefault(x, {})[need] = new
         return new
+
+
+def _deal(gm: GraphModule, plan: Plan) -> None:
+    """Note on each attention that the plan cuts how its queries and keys are dealt: its rule asks for it."""
+    for node in gm.graph.nodes:
+        if node.name in plan.attention:
+            chosen = plan.attention[node.name]
+            node.meta["dealt"] = (chosen.query_blocks, chosen.key_blocks)
 
 
 def _suffix(p: Placement) -> str:

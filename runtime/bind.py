@@ -5,7 +5,8 @@
     z = add(x, y)                                 x = finish(pending); z = add(x, y)
 
 A collective starts where its node stands and is waited for right before its first user, so independent work in between
-overlaps with it. The function takes ONE list of inputs and empties it: a saved activation dies after its last use.
+overlaps with it. Attention over cut sequences runs its exchanges within its node (`autopar.runtime.context`). The
+function takes ONE list of inputs and empties it: a saved activation dies after its last use.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from autopar.collectives import COLLECTIVES, LOCAL
 from autopar.runtime import comm
 from autopar.runtime.calls import shorten
 from autopar.runtime.comm import Ledger, Traffic, finish, traffic_of
+from autopar.runtime.context import OPERATORS, Comms
 from autopar.runtime.functional import LOWERINGS
 from autopar.runtime.groups import Groups
 
@@ -32,11 +34,16 @@ BACKENDS = ("eager", "inductor")
 
 @dataclass(frozen=True)
 class Bound:
-    """A runnable step graph: ``bound([inputs]) -> tuple``, the list is emptied. ``traffic`` is that of one run."""
+    """A runnable step graph: ``bound([inputs]) -> tuple``, the list is emptied.
+
+    traffic: of the collectives in one run. comms: what attention over cut sequences exchanges with; they count what has
+    been sent in all runs so far.
+    """
 
     run: Callable[[list[Any]], tuple[Any, ...]]
     traffic: Ledger
     code: str = field(repr=False)
+    comms: Comms = field(repr=False)
 
     def __call__(self, inputs: list[Any]) -> tuple[Any, ...]:
         return self.run(inputs)
@@ -50,13 +57,13 @@ def bind(gm: GraphModule, groups: Groups, backend: str = "eager") -> Bound:
     """
     if backend not in BACKENDS:
         raise ValueError(f"bind: expected a backend out of {', '.join(BACKENDS)}, found {backend!r}")
-    traffic = traffic_of_graph(gm, groups)
+    traffic, comms = traffic_of_graph(gm, groups), Comms(groups)
     if backend == "inductor":
         from autopar.adapters.inductor import compile_graph  # a slow import that only this backend needs
 
-        return Bound(compile_graph(gm, groups, LOWERINGS), traffic, gm.code)
-    lowered = _lower(gm, groups)
-    return Bound(lowered.forward, traffic, lowered.code)
+        return Bound(compile_graph(comms.compilable(gm), groups, LOWERINGS), traffic, gm.code, comms)
+    lowered = _lower(gm, groups, comms)
+    return Bound(lowered.forward, traffic, lowered.code, comms)
 
 
 def traffic_of_graph(gm: GraphModule, groups: Groups) -> Ledger:
@@ -99,7 +106,7 @@ class _BoxedCode(CodeGen):
         return inputs
 
 
-def _lower(gm: GraphModule, groups: Groups) -> GraphModule:
+def _lower(gm: GraphModule, groups: Groups, comms: Comms) -> GraphModule:
     positions = {node: i for i, node in enumerate(gm.graph.nodes)}
     graph = Graph()
     new: dict[Node, Node] = {}
@@ -115,6 +122,8 @@ def _lower(gm: GraphModule, groups: Groups) -> GraphModule:
             new[node] = graph.call_function(_local_of(node, groups), (new[named_arguments(node)["x"]],))
         elif node.op != "call_function" or node.target not in COLLECTIVES:
             new[node] = graph.node_copy(node, new.__getitem__)
+            if node.target in OPERATORS:
+                new[node].target = comms.function_of(node.target, node.args, node.name)
             shorten(new[node])
             if node.op == "placeholder":
                 new[node].target = new[node].name  # else generated code renames arguments one by one, over each other

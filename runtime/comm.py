@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.placement import scaled_blocks
+from autopar.placement import Shard, piece, place_in_block, scaled_blocks
 from autopar.runtime.failures import CollectiveError, board
 from autopar.runtime.groups import Groups
 from autopar.runtime.layout import from_rows, rows_of, to_rows
@@ -215,9 +215,7 @@ def shard_slice(groups: Groups, dim: int, blocks: list[int], axis: str) -> Calla
     ranks, me = groups.size(axis), groups.index(axis)
 
     def slice_shard(x: Tensor) -> Tensor:
-        parts = x.split(list(scaled_blocks(blocks, x.shape[dim])) or [x.shape[dim]], dim)
-        mine = [p.narrow(dim, me * (p.shape[dim] // ranks), p.shape[dim] // ranks) for p in parts]
-        return mine[0].contiguous() if len(mine) == 1 else torch.cat(mine, dim)
+        return piece(x, Shard(dim, scaled_blocks(blocks, x.shape[dim])), ranks, me).contiguous()
 
     return slice_shard
 
@@ -230,10 +228,11 @@ def shard_pad(groups: Groups, dim: int, blocks: list[int], axis: str) -> Callabl
         shape = list(x.shape)
         shape[dim] *= ranks
         whole = x.new_zeros(shape)
-        sizes = list(scaled_blocks(blocks, shape[dim])) or [shape[dim]]
-        parts = x.split([b // ranks for b in sizes], dim)
-        for target, part in zip(whole.split(sizes, dim), parts):
-            target.narrow(dim, me * part.shape[dim], part.shape[dim]).copy_(part)
+        sizes = scaled_blocks(blocks, shape[dim]) or (shape[dim],)
+        parts = x.split([abs(b) // ranks for b in sizes], dim)
+        for block, target, part in zip(sizes, whole.split([abs(b) for b in sizes], dim), parts):
+            length = part.shape[dim]
+            target.narrow(dim, place_in_block(block, ranks, me) * length, length).copy_(part)
         return whole
 
     return pad_shard

@@ -40,7 +40,7 @@ class Result:
 
 
 class Executor:
-    """The bound step graphs of one batch shape. ``traffic`` grows with every run."""
+    """The bound step graphs of one batch shape."""
 
     def __init__(self, compiled: Compiled, groups: Groups, backend: str = "eager") -> None:
         self.compiled, self.groups = compiled, groups
@@ -55,10 +55,16 @@ class Executor:
         self.prologue = bind(compiled.prologue.graph, groups, backend) if compiled.prologue is not None else None
         self.feed = Feed(compiled, groups.device)
         self.specs, self.micro_batches = self.feed.specs, self.feed.micro_batches
-        self.traffic: Ledger = {}
+        self._traffic: Ledger = {}
+
+    @property
+    def traffic(self) -> Ledger:
+        """Calls and bytes sent by this rank so far, by (axis, kind)."""
+        bounds = (self.forward, self.backward, self.accumulate, self.prologue)
+        return add_ledgers(self._traffic, *(bound.comms.traffic for bound in bounds if bound is not None))
 
     def _run(self, bound: Bound, inputs: list[Any]) -> tuple[Any, ...]:
-        self.traffic = add_ledgers(self.traffic, bound.traffic)
+        self._traffic = add_ledgers(self._traffic, bound.traffic)
         return bound(inputs)
 
     # --- steps --------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import autopar.collectives  # noqa: F401 - defines the operators
-from autopar.placement import scaled_blocks
+from autopar.placement import Shard, piece, place_in_block, scaled_blocks
 
 
 class Collectives(Protocol):
@@ -28,15 +28,23 @@ class Collectives(Protocol):
 
 def to_stack(x: Tensor, dim: int, blocks: list[int], ranks: int) -> Tensor:
     """[.., D, ..] -> [ranks, .., D/ranks, ..], functional twin of `layout.to_rows`."""
-    parts = x.split(list(scaled_blocks(blocks, x.shape[dim])) or [x.shape[dim]], dim)
-    return torch.cat([p.unflatten(dim, (ranks, p.shape[dim] // ranks)).movedim(dim, 0) for p in parts], dim + 1)
+    sizes = scaled_blocks(blocks, x.shape[dim]) or (x.shape[dim],)
+    parts = x.split([abs(b) for b in sizes], dim)
+    dealt = (p.unflatten(dim, (ranks, p.shape[dim] // ranks)).movedim(dim, 0) for p in parts)
+    return torch.cat([_in_order(p, b) for b, p in zip(sizes, dealt)], dim + 1)
 
 
 def from_stack(rows: Tensor, dim: int, blocks: list[int]) -> Tensor:
     """Inverse of `to_stack`."""
     ranks, size = rows.shape[0], rows.shape[dim + 1]
-    sizes = [b // ranks for b in scaled_blocks(blocks, size * ranks)] or [size]
-    return torch.cat([p.movedim(0, dim).flatten(dim, dim + 1) for p in rows.split(sizes, dim + 1)], dim)
+    sizes = scaled_blocks(blocks, size * ranks) or (size * ranks,)
+    parts = zip(sizes, rows.split([abs(b) // ranks for b in sizes], dim + 1))
+    return torch.cat([_in_order(p, b).movedim(0, dim).flatten(dim, dim + 1) for b, p in parts], dim)
+
+
+def _in_order(rows: Tensor, block: int) -> Tensor:
+    """A block's pieces by rank <-> by place."""
+    return rows if block > 0 else rows.flip(0)
 
 
 def all_reduce(c: Collectives, x: Tensor, axis: str, op: str) -> Tensor:
@@ -75,20 +83,18 @@ def all_to_all(
 
 def shard_slice(c: Collectives, x: Tensor, dim: int, blocks: list[int], axis: str, size: int) -> Tensor:
     """This rank's piece of a whole value."""
-    me = c.groups.index(axis)
-    blocks = list(scaled_blocks(blocks, x.shape[dim])) or [x.shape[dim]]
-    parts = [p.narrow(dim, me * (p.shape[dim] // size), p.shape[dim] // size) for p in x.split(blocks, dim)]
-    return torch.cat(parts, dim)
+    mine = piece(x, Shard(dim, scaled_blocks(blocks, x.shape[dim])), size, c.groups.index(axis))
+    return torch.cat([mine], dim)  # no view of the whole
 
 
 def shard_pad(c: Collectives, x: Tensor, dim: int, blocks: list[int], axis: str, size: int) -> Tensor:
     """This rank's piece in its place in zeros."""
     me = c.groups.index(axis)
     padded = []
-    sizes = [b // size for b in scaled_blocks(blocks, x.shape[dim] * size)] or [x.shape[dim]]
-    for part in x.split(sizes, dim):
+    sizes = scaled_blocks(blocks, x.shape[dim] * size) or (x.shape[dim] * size,)
+    for block, part in zip(sizes, x.split([abs(b) // size for b in sizes], dim)):
         zero = torch.zeros_like(part)
-        padded += [part if r == me else zero for r in range(size)]
+        padded += [part if place == place_in_block(block, size, me) else zero for place in range(size)]
     return torch.cat(padded, dim)
 
 

@@ -21,6 +21,8 @@ from autopar.mesh import Mesh
 from autopar.runtime.failures import CollectiveError, board
 
 DEFAULT_TIMEOUT = 600.0  # seconds
+CONTEXT = "cp"  # the axis that has levels
+WAYS = ("up", "down", "home")  # of `autopar.attention.Comm`
 
 _meshes: dict[tuple[int, str, Mesh, timedelta], DeviceMesh] = {}
 _joined: dict[tuple[int, str, Mesh], dict[str, dist.ProcessGroup]] = {}
@@ -166,8 +168,13 @@ def mesh_of(device_mesh: DeviceMesh) -> Mesh:
 class Groups:
     """Process groups of a mesh by axis name.
 
-    An axis is a name ("tp") or several joined by commas ("dp,cp"), in mesh order: the ranks that differ in any of
-    these. The groups of joined axes are made here, so every rank of the world must make its Groups (once per mesh).
+    An axis is a name ("tp"), several joined by commas ("dp,cp", in mesh order: the ranks that differ in any of these),
+    or a level of the context axis, for algorithms of two levels:
+
+        cp=4    "cp%2"  {0, 1} {2, 3}  each two neighbours        "cp/2"  {0, 2} {1, 3}  every second rank
+
+    The groups of joined axes and of levels are made here, so every rank of the world must make its Groups (once per
+    mesh).
     """
 
     def __init__(self, device_mesh: DeviceMesh):
@@ -180,9 +187,12 @@ class Groups:
         self._groups: dict[str, dist.ProcessGroup] = {a: device_mesh.get_group(a) for a in self.mesh.sizes}
         self._groups.update(_joined_groups(self.mesh, device_mesh.device_type, self.rank))
         self._subsets: dict[str, list[int]] = {}
+        self._levels: dict[str, str] = {}  # "cp%2" -> "cp", or the subset "cp[0+1]" that this rank is in
+        self._channels: dict[tuple[str, str], dist.ProcessGroup] = {}  # (axis or subset, way) -> group
+        self._connected: set[str] = set()
         if self.mesh.size("pp") > 1:
-            everybody = range(self.mesh.size("pp"))
-            self._channels = {way: self._further("pp", f"pp_{way}", everybody) for way in ("up", "down")}
+            self._make_channels("pp", [range(self.mesh.size("pp"))], WAYS[:2])
+        self._make_levels(self.mesh.size(CONTEXT))
         self._agreed: dict[str, int] = {}
         _made[self.mesh] = _made.get(self.mesh, 0) + 1
         self._name = f"{self.mesh}/{_made[self.mesh]}"
@@ -195,28 +205,76 @@ class Groups:
             _parts[key] = _groups_along(self.mesh, axis, members, limit, name)
         return _parts[key]
 
-    def channel(self, way: str) -> dist.ProcessGroup:
-        """The group for sends along pp: ``way`` is "up" (to higher coordinates) or "down". A rank's place in it is its
-        coordinate."""
-        group = self._channels[way]
-        assert group is not None, "all ranks are on the axis"
-        return group
+    def _make_levels(self, count: int) -> None:
+        """Of cp=8, a rank gets 14 groups: the levels %1, %2, /2, %4, /4, and three channels on each of cp, cp/2 and
+        cp/4, the axes on which algorithms exchange. gloo connects a group when it is made (1 ms), NCCL at first use.
+
+        Made at once and not at first use, for the reason of `_joined_groups`.
+        """
+        for n in (n for n in range(1, count) if count % n == 0):
+            neighbours = [range(first, first + n) for first in range(0, count, n)]
+            strided = [range(first, count, n) for first in range(n)]
+            for level, parts in ((f"{CONTEXT}%{n}", neighbours), (f"{CONTEXT}/{n}", strided)):
+                names = [self.subset(CONTEXT, part) for part in parts]
+                self._levels[level] = next(name for name in names if name == CONTEXT or name in self._subsets)
+            self._make_channels(CONTEXT, strided, WAYS)
+        self._levels[f"{CONTEXT}%{count}"] = CONTEXT
+        self._levels[f"{CONTEXT}/{count}"] = self._levels[f"{CONTEXT}%1"]
+
+    def _make_channels(self, axis: str, parts: Sequence[Sequence[int]], ways: Sequence[str]) -> None:
+        """Groups for sends within each of ``parts``, coordinates of an axis."""
+        for way, part in itertools.product(ways, parts):
+            name = self._subset_name(axis, part)
+            group = self._further(axis, f"{name}_{way}", part)
+            if group is not None:
+                self._channels[name, way] = group
+
+    def channel(self, way: str, axis: str = "pp") -> dist.ProcessGroup:
+        """The group for sends along pp ("up", to higher coordinates, or "down") or along cp or cp/n (these two, or
+        "home"). What goes one way does not wait for what goes another. A rank's place in it is its index on the axis.
+        """
+        return self._channels[self._resolved(axis), way]
+
+    def connect(self, axis: str) -> None:
+        """Join all ranks of an axis on each of its channels; all of them must call it at the same point.
+
+        NCCL makes a communicator at the first call on it, for which all of its ranks must be there; the first send of
+        an algorithm may well be between two of them. Once per axis.
+        """
+        axis = self._resolved(axis)
+        if axis not in self._connected:
+            for way in WAYS:
+                dist.all_reduce(torch.zeros(1, device=self.device), group=self._channels[axis, way])
+            self._connected.add(axis)
 
     def subset(self, axis: str, coordinates: Sequence[int]) -> str:
         """The axis expression of some coordinates of an axis, which ``group``, ``size`` and ``ranks`` take: on the
         ranks at these coordinates. Every rank of the world must call it, in the same order: it makes groups."""
         members = sorted(set(coordinates))
-        if len(members) == self.mesh.size(axis):
+        name = self._subset_name(axis, members)
+        if name == axis:
             return axis
-        name = f"{axis}[{'+'.join(map(str, members))}]"
         group = self._further(axis, name, members)
         if group is not None:
             along = self.ranks(axis)
             self._groups[name], self._subsets[name] = group, [along[i] for i in members]
         return name
 
+    def _subset_name(self, axis: str, members: Sequence[int]) -> str:
+        return axis if len(members) == self.mesh.size(axis) else f"{axis}[{'+'.join(map(str, members))}]"
+
+    def _resolved(self, axis: str) -> str:
+        """Of a level: the axis or subset that it is for this rank."""
+        if axis in self._levels:
+            return self._levels[axis]
+        if "%" in axis or "/" in axis:
+            known = ", ".join(self._levels)
+            raise ValueError(f"groups: no level {axis!r} in the mesh {self.mesh}; there are {known}")
+        return axis
+
     def size(self, axis: str) -> int:
-        """Number of ranks along an axis (or joined axes)."""
+        """Number of ranks along an axis."""
+        axis = self._resolved(axis)
         if axis in self._subsets:
             return len(self._subsets[axis])
         out = 1
@@ -226,6 +284,7 @@ class Groups:
 
     def ranks(self, axis: str) -> list[int]:
         """Global ranks of my group, in the order of the axis (of joined axes: the first varies slowest)."""
+        axis = self._resolved(axis)
         if axis in self._subsets:
             return list(self._subsets[axis])
         return _ranks_of(self.mesh, axis.split(","), self.rank)
@@ -236,6 +295,7 @@ class Groups:
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The process group. Raises ValueError for an axis that the mesh lacks, or joined axes out of mesh order."""
+        axis = self._resolved(axis)
         if axis in self._subsets:
             return self._groups[axis]
         wanted = [name for name in axis.split(",") if self.mesh.size(name) > 1 or name == axis]
@@ -253,11 +313,20 @@ class Groups:
         return ",".join(self.mesh.sizes)
 
 
-def agree(groups: Groups, digest: str, what: str, axis: str | None = None, timeout: float | None = None) -> None:
+def agree(
+    groups: Groups,
+    digest: str,
+    what: str,
+    axis: str | None = None,
+    timeout: float | None = None,
+    need: str = "",
+    way_out: str = "give every rank the same model, mesh, options and batch shapes",
+) -> None:
     """All ranks (or those of my group on ``axis``) must hold the same digest.
 
-    Raises the same ValueError on each of them that names the ranks which differ, and RuntimeError naming the ranks
-    that do not come within the timeout. Goes through the store: no device, no process group.
+    Raises the same ValueError on each of them that says the need, the ranks which differ and the way out, and
+    RuntimeError naming the ranks that do not come within the timeout. Goes through the store: no device, no process
+    group.
     """
     ranks = groups.ranks(axis) if axis else list(range(groups.mesh.world_size))
     if len(ranks) == 1:
@@ -272,7 +341,9 @@ def agree(groups: Groups, digest: str, what: str, axis: str | None = None, timeo
     values = [v.decode() for v in store.multi_get(keys)]
     if count:  # everybody has set this round's key, so everybody has read the last round's
         store.delete_key(f"{count - 1}/{groups.rank}")
-    _compare(what, ranks, values)
+    found = _differences(ranks, values)
+    if found:
+        raise ValueError(f"{need or f'agree: {what} must be the same on all ranks'}, found {found}; {way_out}")
 
 
 def _wait_for(store: dist.Store, keys: list[str], ranks: list[int], what: str, limit: float) -> None:
@@ -287,17 +358,14 @@ def _wait_for(store: dist.Store, keys: list[str], ranks: list[int], what: str, l
         pause = min(2 * pause, 0.001 if waited < 0.1 else 0.02)
 
 
-def _compare(what: str, ranks: Sequence[int], values: Sequence[str]) -> None:
+def _differences(ranks: Sequence[int], values: Sequence[str]) -> str:
+    """Who holds what, if not all hold the same: first those that differ from most."""
     by_value: dict[str, list[int]] = {}
     for rank, value in zip(ranks, values):
         by_value.setdefault(value, []).append(rank)
     if len(by_value) == 1:
-        return
+        return ""
     common = max(by_value, key=lambda v: len(by_value[v]))
     odd = {value: who for value, who in by_value.items() if value != common}
     listed = "; ".join(f"rank {', '.join(map(str, who))}: {value.partition(chr(10))[2]}" for value, who in odd.items())
-    rest = f"rank {', '.join(map(str, by_value[common]))}: {common.partition(chr(10))[2]}"
-    raise ValueError(
-        f"agree: {what} must be the same on all ranks, found {listed}; against {rest}; "
-        "give every rank the same model, mesh, options and batch shapes"
-    )
+    return f"{listed}; against rank {', '.join(map(str, by_value[common]))}: {common.partition(chr(10))[2]}"

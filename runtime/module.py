@@ -21,7 +21,7 @@ from autopar.placement import PARTIAL, Placement, Shard
 from autopar.plan import Plan
 from autopar.rules import result_placements
 from autopar.runtime import state
-from autopar.runtime.batches import by_name, facts_of, shapes_of, tensors_of
+from autopar.runtime.batches import agree_on_contents, by_name, facts_of, shapes_of, tensors_of
 from autopar.runtime.clipping import clip_gradients
 from autopar.runtime.comm import Ledger, add_ledgers
 from autopar.runtime.executor import Executor, digest_of, has_losses
@@ -206,6 +206,7 @@ class ParallelModule(nn.Module):
         key = (train, outputs, facts_of(named))
         # a store round trip per step: a rank with another batch would otherwise end in a hang
         agree(self._groups, str(key), "the shapes of the batch")
+        agree_on_contents(self._groups, named)
         executor = self._executors.get(key)
         if executor is None:
             executor = self._executors[key] = self._compile(named, train, outputs)

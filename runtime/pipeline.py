@@ -95,7 +95,8 @@ class PipelineExecutor:
     @property
     def traffic(self) -> Ledger:
         """Calls and bytes sent by this rank so far, by (axis, kind)."""
-        return add_ledgers(self._own_traffic, self.channels.traffic)
+        attention = {bound.comms for bound in self.program.runs}
+        return add_ledgers(self._own_traffic, self.channels.traffic, *(comms.traffic for comms in attention))
 
     # --- a step -------------------------------------------------------------------------------------------
 

@@ -6,14 +6,17 @@ So the numbers of any mesh can be checked without processes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
+from autopar.graph import arguments
 from autopar.mesh import Mesh
+from autopar.ops import context
 from autopar.placement import Shard, join, piece, scaled_blocks
+from tests.attention_ranks import run
 
 ops = torch.ops.autopar
 
@@ -29,6 +32,9 @@ def simulate(gm: GraphModule, inputs: Sequence[Sequence[Any]], mesh: Mesh) -> li
                 env[rank][node] = next(fed[rank])
         elif node.op == "output":
             return [torch.fx.node.map_arg(node.args[0], lambda n, e=env[rank]: e[n]) for rank in world]
+        elif node.target in CONTEXT:
+            for rank, value in enumerate(_context(node, env, mesh)):
+                env[rank][node] = value
         elif node.target in COLLECTIVE:
             for rank, value in enumerate(_collective(node, env, mesh)):
                 env[rank][node] = value
@@ -48,6 +54,19 @@ def _collective(node: Node, env: list[dict[Node, Any]], mesh: Mesh) -> list[torc
         group = mesh.group_of(axis, rank)
         out.append(run([env[r][x] for r in group], group.index(rank), *node.args[1:]))
     return out
+
+
+def _context(node: Node, env: list[dict[Node, Any]], mesh: Mesh) -> list[tuple[torch.Tensor, ...]]:
+    """Attention over ranks: a thread per rank of each group."""
+    run_one, axis = CONTEXT[node.target], arguments(node)["axis"]
+    out: dict[int, tuple[torch.Tensor, ...]] = {}
+    for rank in range(mesh.world_size):
+        group = mesh.group_of(axis, rank)
+        if rank == group[0]:
+            args = [torch.fx.node.map_arg(node.args, lambda n, e=env[r]: e[n]) for r in group]
+            found, _ = run(len(group), lambda comm, args=args: run_one(comm, *args[comm.rank]))
+            out |= dict(zip(group, found))
+    return [out[rank] for rank in range(mesh.world_size)]
 
 
 def _all_reduce(xs: list[torch.Tensor], me: int, axis: str, op: str) -> torch.Tensor:
@@ -77,6 +96,10 @@ def _shard_pad(xs: list[torch.Tensor], me: int, dim: int, blocks: list[int], axi
     return join(pieces, Shard(dim, scaled_blocks(blocks, xs[me].shape[dim] * size)))
 
 
+CONTEXT: dict[Any, Callable[..., tuple[torch.Tensor, ...]]] = {
+    ops.context_attention.default: context.forward,
+    ops.context_attention_backward.default: context.backward,
+}
 COLLECTIVE = {
     ops.all_reduce.default: (_all_reduce, 1),
     ops.all_gather.default: (_all_gather, 3),

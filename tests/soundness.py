@@ -25,9 +25,9 @@ from autopar.checks import PlacementError, check_types
 from autopar.conversions import conversion_of, is_conversion
 from autopar.graph import has_gradient, mark_gradients, output_node, placement, tensor_operands
 from autopar.mesh import Mesh
-from autopar.pass_manager import Context
+from autopar.pass_manager import Context, Pass
 from autopar.passes.localize_shapes import LocalizeShapes
-from autopar.placement import INVARIANT, PARTIAL, REPLICATE, Placement, Shard, dual
+from autopar.placement import INVARIANT, PARTIAL, REPLICATE, Placement, Shard, dual, extent
 from autopar.rules import RuleError, apply, rule_of, set_results, type_of
 from tests.harness import gather, scatter
 from tests.simulate import simulate
@@ -154,8 +154,10 @@ def candidates(x: Tensor, ranks: int, gradient: bool) -> list[Placement]:
     out += [REPLICATE] if gradient else []
     out += [PARTIAL] if x.dtype != torch.bool else []
     for dim, size in enumerate(x.shape):
-        for blocks in ((size,), (size // 3 * 2, size // 3), (size // 3,) * 3):
-            if size and sum(blocks) == size and not any(b % ranks or not b for b in blocks):
+        half, third = size // 2, size // 3
+        zigzag = (half, -half) if size % (2 * ranks) == 0 else (2 * third, -third)
+        for blocks in ((size,), (2 * third, third), (third,) * 3, zigzag):
+            if extent(blocks) == size and not any(b % ranks or not b for b in blocks):
                 out.append(Shard(dim, blocks))
     return list(dict.fromkeys(out))
 
@@ -284,10 +286,12 @@ class Whole:
         return cls([r.detach() for r in results], tangents, gradients)
 
 
-def compare(sample: Sample, placements: Typed, mesh: Mesh, whole: Whole) -> str:
-    """'' when the pieces give what the whole gives, else what differs."""
+def compare(sample: Sample, placements: Typed, mesh: Mesh, whole: Whole, passes: Sequence[Pass] = ()) -> str:
+    """'' when the pieces give what the whole gives, else what differs. ``passes`` rewrite the typed graph first."""
     try:
-        gm = LocalizeShapes().apply(typed(sample, placements, mesh), Context(mesh))
+        gm = typed(sample, placements, mesh)
+        for p in (*passes, LocalizeShapes()):
+            gm = p.apply(gm, Context(mesh))
         results = [{a: placement(n, a) for a in mesh.cut_order} for n in output_node(gm).args[0]]  # type: ignore[union-attr]
         check_types(gm, Context(mesh))
         _clone_outputs(gm)

@@ -15,10 +15,11 @@ from autopar.mesh import Mesh
 from autopar.placement import INVARIANT, PARTIAL, REPLICATE, Placement, Shard
 from autopar.rules import RULES, Rule, RuleError, apply, rule_of
 from autopar.rules import special as sp
+from autopar.rules.attention import attention as attention_rule
 from autopar.rules.builders import blocks_dims, einsum, factory, named_dims, pointwise, reduction
 from tests.pointwise_samples import complex_, integer, normal
 from tests.rule_samples import DYNAMIC, SAMPLES, STRUCTURE, attention, experts
-from tests.soundness import Sample, Step, Whole, call, candidates, compare, graph_of, typed, unsound
+from tests.soundness import Ref, Sample, Step, Whole, call, candidates, compare, graph_of, typed, unsound
 
 aten, ours = torch.ops.aten, torch.ops.autopar
 
@@ -186,6 +187,49 @@ def test_heads_and_batch_cut_together() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+# --- zigzag -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("blocks", [(4, -4), (-4, 2, 2), (-8,)], ids=str)
+def test_a_flattened_batch_keeps_how_its_sequence_is_dealt(blocks: tuple[int, ...]) -> None:
+    """[B, S, H] -> [B·S, H] -> linear -> [B, S, O]: the pattern stands once per row of the batch, and then alone."""
+    torch.manual_seed(3)
+    sample = Sample(
+        [
+            Step(aten.view.default, (normal(3, 8, 4), [24, 4])),
+            Step(aten.linear.default, (Ref(0), normal(6, 4), normal(6))),
+            Step(aten.view.default, (Ref(1), [3, 8, 6])),
+        ]
+    )
+    mesh, placements = Mesh.of(cp=2), ({"cp": Shard(1, blocks)}, {"cp": R}, {"cp": R})
+    found = [n.meta["placements"]["cp"] for n in typed(sample, placements, mesh).graph.nodes if n.op == "call_function"]
+    assert found == [Shard(0, blocks * 3), Shard(0, blocks * 3), Shard(1, blocks)]
+    assert not compare(sample, placements, mesh, Whole.of(sample))
+
+
+def test_zigzag_is_no_pair_of_equal_blocks() -> None:
+    """(8, -8) of [2·8]: the two rows are dealt differently, so no dim of [2, 8] is cut."""
+    with pytest.raises(RuleError, match="does not divide over 2"):
+        typed(call(aten.view.default, normal(16), [2, 8]), ({"cp": Shard(0, (8, -8))},), Mesh.of(cp=2))
+    with pytest.raises(RuleError, match="boundary of the dim's factors"):
+        typed(call(aten.view.default, normal(24), [3, 8]), ({"cp": Shard(0, (8, -8, -8))},), Mesh.of(cp=2))
+
+
+@pytest.mark.parametrize("blocks", [(6, -6), (-12,)], ids=str)
+def test_a_vocabulary_is_not_dealt_backwards(blocks: tuple[int, ...]) -> None:
+    embedding = call(aten.embedding.default, normal(12, 4), integer(6, high=12))
+    with pytest.raises(RuleError, match="consecutive entries of v"):
+        typed(embedding, ({"tp": Shard(0, blocks)}, {}), Mesh.of(tp=2))
+
+
+def test_parts_of_a_concatenation_are_dealt_on_their_own() -> None:
+    sample = call(aten.cat.default, [normal(8, 3), normal(4, 3)])
+    placements = ({"cp": Shard(0, (4, -4))}, {"cp": Shard(0, (-4,))})
+    (result,) = (n for n in typed(sample, placements, Mesh.of(cp=2)).graph.nodes if n.op == "call_function")
+    assert result.meta["placements"]["cp"] == Shard(0, (4, -4, -4))
+    assert not compare(sample, placements, Mesh.of(cp=2), Whole.of(sample))
+
+
 # --- a wrong rule is caught -------------------------------------------------------------------------------------------
 
 
@@ -200,7 +244,7 @@ def linear_in_all(build: Callable[[Any], Rule]) -> Callable[[Any], Rule]:
 
 
 WRONG: dict[str, tuple[Sample, Callable[[Any], Rule]]] = {
-    "attention with its sequence cut": (SAMPLES[ours.attention.default][0], without_blocks(sp.attention)),
+    "attention with its sequence cut": (SAMPLES[ours.attention.default][0], without_blocks(attention_rule)),
     "softmax over a cut dim": (call(aten.softmax.int, normal(2, 6), -1), blocks_dims(lambda c: [], "")),
     "norm over a cut dim": (call(aten.layer_norm.default, normal(2, 6), [6]), without_blocks(sp.layer_norm)),
     "maximum as a contraction": (call(aten.amax.default, normal(2, 6), [1]), reduction(linear=True)),

@@ -8,7 +8,7 @@ Scores, in this order: s = scale * q.k; softcap: s = cap * tanh(s / cap); s += b
 one further logit per head, in the denominator only. A row without any allowed key gives out = 0 and lse = -inf (its
 sink, if there is one). Half types accumulate in float32.
 
-Two ways to compute: torch's flash kernels where they apply (`_flash`), else plain matrix products (`_Scores`).
+What computes is the first of `autopar.ops.kernels` that applies.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from autopar.ops import kernels
 from autopar.ops.dropout import keep_mask
+from autopar.ops.kernels import wide
 
 _FACTS = (
     "Tensor? bias, Tensor? key_mask, Tensor? segments, Tensor? sinks, Tensor? seed, bool causal, SymInt window, "
@@ -43,6 +44,8 @@ class Facts:
     chunk     0, or i // chunk == j // chunk
     offset    where the queries stand among the keys: row r is query i = r + offset (0: top-left aligned)
     softcap   0, or the cap
+
+    mask is no argument of the operator: a further mask for a block of a larger attention (`autopar.ops.attend`).
     """
 
     bias: Tensor | None
@@ -60,6 +63,7 @@ class Facts:
     site: int
     index: Sequence[Tensor]
     shape: Sequence[int]
+    mask: Tensor | None = None  # bool [B|1, 1, Sq, Sk], True = attend
 
     def allowed(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
         """Bool mask [B|1, 1, Sq, Sk], True = attend; None if everything is allowed."""
@@ -77,6 +81,8 @@ class Facts:
         if self.segments is not None:
             mine = self.segments.narrow(-1, self.offset, queries)
             terms.append((mine.unsqueeze(-1) == self.segments.unsqueeze(-2)).unsqueeze(1))
+        if self.mask is not None:
+            terms.append(self.mask)
         if not terms:
             return None
         out = terms[0]
@@ -85,10 +91,14 @@ class Facts:
         return out if out.dim() == 4 else out[None, None]
 
     @property
+    def by_position_alone(self) -> bool:
+        """Causal, window and chunk say all of the mask."""
+        return all(m is None for m in (self.bias, self.key_mask, self.segments, self.mask))
+
+    @property
     def only_causal(self) -> bool:
         """No mask beside the triangle, so that a kernel's own causal flag says it all."""
-        masks = (self.bias, self.key_mask, self.segments)
-        return all(m is None for m in masks) and not self.window and not self.chunk
+        return self.by_position_alone and not self.window and not self.chunk
 
     def additive_mask(self, q: Tensor, keys: int) -> Tensor:
         """Bias and mask as one float mask of q's dtype."""
@@ -108,62 +118,9 @@ class Facts:
         return keep_mask(scores_shape, self.seed, self.dropout, self.site, self.index, self.shape)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return dtype if dtype == torch.float64 else torch.float32
-
-
 def _rows_first(x: Tensor) -> Tensor:
     """[B, H, S, D] stored as [B, S, H, D]: joining the heads afterwards is a view."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-class _Scores:
-    """The plain way: all scores at once, query heads of one key head stacked so that k and v stay unexpanded."""
-
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> None:
-        self.facts = facts
-        self.wide = _wide(q.dtype)
-        self.q, self.k, self.v = q.to(self.wide), k.to(self.wide), v.to(self.wide)
-        self.shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-        raw = self.product(self.q, self.k.transpose(-1, -2)) * facts.scale
-        self.tanh = torch.tanh(raw / facts.softcap) if facts.softcap else None
-        scores = raw if self.tanh is None else self.tanh * facts.softcap
-        if facts.bias is not None:
-            scores = scores + facts.bias.to(self.wide)
-        allowed = facts.allowed(self.shape[2], self.shape[3], q.device)
-        self.scores = scores if allowed is None else scores.masked_fill(~allowed, float("-inf"))
-
-    def product(self, left: Tensor, right: Tensor) -> Tensor:
-        """left [B, Hq, S, *] @ right [B, Hk, *, *] with the heads of one group stacked along S."""
-        batch, heads, size, inner = left.shape
-        stacked = left.reshape(batch, right.shape[1], -1, inner) @ right
-        return stacked.reshape(batch, heads, size, right.shape[-1])
-
-    def reduce(self, left: Tensor, right: Tensor) -> Tensor:
-        """left' @ right, summed over the query heads of a key head: [B, Hk, *, *]."""
-        batch, _, _, inner = left.shape
-        groups = self.k.shape[1]
-        return left.reshape(batch, groups, -1, inner).transpose(-1, -2) @ right.reshape(
-            batch, groups, -1, right.shape[-1]
-        )
-
-    def lse(self) -> Tensor:
-        lse = torch.logsumexp(self.scores, -1)
-        if self.facts.sinks is not None:
-            lse = torch.logaddexp(lse, self.facts.sinks.to(self.wide)[:, None])
-        return lse
-
-    def probabilities(self, lse: Tensor) -> Tensor:
-        safe = lse.masked_fill(lse == float("-inf"), 0.0)
-        return torch.exp(self.scores - safe.unsqueeze(-1))
-
-    def kept(self) -> Tensor | None:
-        """What the probabilities are multiplied with by dropout."""
-        p = self.facts.dropout
-        if not p:
-            return None
-        keep = self.facts.keep(self.shape).to(self.wide)
-        return keep / (1.0 - p) if p < 1 else torch.zeros_like(keep)
 
 
 @torch.library.custom_op(
@@ -178,15 +135,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *facts: Any) -> tuple[Tensor, Ten
     float64 for float64 inputs, and not differentiable. The rest is `Facts`.
     """
     known = Facts(*facts)
-    if kernels.applies(q, k, v, known):
-        out, lse = kernels.forward(q, k, v, known)
-        return _rows_first(out), lse.contiguous()
-    scores = _Scores(q, k, v, known)
-    lse = scores.lse()
-    weights, kept = scores.probabilities(lse), scores.kept()
-    if kept is not None:
-        weights = weights * kept
-    return _rows_first(scores.product(weights, scores.v).to(q.dtype)), lse
+    out, lse = kernels.forward(q, k, v, known)
+    return _rows_first(out.to(q.dtype)), lse.contiguous()
 
 
 @attention.register_fake
@@ -195,7 +145,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *facts: Any) -> tuple[Tensor, Tensor]:
     if heads % k.shape[1]:
         raise ValueError(f"attention: {heads} query heads need a divisor as key heads, found {k.shape[1]}")
     out = q.new_empty(batch, size, heads, v.shape[-1]).transpose(1, 2)
-    return out, q.new_empty(batch, heads, size, dtype=_wide(q.dtype))
+    return out, q.new_empty(batch, heads, size, dtype=wide(q.dtype))
 
 
 @torch.library.custom_op(
@@ -215,26 +165,12 @@ def attention_backward(
     *rest, bias_needs_grad = facts
     known = Facts(*rest)
     to_sinks = _sinks_grad(grad, out, lse, known)
-    if kernels.applies(q, k, v, known) and not bias_needs_grad:
-        to_q, to_k, to_v = kernels.backward(grad, q, k, v, out, lse, known)
-        return _rows_first(to_q), _rows_first(to_k), _rows_first(to_v), q.new_empty(0), to_sinks
-    scores = _Scores(q, k, v, known)
-    weights, kept = scores.probabilities(lse), scores.kept()
-    wide = grad.to(scores.wide)
-    to_v = scores.reduce(weights if kept is None else weights * kept, wide)
-    to_weights = scores.product(wide, scores.v.transpose(-1, -2))
-    if kept is not None:
-        to_weights = to_weights * kept
-    delta = (wide * out.to(scores.wide)).sum(-1, keepdim=True)
-    to_scores = weights * (to_weights - delta)
-    to_bias = _sum_to(to_scores, known.bias) if bias_needs_grad and known.bias is not None else q.new_empty(0)
-    if scores.tanh is not None:
-        to_scores = to_scores * (1 - scores.tanh.square())
-    to_scores = to_scores * known.scale
-    to_q = scores.product(to_scores, scores.k)
-    to_k = scores.reduce(to_scores, scores.q)
-    grads = (_rows_first(g.to(x.dtype)) for g, x in ((to_q, q), (to_k, k), (to_v, v)))
-    return *grads, to_bias, to_sinks  # type: ignore[return-value]
+    needs_bias = bias_needs_grad and known.bias is not None
+    *grads, to_bias = kernels.backward(grad, q, k, v, out, lse, known, needs_bias)
+    ready = (_rows_first(g.to(x.dtype)) for g, x in zip(grads, (q, k, v)))
+    if to_bias is None:
+        return *ready, q.new_empty(0), to_sinks  # type: ignore[return-value]
+    return *ready, to_bias.to(known.bias.dtype, memory_format=torch.contiguous_format).clone(), to_sinks
 
 
 def _sinks_grad(grad: Tensor, out: Tensor, lse: Tensor, facts: Facts) -> Tensor:
@@ -243,13 +179,6 @@ def _sinks_grad(grad: Tensor, out: Tensor, lse: Tensor, facts: Facts) -> Tensor:
         return grad.new_empty(0)
     delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     return -(torch.exp(facts.sinks.to(lse.dtype)[:, None] - lse) * delta).sum((0, 2)).to(facts.sinks.dtype)
-
-
-def _sum_to(x: Tensor, like: Tensor) -> Tensor:
-    """The gradient of a broadcast: summed over the dims that ``like`` has once."""
-    x = x.sum(tuple(range(x.dim() - like.dim()))) if x.dim() > like.dim() else x
-    once = tuple(d for d in range(like.dim()) if like.shape[d] == 1 and x.shape[d] != 1)
-    return (x.sum(once, keepdim=True) if once else x).to(like.dtype, memory_format=torch.contiguous_format).clone()
 
 
 @attention_backward.register_fake

@@ -14,10 +14,11 @@ from autopar.mesh import Mesh
 from autopar.placement import INVARIANT, REPLICATE, Placement, Shard, local_shape
 from autopar.plan import Options, ParameterPlan, Plan, Stream, graph_digest
 from autopar.planner.closure import Analysis
+from autopar.planner.context import ContextPlan, plan_context
 from autopar.planner.sequence import find_streams
 from autopar.planner.tensor_parallel import plan_tensor_parallel
 
-PLANNED_AXES = ("pp", "dp", "tp")
+PLANNED_AXES = ("pp", "dp", "cp", "tp")
 
 
 def make_plan(
@@ -52,6 +53,7 @@ def make_plan(
     notes: list[tuple[str, str]] = []
     streams: tuple[Stream, ...] = ()
     slices: dict[str, Placement] = {}
+    context = plan_context(gm, mesh, options) if mesh.size("cp") > 1 else ContextPlan()
     if mesh.size("tp") > 1:
         analysis = Analysis(gm, mesh, "tp")
         keep = {n: p.stored for n, name in names.items() if isinstance((p := _fixed(fixed, name, "tp")).stored, Shard)}
@@ -66,16 +68,21 @@ def make_plan(
             raise ValueError(_nothing_to_cut(chosen.refused, mesh))
         notes += _refusals(parameters, chosen.refused, {name: len(global_shape(n)) for n, name in names.items()})
         if options.sequence_parallel:
-            streams = find_streams(gm, chosen.contractions, mesh, "tp")
+            streams = find_streams(gm, chosen.contractions, mesh, "tp", context.chunks(mesh.size("cp")))
     if mesh.size("dp") > 1:
         for node, name in names.items():
             p = _data_parallel(node, parameters[name], options, mesh)
             parameters[name]["dp"] = p if fixed is None else fixed.parameter(name, "dp")
+    if mesh.size("cp") > 1:
+        for axes in parameters.values():
+            axes["cp"] = ParameterPlan(INVARIANT, REPLICATE, "whole; gradients of all tokens are summed")
     if options.micro_batches > 1:
         for axes in parameters.values():
             axes["mb"] = ParameterPlan(INVARIANT, REPLICATE, "gradients of micro-batches are added up")
     inputs = _inputs(gm, mesh, options.micro_batches, replicated_inputs)
-    plan = Plan(mesh, digest, options, parameters, inputs, streams, tuple(notes), slices=slices)
+    streams += tuple(context.streams)
+    notes += context.notes
+    plan = Plan(mesh, digest, options, parameters, inputs, streams, tuple(notes), slices=slices, attention=context.attention)
     overrides = fixed.overrides if fixed is not None else {}
     return plan.override({n: axes for n, axes in overrides.items() if n in plan.parameters or n in plan.inputs})
 

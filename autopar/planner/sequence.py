@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.graph import getitem_index, global_shape, is_call, module_path, tensor_operands
+from autopar.graph import arguments, getitem_index, global_shape, is_call, module_path, shape_on, tensor_operands
 from autopar.mesh import Mesh
-from autopar.placement import Shard
+from autopar.placement import Shard, scaled_blocks
 from autopar.plan import Stream
 from autopar.rules import Rule, RuleError, has_rule, rule_of
 
@@ -20,8 +21,12 @@ SOURCES = (
 )
 
 
-def find_streams(gm: GraphModule, contractions: list[Node], mesh: Mesh, axis: str) -> tuple[Stream, ...]:
+def find_streams(
+    gm: GraphModule, contractions: list[Node], mesh: Mesh, axis: str, chunks: Mapping[Node, int]
+) -> tuple[Stream, ...]:
     """One stream per residual stream: each pending sum (..., sequence, width) that no earlier stream reaches.
+
+    ``chunks``: into how many pieces another axis cuts the sequence of a value; each of them is cut.
 
     Raises ValueError when a stream's sequence does not divide over the axis.
     """
@@ -32,28 +37,40 @@ def find_streams(gm: GraphModule, contractions: list[Node], mesh: Mesh, axis: st
         if not is_call(node, *SOURCES) or len(global_shape(node)) < 3 or node in labels:
             continue
         dim = len(global_shape(node)) - 2
-        size, ranks = global_shape(node)[dim], mesh.size(axis)
-        if size % ranks:
+        size, count = global_shape(node)[dim], chunks.get(node, 1)
+        pieces = mesh.size(axis) * count
+        if size % pieces:
             raise ValueError(
                 f"sequence_parallel: sequence length {size} of the stream in {module_path(node) or node.name} does not "
-                f"divide over axis {axis!r} of size {ranks}; pad to {-(-size // ranks) * ranks} or set "
-                "sequence_parallel=False"
+                f"divide over axis {axis!r} of size {mesh.size(axis)}{f' in {count} chunks' if count > 1 else ''}; pad "
+                f"to {-(-size // pieces) * pieces} or set sequence_parallel=False"
             )
-        streams.append(Stream(node.name, dim, f"residual stream of {module_path(node) or node.name}"))
-        labels |= spread_label(node, Shard(dim), mesh, axis)
+        shard = Shard(dim, (size // count,) * count)
+        streams.append(Stream(node.name, dim, f"residual stream of {module_path(node) or node.name}", axis, shard.blocks))
+        labels |= spread_label(node, shard, mesh, axis)
     return tuple(streams)
 
 
 def stream_labels(gm: GraphModule, streams: tuple[Stream, ...], mesh: Mesh, axis: str) -> dict[Node, Shard]:
-    """The sequence dim of every value of the streams, as the Shard that would cut it."""
+    """The sequence dim of every value of an axis' streams, as the Shard that would cut it."""
     by_name = {n.name: n for n in gm.graph.nodes}
     labels: dict[Node, Shard] = {}
     for stream in streams:
-        if stream.node not in by_name:
-            raise ValueError(f"plan: the stream's start {stream.node!r} is not in this graph; make a plan for it")
-        for node, shard in spread_label(by_name[stream.node], Shard(stream.dim), mesh, axis).items():
-            labels.setdefault(node, shard)
+        if stream.axis == axis:
+            start = _start_of(stream, by_name)
+            shard = Shard(stream.dim, scaled_blocks(stream.blocks, shape_on(start, axis, mesh)[stream.dim]))
+            for node, label in spread_label(start, shard, mesh, axis).items():
+                labels.setdefault(node, label)
     return labels
+
+
+def _start_of(stream: Stream, by_name: Mapping[str, Node]) -> Node:
+    name, _, operand = stream.node.partition(".")
+    if name not in by_name:
+        raise ValueError(f"plan: the stream's start {stream.node!r} is not in this graph; make a plan for it")
+    node = by_name[name]
+    start: Node = arguments(node)[operand] if operand else node
+    return start
 
 
 def spread_label(start: Node, shard: Shard, mesh: Mesh, axis: str) -> dict[Node, Shard]:

@@ -34,7 +34,7 @@ def result_placements(node: Node, axis: str) -> tuple[Placement, ...]:
     if several is not None:
         found: tuple[Placement, ...] = several.get(axis, (INVARIANT,) * len(values(node)))
         return found
-    return (placement(node, axis),)
+    return (placement(node, axis),) * len(values(node))
 
 
 def set_results(node: Node, axis: str, placements: list[Placement]) -> None:

@@ -13,7 +13,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from autopar.placement import INVARIANT, PARTIAL, REPLICATE, Invariant, Partial, Pieces, Placement, Replicate, Shard
+from autopar.placement import (
+    INVARIANT,
+    PARTIAL,
+    REPLICATE,
+    Invariant,
+    Partial,
+    Pieces,
+    Placement,
+    Replicate,
+    Shard,
+    extent,
+)
 
 
 @dataclass(frozen=True)
@@ -25,7 +36,7 @@ class Cat:
 
 Dim = tuple[str, ...] | Cat
 Dims = tuple[Dim, ...]
-Cut = dict[str, tuple[int, ...]]  # the factors cut by an axis, each with the blocks of its own extent
+Cut = dict[str, tuple[int, ...]]  # the factors cut by an axis, each with the blocks of its own extent, as in `Shard`
 
 
 class RuleError(Exception):
@@ -42,7 +53,7 @@ class Rule:
     ``keep_partial``: whether passing a Partial on is as cheap as resolving it first (views, sums of addends).
     ``addends``: operand -> factor; when the factor is cut the operand is expected Partial: each rank's own part of
     a sum (the row offsets of the tokens it holds).
-    ``one_block``: factors of which a rank must hold consecutive entries (the rows of a vocabulary).
+    ``one_block``: factors of which rank r must hold the r-th consecutive entries (the rows of a vocabulary).
     """
 
     operands: tuple[Dims | None, ...]
@@ -66,7 +77,7 @@ class Rule:
         for factor, sizes in cut.items():
             if factor in self.blocked:
                 raise RuleError(f"dim {shard.dim} of size {size} cannot be cut: {self.blocked[factor]}")
-            if factor in self.one_block and len(sizes) > 1:
+            if factor in self.one_block and sizes != (self.sizes[factor],):
                 raise RuleError(f"{shard} cuts blocks, but a rank must hold consecutive entries of {factor}")
             if any(b % ranks for b in sizes):
                 raise RuleError(f"a size of {next(b for b in sizes if b % ranks)} does not divide over {ranks} ranks")
@@ -86,10 +97,10 @@ class Rule:
         cut, position = {}, 0
         for part in dim.parts:
             taken: list[int] = []
-            while sum(taken) < self.sizes[part] and position < len(blocks):
+            while extent(taken) < self.sizes[part] and position < len(blocks):
                 taken.append(blocks[position])
                 position += 1
-            if sum(taken) != self.sizes[part]:
+            if extent(taken) != self.sizes[part]:
                 return None
             cut[part] = tuple(taken)
         return cut
@@ -103,7 +114,7 @@ class Rule:
             if len(blocks) % outer or blocks != blocks[:period] * outer or any(b % inner for b in blocks[:period]):
                 continue
             mine = tuple(b // inner for b in blocks[:period])
-            if sum(mine) != sizes[i] or sizes[i] == 1:
+            if extent(mine) != sizes[i] or sizes[i] == 1:
                 continue
             if all(b % ranks == 0 for b in mine):
                 return {factor: mine}

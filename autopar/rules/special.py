@@ -1,4 +1,4 @@
-"""Rules of operators with a meaning of their own: embedding, loss, attention, convolution, experts, indexing."""
+"""Rules of operators with a meaning of their own: embedding, loss, convolution, experts, indexing."""
 
 from __future__ import annotations
 
@@ -32,44 +32,6 @@ def cross_entropy(call: Call) -> Rule:
     rows, classes = call.shape("logits")
     n, c = call.factor("n", rows), call.factor("c", classes)
     return call.rule([(n, c), (n,)], [(n,), (n,)], absorbed=frozenset({"c"}), one_block=frozenset({"c"}))
-
-
-def attention(call: Call) -> Rule:
-    """q (b, hk·g, s, d), k (b, hk, t, d), v (b, hk, t, e) -> (b, hk·g, s, e), (b, hk·g, s). Heads and batch may be
-    cut; so may queries into token slices (axis "sl") where each attends to keys that an earlier slice or its own made.
-    """
-    batch, heads, queries, width = call.shape("q")
-    _, kv_heads, keys, _ = call.shape("k")
-    b, s, t = call.factor("b", batch), call.factor("s", queries), call.factor("t", keys)
-    d, e = call.factor("d", width), call.factor("e", call.shape("v")[3])
-    hk, g = call.factor("hk", kv_heads), call.factor("g", heads // kv_heads)
-    h = (*hk, *g)
-    full: Dims = (b, h, s, t)
-    optional: dict[str, Dims] = {"sinks": (h,), "key_mask": (b, t), "segments": (b, t)}
-    operands: list[Dims | None] = [(b, h, s, d), (b, hk, t, d), (b, hk, t, e)]
-    for name in ("bias", "key_mask", "segments", "sinks", "seed"):
-        if isinstance(call.args.get(name), Node):
-            shape = call.shape(name)
-            if name == "bias":
-                operands.append(_aligned(call, shape, full, (batch, heads, queries, keys)))
-            elif name == "seed":
-                operands.append(())
-            else:
-                operands.append(tuple(() if n == 1 else dim for n, dim in zip(shape, optional[name], strict=True)))
-    operands += [None] * (len(call.operands) - len(operands))
-    why = "attention mixes it; context parallelism cuts it"
-    if call.axis == "sl":
-        why = "queries attend to later tokens: no causal flag is set"
-    causal = call.args["causal"] and queries == keys
-    blocked = {f: why for f in (t if call.axis == "sl" and causal else (*s, *t))}
-    blocked |= {f: "attention contracts it before a softmax" for f in d}
-    blocked |= {f: "the log-sum-exp beside the result does not have it" for f in e}
-    return call.rule(operands, [(b, h, s, e), (b, h, s)], blocked=blocked)
-
-
-def _aligned(call: Call, shape: tuple[int, ...], full: Dims, sizes: tuple[int, ...]) -> Dims:
-    offset = len(full) - len(shape)
-    return tuple(full[i + offset] if n == sizes[i + offset] and n != 1 else () for i, n in enumerate(shape))
 
 
 def dropout(call: Call) -> Rule:

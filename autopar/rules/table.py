@@ -10,8 +10,10 @@ import torch
 import autopar.ops  # noqa: F401  (registers the operators that the table names)
 from autopar.adapters.operators import makes_tensors, mutates
 from autopar.conversions import convert, exchange, exchange_slice
+from autopar.ops.context import attention_of_piece
 from autopar.rules import special as sp
 from autopar.rules import views as vw
+from autopar.rules.attention import attention
 from autopar.rules.builders import blocks_dims, einsum, factory, like, opaque, pointwise, reduction, words
 from autopar.rules.call import Call, RuleFunction
 from autopar.vocabulary import cross_entropy_of_piece, embedding_of_piece
@@ -95,7 +97,7 @@ add("autopar::moe_dispatch", sp.moe_dispatch)
 add("autopar::moe_combine", sp.moe_combine)
 add("embedding", sp.embedding)
 add("autopar::cross_entropy", sp.cross_entropy)
-add("autopar::attention", sp.attention)
+add("autopar::attention", attention)
 
 # Rearrangements.
 add("view.default reshape _unsafe_view flatten.using_ints unflatten.int unsqueeze squeeze", vw.reshape)
@@ -142,6 +144,7 @@ add(
     opaque("its size depends on values"),
 )
 
+RULES[attention_of_piece] = attention
 RULES[embedding_of_piece] = sp.embedding
 RULES[cross_entropy_of_piece] = sp.cross_entropy
 RULES[operator.getitem] = sp.getitem

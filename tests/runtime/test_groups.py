@@ -61,6 +61,42 @@ def test_joined_axes_of_a_larger_mesh() -> None:
     assert ranks == "[2, 3, 6, 7]" and "in mesh order" in order and "no axis 'xx'" in unknown
 
 
+def levels() -> tuple[dict[str, list[int]], str]:
+    groups, alone = Groups(init_mesh(cp=4)), Groups(init_mesh(dp=4))
+    found = {}
+    for level in ("cp%1", "cp%2", "cp%4", "cp/1", "cp/2", "cp/4"):
+        x = torch.tensor(float(groups.rank))
+        dist.all_reduce(x, group=groups.group(level))
+        found[level] = groups.ranks(level)
+        assert x.item() == sum(found[level]) and groups.size(level) == len(found[level])
+        assert dist.get_process_group_ranks(groups.group(level)) == found[level]
+        assert found[level][groups.index(level)] == groups.rank
+    assert alone.ranks("cp%1") == [groups.rank]
+    with pytest.raises(ValueError) as caught:
+        groups.size("cp%3")
+    return found, str(caught.value)
+
+
+def test_levels_of_the_context_axis() -> None:
+    for rank, (found, unknown) in enumerate(run_ranks(4, levels)):
+        low, everybody = rank // 2 * 2, [0, 1, 2, 3]
+        assert found["cp%1"] == found["cp/4"] == [rank] and found["cp%4"] == found["cp/1"] == everybody
+        assert found["cp%2"] == [low, low + 1] and found["cp/2"] == [rank % 2, rank % 2 + 2]
+        assert "no level 'cp%3'" in unknown and "cp%2, cp/2" in unknown
+
+
+def levels_beside_others() -> dict[str, list[int]]:
+    groups = Groups(init_mesh(dp=2, cp=4))
+    assert dist.get_process_group_ranks(groups.channel("home", "cp/2")) == groups.ranks("cp/2")
+    return {level: groups.ranks(level) for level in ("cp%2", "cp/2")}
+
+
+def test_levels_stay_within_the_coordinates_of_other_axes() -> None:
+    found = run_ranks(8, levels_beside_others)
+    assert [f["cp%2"][0] for f in found] == [0, 0, 2, 2, 4, 4, 6, 6]
+    assert [f["cp/2"] for f in found] == [[0, 2], [1, 3], [0, 2], [1, 3], [4, 6], [5, 7], [4, 6], [5, 7]]
+
+
 def mistakes() -> list[str]:
     def message(**kwargs: Any) -> str:
         with pytest.raises(ValueError) as caught:

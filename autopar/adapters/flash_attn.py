@@ -1,0 +1,62 @@
+"""The flash-attn package (2.7 or later), which computes on tensors [B, S, H, D] and is imported when first used.
+
+https://github.com/Dao-AILab/flash-attention, flash_attn/flash_attn_interface.py
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@functools.cache
+def installed() -> bool:
+    """Whether the package is there."""
+    return importlib.util.find_spec("flash_attn") is not None
+
+
+@functools.cache
+def _interface() -> Any:
+    return importlib.import_module("flash_attn.flash_attn_interface")
+
+
+def _swap(x: Tensor) -> Tensor:
+    """[B, H, S, D] <-> [B, S, H, D]."""
+    return x.transpose(1, 2)
+
+
+def _window(causal: bool, window: int) -> dict[str, int]:
+    """How far to the left and to the right of the diagonal; -1: without limit."""
+    reach = window - 1 if window else -1
+    return {"window_size_left": reach, "window_size_right": 0 if causal else reach}
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """q [B, Hq, Sq, D], k and v [B, Hk, Sk, D] -> out like q, lse [B, Hq, Sq]."""
+    out, lse, *_ = _interface()._flash_attn_forward(
+        _swap(q), _swap(k), _swap(v), dropout_p=0.0, softmax_scale=scale, causal=causal, **_window(causal, window),
+        softcap=softcap, alibi_slopes=None, return_softmax=False,
+    )  # fmt: skip
+    return _swap(out), lse
+
+
+def backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool, window: int,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k and v in their shapes."""
+    q, k, v = _swap(q), _swap(k), _swap(v)
+    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
+    _interface()._flash_attn_backward(
+        _swap(grad), q, k, v, _swap(out), lse, *grads, dropout_p=0.0, softmax_scale=scale, causal=causal,
+        **_window(causal, window), softcap=softcap, alibi_slopes=None, deterministic=False,
+    )  # fmt: skip
+    to_q, to_k, to_v = map(_swap, grads)
+    return to_q, to_k, to_v

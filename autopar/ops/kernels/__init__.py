@@ -1,0 +1,81 @@
+"""Kernels of `autopar::attention`: a table from name to kernel, of which the first that applies computes.
+
+    flash_attn, cudnn, cuda_flash, cuda_efficient    fused, on CUDA
+    cpu_flash                                        fused, on CPUs
+    math                                             plain matrix products: everything
+
+Sinks are merged afterwards, as one further partial result with value zero and log-sum-exp = sink:
+out' = out * exp(lse - lse'), lse' = log(exp(lse) + exp(sink)). The backward needs only out' and lse'.
+
+    with kernels.using("math"): ...      # tests and benchmarks: this one, or an error
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from autopar.ops.kernels.cpu import CpuFlash
+from autopar.ops.kernels.cuda import CudaEfficient, CudaFlash, Cudnn, FlashAttn
+from autopar.ops.kernels.kernel import Grads, Kernel, sum_to, wide
+from autopar.ops.kernels.plain import Math, Meta
+from autopar.registry import Registry
+
+if TYPE_CHECKING:
+    from autopar.ops.attention import Facts
+
+__all__ = ["KERNELS", "Kernel", "applies", "backward", "choose", "forward", "sum_to", "using", "wide"]
+
+KERNELS: Registry[Kernel] = Registry("attention kernel")  # in the order of preference
+for _kernel in (Meta(), FlashAttn(), Cudnn(), CudaFlash(), CudaEfficient(), CpuFlash(), Math()):
+    KERNELS.add(_kernel.name, _kernel)
+
+_forced: list[Kernel] = []  # not a context variable: backwards run on autograd's threads
+
+
+@contextlib.contextmanager
+def using(name: str) -> Iterator[None]:
+    """Within: only this kernel. Raises ValueError for an unknown name, and where it does not apply."""
+    _forced.append(KERNELS[name])
+    try:
+        yield
+    finally:
+        _forced.pop()
+
+
+def choose(q: Tensor, k: Tensor, v: Tensor, facts: Facts, bias_gradient: bool = False) -> Kernel:
+    """The kernel for these tensors and facts; with ``bias_gradient`` one that differentiates the bias."""
+    for kernel in _forced[-1:] or (kernel for _, kernel in KERNELS.items()):
+        if (kernel.bias_gradient or not bias_gradient) and kernel.applies(q, k, v, facts):
+            return kernel
+    raise ValueError(
+        f"attention: kernel {_forced[-1].name!r} was asked for, but does not compute q {list(q.shape)} and k "
+        f"{list(k.shape)} of {q.dtype} on {q.device.type} with these facts"
+        f"{' and a gradient of the bias' if bias_gradient else ''}; leave the choice open or use 'math'"
+    )
+
+
+def applies(q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> bool:
+    """Whether a fused kernel computes this."""
+    return not isinstance(choose(q, k, v, facts), Math)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, Tensor]:
+    """out [B, Hq, Sq, Dv] in q's dtype or a wider one, and lse [B, Hq, Sq], sinks included."""
+    out, lse = choose(q, k, v, facts).forward(q, k, v, facts)
+    if facts.sinks is None:
+        return out, lse
+    merged = torch.logaddexp(lse, facts.sinks.to(lse.dtype)[:, None])
+    return out * torch.exp(lse - merged).unsqueeze(-1).to(out.dtype), merged
+
+
+def backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: Facts, bias_gradient: bool
+) -> Grads:
+    """Gradients of q, k, v and, if asked for, of the bias, in the dtypes in which the kernel has them."""
+    kernel = choose(q, k, v, facts, bias_gradient)
+    return kernel.backward(grad, q, k, v, out, lse, facts, bias_gradient)

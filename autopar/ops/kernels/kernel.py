@@ -1,0 +1,82 @@
+"""What a kernel of `autopar::attention` is, and the arithmetic that several of them share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from autopar.ops.attention import Facts
+
+HALF = (torch.float16, torch.bfloat16)
+NEVER = float("-inf")
+
+Grads = tuple[Tensor, Tensor, Tensor, Tensor | None]  # of q, k, v and, if asked for, of the bias in the bias' shape
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of partial results and of log-sum-exps: float32, or float64 for float64."""
+    return dtype if dtype == torch.float64 else torch.float32
+
+
+class Kernel(ABC):
+    """One way to compute attention, sinks left aside.
+
+    name: what `using` takes. bias_gradient: whether `backward` can differentiate a bias.
+
+    Results come in q's dtype or a wider one, whichever the kernel holds; lse [B, Hq, Sq] is natural, `wide` and -inf in
+    rows without any allowed key, whose out is zero. `backward` reads of ``out`` no more than rowsum(grad * out), and
+    takes lse and out of a larger attention of which k and v are a part.
+    """
+
+    name: str
+    bias_gradient = False
+
+    @abstractmethod
+    def applies(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> bool:
+        """Whether it computes this."""
+
+    @abstractmethod
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, Tensor]:
+        """q [B, Hq, Sq, D], k [B, Hk, Sk, D], v [B, Hk, Sk, Dv] -> out [B, Hq, Sq, Dv], lse [B, Hq, Sq]."""
+
+    @abstractmethod
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: Facts, bias: bool
+    ) -> Grads:
+        """Gradients of q, k, v, and of the bias if ``bias``."""
+
+
+def expand(x: Tensor, heads: int) -> Tensor:
+    """k or v with a head for each query head."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def unexpand(x: Tensor, heads: int) -> Tensor:
+    """The gradient of `expand`: the sum over the query heads of each key head."""
+    return x if x.shape[1] == heads else x.reshape(x.shape[0], heads, -1, *x.shape[2:]).sum(2)
+
+
+def sum_to(x: Tensor, like: Tensor) -> Tensor:
+    """The gradient of a broadcast: summed over the dims that ``like`` has once."""
+    x = x.sum(tuple(range(x.dim() - like.dim()))) if x.dim() > like.dim() else x
+    once = tuple(d for d in range(like.dim()) if like.shape[d] == 1 and x.shape[d] != 1)
+    return x.sum(once, keepdim=True) if once else x
+
+
+def has_size(*tensors: Tensor) -> bool:
+    """No dim is empty, which fused kernels do not take."""
+    return all(x.numel() for x in tensors)
+
+
+def four_dims(mask: Tensor) -> Tensor:
+    """A mask that broadcasts to [B, Hq, Sq, Sk], with four dims."""
+    return mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
+
+
+def empty_rows(mask: Tensor, lse: Tensor) -> Tensor:
+    """Bool in lse's shape [B, Hq, Sq]: the rows in which an additive mask leaves no key."""
+    return (mask == NEVER).all(-1).expand(lse.shape)

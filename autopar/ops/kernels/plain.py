@@ -1,0 +1,108 @@
+"""Attention by plain matrix products: any dtype, any facts, all scores at once; and its shapes alone, on meta."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from autopar.ops.kernels.kernel import NEVER, Grads, Kernel, sum_to, wide
+
+if TYPE_CHECKING:
+    from autopar.ops.attention import Facts
+
+
+class _Scores:
+    """Scores [B, Hq, Sq, Sk], query heads of one key head stacked so that k and v stay unexpanded."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> None:
+        self.facts = facts
+        self.wide = wide(q.dtype)
+        self.q, self.k, self.v = q.to(self.wide), k.to(self.wide), v.to(self.wide)
+        self.shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        raw = self.product(self.q, self.k.transpose(-1, -2)) * facts.scale
+        self.tanh = torch.tanh(raw / facts.softcap) if facts.softcap else None
+        scores = raw if self.tanh is None else self.tanh * facts.softcap
+        if facts.bias is not None:
+            scores = scores + facts.bias.to(self.wide)
+        allowed = facts.allowed(self.shape[2], self.shape[3], q.device)
+        self.scores = scores if allowed is None else scores.masked_fill(~allowed, NEVER)
+
+    def product(self, left: Tensor, right: Tensor) -> Tensor:
+        """left [B, Hq, S, *] @ right [B, Hk, *, *] with the heads of one group stacked along S."""
+        batch, heads, size, inner = left.shape
+        groups = right.shape[1]
+        stacked = left.reshape(batch, groups, heads // groups * size, inner) @ right
+        return stacked.reshape(batch, heads, size, right.shape[-1])
+
+    def reduce(self, left: Tensor, right: Tensor) -> Tensor:
+        """left' @ right, summed over the query heads of a key head: [B, Hk, *, *]."""
+        batch, heads, size, _ = left.shape
+        groups = self.k.shape[1]
+        left, right = (x.reshape(batch, groups, heads // groups * size, x.shape[-1]) for x in (left, right))
+        return left.transpose(-1, -2) @ right
+
+    def probabilities(self, lse: Tensor) -> Tensor:
+        safe = lse.masked_fill(lse == NEVER, 0.0)
+        return torch.exp(self.scores - safe.unsqueeze(-1))
+
+    def kept(self) -> Tensor | None:
+        """What the probabilities are multiplied with by dropout."""
+        p = self.facts.dropout
+        if not p:
+            return None
+        keep = self.facts.keep(self.shape).to(self.wide)
+        return keep / (1.0 - p) if p < 1 else torch.zeros_like(keep)
+
+
+class Math(Kernel):
+    """Matrix products, in float32 or float64. Holds several tensors [B, Hq, Sq, Sk]."""
+
+    name = "math"
+    bias_gradient = True
+
+    def applies(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> bool:
+        return True
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, Tensor]:
+        scores = _Scores(q, k, v, facts)
+        lse = torch.logsumexp(scores.scores, -1)
+        weights, kept = scores.probabilities(lse), scores.kept()
+        return scores.product(weights if kept is None else weights * kept, scores.v), lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: Facts, bias: bool
+    ) -> Grads:
+        scores = _Scores(q, k, v, facts)
+        weights, kept = scores.probabilities(lse), scores.kept()
+        grad, out = grad.to(scores.wide), out.to(scores.wide)
+        to_v = scores.reduce(weights if kept is None else weights * kept, grad)
+        to_weights = scores.product(grad, scores.v.transpose(-1, -2))
+        if kept is not None:
+            to_weights = to_weights * kept
+        to_scores = weights * (to_weights - (grad * out).sum(-1, keepdim=True))
+        to_bias = sum_to(to_scores, facts.bias) if bias and facts.bias is not None else None
+        if scores.tanh is not None:
+            to_scores = to_scores * (1 - scores.tanh.square())
+        to_scores = to_scores * facts.scale
+        return scores.product(to_scores, scores.k), scores.reduce(to_scores, scores.q), to_v, to_bias
+
+
+class Meta(Kernel):
+    """Shapes and dtypes, for tensors on the meta device."""
+
+    name = "meta"
+    bias_gradient = True
+
+    def applies(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> bool:
+        return q.is_meta
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, Tensor]:
+        return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: Facts, bias: bool
+    ) -> Grads:
+        to_bias = facts.bias.new_empty(facts.bias.shape) if bias and facts.bias is not None else None
+        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), to_bias

@@ -1,0 +1,256 @@
+"""Which algorithm each attention over a cut sequence runs, and how the sequence is dealt: by estimated time.
+
+    choose(problem, "auto", Topology("ring"))     -> bi_ring forward, token_ring backward, and why
+    choose(problem, "bi_ring+token_ring", ...)    -> as asked for, or the reason why not
+    choose_layout(problems, "auto", "auto", ...)  -> zigzag for causal self-attention, mostly
+
+Forward and backward are chosen one by one: what goes over the links differs (k and v against their gradients, too), and
+all algorithms take and give the same pieces. Those that exchange heads for sequence keep other pieces for the backward,
+so they run both passes or none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from autopar.attention import ALGORITHMS, LAYOUTS, AttentionAlgorithm, Problem
+from autopar.attention_timeline import AttentionTimeline, play
+from autopar.attention_trace import most_sent, trace
+from autopar.flops import DEFAULT, Device
+from autopar.topology import Topology
+
+AUTO = "auto"
+PASSES = ("forward", "backward")
+WHOLE = 8  # up to so many ranks are all simulated; of more, some
+_AS_FAST = 1.005  # within half a percent of the fastest, what sends less is chosen
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One pass of an algorithm on a problem. seconds: of the slowest rank; exposed: of them, waited for exchanges.
+    sent: (way or kind of collective, bytes) of the rank that sends most. steps: exchanges that are waited for.
+    refusal: why it cannot; then all else is zero."""
+
+    algorithm: str
+    direction: str
+    seconds: float = 0.0
+    exposed: float = 0.0
+    sent: tuple[tuple[str, int], ...] = ()
+    steps: int = 0
+    refusal: str = ""
+
+    @property
+    def bytes(self) -> int:
+        """Over all ways."""
+        return sum(size for _, size in self.sent)
+
+    def __str__(self) -> str:
+        return self.refusal or f"{_ms(self.seconds)}, of them {_ms(self.exposed)} exposed"
+
+
+@dataclass(frozen=True)
+class AttentionChoice:
+    """What one attention runs, and why. candidates: (algorithm, pass, cost or refusal) of all that were looked at."""
+
+    forward: str
+    backward: str
+    seconds: float
+    reason: str
+    candidates: tuple[tuple[str, str, str], ...] = ()
+
+
+def candidates(problem: Problem, topology: Topology, device: Device = DEFAULT) -> list[Candidate]:
+    """Both passes of every algorithm that is worth a look, in the order of the table."""
+    return [estimate(algorithm, problem, way, topology, device) for algorithm in worth(problem) for way in PASSES]
+
+
+def worth(problem: Problem) -> list[AttentionAlgorithm]:
+    """The algorithms that name the problem's layout, whether they refuse or not: all, where it has no layout of causal
+    self-attention."""
+    known = [algorithm for _, algorithm in ALGORITHMS.items()]
+    if not problem.mask.causal or problem.query_blocks != problem.key_blocks:
+        return known
+    return [a for a in known if any(LAYOUTS[name] == problem.query_blocks for name in a.layouts)]
+
+
+@lru_cache(maxsize=4096)
+def estimate(
+    algorithm: AttentionAlgorithm, problem: Problem, direction: str, topology: Topology, device: Device = DEFAULT
+) -> Candidate:
+    """What one pass of an algorithm costs."""
+    if refusal := algorithm.refusal(problem):
+        return Candidate(algorithm.name, direction, refusal=refusal)
+    backward = direction == "backward"
+    ranks = range(problem.size) if problem.size <= WHOLE else (0, problem.size // 2, problem.size - 1)
+    programs = [trace(algorithm, problem, backward, rank) for rank in ranks]
+    timeline = play(problem, backward, programs, topology, device)
+    sent, steps = tuple(most_sent(programs).items()), max(program.steps for program in programs)
+    return Candidate(algorithm.name, direction, timeline.seconds, timeline.exposed, sent, steps)
+
+
+def timeline_of(
+    algorithm: AttentionAlgorithm, problem: Problem, direction: str, topology: Topology, device: Device = DEFAULT
+) -> AttentionTimeline:
+    """One pass on all ranks, for pictures. Raises ValueError if the algorithm refuses the problem."""
+    _check((algorithm,), problem)
+    backward = direction == "backward"
+    programs = [trace(algorithm, problem, backward, rank) for rank in range(problem.size)]
+    return play(problem, backward, programs, topology, device)
+
+
+# --- algorithms ------------------------------------------------------------------------------------------
+
+
+def choose(
+    problem: Problem, attention: str = AUTO, topology: Topology | None = None, device: Device = DEFAULT
+) -> AttentionChoice:
+    """The algorithms of one attention, whose sequences are dealt as the problem says.
+
+    attention: "auto", "NAME" or "FORWARD+BACKWARD". Raises ValueError for unknown names, for a named algorithm that
+    refuses, for names that do not go together, and if every algorithm refuses.
+    """
+    wires, named = topology or Topology(), _named(attention)
+    _check(named, problem)
+    if named:
+        looked_at = [estimate(algorithm, problem, way, wires, device) for algorithm, way in zip(named, PASSES)]
+        options = [_Option(*looked_at)]
+    else:
+        looked_at = candidates(problem, wires, device)
+        options = _options(problem, looked_at)
+    if not options:
+        raise ValueError(f"attention: no algorithm is left: {'; '.join(dict.fromkeys(c.refusal for c in looked_at))}")
+    best = _best(options)
+    return AttentionChoice(
+        best.forward.algorithm,
+        best.backward.algorithm,
+        best.seconds,
+        "asked for" if named else _reason(best, options),
+        tuple((c.algorithm, c.direction, str(c)) for c in looked_at),
+    )
+
+
+@dataclass(frozen=True)
+class _Option:
+    """Two passes that go together."""
+
+    forward: Candidate
+    backward: Candidate
+
+    @property
+    def seconds(self) -> float:
+        return self.forward.seconds + self.backward.seconds
+
+    @property
+    def bytes(self) -> int:
+        return self.forward.bytes + self.backward.bytes
+
+
+def _best(options: Sequence[_Option]) -> _Option:
+    """The fastest; of those as fast, the one that sends least; of these, the first."""
+    fastest = min(option.seconds for option in options)
+    return min((o for o in options if o.seconds <= fastest * _AS_FAST), key=lambda option: option.bytes)
+
+
+def _named(attention: str) -> tuple[AttentionAlgorithm, ...]:
+    """The algorithms of both passes, by name; () for "auto"."""
+    if attention == AUTO:
+        return ()
+    forward, plus, backward = attention.partition("+")
+    return ALGORITHMS[forward], ALGORITHMS[backward if plus else forward]
+
+
+def _check(named: Sequence[AttentionAlgorithm], problem: Problem) -> None:
+    """Whether algorithms that were asked for can run it, and go together."""
+    for algorithm in named:
+        if refusal := algorithm.refusal(problem):
+            raise ValueError(refusal)
+    for algorithm in named:
+        if algorithm.head_ranks(problem) > 1 and len(set(named)) > 1:
+            raise ValueError(
+                f"attention: {algorithm.name} exchanges heads for sequence and keeps them so for the backward, found "
+                f"{'+'.join(a.name for a in named)}; use {algorithm.name} for both passes"
+            )
+
+
+def _options(problem: Problem, found: Sequence[Candidate]) -> list[_Option]:
+    """What may be chosen: any forward with any backward, unless one of them exchanges heads."""
+
+    def apart(candidate: Candidate) -> bool:
+        return ALGORITHMS[candidate.algorithm].head_ranks(problem) > 1
+
+    able = [candidate for candidate in found if not candidate.refusal]
+    forwards, backwards = ([c for c in able if c.direction == way] for way in PASSES)
+    return [
+        _Option(one, other)
+        for one in forwards
+        for other in backwards
+        if one.algorithm == other.algorithm or not (apart(one) or apart(other))
+    ]
+
+
+def _reason(best: _Option, options: Sequence[_Option]) -> str:
+    """What was chosen costs so much, and what else comes next among those that run one algorithm."""
+    exposed = best.forward.exposed + best.backward.exposed
+    text = f"{_ms(best.seconds)} by estimate, of them {_ms(exposed)} waiting"
+    others = [o for o in options if o.forward.algorithm == o.backward.algorithm and o != best]
+    if not others:
+        return text
+    other = _best(others)
+    more = f", and sends {other.bytes / best.bytes:.3g} times as much" if best.bytes else ""
+    return f"{text}; {other.forward.algorithm} would take {_ms(other.seconds)}{more}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"
+
+
+# --- layouts ---------------------------------------------------------------------------------------------
+
+
+def dealt(problem: Problem, layout: str) -> Problem:
+    """A self-attention whose sequence is dealt so."""
+    return dataclasses.replace(problem, query_blocks=LAYOUTS[layout], key_blocks=LAYOUTS[layout])
+
+
+def check_layout(problem: Problem, layout: str) -> None:
+    """Raises ValueError if a sequence cannot be dealt so."""
+    pieces = problem.size * max(1, len(LAYOUTS[layout]))
+    if problem.queries % pieces:
+        other = ", or the layout contiguous" if layout != "contiguous" and problem.queries % problem.size == 0 else ""
+        raise ValueError(
+            f"layout {layout}: a sequence of {problem.queries} tokens does not divide into {pieces} chunks for "
+            f"{problem.size} ranks; pad to {-(-problem.queries // pieces) * pieces}{other}"
+        )
+
+
+def choose_layout(
+    problems: Sequence[Problem],
+    attention: str = AUTO,
+    layout: str = AUTO,
+    topology: Topology | None = None,
+    device: Device = DEFAULT,
+) -> tuple[str, str]:
+    """(how to deal the sequence of all these self-attentions, why): the layout in which the sum of their best times is
+    least. Raises ValueError if none divides or is what the algorithms that were asked for can run."""
+    times: dict[str, float] = {}
+    refusals: list[str] = []
+    for name in LAYOUTS if layout == AUTO else [layout]:
+        try:
+            for problem in problems:
+                check_layout(problem, name)
+            if layout != AUTO:
+                return layout, "asked for"
+            if not any(p.mask.causal for p in problems):
+                return name, "no query of it waits for earlier tokens"
+            times[name] = math.fsum(choose(dealt(p, name), attention, topology, device).seconds for p in problems)
+        except ValueError as error:
+            refusals.append(str(error))
+    if not times:
+        raise ValueError(refusals[0])
+    fastest_first = sorted(times, key=times.__getitem__)
+    took = [f"{name} takes {_ms(times[name])}" for name in fastest_first]
+    return fastest_first[0], "; ".join(took + refusals)

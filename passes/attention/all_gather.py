@@ -1,0 +1,131 @@
+"""All keys and values gathered, a few heads at a time; the context parallelism of Llama 3, arXiv:2407.21783.
+
+    gather heads 0
+    gather heads 1          meanwhile attend with heads 0: the queries that use them, to all columns
+    gather heads 2          meanwhile attend with heads 1
+    ...
+
+What is gathered at a time is about as much as one rank holds of all heads. Backward: gather again; dk and dv of all
+columns are summed over the ranks and scattered while the next heads are computed. Any mask and any layout costs the
+same bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autopar.attention import ALGORITHMS, AttentionAlgorithm, Comm, Gradients, Pending, Problem, Span, Spans
+from autopar.ops.attend import Attend, Partials, wide
+from autopar.passes.attention.circulate import heads_first, pick, tokens_first, zero_bias
+
+
+class AllGather(AttentionAlgorithm):
+    """Each rank attends to all keys."""
+
+    name = "all_gather"
+    title = "keys and values are gathered, some heads at a time"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend, comm: Comm) -> tuple[Tensor, Tensor]:
+        """See `AttentionAlgorithm.forward`."""
+        rows, columns = attend.problem.rows(comm.rank), _in_order(_dealt(attend.problem))
+        into = Partials.empty(q, v.shape[-1])
+        for share, tokens in _gathered(k, v, attend, comm):
+            mine, blocks = share.of_q, heads_first(tokens, k.shape[-1], v.shape[-1])
+            here = Partials(into.out[:, mine], into.lse[:, mine], [Span(0, q.shape[2])])
+            share.attend.forward(q[:, mine], *blocks, rows, columns, here)
+        return into.out, into.lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, attend: Attend, comm: Comm
+    ) -> Gradients:
+        """See `AttentionAlgorithm.backward`."""
+        rows, dealt, widths = attend.problem.rows(comm.rank), _dealt(attend.problem), (k.shape[-1], v.shape[-1])
+        columns = _in_order(dealt)
+        to_q, to_k, to_v = (x.new_zeros(x.shape, dtype=wide(x.dtype)) for x in (q, k, v))
+        to_bias = zero_bias(attend)
+
+        def receive(heads: slice, coming: Pending) -> None:
+            for whole, part in zip((to_k, to_v), heads_first(coming.wait()[0], *widths)):
+                whole[:, heads] = part
+
+        scattered: list[tuple[slice, Pending]] = []
+        for share, tokens in _gathered(k, v, attend, comm):
+            mine, blocks = share.of_q, heads_first(tokens, *widths)
+            sums = tokens.new_zeros(tokens.shape, dtype=wide(tokens.dtype))
+            here = Gradients(to_q[:, mine], *heads_first(sums, *widths), _heads(to_bias, mine))
+            of_rows = grad[:, mine], q[:, mine]
+            share.attend.backward(*of_rows, *blocks, out[:, mine], lse[:, mine], rows, columns, here)
+            while scattered:
+                receive(*scattered.pop())
+            by_rank = pick(sums, columns, dealt).unflatten(0, (comm.size, -1))
+            scattered.append((share.heads, comm.reduce_scatter("dk, dv", by_rank)))
+        receive(*scattered.pop())
+        return Gradients(to_q, to_k, to_v, to_bias)
+
+
+@dataclass(frozen=True)
+class _Share:
+    """Some heads of the keys, the heads of the queries that use them, and the block attention of these."""
+
+    heads: slice
+    of_q: slice
+    attend: Attend
+
+
+def _shares(attend: Attend, device: torch.device) -> Iterator[_Share]:
+    problem, facts = attend.problem, attend.facts
+    group, step = problem.heads // problem.kv_heads, max(1, problem.kv_heads // problem.size)
+    batch, heads = facts.index[:2] or (torch.arange(n, device=device) for n in (problem.batch, problem.heads))
+    for first in range(0, problem.kv_heads, step):
+        last = min(first + step, problem.kv_heads)
+        of_q = slice(first * group, last * group)
+        of_heads = Attend(
+            dataclasses.replace(problem, heads=(last - first) * group, kv_heads=last - first),
+            dataclasses.replace(
+                facts,
+                bias=_heads(facts.bias, of_q),
+                index=[batch, heads[of_q]],
+                shape=facts.shape or [problem.batch, problem.heads, problem.queries, problem.keys],
+            ),
+            attend.rank,
+            attend.observe,
+        )
+        yield _Share(slice(first, last), of_q, of_heads)
+
+
+def _heads(bias: Tensor | None, heads: slice) -> Tensor | None:
+    """The part of a bias (or of its gradient) for some heads; all of one that is the same for all."""
+    return bias if bias is None or bias.shape[1] == 1 else bias[:, heads]
+
+
+def _gathered(k: Tensor, v: Tensor, attend: Attend, comm: Comm) -> Iterator[tuple[_Share, Tensor]]:
+    """Share by share, k and v of all columns in order: [keys, B, H, D + Dv]. The next share is on its way when one is
+    given."""
+
+    def start(share: _Share) -> Pending:
+        return comm.all_gather("k, v", tokens_first(k[:, share.heads], v[:, share.heads]).contiguous())
+
+    shares, dealt = list(_shares(attend, k.device)), _dealt(attend.problem)
+    coming = start(shares[0])
+    for share, following in zip(shares, [*shares[1:], None]):
+        (found,) = coming.wait()
+        if following is not None:
+            coming = start(following)
+        yield share, pick(found.flatten(0, 1), dealt, _in_order(dealt))
+
+
+def _dealt(problem: Problem) -> Spans:
+    """All columns, in the order in which the ranks hold them."""
+    return tuple(span for rank in range(problem.size) for span in problem.columns(rank))
+
+
+def _in_order(spans: Spans) -> Spans:
+    return tuple(sorted(spans, key=lambda span: span.start))
+
+
+ALGORITHMS.add(AllGather.name, AllGather())

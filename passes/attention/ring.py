@@ -1,0 +1,99 @@
+"""Ring attention: queries stay, keys and values go round; Liu et al., arXiv:2310.01889.
+
+    step 0    start to send k, v to the neighbour        attend to the own columns
+    step t    start to send on what came                 attend to the columns of rank - t, merge by log-sum-exp
+
+Backward: k and v go round again, dq grows at home. dk and dv of a span start where it is first used, follow it one step
+behind (each rank adds its own, while the next part is computed) and go straight home from its last user. A rank's own
+part never travels, so a full ring makes one hop less than one whose gradients start at home.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import Tensor
+
+from autopar.attention import ALGORITHMS, AttentionAlgorithm, Comm, Gradients, Problem
+from autopar.ops.attend import Attend, Partials, wide
+from autopar.passes.attention.circulate import (
+    Circulation,
+    Journey,
+    Packet,
+    Wheel,
+    heads_first,
+    tokens_first,
+    zero_bias,
+)
+
+
+class Ring(AttentionAlgorithm):
+    """Keys and values circulate up."""
+
+    name = "ring"
+    title = "keys and values go round the ranks"
+    layouts: tuple[str, ...] = ("contiguous",)
+
+    def circulations(self, problem: Problem) -> tuple[Circulation, ...]:
+        """Of columns; together they carry each column once."""
+        return (Circulation("columns", 1),)
+
+    def _start(self, k: Tensor, v: Tensor, problem: Problem, comm: Comm) -> tuple[list[Wheel], list[Packet]]:
+        """The circulations and what this rank gives into them."""
+        home, fused = problem.columns(comm.rank), tokens_first(k, v)
+        wheels = [Wheel(c, problem, comm) for c in self.circulations(problem)]
+        return wheels, [Packet.of(home, wheel.own.travelling(1), fused) for wheel in wheels]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend, comm: Comm) -> tuple[Tensor, Tensor]:
+        """See `AttentionAlgorithm.forward`."""
+        problem, widths = attend.problem, (k.shape[-1], v.shape[-1])
+        rows, into = problem.rows(comm.rank), Partials.empty(q, v.shape[-1])
+        wheels, held = self._start(k, v, problem, comm)
+        for hop in range(comm.size):
+            coming = [w.onward("k, v", p, hop + 1, Journey.travelling) for w, p in zip(wheels, held)]
+            if hop == 0:
+                attend.forward(q, k, v, rows, problem.columns(comm.rank), into)
+            else:
+                for packet in held:
+                    attend.forward(q, *heads_first(packet.tensors[0], *widths), rows, packet.spans, into)
+            held = [c.wait() for c in coming]
+        return into.out, into.lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, attend: Attend, comm: Comm
+    ) -> Gradients:
+        """See `AttentionAlgorithm.backward`."""
+        problem, widths = attend.problem, (k.shape[-1], v.shape[-1])
+        rows, columns = problem.rows(comm.rank), problem.columns(comm.rank)
+        wheels, held = self._start(k, v, problem, comm)
+        own = Packet(columns, (tokens_first(k, v),)).zeros(wide(k.dtype))
+        to_k, to_v = heads_first(own.tensors[0], *widths)
+        into = Gradients(q.new_zeros(q.shape, dtype=wide(q.dtype)), to_k, to_v, zero_bias(attend))
+
+        def gradients(packet: Packet) -> Packet:
+            """Of the columns of a packet; those of our rows are added up at home."""
+            found = packet.zeros(wide(k.dtype))
+            to_k, to_v = heads_first(found.tensors[0], *widths)
+            blocks = heads_first(packet.tensors[0], *widths)
+            here = dataclasses.replace(into, k=to_k, v=to_v)
+            attend.backward(grad, q, *blocks, out, lse, rows, packet.spans, here)
+            return found
+
+        sums = [own.take(()) for _ in wheels]
+        for hop in range(comm.size + 1):
+            coming = [w.onward("k, v", p, hop + 1, Journey.travelling) for w, p in zip(wheels, held)]
+            behind = [w.onward("dk, dv", s, hop, Journey.summed) for w, s in zip(wheels, sums)]
+            ended = [w.homeward("dk, dv", s, hop - 1, Journey.ended) for w, s in zip(wheels, sums)]
+            if hop == 0:
+                attend.backward(grad, q, k, v, out, lse, rows, columns, into)
+            else:
+                sums = [gradients(packet) for packet in held]
+            for mine, theirs in zip(sums, behind):
+                mine.add(theirs.wait())
+            for theirs in ended:
+                own.add(theirs.wait())
+            held = [c.wait() for c in coming]
+        return into
+
+
+ALGORITHMS.add(Ring.name, Ring())

@@ -1,0 +1,130 @@
+"""TokenRing: keys and values stay, queries go round, and each result goes straight to the owner of its queries;
+Wang et al., arXiv:2412.20501.
+
+    step 0    start to send q to the neighbour       the own rows attend to the own columns
+    step t    start to send on the q that came,      its rows attend to the own columns
+              and home what step t - 1 found
+
+Backward: q, the gradient of the output, the final log-sum-exp and delta = rowsum(gradient * output) go round. dk and dv
+grow where k and v are; each part of dq goes straight home. Queries and results use both directions of the links. The
+queries turn in the direction in which less travels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import Tensor
+
+from autopar.attention import ALGORITHMS, AttentionAlgorithm, Comm, Gradients, Problem, Spans
+from autopar.ops.attend import Attend, Partials, stand_in, wide
+from autopar.passes.attention.circulate import (
+    Journey,
+    Packet,
+    Wheel,
+    heads_first,
+    runs,
+    shorter,
+    tokens_first,
+    zero_bias,
+)
+
+
+class TokenRing(AttentionAlgorithm):
+    """Queries circulate, results return."""
+
+    name = "token_ring"
+    title = "queries go round, results return straight to their owners"
+    layouts = ("zigzag", "contiguous")
+
+    def refusal(self, problem: Problem) -> str:
+        """See `AttentionAlgorithm.refusal`."""
+        if problem.bias != "rows":
+            return ""
+        return (
+            f'context_parallel: attention "{self.name}": a bias that differs between queries is needed where the '
+            'queries go, and each rank holds that of its own; choose "ring", "zigzag_ring" or "all_gather"'
+        )
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend, comm: Comm) -> tuple[Tensor, Tensor]:
+        """See `AttentionAlgorithm.forward`."""
+        problem, width = attend.problem, v.shape[-1]
+        rows, columns = problem.rows(comm.rank), problem.columns(comm.rank)
+        wheel = Wheel(shorter(problem, "rows"), problem, comm)
+        held = Packet.of(rows, wheel.own.travelling(1), tokens_first(q))
+        into = Partials.empty(q, width)
+
+        def result(packet: Packet) -> Packet:
+            """Of the rows of a packet over our columns: out in the model's dtype and lse, wide."""
+            (rows_q,) = heads_first(packet.tensors[0], q.shape[-1])
+            found = Partials.empty(rows_q, width)
+            if packet.spans:
+                attend.forward(rows_q, k, v, packet.spans, columns, found)
+            out, lse = tokens_first(found.out.to(q.dtype)), tokens_first(found.lse.unsqueeze(-1))
+            return Packet(packet.spans, (out.contiguous(), lse.contiguous()))
+
+        found = result(held.take(()))
+        for hop in range(comm.size + 1):
+            coming = wheel.onward("q", held, hop + 1, Journey.travelling)
+            results = wheel.homeward("out, lse", found, hop - 1, Journey.used)
+            if hop == 0:
+                attend.forward(q, k, v, rows, columns, into)
+            else:
+                found = result(held.take(wheel.at(hop).used(hop)))
+            _merge(into, rows, results.wait())
+            held = coming.wait()
+        return into.out, into.lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, attend: Attend, comm: Comm
+    ) -> Gradients:
+        """See `AttentionAlgorithm.backward`."""
+        problem, widths = attend.problem, (q.shape[-1], v.shape[-1])
+        rows, columns = problem.rows(comm.rank), problem.columns(comm.rank)
+        wheel = Wheel(shorter(problem, "rows"), problem, comm)
+        dtype = wide(q.dtype)
+        delta = (grad.to(dtype) * out.to(dtype)).sum(-1)
+        sums = tokens_first(lse.to(dtype).unsqueeze(-1), delta.unsqueeze(-1))
+        held = Packet.of(rows, wheel.own.travelling(1), tokens_first(q, grad), sums)
+        own = Packet(rows, (tokens_first(q),)).zeros(dtype)
+        into = Gradients(
+            *heads_first(own.tensors[0], q.shape[-1]),
+            k.new_zeros(k.shape, dtype=dtype),
+            v.new_zeros(v.shape, dtype=dtype),
+            zero_bias(attend),
+        )
+
+        def gradients(packet: Packet) -> Packet:
+            """Of the rows of a packet; those of our columns are added up here."""
+            rows_q, rows_grad = heads_first(packet.tensors[0], *widths)
+            rows_lse, rows_delta = (x.squeeze(-1) for x in heads_first(packet.tensors[1], 1, 1))
+            found = Packet(packet.spans, (packet.tensors[0][..., : q.shape[-1]],)).zeros(dtype)
+            if packet.spans:
+                (to_rows,) = heads_first(found.tensors[0], q.shape[-1])
+                rows_out, here = stand_in(rows_grad, rows_delta), dataclasses.replace(into, q=to_rows)
+                attend.backward(rows_grad, rows_q, k, v, rows_out, rows_lse, packet.spans, columns, here)
+            return found
+
+        found = gradients(held.take(()))
+        for hop in range(comm.size + 1):
+            coming = wheel.onward("q, dout", held, hop + 1, Journey.travelling)
+            returned = wheel.homeward("dq", found, hop - 1, Journey.used)
+            if hop == 0:
+                attend.backward(grad, q, k, v, out, lse, rows, columns, into)
+            else:
+                found = gradients(held.take(wheel.at(hop).used(hop)))
+            own.add(returned.wait())
+            held = coming.wait()
+        return into
+
+
+def _merge(into: Partials, rows: Spans, packet: Packet) -> None:
+    """Take in results for some of our rows."""
+    done, (out, lse) = 0, packet.tensors
+    for first, length in runs(rows, packet.spans):
+        at = slice(done, done + length)
+        into.merge(out[at].permute(1, 2, 0, 3), lse[at].permute(1, 2, 0, 3).squeeze(-1), first)
+        done += length
+
+
+ALGORITHMS.add(TokenRing.name, TokenRing())

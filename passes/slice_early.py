@@ -1,0 +1,137 @@
+"""slice_early: compute in pieces what is only needed in pieces, where no gradient flows.
+
+Consumes    a typed global graph.
+Guarantees  a value without gradient (a rotary table, positions, a mask, shifted labels) of which only one cut is used
+            is computed cut, from slices as far up as rules allow; no op computes more than before.
+Leaves      shapes, which stay global; values with a gradient; token slices and micro-batches.
+
+    angle = mul(positions, frequency)    -->    positions_s = convert(positions, "cp", I, S(0))
+    cos = cos(angle)                            angle = mul(positions_s, frequency)          # cp: S(0)
+    cos_s = convert(cos, "cp", I, S(0))         cos = cos(angle)                             # cp: S(0)
+    y = mul(x, cos_s)                           y = mul(x, cos)
+
+A slice stays below an input, an op that needs its operand whole (a cumulative sum), one that makes its result of no
+tensor (arange), and a value that somebody uses whole: a slice is cheaper than to compute a part again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from autopar.checks import PlacementError, check_types
+from autopar.conversions import conversion_of, convert, is_conversion
+from autopar.graph import getitem_index, has_gradient, insert_call, placement, tensor_operands
+from autopar.mesh import IN_TIME
+from autopar.pass_manager import Context
+from autopar.placement import Invariant, Placement, Replicate, Shard
+from autopar.rules import RuleError, has_rule, rule_of, set_results, type_of
+
+
+@dataclass(frozen=True)
+class SliceEarly:
+    """Moves slices of values without gradient towards the inputs, axis by axis."""
+
+    name: ClassVar[str] = "slice_early"
+    requires: ClassVar[tuple[str, ...]] = ("placements",)
+    ensures: ClassVar[tuple[str, ...]] = ()
+
+    def apply(self, gm: GraphModule, ctx: Context) -> GraphModule:
+        for axis in (a for a in ctx.mesh.cut_order if a not in IN_TIME):
+            moves = _Moves(gm, ctx, axis)
+            for node in reversed(list(gm.graph.nodes)):  # users first: their slices come before
+                moves.visit(node)
+        gm.recompile()
+        return gm
+
+
+class _Moves:
+    """One axis. ``slices``: those on this axis, by what they slice and how."""
+
+    def __init__(self, gm: GraphModule, ctx: Context, axis: str) -> None:
+        self.gm, self.ctx, self.axis = gm, ctx, axis
+        self.whole_ops = ctx.plan.options.whole_ops if ctx.plan is not None else ()
+        self.slices: dict[tuple[Node, Placement], Node] = {}
+        for node in gm.graph.nodes:
+            if self._is_slice(node):
+                self.slices[node.args[0], conversion_of(node)[2]] = node
+
+    def _is_slice(self, node: Node) -> bool:
+        if not is_conversion(node) or has_gradient(node):
+            return False
+        axis, src, dst = conversion_of(node)
+        return axis == self.axis and isinstance(src, (Invariant, Replicate)) and isinstance(dst, Shard)
+
+    def visit(self, node: Node) -> None:
+        """Cut a value instead of slicing it, if one slice is all that is used of it and its rule allows that."""
+        uses = list(node.users)
+        if not uses or not all(map(self._is_slice, uses)) or not _is_computed(node):
+            return
+        placed = uses[0].meta["placements"]
+        if any(use.meta["placements"] != placed for use in uses) or not self._cut(node, placed):
+            return
+        for use in uses:
+            use.replace_all_uses_with(node)
+            self.slices.pop((node, conversion_of(use)[2]), None)
+            self.gm.graph.erase_node(use)
+
+    def _cut(self, node: Node, placed: Mapping[str, Placement]) -> bool:
+        """Slice the operands of an op and give it these placements. False, and nothing changed, where it cannot be."""
+        before = node.args, node.kwargs, node.meta.get("placements", {})
+        made: list[Node] = []
+        try:
+            for x, shard in self._operand_cuts(node, placed[self.axis]).items():
+                node.replace_input_with(x, self._slice(x, shard, node, made))
+            node.meta["placements"] = dict(placed)
+            check_types(self.gm, self.ctx, [*made, node])
+        except (RuleError, PlacementError, ValueError):
+            node.args, node.kwargs, node.meta["placements"] = before
+            for new in made:
+                del self.slices[new.args[0], conversion_of(new)[2]]  # type: ignore[index]
+                self.gm.graph.erase_node(new)
+            return False
+        return True
+
+    def _operand_cuts(self, node: Node, result: Placement) -> dict[Node, Shard]:
+        """The operands that are cut where the result is, and how. Raises RuleError if the rule has no such cut, or needs
+        what no slice gives."""
+        assert isinstance(result, Shard)
+        rule = rule_of(node, self.axis, self.ctx.mesh, whole=self.whole_ops)
+        cut = rule.completed(rule.cut_of(rule.results[0], result, self.ctx.mesh.pieces(self.axis)))
+        found: dict[Node, Shard] = {}
+        operands = list(zip(tensor_operands(node), rule.required(cut), strict=True))
+        for x, need in operands:
+            if isinstance(need, Shard):
+                if has_gradient(x) or not isinstance(placement(x, self.axis), (Invariant, Replicate)):
+                    raise RuleError(f"{x.name} is no whole value without gradient")
+                found[x] = need
+        if any(x in found and need != found[x] for x, need in operands):
+            raise RuleError("an operand is needed in two ways")
+        return found
+
+    def _slice(self, x: Node, shard: Shard, before: Node, made: list[Node]) -> Node:
+        """The slice of an operand: made once, right before its first use."""
+        found = self.slices.get((x, shard))
+        if found is not None:
+            if before < found:
+                before.prepend(found)
+            return found
+        args = (x, self.axis, str(placement(x, self.axis)), str(shard))
+        new = insert_call(self.gm.graph, before, convert, args, before, x.meta["val"], f"{x.name}_s")
+        new.meta["has_gradient"] = False
+        self.slices[x, shard] = new
+        made.append(new)
+        for axis in self.ctx.mesh.cut_order:
+            set_results(new, axis, [shard] if axis == self.axis else type_of(new, axis, self.ctx.mesh))
+        return new
+
+
+def _is_computed(node: Node) -> bool:
+    """An op on tensors, with a rule and one result; a conversion of another axis is none."""
+    if node.op != "call_function" or is_conversion(node) or getitem_index(node) is not None:
+        return False
+    return has_rule(node) and bool(tensor_operands(node)) and isinstance(node.meta["val"], torch.Tensor)
