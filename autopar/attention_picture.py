@@ -119,14 +119,13 @@ def _panel(panel: _Panel, scale: float, top: float) -> Iterator[str]:
                 yield f'<text class="faint" x="{_PAD + 50}" y="{_n(lanes + y + 9)}" font-size="9">{WAYS[what]}</text>'
     bottom = lanes + panel.ranks * panel.row - _BETWEEN
     for value in ticks((WIDTH - _LEFT - _RIGHT) / scale * 1e3):
-        x = _n(_LEFT + value * 1e-3 * scale)
-        yield f'<line class="tick" x1="{x}" x2="{x}" y1="{_n(lanes)}" y2="{_n(bottom + 4)}"/>'
-        yield f'<text class="faint mid" x="{x}" y="{_n(bottom + 15)}">{value:g} ms</text>'
+        at = _n(_LEFT + value * 1e-3 * scale)
+        yield f'<line class="tick" x1="{at}" x2="{at}" y1="{_n(lanes)}" y2="{_n(bottom + 4)}"/>'
+        yield f'<text class="faint mid" x="{at}" y="{_n(bottom + 15)}">{value:g} ms</text>'
     for span in timeline.spans:
         if span.rank < panel.ranks:
             y, height = panel.lane(span.rank, span.what)
-            x, width = _LEFT + span.start * scale, (span.end - span.start) * scale
-            yield _box(span, x, width, lanes + y, height)
+            yield _box(span, _LEFT + span.start * scale, (span.end - span.start) * scale, lanes + y, height)
 
 
 def _left_out(panel: _Panel) -> str:

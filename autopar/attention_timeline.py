@@ -76,7 +76,7 @@ def compute_seconds(event: Compute, device: Device, dtype: torch.dtype) -> float
 
 def ideal_seconds(problem: Problem, backward: bool, device: Device) -> float:
     """Time of all allowed pairs, split evenly over the ranks, at the device's full speed."""
-    pairs = problem.mask.pairs(Span(0, problem.queries), Span(0, problem.keys))
+    pairs = problem.mask.pairs(Span(0, problem.queries), Span(0, problem.keys)) * problem.batch * problem.heads
     return flops(problem, pairs, backward) / problem.size / device.speed(problem.dtype)
 
 

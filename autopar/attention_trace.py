@@ -142,10 +142,9 @@ def traces(algorithm: AttentionAlgorithm, problem: Problem, backward: bool) -> t
 
 
 def flops(problem: Problem, pairs: int, backward: bool) -> int:
-    """Operations on ``pairs`` allowed (query, key) pairs of each example and head; see `autopar.flops`."""
+    """Operations on ``pairs`` allowed (query, key) pairs, over all examples and heads; see `autopar.flops`."""
     of_query, of_value = (3, 2) if backward else (1, 1)
-    each = of_query * problem.width + of_value * problem.value_width
-    return 2 * pairs * problem.batch * problem.heads * each
+    return 2 * pairs * (of_query * problem.width + of_value * problem.value_width)
 
 
 # --- stand-ins for what runs -----------------------------------------------------------------------------
@@ -235,7 +234,7 @@ class RecordingAttend(Attend):
             self._tell(block, backward)
 
     def _record(self, work: Work) -> None:
-        operations = flops(self.problem, work.pairs, work.backward)
+        operations = flops(self.problem, work.pairs * self.problem.batch * getattr(work, 'heads', self.problem.heads), work.backward)
         self._comm.events.append(Compute(work.rows, work.columns, work.pairs, operations, work.backward, *self._owners))
 
 

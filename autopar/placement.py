@@ -79,10 +79,10 @@ Pieces = int | Fraction
 
 
 def repetitions(blocks: Sequence[int]) -> int:
-    """How often the shortest pattern of blocks stands in them: 1 for (8, 4), 3 for (8, -8, 8, -8, 8, -8)."""
+    """How often the shortest pattern of blocks stands in them: 3 for (8, -8, 8, -8, 8, -8), 1 for (8, 4) and for ()."""
     n = len(blocks)
     periods = (p for p in range(1, n + 1) if n % p == 0 and tuple(blocks[:p]) * (n // p) == tuple(blocks))
-    return n // next(periods, n or 1)
+    return max(n // next(periods, 1), 1)
 
 
 def _runs(blocks: tuple[int, ...]) -> str:

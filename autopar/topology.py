@@ -106,5 +106,6 @@ class Topologies:
 
 def _short(number: float) -> str:
     """5e10 rather than 50000000000.0, and exact."""
-    text = f"{number:g}".replace("e+", "e")
+    mantissa, e, exponent = f"{number:g}".partition("e")
+    text = f"{mantissa}e{int(exponent)}" if e else mantissa
     return text if float(text) == number else repr(number)

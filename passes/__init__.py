@@ -11,10 +11,17 @@ from autopar.passes.prefetch_gathers import PrefetchGathers
 from autopar.passes.propagate_placements import PropagatePlacements
 from autopar.passes.simplify_arithmetic import SimplifyArithmetic
 from autopar.passes.simplify_views import SimplifyViews
+from autopar.passes.slice_early import SliceEarly
 from autopar.passes.split_biases import SplitBiases
 
 GLOBAL_PASSES: tuple[Pass, ...] = (Normalize(), ExpandKvHeads())
-PLACEMENT_PASSES: tuple[Pass, ...] = (SplitBiases(), PlaceTokenSlices(), PropagatePlacements(), LocalizeShapes())
+PLACEMENT_PASSES: tuple[Pass, ...] = (
+    SplitBiases(),
+    PlaceTokenSlices(),
+    PropagatePlacements(),
+    SliceEarly(),
+    LocalizeShapes(),
+)
 STEP_PASSES: tuple[Pass, ...] = (
     SimplifyViews(),
     SimplifyArithmetic(),

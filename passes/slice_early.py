@@ -82,23 +82,22 @@ class _Moves:
     def _cut(self, node: Node, placed: Mapping[str, Placement]) -> bool:
         """Slice the operands of an op and give it these placements. False, and nothing changed, where it cannot be."""
         before = node.args, node.kwargs, node.meta.get("placements", {})
-        made: list[Node] = []
+        made: list[tuple[Node, Shard]] = []
         try:
             for x, shard in self._operand_cuts(node, placed[self.axis]).items():
                 node.replace_input_with(x, self._slice(x, shard, node, made))
             node.meta["placements"] = dict(placed)
-            check_types(self.gm, self.ctx, [*made, node])
+            check_types(self.gm, self.ctx, [*(self.slices[key] for key in made), node])
         except (RuleError, PlacementError, ValueError):
             node.args, node.kwargs, node.meta["placements"] = before
-            for new in made:
-                del self.slices[new.args[0], conversion_of(new)[2]]  # type: ignore[index]
-                self.gm.graph.erase_node(new)
+            for key in made:
+                self.gm.graph.erase_node(self.slices.pop(key))
             return False
         return True
 
     def _operand_cuts(self, node: Node, result: Placement) -> dict[Node, Shard]:
-        """The operands that are cut where the result is, and how. Raises RuleError if the rule has no such cut, or needs
-        what no slice gives."""
+        """The operands that are cut where the result is, and how. Raises RuleError if the rule has no such cut, or if
+        it needs what no slice gives."""
         assert isinstance(result, Shard)
         rule = rule_of(node, self.axis, self.ctx.mesh, whole=self.whole_ops)
         cut = rule.completed(rule.cut_of(rule.results[0], result, self.ctx.mesh.pieces(self.axis)))
@@ -113,8 +112,8 @@ class _Moves:
             raise RuleError("an operand is needed in two ways")
         return found
 
-    def _slice(self, x: Node, shard: Shard, before: Node, made: list[Node]) -> Node:
-        """The slice of an operand: made once, right before its first use."""
+    def _slice(self, x: Node, shard: Shard, before: Node, made: list[tuple[Node, Shard]]) -> Node:
+        """The slice of an operand: made once, right before its first use, and then noted in ``made``."""
         found = self.slices.get((x, shard))
         if found is not None:
             if before < found:
@@ -124,7 +123,7 @@ class _Moves:
         new = insert_call(self.gm.graph, before, convert, args, before, x.meta["val"], f"{x.name}_s")
         new.meta["has_gradient"] = False
         self.slices[x, shard] = new
-        made.append(new)
+        made.append((x, shard))
         for axis in self.ctx.mesh.cut_order:
             set_results(new, axis, [shard] if axis == self.axis else type_of(new, axis, self.ctx.mesh))
         return new

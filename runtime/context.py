@@ -10,7 +10,6 @@ What it sends is known once it has run, so an AxisComm counts for itself.
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +24,10 @@ from torch.fx import GraphModule
 
 from autopar.adapters.operators import OpOverload, argument_defaults, name_of
 from autopar.attention import Like
+from autopar.graph import copy_graph
 from autopar.ops import context
+from autopar.ops.attention import _FACTS as FACTS
+from autopar.ops.context import HOW
 from autopar.runtime import comm
 from autopar.runtime.comm import Ledger, Traffic, Work, add_ledgers, finish, traffic_of
 from autopar.runtime.failures import CollectiveError, board
@@ -67,11 +69,12 @@ class AxisComm:
         peers = {word: self._ranks[peer] for word, peer in (("to", target), ("from", source)) if peer >= 0}
         text = " ".join([f'"{what}" {way}', *(f"{word} rank {rank}" for word, rank in peers.items())])
         works: list[Work] = []
-        with self._explained(text, list(peers.values())):
-            group = self._groups.channel(way, self._axis)
-            calls = [dist.P2POp(dist.isend, x, group=group, group_peer=target) for x in sent]
-            calls += [dist.P2POp(dist.irecv, x, group=group, group_peer=source) for x in came]
-            works += dist.batch_isend_irecv(calls) if calls else []
+        if sent or came:
+            with self._explained(text, list(peers.values())):
+                group = self._groups.channel(way, self._axis)
+                calls = [dist.P2POp(dist.isend, x, group=group, group_peer=target) for x in sent]
+                calls += [dist.P2POp(dist.irecv, x, group=group, group_peer=source) for x in came]
+                works += dist.batch_isend_irecv(calls)
         if sent:
             self._count(f"send {way}", sum(x.nbytes for x in sent))
 
@@ -152,9 +155,8 @@ class Comms:
     def function_of(self, operator: OpOverload, args: Sequence[Any], node: str) -> Callable[..., Any]:
         """What a node of one of the `OPERATORS` runs: takes the arguments of the operator in order."""
         given = dict(zip(argument_defaults(operator), args, strict=True))
-        run, algorithm = (
-            (context.forward, given["forward"]) if operator is _FORWARD else (context.backward, given["backward"])
-        )
+        run, which = (context.forward, "forward") if operator is _FORWARD else (context.backward, "backward")
+        algorithm = given[which]
         own = AxisComm(self._groups, given["axis"], f"{node}, {algorithm}")
         self._made.append(own)
 
@@ -167,14 +169,15 @@ class Comms:
 
     def compilable(self, gm: GraphModule) -> GraphModule:
         """A copy of a graph with these nodes opaque to a compiler: they find what they run by a number."""
-        graph = copy.deepcopy(gm.graph)
-        for node in graph.nodes:
+        copied = copy_graph(gm)
+        for node in copied.graph.nodes:
             if node.target in OPERATORS:
                 number, function = next(_numbers), self.function_of(node.target, node.args, node.name)
                 self._functions.append(function)
                 _numbered[number] = function
                 node.target, node.args = _OPAQUE[node.target], (number, *node.args)
-        return GraphModule(gm, graph)
+        copied.recompile()
+        return copied
 
 
 _numbers = itertools.count()
@@ -193,13 +196,10 @@ def _opaque(operator: OpOverload, arguments: str, results: str) -> OpOverload:
 
 
 _OPAQUE = {
-    _FORWARD: _opaque(
-        _FORWARD, f"Tensor q, Tensor k, Tensor v, {context.FACTS}, {context.HOW}", "Tensor out, Tensor lse"
-    ),
+    _FORWARD: _opaque(_FORWARD, f"Tensor q, Tensor k, Tensor v, {FACTS}, {HOW}", "Tensor out, Tensor lse"),
     _BACKWARD: _opaque(
         _BACKWARD,
-        f"Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {context.FACTS}, {context.HOW}, "
-        "bool bias_needs_grad",
+        f"Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {FACTS}, {HOW}, bool bias_needs_grad",
         "Tensor q_grad, Tensor k_grad, Tensor v_grad, Tensor bias_grad, Tensor sinks_grad",
     ),
 }

@@ -7,6 +7,7 @@ groups = Groups(mesh)            # axis name -> ProcessGroup, size, my coordinat
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -103,7 +104,7 @@ def _groups_along(
     """New groups of the coordinates ``members`` of an axis, one for each coordinate of the other axes; returns that of
     this rank. Every rank of the world must call it."""
     mine = None
-    for ranks in sorted({tuple(mesh.group_of(axis, r)) for r in range(mesh.world_size)}):
+    for ranks in _all_groups(mesh, [axis]):
         chosen = [ranks[i] for i in members]
         group = dist.new_group(chosen, timeout=timeout, group_desc=name)
         if dist.get_rank() in chosen:
@@ -130,13 +131,22 @@ def _joined_groups(mesh: Mesh, kind: str, rank: int) -> dict[str, dist.ProcessGr
                 assert world is not None
                 out[",".join(names)] = world
                 continue
-            for ranks in sorted({tuple(_ranks_of(mesh, names, r)) for r in range(mesh.world_size)}):
-                group = dist.new_group(list(ranks), timeout=_timeout(None), group_desc="mesh_" + "_".join(names))
+            for ranks in _all_groups(mesh, names):
+                group = dist.new_group(ranks, timeout=_timeout(None), group_desc="mesh_" + "_".join(names))
                 if rank in ranks:
                     assert isinstance(group, dist.ProcessGroup)
                     out[",".join(names)] = group
     _joined[key] = out
     return out
+
+
+def _all_groups(mesh: Mesh, names: Sequence[str]) -> list[list[int]]:
+    """The ranks that differ in ``names`` only, the first of them slowest, for all coordinates of the other axes."""
+    table = torch.arange(mesh.world_size).view([size for _, size in mesh.axes])
+    dims = [list(mesh.sizes).index(name) for name in names]
+    size = math.prod(mesh.size(name) for name in names)
+    groups: list[list[int]] = table.movedim(dims, list(range(-len(dims), 0))).reshape(-1, size).tolist()
+    return groups
 
 
 def _ranks_of(mesh: Mesh, names: Sequence[str], rank: int) -> list[int]:
@@ -211,7 +221,7 @@ class Groups:
 
         Made at once and not at first use, for the reason of `_joined_groups`.
         """
-        for n in (n for n in range(1, count) if count % n == 0):
+        for n in [n for n in range(1, count) if count % n == 0]:
             neighbours = [range(first, first + n) for first in range(0, count, n)]
             strided = [range(first, count, n) for first in range(n)]
             for level, parts in ((f"{CONTEXT}%{n}", neighbours), (f"{CONTEXT}/{n}", strided)):

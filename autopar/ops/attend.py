@@ -182,7 +182,9 @@ class Attend:
             "causal": block.kind == "causal" or (some and mask.causal),
             "window": mask.window if some else 0,
             "offset": block.rows[0].start - block.columns[0].start if some else 0,
-            **{"chunk": 0, "sinks": None, "segments": None},
+            "chunk": 0,
+            "segments": None,
+            "sinks": None,
         }
         if facts.bias is not None:
             changes["bias"] = _pick(self._own_rows(facts.bias, block), 3, block.columns)

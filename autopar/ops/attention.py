@@ -165,12 +165,12 @@ def attention_backward(
     *rest, bias_needs_grad = facts
     known = Facts(*rest)
     to_sinks = _sinks_grad(grad, out, lse, known)
-    needs_bias = bias_needs_grad and known.bias is not None
-    *grads, to_bias = kernels.backward(grad, q, k, v, out, lse, known, needs_bias)
-    ready = (_rows_first(g.to(x.dtype)) for g, x in zip(grads, (q, k, v)))
-    if to_bias is None:
-        return *ready, q.new_empty(0), to_sinks  # type: ignore[return-value]
-    return *ready, to_bias.to(known.bias.dtype, memory_format=torch.contiguous_format).clone(), to_sinks
+    bias = known.bias if bias_needs_grad else None
+    to_q, to_k, to_v, to_bias = kernels.backward(grad, q, k, v, out, lse, known, bias is not None)
+    grads = (_rows_first(g.to(x.dtype)) for g, x in ((to_q, q), (to_k, k), (to_v, v)))
+    if bias is None or to_bias is None:
+        return *grads, q.new_empty(0), to_sinks  # type: ignore[return-value]
+    return *grads, to_bias.to(bias.dtype).contiguous(), to_sinks  # type: ignore[return-value]
 
 
 def _sinks_grad(grad: Tensor, out: Tensor, lse: Tensor, facts: Facts) -> Tensor:

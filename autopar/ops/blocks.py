@@ -59,7 +59,7 @@ def blocks_of(mask: Mask, rows: Spans, columns: Spans) -> tuple[Block, ...]:
 def _cut(spans: Spans, others: Spans) -> Spans:
     """The same positions, cut where one of the others starts or stops."""
     edges = {edge for other in others for edge in (other.start, other.stop)}
-    found = []
+    found: list[Span] = []
     for span in spans:
         inside = sorted(edge for edge in edges if span.start < edge < span.stop)
         found += itertools.starmap(Span, itertools.pairwise((span.start, *inside, span.stop)))

@@ -85,7 +85,7 @@ def estimate(
     if refusal := algorithm.refusal(problem):
         return Candidate(algorithm.name, direction, refusal=refusal)
     backward = direction == "backward"
-    ranks = range(problem.size) if problem.size <= WHOLE else (0, problem.size // 2, problem.size - 1)
+    ranks = range(problem.size) if problem.size <= WHOLE else (0, 1, problem.size // 2, problem.size - 1)
     programs = [trace(algorithm, problem, backward, rank) for rank in ranks]
     timeline = play(problem, backward, programs, topology, device)
     sent, steps = tuple(most_sent(programs).items()), max(program.steps for program in programs)
@@ -150,9 +150,11 @@ class _Option:
 
 
 def _best(options: Sequence[_Option]) -> _Option:
-    """The fastest; of those as fast, the one that sends least; of these, the first."""
+    """The fastest; of those as fast, what sends least; of these, rather one algorithm than two; then the first."""
     fastest = min(option.seconds for option in options)
-    return min((o for o in options if o.seconds <= fastest * _AS_FAST), key=lambda option: option.bytes)
+    fast = [option for option in options if option.seconds <= fastest * _AS_FAST]
+    least = min(option.bytes for option in fast)
+    return min(fast, key=lambda o: (o.bytes > least * _AS_FAST, o.forward.algorithm != o.backward.algorithm))
 
 
 def _named(attention: str) -> tuple[AttentionAlgorithm, ...]:
@@ -200,8 +202,9 @@ def _reason(best: _Option, options: Sequence[_Option]) -> str:
     if not others:
         return text
     other = _best(others)
-    more = f", and sends {other.bytes / best.bytes:.3g} times as much" if best.bytes else ""
-    return f"{text}; {other.forward.algorithm} would take {_ms(other.seconds)}{more}"
+    same = abs(other.bytes - best.bytes) <= (_AS_FAST - 1) * best.bytes
+    sends = "the same" if same else f"{other.bytes / 1e6:,.4g} MB instead of {best.bytes / 1e6:,.4g}"
+    return f"{text}; {other.forward.algorithm} would take {_ms(other.seconds)} and send {sends}"
 
 
 def _ms(seconds: float) -> str:

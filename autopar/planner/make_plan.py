@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from autopar.capture import InputSpec
 from autopar.graph import global_shape
 from autopar.mesh import Mesh
-from autopar.placement import INVARIANT, REPLICATE, Placement, Shard, local_shape
+from autopar.placement import INVARIANT, REPLICATE, Pieces, Placement, Shard, nested_shape
 from autopar.plan import Options, ParameterPlan, Plan, Stream, graph_digest
 from autopar.planner.closure import Analysis
 from autopar.planner.context import ContextPlan, plan_context
@@ -69,13 +69,10 @@ def make_plan(
         notes += _refusals(parameters, chosen.refused, {name: len(global_shape(n)) for n, name in names.items()})
         if options.sequence_parallel:
             streams = find_streams(gm, chosen.contractions, mesh, "tp", context.chunks(mesh.size("cp")))
-    if mesh.size("dp") > 1:
-        for node, name in names.items():
-            p = _data_parallel(node, parameters[name], options, mesh)
-            parameters[name]["dp"] = p if fixed is None else fixed.parameter(name, "dp")
-    if mesh.size("cp") > 1:
-        for axes in parameters.values():
-            axes["cp"] = ParameterPlan(INVARIANT, REPLICATE, "whole; gradients of all tokens are summed")
+    for axis in ("cp", "dp"):  # as they cut: cp before dp
+        for node, name in names.items() if mesh.size(axis) > 1 else ():
+            p = _data_parallel(node, parameters[name], options, mesh, axis)
+            parameters[name][axis] = p if fixed is None else fixed.parameter(name, axis)
     if options.micro_batches > 1:
         for axes in parameters.values():
             axes["mb"] = ParameterPlan(INVARIANT, REPLICATE, "gradients of micro-batches are added up")
@@ -97,18 +94,27 @@ def _fixed(plan: Plan | None, name: str, axis: str) -> ParameterPlan:
     return plan.parameter(name, axis) if plan is not None else ParameterPlan()
 
 
-def _data_parallel(node: Node, axes: Mapping[str, ParameterPlan], options: Options, mesh: Mesh) -> ParameterPlan:
-    """DDP: whole, the gradient is all-reduced. ZeRO-3: cut along the first dim that divides, gathered for use."""
+def _data_parallel(
+    node: Node, axes: Mapping[str, ParameterPlan], options: Options, mesh: Mesh, axis: str
+) -> ParameterPlan:
+    """On an axis whose ranks have other samples or tokens. DDP: whole, the gradient is all-reduced. ZeRO-3: cut along
+    the first dim that divides, gathered for use."""
     if options.zero == 0:
         return ParameterPlan(INVARIANT, REPLICATE, "whole; gradients are summed")
     if len(global_shape(node)) < 2:
         return ParameterPlan(INVARIANT, REPLICATE, "a vector: too small to gather; gradients are summed")
-    shape = local_shape(global_shape(node), axes["tp"].stored, mesh.size("tp")) if "tp" in axes else global_shape(node)
-    ranks = mesh.size("dp")
+    shape = nested_shape(global_shape(node), {a: p.stored for a, p in axes.items()}, _earlier(mesh, axis))
+    ranks = mesh.size(axis)
     for dim, size in sorted(enumerate(shape), key=lambda d: (-(d[1] % ranks == 0), d[0])):
         if size % ranks == 0:
             return ParameterPlan(Shard(dim), REPLICATE, "gathered right before use, gradients scattered")
     return ParameterPlan(INVARIANT, REPLICATE, f"no dim of {tuple(shape)} divides over {ranks}; whole")
+
+
+def _earlier(mesh: Mesh, axis: str) -> dict[str, Pieces]:
+    """The axes that cut before one."""
+    order = list(mesh.cut_order)
+    return {a: mesh.cut_order[a] for a in order[: order.index(axis)]}
 
 
 def _inputs(

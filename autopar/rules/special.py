@@ -258,7 +258,7 @@ def conversion_of_other_axis(call: Call) -> Rule:
             dims_in.append(d)
             dims_out.append(d)
             continue
-        outer = _equal_blocks(touched[i])
+        outer = _repetitions(touched[i], max(a, b))
         major = call.factor(f"d{i}", outer)
         inner_in, inner_out = call.factor(f"in{i}", a // outer), call.factor(f"out{i}", b // outer)
         blocked |= {f: "another axis converts it" for f in (*inner_in, *inner_out)}
@@ -267,10 +267,12 @@ def conversion_of_other_axis(call: Call) -> Rule:
     return call.rule([tuple(dims_in)], [tuple(dims_out)], blocked=blocked, linear=UNARY, keep_partial=True)
 
 
-def _equal_blocks(placement: Placement) -> int:
-    """How many equal blocks a Shard has; 1 when they differ."""
-    assert isinstance(placement, Shard)
-    return len(placement.blocks) if placement.blocks and len(set(placement.blocks)) == 1 else 1
+def _repetitions(placement: Shard, size: int) -> int:
+    """How often the pattern of a Shard's blocks repeats in a dim of which axes between have left ``size``."""
+    blocks = placement.blocks
+    period = next((p for p in range(1, len(blocks) + 1) if blocks == blocks[:p] * (len(blocks) // p)), 1)
+    taken = max(1, sum(map(abs, blocks)) // size)
+    return max(1, len(blocks) // period // taken)
 
 
 GETITEM = operator.getitem

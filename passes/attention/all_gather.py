@@ -21,7 +21,7 @@ from torch import Tensor
 
 from autopar.attention import ALGORITHMS, AttentionAlgorithm, Comm, Gradients, Pending, Problem, Span, Spans
 from autopar.ops.attend import Attend, Partials, wide
-from autopar.passes.attention.circulate import heads_first, pick, tokens_first, zero_bias
+from autopar.passes.attention.circulate import apart, pick, tokens_first, zero_bias
 
 
 class AllGather(AttentionAlgorithm):
@@ -35,31 +35,31 @@ class AllGather(AttentionAlgorithm):
         rows, columns = attend.problem.rows(comm.rank), _in_order(_dealt(attend.problem))
         into = Partials.empty(q, v.shape[-1])
         for share, tokens in _gathered(k, v, attend, comm):
-            mine, blocks = share.of_q, heads_first(tokens, k.shape[-1], v.shape[-1])
+            mine, (all_k, all_v) = share.of_q, apart(tokens, k.shape[-1])
             here = Partials(into.out[:, mine], into.lse[:, mine], [Span(0, q.shape[2])])
-            share.attend.forward(q[:, mine], *blocks, rows, columns, here)
+            share.attend.forward(q[:, mine], all_k, all_v, rows, columns, here)
         return into.out, into.lse
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, attend: Attend, comm: Comm
     ) -> Gradients:
         """See `AttentionAlgorithm.backward`."""
-        rows, dealt, widths = attend.problem.rows(comm.rank), _dealt(attend.problem), (k.shape[-1], v.shape[-1])
+        rows, dealt, width = attend.problem.rows(comm.rank), _dealt(attend.problem), k.shape[-1]
         columns = _in_order(dealt)
         to_q, to_k, to_v = (x.new_zeros(x.shape, dtype=wide(x.dtype)) for x in (q, k, v))
         to_bias = zero_bias(attend)
 
         def receive(heads: slice, coming: Pending) -> None:
-            for whole, part in zip((to_k, to_v), heads_first(coming.wait()[0], *widths)):
+            for whole, part in zip((to_k, to_v), apart(coming.wait()[0], width)):
                 whole[:, heads] = part
 
         scattered: list[tuple[slice, Pending]] = []
         for share, tokens in _gathered(k, v, attend, comm):
-            mine, blocks = share.of_q, heads_first(tokens, *widths)
+            mine, (all_k, all_v) = share.of_q, apart(tokens, width)
             sums = tokens.new_zeros(tokens.shape, dtype=wide(tokens.dtype))
-            here = Gradients(to_q[:, mine], *heads_first(sums, *widths), _heads(to_bias, mine))
+            here = Gradients(to_q[:, mine], *apart(sums, width), _heads(to_bias, mine))
             of_rows = grad[:, mine], q[:, mine]
-            share.attend.backward(*of_rows, *blocks, out[:, mine], lse[:, mine], rows, columns, here)
+            share.attend.backward(*of_rows, all_k, all_v, out[:, mine], lse[:, mine], rows, columns, here)
             while scattered:
                 receive(*scattered.pop())
             by_rank = pick(sums, columns, dealt).unflatten(0, (comm.size, -1))

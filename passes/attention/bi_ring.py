@@ -1,6 +1,8 @@
 """A ring in both directions: the first half of each span of keys goes up, the second half down, side by side.
 
-    rank 0 <-> rank 1 <-> rank 2 <-> ...     each link carries half as much each way as a ring in one direction
+    k0 v0    rank 0 --> rank 1 --> rank 2 -->          k1 v1    rank 0 <-- rank 1 <-- rank 2 <--
+
+Each link carries half as much each way as in a ring of one direction, so links that carry both ways take half the time.
 """
 
 from __future__ import annotations

@@ -150,9 +150,15 @@ def tokens_first(*tensors: Tensor) -> Tensor:
     return (tensors[0] if len(tensors) == 1 else torch.cat(tensors, -1)).permute(2, 0, 1, 3)
 
 
-def heads_first(x: Tensor, *widths: int) -> tuple[Tensor, ...]:
-    """The inverse of `tokens_first`: views [B, H, n, width] of [n, B, H, sum of widths]."""
-    return x.permute(1, 2, 0, 3).split(widths, -1)
+def heads_first(x: Tensor) -> Tensor:
+    """[n, B, H, *] as [B, H, n, *]: a view."""
+    return x.permute(1, 2, 0, 3)
+
+
+def apart(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Views of the two tensors [B, H, n, *] that lie side by side in x; the first is ``width`` wide."""
+    x = heads_first(x)
+    return x[..., :width], x[..., width:]
 
 
 @dataclass

@@ -25,8 +25,8 @@ class Hybrid(Ring):
         if _group_sizes(problem):
             return ""
         return (
-            f'context_parallel: attention "{self.name}": needs groups of ranks among which the heads divide, and finds '
-            f'none between 1 and {problem.size} ranks for {problem.heads} query heads; choose "ring" or "ulysses"'
+            f'context_parallel: attention "{self.name}": needs a size of groups that divides {problem.size} ranks and '
+            f'{problem.heads} query heads, and finds none but 1 and {problem.size}; choose "ring"'
         )
 
     def head_ranks(self, problem: Problem) -> int:

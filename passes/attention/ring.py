@@ -21,7 +21,7 @@ from autopar.passes.attention.circulate import (
     Journey,
     Packet,
     Wheel,
-    heads_first,
+    apart,
     tokens_first,
     zero_bias,
 )
@@ -46,7 +46,7 @@ class Ring(AttentionAlgorithm):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend, comm: Comm) -> tuple[Tensor, Tensor]:
         """See `AttentionAlgorithm.forward`."""
-        problem, widths = attend.problem, (k.shape[-1], v.shape[-1])
+        problem, width = attend.problem, k.shape[-1]
         rows, into = problem.rows(comm.rank), Partials.empty(q, v.shape[-1])
         wheels, held = self._start(k, v, problem, comm)
         for hop in range(comm.size):
@@ -55,7 +55,8 @@ class Ring(AttentionAlgorithm):
                 attend.forward(q, k, v, rows, problem.columns(comm.rank), into)
             else:
                 for packet in held:
-                    attend.forward(q, *heads_first(packet.tensors[0], *widths), rows, packet.spans, into)
+                    their_k, their_v = apart(packet.tensors[0], width)
+                    attend.forward(q, their_k, their_v, rows, packet.spans, into)
             held = [c.wait() for c in coming]
         return into.out, into.lse
 
@@ -63,20 +64,20 @@ class Ring(AttentionAlgorithm):
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, attend: Attend, comm: Comm
     ) -> Gradients:
         """See `AttentionAlgorithm.backward`."""
-        problem, widths = attend.problem, (k.shape[-1], v.shape[-1])
+        problem, width = attend.problem, k.shape[-1]
         rows, columns = problem.rows(comm.rank), problem.columns(comm.rank)
         wheels, held = self._start(k, v, problem, comm)
         own = Packet(columns, (tokens_first(k, v),)).zeros(wide(k.dtype))
-        to_k, to_v = heads_first(own.tensors[0], *widths)
+        to_k, to_v = apart(own.tensors[0], width)
         into = Gradients(q.new_zeros(q.shape, dtype=wide(q.dtype)), to_k, to_v, zero_bias(attend))
 
         def gradients(packet: Packet) -> Packet:
             """Of the columns of a packet; those of our rows are added up at home."""
             found = packet.zeros(wide(k.dtype))
-            to_k, to_v = heads_first(found.tensors[0], *widths)
-            blocks = heads_first(packet.tensors[0], *widths)
+            their_k, their_v = apart(packet.tensors[0], width)
+            to_k, to_v = apart(found.tensors[0], width)
             here = dataclasses.replace(into, k=to_k, v=to_v)
-            attend.backward(grad, q, *blocks, out, lse, rows, packet.spans, here)
+            attend.backward(grad, q, their_k, their_v, out, lse, rows, packet.spans, here)
             return found
 
         sums = [own.take(()) for _ in wheels]

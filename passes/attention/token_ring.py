@@ -22,6 +22,7 @@ from autopar.passes.attention.circulate import (
     Journey,
     Packet,
     Wheel,
+    apart,
     heads_first,
     runs,
     shorter,
@@ -56,7 +57,7 @@ class TokenRing(AttentionAlgorithm):
 
         def result(packet: Packet) -> Packet:
             """Of the rows of a packet over our columns: out in the model's dtype and lse, wide."""
-            (rows_q,) = heads_first(packet.tensors[0], q.shape[-1])
+            rows_q = heads_first(packet.tensors[0])
             found = Partials.empty(rows_q, width)
             if packet.spans:
                 attend.forward(rows_q, k, v, packet.spans, columns, found)
@@ -79,7 +80,7 @@ class TokenRing(AttentionAlgorithm):
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, attend: Attend, comm: Comm
     ) -> Gradients:
         """See `AttentionAlgorithm.backward`."""
-        problem, widths = attend.problem, (q.shape[-1], v.shape[-1])
+        problem, width = attend.problem, q.shape[-1]
         rows, columns = problem.rows(comm.rank), problem.columns(comm.rank)
         wheel = Wheel(shorter(problem, "rows"), problem, comm)
         dtype = wide(q.dtype)
@@ -88,7 +89,7 @@ class TokenRing(AttentionAlgorithm):
         held = Packet.of(rows, wheel.own.travelling(1), tokens_first(q, grad), sums)
         own = Packet(rows, (tokens_first(q),)).zeros(dtype)
         into = Gradients(
-            *heads_first(own.tensors[0], q.shape[-1]),
+            heads_first(own.tensors[0]),
             k.new_zeros(k.shape, dtype=dtype),
             v.new_zeros(v.shape, dtype=dtype),
             zero_bias(attend),
@@ -96,12 +97,12 @@ class TokenRing(AttentionAlgorithm):
 
         def gradients(packet: Packet) -> Packet:
             """Of the rows of a packet; those of our columns are added up here."""
-            rows_q, rows_grad = heads_first(packet.tensors[0], *widths)
-            rows_lse, rows_delta = (x.squeeze(-1) for x in heads_first(packet.tensors[1], 1, 1))
-            found = Packet(packet.spans, (packet.tensors[0][..., : q.shape[-1]],)).zeros(dtype)
+            rows_q, rows_grad = apart(packet.tensors[0], width)
+            rows_lse, rows_delta = heads_first(packet.tensors[1]).unbind(-1)
+            found = Packet(packet.spans, (packet.tensors[0][..., :width],)).zeros(dtype)
             if packet.spans:
-                (to_rows,) = heads_first(found.tensors[0], q.shape[-1])
-                rows_out, here = stand_in(rows_grad, rows_delta), dataclasses.replace(into, q=to_rows)
+                here = dataclasses.replace(into, q=heads_first(found.tensors[0]))
+                rows_out = stand_in(rows_grad, rows_delta)
                 attend.backward(rows_grad, rows_q, k, v, rows_out, rows_lse, packet.spans, columns, here)
             return found
 
@@ -120,10 +121,9 @@ class TokenRing(AttentionAlgorithm):
 
 def _merge(into: Partials, rows: Spans, packet: Packet) -> None:
     """Take in results for some of our rows."""
-    done, (out, lse) = 0, packet.tensors
+    done, out, lse = 0, heads_first(packet.tensors[0]), heads_first(packet.tensors[1]).squeeze(-1)
     for first, length in runs(rows, packet.spans):
-        at = slice(done, done + length)
-        into.merge(out[at].permute(1, 2, 0, 3), lse[at].permute(1, 2, 0, 3).squeeze(-1), first)
+        into.merge(out.narrow(2, done, length), lse.narrow(2, done, length), first)
         done += length
 
 

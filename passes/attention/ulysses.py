@@ -26,7 +26,7 @@ class Ulysses(Ring):
             return ""
         return (
             f'context_parallel: attention "{self.name}": {problem.heads} query heads do not divide over {problem.size} '
-            'ranks, and every rank needs as many; choose "ring" or fewer ranks'
+            f'ranks; it needs a multiple of {problem.size} heads: choose fewer ranks, "hybrid" or "ring"'
         )
 
     def head_ranks(self, problem: Problem) -> int:

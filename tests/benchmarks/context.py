@@ -177,38 +177,43 @@ class _Ours:
         """The output, and what the backward needs."""
         if self.times > 1:
             k, v = (x.repeat_interleave(self.times, 1) for x in (k, v))
-        q, k, v = self._to_heads(q, k, v)
+        q, k, v = self._to_heads([q, k, v])
         if self.comm:
             out, lse = context.forward(self.comm, q, k, v, *self.facts, *self.how)
         else:
             out, lse = torch.ops.autopar.attention(q, k, v, *self.facts)
-        return *self._to_sequence(out), q, k, v, out, lse
+        return *self._to_sequence([out]), q, k, v, out, lse
 
     def both(self, inputs: list[Tensor], grad: Tensor) -> Result:
+        """The output and the gradients."""
         result, *saved = self.forward(*inputs)
-        (grad,) = self._to_heads(grad)
+        (grad,) = self._to_heads([grad])
         if self.comm:
-            found = context.backward(self.comm, grad, *saved, *self.facts, *self.how, False)[:3]
+            found = list(context.backward(self.comm, grad, *saved, *self.facts, *self.how, False)[:3])
         else:
-            found = torch.ops.autopar.attention_backward(grad, *saved, *self.facts, False)[:3]
-        to_q, to_k, to_v = self._to_sequence(*found)
+            found = list(torch.ops.autopar.attention_backward(grad, *saved, *self.facts, False)[:3])
+        to_q, to_k, to_v = self._to_sequence(found)
         if self.times > 1:
             to_k, to_v = (x.unflatten(1, (-1, self.times)).sum(2) for x in (to_k, to_v))
         return result, to_q, to_k, to_v
 
-    def _to_heads(self, *tensors: Tensor) -> list[Tensor]:
+    def _to_heads(self, tensors: list[Tensor]) -> list[Tensor]:
         return self._exchange(tensors, (2, self.blocks), (1, []))
 
-    def _to_sequence(self, *tensors: Tensor) -> list[Tensor]:
+    def _to_sequence(self, tensors: list[Tensor]) -> list[Tensor]:
         return self._exchange(tensors, (1, []), (2, self.blocks))
 
     def _exchange(
-        self, tensors: tuple[Tensor, ...], source: tuple[int, list[int]], target: tuple[int, list[int]]
+        self, tensors: list[Tensor], source: tuple[int, list[int]], target: tuple[int, list[int]]
     ) -> list[Tensor]:
-        """From one cut to another, all at once."""
+        """From one cut to another, all at once. Takes the tensors out of the list, so that they are not kept."""
         if self.head_ranks == 1:
-            return list(tensors)
+            return tensors
         start = all_to_all(self.groups, "heads", *source, *target, self.axis)
-        for x in tensors:
+        pending = []
+        while tensors:
+            x = tensors.pop(0)
             self.exchanged += traffic_of("all_to_all", tuple(x.shape), x.dtype, self.head_ranks)
-        return [finish(pending) for pending in [start(x) for x in tensors]]
+            pending.append(start(x))
+        del x
+        return [finish(pending.pop(0)) for _ in range(len(pending))]

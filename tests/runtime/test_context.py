@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.attention import ALGORITHMS, ZIGZAG, Like, Mask, Problem
+from autopar.graph import outputs
 from autopar.ops.context import attention_of_piece
 from autopar.placement import Shard, piece, scaled_blocks
 from autopar.runtime import comm, functional
@@ -160,11 +161,10 @@ def test_functional_layouts_are_those_of_collectives(blocks: list[int]) -> None:
 
 # --- algorithms ------------------------------------------------------------------------------------------
 
-TENSORS = 5  # out, lse and the gradients of q, k and v
-
 
 def traced(problem: Problem, forward: str, backward: str) -> GraphModule:
-    """One rank's attention and its gradients, as they stand in graphs: q, k, v, gradient -> `TENSORS`."""
+    """One rank's attention and its gradients, as they stand in graphs: q, k, v and the gradient of out ->
+    out, lse and the gradients of q, k and v."""
     head_ranks = ALGORITHMS[forward].head_ranks(problem)
     how = (forward, backward, problem.query_blocks, problem.key_blocks, "cp", problem.size, head_ranks)
     facts = (None,) * 5 + (problem.mask.causal, 0, 0, 0, problem.width**-0.5, 0.0, 0.0, 0, [], [])
@@ -185,18 +185,21 @@ def traced(problem: Problem, forward: str, backward: str) -> GraphModule:
 def attend(problem: Problem, forward: str, backward: str, backend: str) -> tuple[list[float], dict[str, int]]:
     """Largest errors against the whole attention, and bytes sent by way."""
     groups, case = Groups(init_mesh("cpu", 30.0, cp=problem.size)), Case.of(problem)
-    bound = bind(traced(problem, forward, backward), groups, backend)
+    graph = traced(problem, forward, backward)
+    bound, planned = bind(graph, groups, backend), outputs(graph)
     rows, columns = problem.rows(groups.rank), problem.columns(groups.rank)
     q, k, v, grad = cut(case.q, rows), cut(case.k, columns), cut(case.v, columns), cut(case.grad, rows)
-    errors = []
-    whole = on_the_whole(case).tensors()
-    for spans, x, right in zip((rows, rows, rows, columns, columns), bound([q, k, v, grad]), whole, strict=True):
-        errors.append(float((x - cut(right, spans)).abs().max()))
+    found, whole = bound([q, k, v, grad]), on_the_whole(case).tensors()
+    assert [x.stride() for x in found] == [node.meta["val"].stride() for node in planned]
+    errors = [
+        float((x - cut(right, spans)).abs().max())
+        for spans, x, right in zip((rows, rows, rows, columns, columns), found, whole, strict=True)
+    ]
     return errors, {kind.removeprefix("send "): t.bytes for (_, kind), t in bound.comms.traffic.items()}
 
 
 def attend_with_all(problem: Problem) -> dict[str, tuple[list[float], dict[str, int]]]:
-    return {name: attend(problem, name, name, "eager") for name in ALGORITHMS}
+    return {name: attend(problem, name, name, "eager") for name, one in ALGORITHMS.items() if not one.refusal(problem)}
 
 
 def zigzag(size: int) -> Problem:
@@ -211,7 +214,8 @@ def test_every_algorithm_gives_the_whole_attention_and_sends_what_it_says(ranks:
     problem = zigzag(ranks)
     found = run_ranks(ranks, attend_with_all, problem)
     case = Case.of(problem)
-    for name in ALGORITHMS:
+    assert ranks == 2 or set(found[0]) == set(ALGORITHMS), "none refuses four ranks"
+    for name in found[0]:
         here = attend_and_differentiate(name, name, case)
         ring = problem.size // ALGORITHMS[name].head_ranks(problem)
         for rank, results in enumerate(found):
@@ -223,14 +227,9 @@ def test_every_algorithm_gives_the_whole_attention_and_sends_what_it_says(ranks:
             assert sent == {way: size for way, size in told.items() if size}, (name, rank)
 
 
-def attend_compiled() -> list[tuple[list[float], dict[str, int]]]:
-    """Each kind of node once: attention over the ranks, and heads for sequence."""
-    return [attend(zigzag(2), name, name, "inductor") for name in ("token_ring", "ulysses")]
-
-
 def test_compiled_graphs_run_the_algorithms() -> None:
-    for (errors, sent), (others, _) in run_ranks(2, attend_compiled, timeout=240):
-        assert max(errors + others) < 1e-12 and set(sent) == {"up", "home"}
+    for errors, sent in run_ranks(2, attend, zigzag(2), "token_ring", "bi_ring", "inductor", timeout=200):
+        assert max(errors) < 1e-12 and set(sent) == {"up", "down", "home"}
 
 
 # --- failures -------------------------------------------------------------------------------------------

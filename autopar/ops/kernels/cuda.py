@@ -27,9 +27,18 @@ if TYPE_CHECKING:
 _aten = torch.ops.aten
 
 
+def _on_cuda(q: Tensor) -> bool:
+    return q.is_cuda
+
+
+def _modern(q: Tensor) -> bool:
+    """Hopper or later, with cuDNN."""
+    return torch.cuda.get_device_capability(q.device) >= (9, 0) and torch.backends.cudnn.is_available()
+
+
 def _plain(q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> bool:
-    """On CUDA, without what only one kernel knows."""
-    return q.is_cuda and not facts.dropout and has_size(q, k, v)
+    """On CUDA, without dropout, and not empty."""
+    return _on_cuda(q) and not facts.dropout and has_size(q, k, v)
 
 
 def _half(q: Tensor, v: Tensor, widest: int) -> bool:
@@ -76,8 +85,7 @@ class Cudnn(Kernel):
         if not (_plain(q, k, v, facts) and _half(q, v, 128) and facts.only_causal and not facts.softcap):
             return False
         square = q.shape[2] == k.shape[2] and not facts.offset
-        modern = torch.cuda.get_device_capability(q.device) >= (9, 0) and torch.backends.cudnn.is_available()
-        return (square or not facts.causal) and modern
+        return (square or not facts.causal) and _modern(q)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, Tensor]:
         k, v = expand(k, q.shape[1]), expand(v, q.shape[1])

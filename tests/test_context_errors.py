@@ -1,0 +1,138 @@
+"""Bad input to context parallelism: a clear error that says need, finding and way out, before anything is sent."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autopar
+from autopar.attention import ALGORITHMS
+from autopar.capture import capture
+from autopar.compile import compile_graph, plan_model
+from autopar.graph import copy_graph
+from autopar.mesh import Mesh
+from autopar.models.tiny import TINY
+from autopar.plan import Options
+from tests.context_cases import Small, small_batch
+from tests.ranks import run_ranks
+
+
+@functools.cache
+def graph_of(model: str, tokens: int) -> Any:
+    """A captured model, to be copied."""
+    if model == "small":
+        return capture(Small(), small_batch(tokens), exact=True)
+    if model == "biased":
+        return capture(Biased(), {"x": torch.ones(2, tokens, 8)}, exact=True)
+    return capture(TINY[model].build(), TINY[model].batch(4, tokens), exact=True)
+
+
+class Biased(nn.Module):
+    """A bias for each pair of query and key, as T5 has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.distances = nn.Linear(8, 24), nn.Embedding(16, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 4).permute(2, 0, 3, 1, 4).unbind(0)
+        places = torch.arange(x.shape[1])
+        bias = self.distances((places[:, None] - places).abs()).permute(2, 0, 1)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias).square().mean()
+
+
+NAMES = ", ".join(name for name, _ in ALGORITHMS.items())
+REFUSED: list[tuple[str, int, str, dict[str, Any], str]] = [
+    ("small", 18, "cp=4", {}, r'^context_parallel: sequence length 18 of .* does not divide over axis "cp" of size 4; '
+     "pad to 20$"),
+    ("small", 12, "cp=4", {"layout": "zigzag"}, "layout zigzag: a sequence of 12 tokens does not divide into 8 chunks "
+     "for 4 ranks; pad to 16, or the layout contiguous$"),
+    ("small", 12, "cp=4", {"attention": "zigzag_ring"}, "12 tokens does not divide into 8 chunks .* pad to 16"),
+    ("small", 16, "cp=4", {"attention": "ulysses"}, r'^context_parallel: .*"ulysses": 2 query heads do not divide over '
+     r"4 ranks; .* choose fewer ranks, .*\"ring\""),
+    ("small", 16, "cp=2,tp=2", {"attention": "ulysses"}, '"ulysses": 1 query heads do not divide over 2 ranks'),
+    ("small", 16, "cp=2", {"attention": "hybrid"}, r'"hybrid": needs a size of groups .* finds none .* choose "ring"'),
+    ("biased", 16, "cp=2", {"attention": "token_ring"}, '"token_ring": a bias that differs between queries is needed '
+     'where the queries go, .*; choose "ring"'),
+    ("biased", 16, "cp=2", {"attention": "ring+token_ring"}, '"token_ring": a bias that differs between queries'),
+    ("small", 16, "cp=2", {"attention": "rings"}, f"attention: unknown name 'rings'; known are {NAMES}; did you mean "
+     "'ring'"),
+    ("small", 16, "cp=2", {"attention": "ring+"}, f"attention: unknown name ''; known are {NAMES}"),
+    ("small", 16, "cp=2", {"attention": "ulysses+ring"}, r"ulysses exchanges heads .*, found ulysses\+ring; use "
+     "ulysses for both passes"),
+    ("small", 16, "cp=2", {"attention": "ring+ulysses"}, r"found ring\+ulysses; use ulysses for both passes"),
+    ("small", 16, "cp=2", {"topology": "cp=donut"}, "topology: .*donut"),
+    ("bloom", 16, "cp=2", {}, r'^context_parallel: axis "cp" cuts the sequence of attention, found none; models whose '
+     "attention is written out .*: use scaled_dot_product_attention, or no axis"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "tokens", "mesh", "options", "message"), REFUSED)
+def test_refused_when_planning(model: str, tokens: int, mesh: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        compile_graph(copy_graph(graph_of(model, tokens)), Mesh.parse(mesh), Options(**options), outputs=())
+
+
+def test_layouts_are_known() -> None:
+    with pytest.raises(ValueError, match="^layout: expected auto, contiguous or zigzag, found 'striped'"):
+        Options(layout="striped")
+
+
+@pytest.mark.parametrize("schedule", ["tera_pipe", "seq1f1b"])
+def test_a_sequence_is_not_cut_in_time_and_over_ranks(schedule: str) -> None:
+    options = Options(schedule=schedule, micro_batches=2)
+    with pytest.raises(ValueError, match=f"^pipeline: the schedule {schedule} cuts the sequence in time and the axis "
+                       '"cp" cuts it over ranks; .*; use a schedule without token slices, or no axis cp'):  # fmt: skip
+        plan_model(TINY["llama"].build(), TINY["llama"].batch(4, 16), Mesh.of(pp=2, cp=2), options)
+
+
+class Mlp(nn.Module):
+    """No attention at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.down(torch.relu(self.up(x))), y)
+
+
+def test_a_model_without_attention() -> None:
+    batch = {"x": torch.ones(4, 8), "y": torch.ones(4, 4)}
+    with pytest.raises(ValueError, match=r'^context_parallel: axis "cp" .* found none; .* or no axis "cp"$'):
+        plan_model(Mlp(), batch, Mesh.of(cp=2), Options())
+
+
+# --- on ranks ----------------------------------------------------------------------------------------------
+
+
+def refused_on_a_rank(tokens: int, options: dict[str, Any], shift: bool) -> tuple[str, int]:
+    """The error of parallelize or train_step on a rank, and the bytes it had sent."""
+    mesh = autopar.init_mesh("cpu", 30.0, cp=2)
+    batch = small_batch(tokens)
+    if shift and torch.distributed.get_rank():
+        batch = {name: x.roll(1, 1) for name, x in batch.items()}
+    parallel = None
+    try:
+        parallel = autopar.parallelize(Small(), mesh, example_batch=batch, **options)
+        parallel.train_step(**batch)
+    except ValueError as error:
+        return str(error), sum(t.bytes for t in parallel.traffic().values()) if parallel is not None else 0
+    return "no error", 0
+
+
+@pytest.mark.parametrize(("tokens", "options", "shift", "message"), [
+    (15, {}, False, "sequence length 15 of"),
+    (16, {"attention": "rings"}, False, "attention: unknown name 'rings'"),
+    (16, {"attention": "ring"}, True, 'context_parallel: the ranks of axis "cp" must be given the same batch'),
+], ids=["length", "name", "batches"])  # fmt: skip
+def test_every_rank_refuses_before_anything_is_sent(
+    tokens: int, options: dict[str, Any], shift: bool, message: str
+) -> None:
+    for error, sent in run_ranks(2, refused_on_a_rank, tokens, options, shift, timeout=120.0):
+        assert message in error and sent == 0

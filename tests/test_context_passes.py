@@ -1,0 +1,188 @@
+"""What context parallelism makes of a graph and of a plan, as text; and what a step sends outside of attention."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+
+import pytest
+from torch.fx import GraphModule
+
+from autopar.capture import capture
+from autopar.compile import compile_graph
+from autopar.cost import communication
+from autopar.graph import outputs
+from autopar.mesh import Mesh
+from autopar.pass_manager import Context
+from autopar.placement import Shard
+from autopar.plan import Options, Plan
+from autopar.printing import format_graph
+from autopar.steps import Compiled
+from tests.context_cases import Case, Small, captured, compiled, small_batch, step_graphs
+
+ROWS, TOKENS, WIDTH = 2, 16, 8
+
+
+@functools.cache
+def rewritten(layout: str, attention: str) -> tuple[Compiled, dict[str, str]]:
+    """The small model over two ranks: what was made of it, and its text after every pass."""
+    texts: dict[str, str] = {}
+
+    def watch(name: str, gm: GraphModule, ctx: Context) -> None:
+        texts[name] = format_graph(gm, Mesh.of(cp=2))
+
+    graph = capture(Small(), small_batch(TOKENS), exact=True)
+    options = Options(attention=attention, layout=layout)
+    return compile_graph(graph, Mesh.of(cp=2), options, outputs=(), observers=[watch]), texts
+
+
+def calls(text: str, *operators: str) -> list[str]:
+    """Lines that call one of some operators, in order; columns and what follows them left out."""
+    lines = [" ".join(line.partition("  # ")[0].split()) for line in text.splitlines()]
+    return [line for line in lines if any(f"= {name}(" in line for name in operators)]
+
+
+WATCHED = ("embedding", "autopar.attention", "attention_of_piece", "linear", "autopar.cross_entropy", "sum", "div")
+
+BEFORE = """
+embedding: f64[2,16,8] = embedding(p_embed_weight, ids)
+linear: f64[2,16,24] = linear(embedding, p_qkv_weight)
+attention_default: (f64[2,2,16,4], f64[2,2,16]) = autopar.attention(getitem, getitem_1, getitem_2, None, None, None, \
+None, None, True, 0, 0, 0, 0.5, 0.0, 0.0, 0, [], [])
+linear_1: f64[2,16,16] = linear(add, p_head_weight)
+cross_entropy_default: (f64[32], f64[32]) = autopar.cross_entropy(reshape_default_4, reshape_default_5, -100, 0.0)
+sum_default: f64[] = sum(getitem_4)
+sum_default_1: i64[] = sum(ne_scalar)
+div_tensor: f64[] = div(sum_default, sum_default_1)
+"""
+
+AFTER = """
+p_embed_weight_r: f64[16,8] cp:R = exchange(p_embed_weight, cp, I -> R)
+ids_s: i64[2,8] cp:S(1;8,-8) = exchange(ids, cp, I -> S(1;8,-8))
+embedding: f64[2,8,8] cp:S(1;8,-8) = embedding(p_embed_weight_r, ids_s)
+p_qkv_weight_r: f64[24,8] cp:R = exchange(p_qkv_weight, cp, I -> R)
+linear: f64[2,8,24] cp:S(1;8,-8) = linear(embedding, p_qkv_weight_r)
+attention_default: (f64[2,2,8,4], f64[2,2,8]) = attention_of_piece(getitem, getitem_1, getitem_2, None, None, None, \
+None, None, True, 0, 0, 0, 0.5, 0.0, 0.0, 0, [], [], 'ring', 'token_ring', [1, -1], [1, -1], 'cp', 2, 1)
+p_head_weight_r: f64[16,8] cp:R = exchange(p_head_weight, cp, I -> R)
+linear_1: f64[2,8,16] cp:S(1;8,-8) = linear(add, p_head_weight_r)
+reshape_default_5_s: i64[16] cp:S(0;(8,-8)x2) = exchange(reshape_default_5, cp, I -> S(0;(8,-8)x2))
+cross_entropy_default: (f64[16], f64[16]) = autopar.cross_entropy(reshape_default_4, reshape_default_5_s, -100, 0.0)
+sum_default: f64[] cp:P = sum(getitem_4)
+sum_default_1: i64[] = sum(ne_scalar)
+div_tensor: f64[] cp:P = div(sum_default, sum_default_1)
+div_tensor_i: f64[] = exchange(div_tensor, cp, P -> I)
+"""
+
+
+def test_tokens_are_sliced_once_and_the_loss_is_summed() -> None:
+    """Ids and labels are cut in zigzag, and nothing in between is exchanged but by attention. All ranks have all
+    labels, so each of them knows how many there are."""
+    _, texts = rewritten("zigzag", "ring+token_ring")
+    assert calls(texts["normalize"], *WATCHED, "exchange") == BEFORE.strip().splitlines()
+    assert calls(texts["localize_shapes"], *WATCHED, "exchange") == AFTER.strip().splitlines()
+
+
+def test_a_contiguous_layout_is_plain() -> None:
+    made, texts = rewritten("contiguous", "ring")
+    assert "ids_s: i64[2,8] cp:S(1) = exchange(ids, cp, I -> S(1))" in calls(texts["localize_shapes"], "exchange")
+    assert made.plan.streams[0].blocks == () and "'ring', 'ring', [], [], 'cp', 2, 1)" in texts["localize_shapes"]
+
+
+def test_algorithms_stand_in_forward_and_backward() -> None:
+    """Both step graphs name both; the forward keeps q, k, v (as one value), out and lse, each a piece."""
+    made, _ = rewritten("zigzag", "ring+token_ring")
+    forward, backward = (format_graph(graph) for graph in step_graphs(made))
+    assert "'ring', 'token_ring', [1, -1], [1, -1], 'cp', 2)" in calls(forward, "autopar.context_attention")[0]
+    (call,) = calls(backward, "autopar.context_attention_backward")
+    assert "'ring', 'token_ring', [1, -1], [1, -1], 'cp', 2, False)" in call
+    assert call.startswith("context_attention_backward: (f64[2,2,8,4], f64[2,2,8,4], f64[2,2,8,4], f64[0], f64[0])")
+    kept = [tuple(n.meta["val"].shape) for n in outputs(made.steps.forward)]
+    assert kept.count((ROWS * TOKENS // 2, 3 * WIDTH)) == 1  # q, k and v
+    assert kept.count((ROWS, 2, TOKENS // 2, 4)) == kept.count((ROWS, 2, TOKENS // 2)) == 1
+
+
+def test_heads_are_exchanged_around_ulysses() -> None:
+    """Three exchanges of heads for sequence, plain attention on half of the heads, and back."""
+    _, texts = rewritten("auto", "ulysses")
+    forward = calls(texts["forward"], "autopar.all_to_all", "autopar.attention", "autopar.context_attention")
+    assert [line.partition(" = autopar.")[2].partition("(")[0] for line in forward] == (
+        ["all_to_all"] * 3 + ["attention"] + ["all_to_all"] * 2
+    )
+    assert "(f64[2,1,16,4], f64[2,1,16])" in forward[3]
+
+
+# --- plans -----------------------------------------------------------------------------------------------
+
+
+def test_the_text_of_a_plan_has_streams_algorithms_and_candidates() -> None:
+    made, _ = rewritten("auto", "auto")
+    text = str(made.plan)
+    (stream,) = [line for line in text.splitlines() if line.startswith("  stream from attention_default.q")]
+    chosen = made.plan.attention["attention_default"]
+    assert "cp: S(2; 1,-1)" in stream and "zigzag takes" in stream and "contiguous takes" in stream
+    assert f"forward {chosen.forward}, backward {chosen.backward}  " in text and "by estimate" in chosen.reason
+    assert "  candidates of attention_default:" in text
+    table = {tuple(line.split()[:2]) for line in text.partition("candidates")[2].splitlines()[1:]}
+    for name in ("all_gather", "bi_ring", "zigzag_ring", "token_ring", "ulysses", "hybrid"):
+        assert {(name, "forward"), (name, "backward")} <= table
+    assert 'hybrid                     forward   context_parallel: attention "hybrid": needs a size of groups' in text
+
+
+@pytest.mark.parametrize(
+    ("layout", "attention"), [("auto", "auto"), ("zigzag", "ring+token_ring"), ("auto", "ulysses")]
+)
+def test_plans_with_attention_survive_json(layout: str, attention: str) -> None:
+    plan = rewritten(layout, attention)[0].plan
+    assert plan.attention and any(s.axis == "cp" for s in plan.streams)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_plan_from_json_makes_the_same_graphs() -> None:
+    case = Case("llama", Mesh.of(cp=2), Options(attention="bi_ring+token_ring", layout="zigzag"))
+    first = compiled(case)
+    graph = capture(captured("llama").model, captured("llama").batch, exact=True)
+    again = compile_graph(graph, case.mesh, plan=Plan.from_json(first.plan.to_json()), outputs=())
+    assert [g.code for g in step_graphs(again)] == [g.code for g in step_graphs(first)]
+
+
+# --- beside tensor parallelism -----------------------------------------------------------------------------
+
+
+def llama(mesh: str, **options: object) -> Compiled:
+    return compiled(Case("llama", Mesh.parse(mesh), Options(attention="ring", **options)))  # type: ignore[arg-type]
+
+
+def test_sequence_parallelism_cuts_every_chunk() -> None:
+    """tp cuts each of the four chunks that zigzag deals to cp=2, so every rank of tp holds a part of both of its own:
+    gathering over tp alone gives back what cp dealt."""
+    made = llama("cp=2,tp=2", layout="zigzag", sequence_parallel=True)
+    (stream,) = [s for s in made.plan.streams if s.axis == "tp"]
+    assert stream.blocks == (4, 4, 4, 4)
+    found = Counter(
+        (str(p["tp"]), str(p["cp"]))
+        for n in made.local.graph.nodes
+        if isinstance(p := n.meta["placements"], dict) and all(isinstance(p.get(a), Shard) for a in ("cp", "tp"))
+    )
+    residual = found["S(1;4x4)", "S(1;4,-4)"]
+    assert residual > 20 and found["S(1)", "S(2;8,-8)"] > 20, found
+    assert not any(tp == "S(1)" and cp.startswith("S(1;") for tp, cp in found)
+
+
+# --- communication -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mesh", "options"), [
+    ("cp=2", {"layout": "zigzag"}), ("cp=4", {}), ("dp=2,cp=2", {"zero": 3}),
+    ("cp=2,tp=2", {"sequence_parallel": True}),
+], ids=str)  # fmt: skip
+def test_outside_of_attention_only_gradients_and_the_loss_are_summed(mesh: str, options: dict[str, object]) -> None:
+    made = llama(mesh, **options)
+    ranks = made.plan.mesh.size("cp")
+    forward, backward = (communication(graph, made.plan.mesh) for graph in step_graphs(made))
+    on_cp = [{kind: v for (axis, kind), v in of.items() if axis == "cp"} for of in (forward, backward)]
+    assert set(on_cp[0]) == set(on_cp[1]) == {"all_reduce"}
+    assert (on_cp[0]["all_reduce"].calls, on_cp[0]["all_reduce"].bytes) == (1, 2 * (ranks - 1) / ranks * 8)
+    summed = sum(math.prod(p.local_shape(made.plan.mesh)) * p.dtype.itemsize for p in made.parameters)
+    assert on_cp[1]["all_reduce"].bytes == 2 * (ranks - 1) / ranks * summed

@@ -1,0 +1,210 @@
+"""Ranks as threads of one process, with exchanges that are checked and counted.
+
+    results, comms = run(4, lambda comm: comm.all_gather("x", torch.ones(2) * comm.rank).wait())
+
+A deadlock, a message of another shape than announced, one that changes while it is sent and one that nobody receives
+are errors; the error of any rank ends all of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from autopar.attention import Like, Pending
+
+T = TypeVar("T")
+Line = tuple[int, int, str, int]  # source, target, way, number: the way of one message
+PATIENCE = 20.0  # seconds that a rank waits for another before it is an error
+
+
+class Stopped(Exception):
+    """Another rank failed."""
+
+
+class Switch:
+    """What all ranks share: letters in order per line, such as (source, target, way)."""
+
+    def __init__(self, patience: float) -> None:
+        self.changed, self.patience = threading.Condition(), patience
+        self.lines: dict[object, deque[list[Tensor]]] = {}
+        self.failed = False
+
+    def put(self, line: object, letter: list[Tensor]) -> None:
+        with self.changed:
+            self.lines.setdefault(line, deque()).append(letter)
+            self.changed.notify_all()
+
+    def get(self, line: object) -> list[Tensor]:
+        """The next letter of a line. Raises TimeoutError if none comes."""
+        with self.changed:
+            come = self.changed.wait_for(lambda: self.failed or self.lines.get(line), self.patience)
+            if self.failed:
+                raise Stopped
+            if not come:
+                raise TimeoutError(f"deadlock: nothing comes on {line}")
+            return self.lines[line].popleft()
+
+    def fail(self) -> None:
+        with self.changed:
+            self.failed = True
+            self.changed.notify_all()
+
+
+@dataclass
+class Sent:
+    """One message: what, by which way, to whom, and its bytes."""
+
+    way: str
+    what: str
+    target: int
+    bytes: int
+
+
+class ThreadComm:
+    """A `Comm` whose ranks are threads. A send is over when its receiver has asked for it, as with a real network.
+
+    sent: its messages, collectives among them with the bytes that a ring would send. events: the exchanges started
+    ("start") and waited for ("wait"), and whatever else a test adds. most_received: of one message, in bytes.
+    """
+
+    def __init__(self, rank: int, size: int, switch: Switch) -> None:
+        self.rank, self.size, self.switch = rank, size, switch
+        self.sent: list[Sent] = []
+        self.events: list[object] = []
+        self.started: Counter[tuple[object, ...]] = Counter()
+        self.most_received = 0
+        self.waiting = 0
+
+    def exchange(
+        self,
+        way: str,
+        what: str,
+        send: tuple[int, Sequence[Tensor]] | None,
+        receive: tuple[int, Sequence[Like]] | None,
+    ) -> Pending:
+        assert way in ("up", "down", "home"), way
+        assert send or receive, "an exchange of nothing"
+        step = {"up": 1, "down": -1}
+        letter = request = None
+        if send:
+            target, tensors = send
+            assert way == "home" or target == (self.rank + step[way]) % self.size
+            assert target != self.rank and sum(x.numel() for x in tensors), f"{what}: nothing to send"
+            assert all(x.is_contiguous() for x in tensors), f"{what} is not contiguous"
+            self.sent.append(Sent(way, what, target, sum(x.nbytes for x in tensors)))
+            letter = self._line(self.rank, target, way)
+            self.switch.put(letter, [x.clone() for x in tensors])
+        if receive:
+            assert way == "home" or receive[0] == (self.rank - step[way]) % self.size
+            request = self._line(receive[0], self.rank, way)
+            self.switch.put((*request, "asked for"), [])
+        self.events.append("start")
+        self.waiting += 1
+        return _Exchange(self, what, send, letter, receive, request)
+
+    def _line(self, source: int, target: int, way: str) -> Line:
+        """A line for the next message: those of a pair and a way are matched by the order in which they start."""
+        self.started[source, target, way] += 1
+        return source, target, way, self.started[source, target, way]
+
+    def all_gather(self, what: str, x: Tensor) -> Pending:
+        self.sent.append(Sent("all_gather", what, -1, (self.size - 1) * x.nbytes))
+        return _Collective(self, [x] * self.size, lambda pieces: torch.stack(pieces))
+
+    def reduce_scatter(self, what: str, x: Tensor) -> Pending:
+        assert x.shape[0] == self.size
+        self.sent.append(Sent("reduce_scatter", what, -1, (self.size - 1) * x[0].nbytes))
+        return _Collective(self, list(x), lambda pieces: torch.stack(pieces).sum(0))
+
+    def bytes(self, *ways: str) -> int:
+        """Sent by one or more ways."""
+        return sum(s.bytes for s in self.sent if s.way in ways)
+
+    def messages(self, *ways: str) -> int:
+        """How many were sent."""
+        return len([s for s in self.sent if s.way in ways])
+
+    def arrived(self, letter: list[Tensor]) -> list[Tensor]:
+        self.waiting -= 1
+        self.events.append("wait")
+        self.most_received = max(self.most_received, sum(x.nbytes for x in letter))
+        return letter
+
+
+class _Exchange:
+    def __init__(
+        self,
+        comm: ThreadComm,
+        what: str,
+        send: tuple[int, Sequence[Tensor]] | None,
+        letter: Line | None,
+        receive: tuple[int, Sequence[Like]] | None,
+        request: Line | None,
+    ) -> None:
+        self.comm, self.what, self.letter, self.request = comm, what, letter, request
+        self.likes = list(receive[1]) if receive else []
+        self.sent = list(send[1]) if send else []
+        self.before = [x.clone() for x in self.sent]
+
+    def wait(self) -> list[Tensor]:
+        found = self.comm.switch.get(self.request) if self.request else []
+        likes = [Like(tuple(x.shape), x.dtype) for x in found]
+        assert likes == self.likes, f"{self.what}: {likes} came on {self.request}, {self.likes} were to come"
+        if self.letter:
+            self.comm.switch.get((*self.letter, "asked for"))
+        for now, before in zip(self.sent, self.before, strict=True):
+            assert torch.equal(now, before), f"{self.what} changed while it was sent"
+        return self.comm.arrived(found)
+
+
+class _Collective:
+    """Everybody sends to everybody, itself included."""
+
+    def __init__(self, comm: ThreadComm, pieces: list[Tensor], join: Callable[[list[Tensor]], Tensor]) -> None:
+        self.comm, self.join = comm, join
+        comm.started["collective",] += 1
+        self.number = comm.started["collective",]
+        comm.waiting += 1
+        comm.events.append("start")
+        for target, piece in enumerate(pieces):
+            comm.switch.put((comm.rank, target, self.number), [piece.clone()])
+
+    def wait(self) -> list[Tensor]:
+        comm = self.comm
+        pieces = [comm.switch.get((source, comm.rank, self.number))[0] for source in range(comm.size)]
+        return comm.arrived([self.join(pieces)])
+
+
+def run(size: int, fn: Callable[[ThreadComm], T], patience: float = PATIENCE) -> tuple[list[T], list[ThreadComm]]:
+    """What ``fn`` gives on each rank, and what the ranks sent. The error of a rank is raised here."""
+    switch = Switch(patience)
+    comms = [ThreadComm(rank, size, switch) for rank in range(size)]
+    results: dict[int, T] = {}
+    errors: dict[int, Exception] = {}
+
+    def work(comm: ThreadComm) -> None:
+        try:
+            results[comm.rank] = fn(comm)
+            assert not comm.waiting, f"rank {comm.rank} did not wait for {comm.waiting} exchanges"
+        except Exception as error:
+            errors[comm.rank] = error
+            switch.fail()
+
+    threads = [threading.Thread(target=work, args=(comm,), daemon=True) for comm in comms]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(3 * patience)
+    for error in sorted(errors.values(), key=lambda e: isinstance(e, Stopped)):
+        raise error
+    assert len(results) == size, "a rank does not end"
+    left = {line for line, letters in switch.lines.items() if letters}
+    assert not left, f"sent and never received: {left}"
+    return [results[rank] for rank in range(size)], comms
