@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from autopar.placement import scaled_blocks
+from autopar.placement import place_in_block, scaled_blocks
 from autopar.registry import Registry
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def spans_of(total: int, blocks: Blocks, ranks: int, rank: int) -> Spans:
     """The positions of a sequence of ``total`` that a rank holds, in the order in which it holds them."""
     found, start = [], 0
     for block in scaled_blocks(blocks, total) or (total,):
-        size, place = abs(block) // ranks, rank if block > 0 else ranks - 1 - rank
+        size, place = abs(block) // ranks, place_in_block(block, ranks, rank)
         found.append(Span(start + place * size, start + (place + 1) * size))
         start += abs(block)
     return tuple(found)

@@ -106,6 +106,17 @@ class Trace:
         return {way: size for way, size in found.items() if size}
 
     @property
+    def pairs(self) -> tuple[int, ...]:
+        """Allowed pairs of its kernel calls, from one wait to the next; where there are none, nothing."""
+        found = [0]
+        for event in self.events:
+            if isinstance(event, Wait):
+                found.append(0)
+            elif isinstance(event, Compute):
+                found[-1] += event.pairs
+        return tuple(filter(None, found))
+
+    @property
     def steps(self) -> int:
         """How often it waits for something that moves bytes."""
         moving = {
@@ -117,9 +128,14 @@ class Trace:
 
 
 @lru_cache(maxsize=4096)
-def trace(algorithm: AttentionAlgorithm, problem: Problem, backward: bool, rank: int) -> Trace:
-    """Run one pass of an algorithm for one of ``problem.size`` ranks. The algorithm must not refuse the problem."""
-    heads = algorithm.head_ranks(problem)
+def trace(
+    algorithm: AttentionAlgorithm, problem: Problem, backward: bool, rank: int, heads: int | None = None
+) -> Trace:
+    """Run one pass of an algorithm for one of ``problem.size`` ranks. The algorithm must not refuse the problem.
+
+    heads: among how many neighbours heads are exchanged around it; None: the algorithm's own choice.
+    """
+    heads = algorithm.head_ranks(problem) if heads is None else heads
     inner = inner_problem(problem, heads)
     outer, place = divmod(rank, heads)
     comm = RecordingComm(outer, inner.size)
@@ -234,7 +250,7 @@ class RecordingAttend(Attend):
             self._tell(block, backward)
 
     def _record(self, work: Work) -> None:
-        operations = flops(self.problem, work.pairs * self.problem.batch * getattr(work, 'heads', self.problem.heads), work.backward)
+        operations = flops(self.problem, work.pairs * self.problem.batch * work.heads, work.backward)
         self._comm.events.append(Compute(work.rows, work.columns, work.pairs, operations, work.backward, *self._owners))
 
 
@@ -350,17 +366,3 @@ def most_sent(found: Sequence[Trace]) -> dict[str, int]:
         for way, size in each.sent.items():
             most[way] = max(most.get(way, 0), size)
     return most
-
-
-def pairs_per_step(found: Mapping[int, Trace] | Sequence[Trace]) -> list[list[int]]:
-    """Per rank: the allowed pairs of its kernel calls between one wait and the next."""
-    out = []
-    for each in found.values() if isinstance(found, Mapping) else found:
-        steps = [0]
-        for event in each.events:
-            if isinstance(event, Wait):
-                steps.append(0)
-            elif isinstance(event, Compute):
-                steps[-1] += event.pairs
-        out.append(steps)
-    return out

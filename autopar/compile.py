@@ -69,7 +69,7 @@ def _with_pipeline(plan: Plan, gm: GraphModule, options: Options, fixed: Plan | 
     known = fixed.pipeline if fixed is not None else None
     if options.schedule and SCHEDULES[options.schedule].sliced and plan.mesh.size("cp") > 1:
         raise ValueError(
-            f'pipeline: the schedule {options.schedule} cuts the sequence in time and the axis "cp" cuts it over ranks; '
+            f'pipeline: the schedule {options.schedule} cuts the sequence in time, the axis "cp" cuts it over ranks; '
             "keys of earlier slices would lie on all ranks; use a schedule without token slices, or no axis cp"
         )
     pipeline, notes = plan_pipeline(gm, plan.mesh, options, parameter_specs(gm, plan), known)

@@ -20,6 +20,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from autopar import collectives as collectives  # registers the raw collectives
+from autopar.context_cost import is_context_attention, sent_by
 from autopar.conversions import conversion_of, exchange, is_conversion
 from autopar.graph import arguments, global_shape, is_call, nbytes, placement
 from autopar.mesh import Mesh
@@ -97,13 +98,18 @@ def _whole_of_conversion(node: Node, axis: str, mesh: Mesh) -> int:
 
 
 def communication(gm: GraphModule, mesh: Mesh) -> dict[tuple[str, str], Volume]:
-    """(axis, kind) -> volume of a graph's collectives, in the order in which they first appear."""
+    """(axis, kind) -> volume of a graph's collectives and of its attention over cut sequences ("send up", "send down",
+    "send home": of the rank that sends most), in the order in which they first appear."""
     out: dict[tuple[str, str], Volume] = {}
     for node in gm.graph.nodes:
         found = transfer(node, mesh)
         if found and found.kind in KINDS and mesh.size(found.axis) > 1:
             key = (found.axis, found.kind)
             out[key] = out.get(key, Volume()) + Volume(1, found.bytes)
+        if is_context_attention(node):
+            for kind, (calls, size) in sent_by(node).items():
+                key = (str(arguments(node)["axis"]), kind)
+                out[key] = out.get(key, Volume()) + Volume(calls, size)
     return out
 
 

@@ -116,7 +116,7 @@ class Mesh:
         return (self.coordinate(rank) for rank in range(self.world_size))
 
     def group_of(self, axis: str, rank: int) -> list[int]:
-        """The ranks that share every coordinate with ``rank`` but that of ``axis`` (or a level of it), in axis order."""
+        """The ranks that share every coordinate with ``rank`` but that of ``axis`` (or a level), in axis order."""
         here = self.coordinate(rank)
         name, level, count = re.fullmatch(r"(\w+)([%/]?)(\d*)", axis).groups()  # type: ignore[union-attr]
         along = [

@@ -272,8 +272,9 @@ def _pipeline_of(data: Mapping[str, Any] | None) -> PipelinePlan | None:
 
 
 def _attention_of(data: Mapping[str, Any]) -> AttentionPlan:
-    known = {k: tuple(v) if k.endswith("_blocks") else v for k, v in data.items()}
-    return AttentionPlan(**{**known, "candidates": tuple((a, b, c) for a, b, c in data["candidates"])})
+    blocks = tuple(data["query_blocks"]), tuple(data["key_blocks"])
+    candidates = tuple((str(a), str(b), str(c)) for a, b, c in data["candidates"])
+    return AttentionPlan(data["forward"], data["backward"], *blocks, data["reason"], candidates)
 
 
 def graph_digest(gm: GraphModule) -> str:

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from autopar.context_cost import is_context_attention, sent_by
 from autopar.conversions import conversion_of, is_conversion
 from autopar.cost import KINDS, transfer
-from autopar.graph import getitem_index, module_path
+from autopar.graph import arguments, getitem_index, module_path
 from autopar.mesh import Mesh
 from autopar.placement import INVARIANT
 
@@ -124,6 +125,9 @@ def _note(node: Node, mesh: Mesh | None) -> str:
         notes.append(
             f"{moved.kind} over {moved.axis}, {human_bytes(moved.bytes)}" if moved.kind in KINDS else moved.kind
         )
+    if mesh and is_context_attention(node):
+        sent = ", ".join(f"{kind} {human_bytes(size)}" for kind, (_, size) in sent_by(node).items())
+        notes.append(f"{sent} over {arguments(node)['axis']}")
     if module_path(node):
         notes.append(module_path(node))
     return "; ".join(notes)

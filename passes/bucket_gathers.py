@@ -83,7 +83,7 @@ def _waves(gm: GraphModule) -> list[list[Node]]:
 def _is_small(node: Node, piece: Node) -> bool:
     """Whether this rank's piece is small, and one contiguous part of the first dim."""
     args = arguments(node)
-    return args["dim"] == 0 and len(args["blocks"]) < 2 and nbytes(piece) < LONE_BYTES
+    return args["dim"] == 0 and not args["blocks"] and nbytes(piece) < LONE_BYTES
 
 
 def _kind(node: Node) -> object:

@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.adapters.operators import argument_defaults
 from autopar.attention import ALGORITHMS
 from autopar.conversions import conversion_of, exchange, exchange_slice, is_conversion
 from autopar.graph import (
@@ -35,7 +34,7 @@ from autopar.graph import (
 )
 from autopar.mesh import Mesh
 from autopar.ops.attention import Facts
-from autopar.ops.context import attention_of_piece, problem_of
+from autopar.ops.context import FACT_NAMES, attention_of_piece, problem_of
 from autopar.pass_manager import Context
 from autopar.placement import INVARIANT, Pieces, Placement, Shard, local_shape
 from autopar.plan import Plan
@@ -43,7 +42,6 @@ from autopar.rules import local_shapes
 from autopar.vocabulary import cross_entropy_of_piece, embedding_of_piece
 
 aten = torch.ops.aten
-FACTS = list(argument_defaults(torch.ops.autopar.attention.default))[3:]
 
 
 @dataclass(frozen=True)
@@ -106,7 +104,7 @@ class _Local:
         self.node.target, self.node.args = exchange_over(self.mesh, self.node.args[0], axis, src, dst)
 
     def local_placement(self, axis: str, p: Placement) -> Placement:
-        """Blocks of a Shard, once the outer axes have taken their share of equal blocks of the same dim."""
+        """Blocks of a Shard, once the outer axes have taken their share of a repeated pattern of blocks."""
         if not isinstance(p, Shard) or not p.blocks:
             return p
         later = list(self.mesh.cut_order)[list(self.mesh.cut_order).index(axis) + 1 :]
@@ -257,7 +255,7 @@ def _context_attention(local: _Local) -> None:
     node, args = local.node, arguments(local.node)
     assert local.plan is not None
     chosen, size = local.plan.attention[node.name], local.mesh.size("cp")
-    given = [args[name] for name in ("q", "k", "v", *FACTS)]
+    given = [args[name] for name in ("q", "k", "v", *FACT_NAMES)]
     q, k, v, *facts = torch.fx.node.map_arg(given, lambda n: n.meta["val"])
     problem = problem_of(q, k, v, Facts(*facts), chosen.query_blocks, chosen.key_blocks, size)
     ranks = ALGORITHMS[chosen.forward].head_ranks(problem)

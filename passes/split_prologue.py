@@ -109,6 +109,7 @@ def _slice_by_index(gm: GraphModule, node: Node, count: int, dst: Shard) -> None
     assert isinstance(x, Node)
     index = _micro_batch_input(gm)
     blocks = dst.blocks or (x.meta["val"].shape[dst.dim],)
+    assert min(blocks) > 0, f"micro-batches are dealt in order, found {dst}"
     mode = x.meta["val"].fake_mode
 
     def call(target: Any, *args: Any) -> Node:

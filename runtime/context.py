@@ -26,7 +26,7 @@ from autopar.adapters.operators import OpOverload, argument_defaults, name_of
 from autopar.attention import Like
 from autopar.graph import copy_graph
 from autopar.ops import context
-from autopar.ops.attention import _FACTS as FACTS
+from autopar.ops.attention import FACTS
 from autopar.ops.context import HOW
 from autopar.runtime import comm
 from autopar.runtime.comm import Ledger, Traffic, Work, add_ledgers, finish, traffic_of

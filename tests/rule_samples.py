@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from autopar.conversions import convert, exchange, exchange_slice
+from autopar.ops.context import attention_of_piece
 from autopar.rules import RULES
 from autopar.rules.table import overloads
 from autopar.vocabulary import cross_entropy_of_piece, embedding_of_piece
@@ -352,7 +353,8 @@ def dispatch() -> Sample:
 EXPERTS = (ours.moe_dispatch.default, ours.grouped_mm.default, ours.grouped_bias.default, ours.moe_combine.default)
 # Not tried alone: a getitem has the placement of the result that it takes (every sample of several results), the others
 # are what localisation makes of embedding, loss and conversions (test_rules tries them on meshes of two axes).
-STRUCTURE = (operator.getitem, convert, exchange, exchange_slice, embedding_of_piece, cross_entropy_of_piece)
+PIECES = (attention_of_piece, embedding_of_piece, cross_entropy_of_piece)
+STRUCTURE = (operator.getitem, convert, exchange, exchange_slice, *PIECES)
 # Their size depends on values, so that they cannot be in a graph of fixed shapes; the rule is "run it whole".
 DYNAMIC = (aten.nonzero.default, aten.unique_consecutive.default, aten.bincount.default)
 

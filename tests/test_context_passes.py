@@ -104,11 +104,11 @@ def test_algorithms_stand_in_forward_and_backward() -> None:
 
 
 def test_heads_are_exchanged_around_ulysses() -> None:
-    """Three exchanges of heads for sequence, plain attention on half of the heads, and back."""
+    """q, k and v exchange heads for sequence, plain attention sees half of the heads, and its output goes back."""
     _, texts = rewritten("auto", "ulysses")
     forward = calls(texts["forward"], "autopar.all_to_all", "autopar.attention", "autopar.context_attention")
     assert [line.partition(" = autopar.")[2].partition("(")[0] for line in forward] == (
-        ["all_to_all"] * 3 + ["attention"] + ["all_to_all"] * 2
+        ["all_to_all"] * 3 + ["attention", "all_to_all"]
     )
     assert "(f64[2,1,16,4], f64[2,1,16])" in forward[3]
 
@@ -163,7 +163,7 @@ def test_sequence_parallelism_cuts_every_chunk() -> None:
     found = Counter(
         (str(p["tp"]), str(p["cp"]))
         for n in made.local.graph.nodes
-        if isinstance(p := n.meta["placements"], dict) and all(isinstance(p.get(a), Shard) for a in ("cp", "tp"))
+        if isinstance(p := n.meta.get("placements"), dict) and all(isinstance(p.get(a), Shard) for a in ("cp", "tp"))
     )
     residual = found["S(1;4x4)", "S(1;4,-4)"]
     assert residual > 20 and found["S(1)", "S(2;8,-8)"] > 20, found
@@ -173,16 +173,33 @@ def test_sequence_parallelism_cuts_every_chunk() -> None:
 # --- communication -----------------------------------------------------------------------------------------
 
 
+def moved_on_cp(made: Compiled) -> list[dict[str, float]]:
+    """Bytes over cp by kind, of the forward and the backward; what attention sends left out."""
+    ledgers = [communication(graph, made.plan.mesh) for graph in step_graphs(made)]
+    on_cp = [{kind: v.bytes for (axis, kind), v in ledger.items() if axis == "cp"} for ledger in ledgers]
+    assert all(any(kind.startswith("send") for kind in of) for of in on_cp), "a ring sends from rank to rank"
+    return [{kind: v for kind, v in of.items() if not kind.startswith("send")} for of in on_cp]
+
+
 @pytest.mark.parametrize(("mesh", "options"), [
-    ("cp=2", {"layout": "zigzag"}), ("cp=4", {}), ("dp=2,cp=2", {"zero": 3}),
-    ("cp=2,tp=2", {"sequence_parallel": True}),
+    ("cp=2", {"layout": "zigzag"}), ("cp=4", {}), ("cp=2,tp=2", {"sequence_parallel": True}),
 ], ids=str)  # fmt: skip
 def test_outside_of_attention_only_gradients_and_the_loss_are_summed(mesh: str, options: dict[str, object]) -> None:
     made = llama(mesh, **options)
     ranks = made.plan.mesh.size("cp")
-    forward, backward = (communication(graph, made.plan.mesh) for graph in step_graphs(made))
-    on_cp = [{kind: v for (axis, kind), v in of.items() if axis == "cp"} for of in (forward, backward)]
-    assert set(on_cp[0]) == set(on_cp[1]) == {"all_reduce"}
-    assert (on_cp[0]["all_reduce"].calls, on_cp[0]["all_reduce"].bytes) == (1, 2 * (ranks - 1) / ranks * 8)
-    summed = sum(math.prod(p.local_shape(made.plan.mesh)) * p.dtype.itemsize for p in made.parameters)
-    assert on_cp[1]["all_reduce"].bytes == 2 * (ranks - 1) / ranks * summed
+    each = 2 * (ranks - 1) / ranks  # times the bytes: a ring's all-reduce
+    gradients = sum(math.prod(p.local_shape(made.plan.mesh)) * p.dtype.itemsize for p in made.parameters)
+    assert moved_on_cp(made) == [{"all_reduce": each * 8}, {"all_reduce": each * gradients}]
+
+
+def test_zero_cuts_parameters_over_cp_too() -> None:
+    """They are gathered for the forward and again for the backward, but for those of the last layers; their gradients
+    are scattered. What is too small to cut is summed."""
+    made = llama("dp=2,cp=2", zero=3)
+    cut = sum(p.nbytes() for p in made.parameters if "cp" in p.placements)
+    rest = sum(p.nbytes() for p in made.parameters if "cp" not in p.placements)
+    forward, backward = moved_on_cp(made)
+    assert cut > 100 * rest > 0
+    assert forward == {"all_gather": cut / 2, "all_reduce": 8}
+    assert 0 < backward.pop("all_gather") <= cut / 2
+    assert backward == {"reduce_scatter": cut / 2, "all_reduce": rest}

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.library import opcheck
 
-from autopar.ops import kernels
 from autopar.ops.moe import _clear_tail
 
 ops = torch.ops.autopar
@@ -206,14 +205,6 @@ def test_rows_without_keys() -> None:
         assert out[0].eq(0).all() and lse[0].eq(float("-inf")).all()
         grads = torch.autograd.grad(out.sum(), tensors)
         assert all(g.isfinite().all() and g[0].eq(0).all() for g in grads)
-
-
-def test_kernel_is_used() -> None:
-    from autopar.ops.attention import Facts
-
-    q, k, v = qkv()
-    assert kernels.applies(q, k, v, Facts(*facts(CASES["padding"]).values()))
-    assert not kernels.applies(q, k, v, Facts(*facts(CASES["softcap"]).values()))
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

@@ -96,7 +96,7 @@ class ThreadComm:
         if send:
             target, tensors = send
             assert way == "home" or target == (self.rank + step[way]) % self.size
-            assert target != self.rank and sum(x.numel() for x in tensors), f"{what}: nothing to send"
+            assert target != self.rank and any(x.numel() for x in tensors), f"{what}: nothing to send"
             assert all(x.is_contiguous() for x in tensors), f"{what} is not contiguous"
             self.sent.append(Sent(way, what, target, sum(x.nbytes for x in tensors)))
             letter = self._line(self.rank, target, way)

@@ -68,11 +68,13 @@ class Partials:
 
 @dataclass(frozen=True)
 class Work:
-    """One call of a kernel: rows and columns that it got, and allowed (query, key) pairs, per example and head."""
+    """One call of a kernel: rows and columns that it got, allowed (query, key) pairs per example and head, and how many
+    query heads."""
 
     rows: int
     columns: int
     pairs: int
+    heads: int
     backward: bool = False
 
 
@@ -135,7 +137,8 @@ class Attend:
 
     def _tell(self, block: Block, backward: bool) -> None:
         if self.observe:
-            self.observe(Work(block.height, block.width, block.pairs(self.problem.mask), backward))
+            pairs = block.pairs(self.problem.mask)
+            self.observe(Work(block.height, block.width, pairs, self.problem.heads, backward))
 
     # --- blocks ------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from autopar.ops import kernels
 from autopar.ops.dropout import keep_mask
 from autopar.ops.kernels import wide
 
-_FACTS = (
+FACTS = (
     "Tensor? bias, Tensor? key_mask, Tensor? segments, Tensor? sinks, Tensor? seed, bool causal, SymInt window, "
     "SymInt chunk, SymInt offset, float scale, float softcap, float dropout, int site, Tensor[] index, SymInt[] shape"
 )
@@ -118,7 +118,7 @@ class Facts:
         return keep_mask(scores_shape, self.seed, self.dropout, self.site, self.index, self.shape)
 
 
-def _rows_first(x: Tensor) -> Tensor:
+def rows_first(x: Tensor) -> Tensor:
     """[B, H, S, D] stored as [B, S, H, D]: joining the heads afterwards is a view."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
@@ -126,7 +126,7 @@ def _rows_first(x: Tensor) -> Tensor:
 @torch.library.custom_op(
     "autopar::attention",
     mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {_FACTS}) -> (Tensor out, Tensor lse)",
+    schema=f"(Tensor q, Tensor k, Tensor v, {FACTS}) -> (Tensor out, Tensor lse)",
 )
 def attention(q: Tensor, k: Tensor, v: Tensor, *facts: Any) -> tuple[Tensor, Tensor]:
     """q [B, Hq, Sq, D], k [B, Hk, Sk, D], v [B, Hk, Sk, Dv] -> out [B, Hq, Sq, Dv], lse [B, Hq, Sq].
@@ -136,7 +136,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *facts: Any) -> tuple[Tensor, Ten
     """
     known = Facts(*facts)
     out, lse = kernels.forward(q, k, v, known)
-    return _rows_first(out.to(q.dtype)), lse.contiguous()
+    return rows_first(out.to(q.dtype)), lse.contiguous()
 
 
 @attention.register_fake
@@ -151,7 +151,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *facts: Any) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op(
     "autopar::attention_backward",
     mutates_args=(),
-    schema=f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_FACTS}, bool bias_needs_grad) -> "
+    schema=f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {FACTS}, bool bias_needs_grad) -> "
     "(Tensor q_grad, Tensor k_grad, Tensor v_grad, Tensor bias_grad, Tensor sinks_grad)",
 )
 def attention_backward(
@@ -164,16 +164,16 @@ def attention_backward(
     """
     *rest, bias_needs_grad = facts
     known = Facts(*rest)
-    to_sinks = _sinks_grad(grad, out, lse, known)
+    to_sinks = sinks_grad(grad, out, lse, known)
     bias = known.bias if bias_needs_grad else None
     to_q, to_k, to_v, to_bias = kernels.backward(grad, q, k, v, out, lse, known, bias is not None)
-    grads = (_rows_first(g.to(x.dtype)) for g, x in ((to_q, q), (to_k, k), (to_v, v)))
+    grads = (rows_first(g.to(x.dtype)) for g, x in ((to_q, q), (to_k, k), (to_v, v)))
     if bias is None or to_bias is None:
         return *grads, q.new_empty(0), to_sinks  # type: ignore[return-value]
     return *grads, to_bias.to(bias.dtype).contiguous(), to_sinks  # type: ignore[return-value]
 
 
-def _sinks_grad(grad: Tensor, out: Tensor, lse: Tensor, facts: Facts) -> Tensor:
+def sinks_grad(grad: Tensor, out: Tensor, lse: Tensor, facts: Facts) -> Tensor:
     """-sum over rows of p(sink) * rowsum(grad * out): a sink's value is zero, so only the denominator feels it."""
     if facts.sinks is None:
         return grad.new_empty(0)

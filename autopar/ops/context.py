@@ -1,6 +1,6 @@
 """Attention over a sequence that is cut over ranks, as operators of a local graph.
 
-    out, lse = attention_of_piece(q, k, v, ..., "ring", "ring", [1, -1], [1, -1], "cp", 4, 1)       # autopar.ops.context
+    out, lse = attention_of_piece(q, k, v, ..., "ring", "ring", [1, -1], [1, -1], "cp", 4, 1)
 
 q, k, v are one rank's pieces; the mask is told of the whole sequence (key_mask and segments are whole, a bias has this
 rank's rows and all columns). `attention_of_piece` is what stands in local graphs. It is made of the operators below,
@@ -19,17 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.adapters.operators import argument_defaults
 from autopar.attention import ALGORITHMS, Blocks, Comm, Mask, Problem, kv_repeats
 from autopar.conversions import exchange
 from autopar.ops.attend import Attend, wide
-from autopar.ops.attention import _FACTS as FACTS
-from autopar.ops.attention import Facts
-from autopar.ops.attention import _rows_first as rows_first
-from autopar.ops.attention import _sinks_grad as sinks_grad
+from autopar.ops.attention import FACTS, Facts, rows_first, sinks_grad
+from autopar.ops.kernels import with_sinks
 from autopar.placement import REPLICATE, Placement, Shard
 
 HOW = "str forward, str backward, int[] query_blocks, int[] key_blocks, str axis, int size"
 _HOW = 6  # how many arguments these are
+FACT_NAMES = tuple(argument_defaults(torch.ops.autopar.attention.default))[3:]
 
 _library = torch.library.Library("autopar", "FRAGMENT")
 _library.define(f"context_attention(Tensor q, Tensor k, Tensor v, {FACTS}, {HOW}) -> (Tensor out, Tensor lse)")
@@ -69,9 +69,7 @@ def forward(comm: Comm, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Te
     facts, (name, _, query_blocks, key_blocks, _, size) = _split(rest)
     problem = problem_of(q, k, v, facts, query_blocks, key_blocks, size)
     out, lse = ALGORITHMS[name].forward(q, k, v, Attend(problem, facts, comm.rank), comm)
-    if facts.sinks is not None:  # one more column with value zero, once per row
-        merged = torch.logaddexp(lse, facts.sinks.to(lse.dtype)[:, None])
-        out, lse = out * torch.exp(lse - merged).unsqueeze(-1), merged
+    out, lse = with_sinks(out, lse, facts.sinks)
     return rows_first(out.to(q.dtype)), lse.contiguous()
 
 
@@ -93,7 +91,8 @@ def backward(
 
 
 def _split(rest: Sequence[Any]) -> tuple[Facts, tuple[str, str, list[int], list[int], str, int]]:
-    return Facts(*rest[:-_HOW]), tuple(rest[-_HOW:])  # type: ignore[return-value]
+    forward, backward, query_blocks, key_blocks, axis, size = rest[-_HOW:]
+    return Facts(*rest[:-_HOW]), (forward, backward, query_blocks, key_blocks, axis, size)
 
 
 # --- shapes and autograd ---------------------------------------------------------------------------------
@@ -123,8 +122,8 @@ _OPTIONAL = 5  # bias, key_mask, segments, sinks, seed
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, *rest = inputs
-    tensors, (*scalars, index, shape), ctx.how = rest[:_OPTIONAL], rest[_OPTIONAL:-_HOW], rest[-_HOW:]
-    ctx.scalars, ctx.shape, ctx.indices = scalars, shape, len(index)
+    tensors, (*ctx.scalars, index, ctx.shape), ctx.how = rest[:_OPTIONAL], rest[_OPTIONAL:-_HOW], rest[-_HOW:]
+    ctx.indices = len(index)
     ctx.save_for_backward(q, k, v, *output, *tensors, *index)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
@@ -132,10 +131,10 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 
 def _backward(ctx: Any, grad: Tensor | None, grad_lse: None) -> tuple[Any, ...]:
     # autograd wants the structure of the inputs back, in which an empty list of ints counts as a list
-    how = tuple([] if isinstance(x, (list, tuple)) and not x else None for x in ctx.how)
-    tail = ((None,) * len(ctx.scalars), [None] * ctx.indices, None if ctx.shape else [], *how)
+    rest = [[] if isinstance(x, (list, tuple)) and not x else None for x in (ctx.shape, *ctx.how)]
+    nothing = [*[None] * len(ctx.scalars), [None] * ctx.indices, *rest]
     if grad is None:
-        return (None, None, None, *(None,) * _OPTIONAL, *tail[0], *tail[1:])
+        return (*[None] * (3 + _OPTIONAL), *nothing)
     saved = ctx.saved_tensors
     tensors, index = saved[: 5 + _OPTIONAL], list(saved[5 + _OPTIONAL :])
     needs_bias, needs_sinks = ctx.needs_input_grad[3], ctx.needs_input_grad[6]
@@ -143,7 +142,7 @@ def _backward(ctx: Any, grad: Tensor | None, grad_lse: None) -> tuple[Any, ...]:
         grad, *tensors, *ctx.scalars, index, ctx.shape, *ctx.how, needs_bias
     )
     optional = (to_bias if needs_bias else None, None, None, to_sinks if needs_sinks else None, None)
-    return (to_q, to_k, to_v, *optional, *tail[0], *tail[1:])
+    return (to_q, to_k, to_v, *optional, *nothing)
 
 
 torch.library.register_autograd("autopar::context_attention", _backward, setup_context=_setup, lib=_library)
@@ -188,9 +187,10 @@ def attention_of_piece(
     facts = (causal, window, chunk, offset, scale, softcap, dropout, site)
     bias = _four_dims(bias, k.shape[2] * size) if bias is not None else None
     run = torch.ops.autopar.context_attention
+    how: tuple[Any, ...] = (forward, backward, list(query_blocks), list(key_blocks))
     if head_ranks == 1:
-        how = (forward, backward, list(query_blocks), list(key_blocks), axis, size)
-        out, lse = run(q, k, v, bias, key_mask, segments, sinks, seed, *facts, list(index), list(shape), *how)
+        tensors = (q, k, v, bias, key_mask, segments, sinks, seed)
+        out, lse = run(*tensors, *facts, list(index), list(shape), *how, axis, size)
         return out, lse
     heads = _Heads(f"{axis}%{head_ranks}", head_ranks, tuple(query_blocks), tuple(key_blocks))
     bias = heads.of_bias(bias, q.shape[1]) if bias is not None else None
@@ -202,8 +202,7 @@ def attention_of_piece(
     q, k, v = heads.of(q, heads.rows), heads.of(k, heads.columns), heads.of(v, heads.columns)
     tensors = (q, k, v, bias, key_mask, segments, sinks, seed)
     if head_ranks < size:
-        how = (forward, backward, list(query_blocks), list(key_blocks), f"{axis}/{head_ranks}", size // head_ranks)
-        out, lse = run(*tensors, *facts, mine, list(shape), *how)
+        out, lse = run(*tensors, *facts, mine, list(shape), *how, f"{axis}/{head_ranks}", size // head_ranks)
     else:  # the whole sequence is here
         mine[2:] = [torch.arange(x.shape[2], device=x.device) for x in (q, k)] if mine else []
         out, lse = torch.ops.autopar.attention(*tensors, *facts, mine, list(shape))

@@ -57,7 +57,8 @@ def plan_context(gm: GraphModule, mesh: Mesh, options: Options) -> ContextPlan:
     for i, stream in enumerate(plan.streams):
         own = [problems[n] for n in chosen if _streams_of(n, plan) == (i, i) and problems[n].mask.causal]
         layout, why = _layout(own, options) if own else ("contiguous", "no query of it waits for earlier tokens")
-        plan.streams[i] = dataclasses.replace(stream, blocks=LAYOUTS[layout], reason=f"{stream.reason}; {layout}: {why}")
+        reason = f"{stream.reason}; {layout}: {why}"
+        plan.streams[i] = dataclasses.replace(stream, blocks=LAYOUTS[layout], reason=reason)
     for node in chosen:
         rows, columns = (plan.streams[i].blocks for i in _streams_of(node, plan))
         problem = dataclasses.replace(problems[node], query_blocks=rows, key_blocks=columns)
@@ -141,7 +142,7 @@ def _chosen(problem: Problem, options: Options, what: str) -> AttentionPlan:
     try:
         found = choose(problem, options.attention, _topology(options))
     except ValueError as error:
-        raise ValueError(f"context_parallel: {what}: {error}") from None
+        raise ValueError(f"{error} (at {what})") from None
     blocks = problem.query_blocks, problem.key_blocks
     return AttentionPlan(found.forward, found.backward, *blocks, found.reason, found.candidates)
 

@@ -79,7 +79,9 @@ def make_plan(
     inputs = _inputs(gm, mesh, options.micro_batches, replicated_inputs)
     streams += tuple(context.streams)
     notes += context.notes
-    plan = Plan(mesh, digest, options, parameters, inputs, streams, tuple(notes), slices=slices, attention=context.attention)
+    plan = Plan(
+        mesh, digest, options, parameters, inputs, streams, tuple(notes), slices=slices, attention=context.attention
+    )
     overrides = fixed.overrides if fixed is not None else {}
     return plan.override({n: axes for n, axes in overrides.items() if n in plan.parameters or n in plan.inputs})
 

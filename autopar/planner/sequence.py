@@ -46,7 +46,8 @@ def find_streams(
                 f"to {-(-size // pieces) * pieces} or set sequence_parallel=False"
             )
         shard = Shard(dim, (size // count,) * count)
-        streams.append(Stream(node.name, dim, f"residual stream of {module_path(node) or node.name}", axis, shard.blocks))
+        reason = f"residual stream of {module_path(node) or node.name}"
+        streams.append(Stream(node.name, dim, reason, axis, shard.blocks))
         labels |= spread_label(node, shard, mesh, axis)
     return tuple(streams)
 

@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from autopar.conversions import conversion_of, is_conversion
 from autopar.mesh import AXES
-from autopar.placement import Placement, Shard
+from autopar.placement import Shard, extent, repetitions
 from autopar.rules.builders import UNARY, broadcast_dims, named_dims
 from autopar.rules.call import Call
 from autopar.rules.rule import Dim, Dims, Rule
@@ -269,10 +269,8 @@ def conversion_of_other_axis(call: Call) -> Rule:
 
 def _repetitions(placement: Shard, size: int) -> int:
     """How often the pattern of a Shard's blocks repeats in a dim of which axes between have left ``size``."""
-    blocks = placement.blocks
-    period = next((p for p in range(1, len(blocks) + 1) if blocks == blocks[:p] * (len(blocks) // p)), 1)
-    taken = max(1, sum(map(abs, blocks)) // size)
-    return max(1, len(blocks) // period // taken)
+    taken = max(1, extent(placement.blocks) // size)
+    return max(1, repetitions(placement.blocks) // taken)
 
 
 GETITEM = operator.getitem

@@ -83,7 +83,7 @@ class Journey:
 Choice = Callable[[Journey, int], Spans]  # one of the four above
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def journeys(problem: Problem, circulation: Circulation) -> tuple[Journey, ...]:
     """The journey of what each rank owns."""
     ranks = range(problem.size)

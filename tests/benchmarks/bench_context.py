@@ -41,7 +41,7 @@ CASES = [
     Case(4, 2048, 8, 8, causal=False),
 ]
 QUICK = [Case(2, 2048, 8, 2), Case(4, 2048, 8, 8, torch.bfloat16), Case(4, 1024, 8, 8, causal=False)]
-LIMITS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # largest difference relative to the largest entry
+LIMITS = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # largest difference relative to the largest entry
 WHOLE = "one process"
 RINGS = ("torch allgather", "torch alltoall", "ring-flash-attn ring")
 OPPONENTS = {  # the same kind; where none of it runs, all peers
@@ -55,12 +55,12 @@ REFERENCES: dict[Case, Result] = {}  # the ranks are forked from this process an
 
 @dataclass
 class Outcome:
-    """What was found about one side. missing: why it was not run. sent: bytes by one rank in the forward, and in
-    forward and backward. peak: most live bytes besides inputs."""
+    """What was found about one side. missing: why it was not run. sent: bytes in the forward, and in forward and
+    backward, of each rank. peak: most live bytes besides inputs, on the rank with most. Times: of the slowest rank."""
 
     missing: str = ""
     error: float = 0.0
-    sent: tuple[int, int] = (0, 0)
+    sent: list[tuple[int, int]] = field(default_factory=list)
     peak: int = 0
     forward: Times = field(default_factory=Times)
     both: Times = field(default_factory=Times)
@@ -96,9 +96,12 @@ def _on_ranks(case: Case, rounds: int) -> Found:
     from tests.ranks import close_pools, run_ranks
 
     REFERENCES[case] = context.reference(case)
-    found: list[Found] = run_ranks(case.ranks, measure, case, rounds, timeout=300)
+    found: list[Found] = run_ranks(case.ranks, measure, case, rounds, timeout=600)
     close_pools()
     REFERENCES.clear()
+    for name, out in found[0].items():
+        out.sent = [pair for rank in found for pair in rank[name].sent]
+        out.peak = max(rank[name].peak for rank in found)
     return found[0]
 
 
@@ -144,8 +147,8 @@ def _checked(name: str, case: Case, side: Side) -> Outcome:
     return Outcome(error=error)
 
 
-def _metered(name: str, side: Side) -> tuple[tuple[int, int], int]:
-    """Bytes sent by the rank that sends most, in the forward and in both, and the peak of memory."""
+def _metered(name: str, side: Side) -> tuple[list[tuple[int, int]], int]:
+    """Bytes sent by this rank, in the forward and in both, and its peak of memory in both."""
     sent = []
     for step in (side.forward, side.both):
         gc.collect()
@@ -156,8 +159,7 @@ def _metered(name: str, side: Side) -> tuple[tuple[int, int], int]:
         sent.append(sum(meter.sent.values()))
         if side.ledger:
             assert side.ledger() - before == sent[-1], f"{name}: ledger {side.ledger() - before}, dispatcher {sent[-1]}"
-    most = [int(slowest(x)) for x in (*sent, meter.peak - held)]
-    return (most[0], most[1]), most[2]
+    return [(sent[0], sent[1])], meter.peak - held
 
 
 class TransferMeter(Meter):
@@ -188,8 +190,8 @@ def _group(named: Any) -> dist.ProcessGroup:
 
 
 def _table(case: Case, found: Found) -> str:
-    head = ["", "forward ms", "to one process", "to the best peer: min", "median", "processor"]
-    head += ["both ms", "to one process", "to the best peer: min", "median", "processor"]
+    head = ["", "forward ms", "to one process", "to the best of its kind: min", "median", "processor"]
+    head += ["both ms", "to one process", "to the best of its kind: min", "median", "processor"]
     head += ["MB sent forward", "both", "peak MB", "error"]
     ran = {name: out for name, out in found.items() if not out.missing}
     rows = [_row(name, ran) for name in ran]
@@ -209,8 +211,14 @@ def _row(name: str, ran: Found) -> list[str]:
         cells += [f"{min(times.wall) * 1e3:.0f}", f"{ratio(times, getattr(ran[WHOLE], part))[0]:.2f}"]
         against = [ratio(times, getattr(ran[peer], part)) for peer in opponents]
         cells += [f"{max(column):.2f}" for column in zip(*against)] if ours else [""] * 3
-    cells += [f"{x / 1e6:.1f}" for x in (*out.sent, out.peak)]
-    return [*cells, f"{out.error:.0e}"]
+    cells += [_megabytes(column) for column in zip(*out.sent)] or ["", ""]
+    return [*cells, f"{out.peak / 1e6:.1f}" if out.peak else "", f"{out.error:.0e}" if out.sent else ""]
+
+
+def _megabytes(sent: tuple[int, ...]) -> str:
+    """The mean over the ranks, and the most if that is another."""
+    mean, most = f"{sum(sent) / len(sent) / 1e6:.1f}", f"{max(sent) / 1e6:.1f}"
+    return mean if mean == most else f"{mean} ({most})"
 
 
 def _fastest(ran: Found, part: str) -> str:

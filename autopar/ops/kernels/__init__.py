@@ -28,7 +28,7 @@ from autopar.registry import Registry
 if TYPE_CHECKING:
     from autopar.ops.attention import Facts
 
-__all__ = ["KERNELS", "Kernel", "applies", "backward", "choose", "forward", "sum_to", "using", "wide"]
+__all__ = ["KERNELS", "Kernel", "backward", "choose", "forward", "sum_to", "using", "with_sinks", "wide"]
 
 KERNELS: Registry[Kernel] = Registry("attention kernel")  # in the order of preference
 for _kernel in (Meta(), FlashAttn(), Cudnn(), CudaFlash(), CudaEfficient(), CpuFlash(), Math()):
@@ -59,17 +59,16 @@ def choose(q: Tensor, k: Tensor, v: Tensor, facts: Facts, bias_gradient: bool = 
     )
 
 
-def applies(q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> bool:
-    """Whether a fused kernel computes this."""
-    return not isinstance(choose(q, k, v, facts), Math)
-
-
 def forward(q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, Tensor]:
     """out [B, Hq, Sq, Dv] in q's dtype or a wider one, and lse [B, Hq, Sq], sinks included."""
-    out, lse = choose(q, k, v, facts).forward(q, k, v, facts)
-    if facts.sinks is None:
+    return with_sinks(*choose(q, k, v, facts).forward(q, k, v, facts), facts.sinks)
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A result over all columns, and the sinks [Hq] as one more of them with value zero."""
+    if sinks is None:
         return out, lse
-    merged = torch.logaddexp(lse, facts.sinks.to(lse.dtype)[:, None])
+    merged = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
     return out * torch.exp(lse - merged).unsqueeze(-1).to(out.dtype), merged
 
 
