@@ -183,6 +183,7 @@ def _plan(args: argparse.Namespace) -> int:
         model, compiled = _compile(args, [observer, dumper] if dumper else [observer])
         summary = summarize(compiled, model)
         if dumper:
+            dumper.add_attention(compiled)
             dumper.add_pipeline(compiled)
             dumper.finish(compiled.context, parameters=compiled.parameters, summary=[("model", model)])
     if args.json:

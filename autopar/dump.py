@@ -17,11 +17,13 @@ from pathlib import Path
 import torch.distributed
 from torch.fx import GraphModule
 
+from autopar.attention_report import attention_sections
 from autopar.cost import Volume, communication, step_communication, total
 from autopar.mesh import Mesh
 from autopar.parameter import ParameterSpec
 from autopar.pass_manager import Context
 from autopar.pipeline_dump import Recorded, dump_pipeline
+from autopar.placement import Shard
 from autopar.plan import Plan
 from autopar.printing import diff, format_graph, human_bytes
 from autopar.report import Level, Report, Section, render
@@ -141,6 +143,12 @@ class Dumper:
         ranks = range(compiled.plan.mesh.size("pp"))
         self._ranks = {f"a step, pp {rank}": step_communication(compiled, rank) for rank in ranks}
 
+    def add_attention(self, compiled: Compiled) -> None:
+        """A section of the report on attention over the axis cp: what runs, what else there was, and the timelines.
+        Nothing for a model whose sequences are whole."""
+        if self.enabled:
+            self.sections += attention_sections(compiled)
+
     def finish(
         self,
         ctx: Context,
@@ -188,7 +196,8 @@ class Dumper:
         sums = total(self._volumes[name] for name in self._shown())
         axes: dict[str, Volume] = {}
         for (axis, _), volume in sums.items():
-            axes[axis] = axes.get(axis, Volume()) + volume
+            name = re.split("[%/]", axis)[0]  # levels of an axis ("cp%2") count as the axis
+            axes[name] = axes.get(name, Volume()) + volume
         return [(f"sent over {axis}", f"{human_bytes(v.bytes)} in {v.calls} calls") for axis, v in axes.items()]
 
     def _write(self, name: str, text: str) -> None:
@@ -217,7 +226,10 @@ def plan_rows(plan: Plan) -> list[tuple[str, str, str]]:
             rows.append((name, f"{axis}:{p.stored}{used}", p.reason))
     for name, placements in plan.inputs.items():
         rows.append((f"input {name}", " ".join(f"{axis}:{p}" for axis, p in placements.items()), ""))
-    rows += [(f"stream from {s.node}", f"tp:S({s.dim})", s.reason) for s in plan.streams]
+    rows += [(f"stream from {s.node}", f"{s.axis}:{Shard(s.dim, s.blocks)}", s.reason) for s in plan.streams]
+    rows += [
+        (f"attention {node}", f"cp: {a.forward}, backward {a.backward}", a.reason) for node, a in plan.attention.items()
+    ]
     return rows + [(subject, "", reason) for subject, reason in plan.notes]
 
 

@@ -16,11 +16,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from autopar.attention_report import attention_summary, attention_table
 from autopar.cost import Volume, runs, step_communication
 from autopar.memory import Memory, memories
 from autopar.names import compressed, without_indices
 from autopar.parameter import ParameterSpec
 from autopar.pipeline_summary import pipeline_summary, pipeline_tables
+from autopar.placement import Shard
 from autopar.plan import Plan
 from autopar.printing import DTYPES, human_bytes
 from autopar.steps import Compiled
@@ -58,7 +60,10 @@ def summarize(compiled: Compiled, model: str = "") -> dict[str, Any]:
         "elements": sum(math.prod(p.shape) for p in compiled.parameters),
         "parameters": parameter_rows(plan, compiled.parameters),
         "inputs": {name: {axis: str(p) for axis, p in axes.items()} for name, axes in plan.inputs.items()},
-        "streams": [{"node": s.node, "dim": s.dim, "reason": s.reason} for s in plan.streams],
+        "streams": [
+            {"node": s.node, "placement": f"{s.axis}:{Shard(s.dim, s.blocks)}", "reason": s.reason}
+            for s in plan.streams
+        ],
         "notes": note_rows(plan),
         "memory": memory_row(fullest),
         "communication": [
@@ -68,6 +73,8 @@ def summarize(compiled: Compiled, model: str = "") -> dict[str, Any]:
         "runs": _runs(compiled),
         "seconds": {name: round(s, 3) for name, s in compiled.timings.items()},
     }
+    if attention := attention_summary(compiled):
+        found["attention"] = attention
     if compiled.pipeline is not None:
         found["pipeline"] = pipeline_summary(compiled, [memory_row(m) for m in every], sent)
     return found
@@ -147,8 +154,9 @@ def show(summary: dict[str, Any], console: Console) -> None:
         f"{k}={v}" for k, v in summary["options"].items() if k in ("zero", "sequence_parallel", "micro_batches")
     )
     console.print(f"{summary['model']} on {mesh} ({summary['ranks']} ranks), {options}", highlight=False)
-    pipeline = pipeline_tables(summary["pipeline"]) if "pipeline" in summary else []
-    for table in (_placements(summary), _others(summary), *pipeline, _memory(summary), _communication(summary)):
+    more = [attention_table(summary["attention"])] if "attention" in summary else []
+    more += pipeline_tables(summary["pipeline"]) if "pipeline" in summary else []
+    for table in (_placements(summary), _others(summary), *more, _memory(summary), _communication(summary)):
         if table.row_count:
             console.print(table)
 
@@ -178,7 +186,10 @@ def _others(summary: dict[str, Any]) -> Table:
     for name, axes in summary["inputs"].items():
         table.add_row(f"input {name}", " ".join(f"{a}:{p}" for a, p in axes.items()) or "whole", "")
     for stream in summary["streams"]:
-        table.add_row(f"stream {stream['node']}", f"tp:S({stream['dim']})", text(stream["reason"]))
+        table.add_row(f"stream {stream['node']}", stream["placement"], text(stream["reason"]))
+    for attention in summary.get("attention", ()):
+        names = dict.fromkeys(row["algorithm"] for row in attention["passes"])
+        table.add_row(text(f"attention {attention['modules']}"), f"cp: {'+'.join(names)}", text(attention["reason"]))
     for note in summary["notes"]:
         if note["subject"] == "pipeline" and "pipeline" in summary:
             continue  # in its own table
@@ -201,5 +212,11 @@ def _communication(summary: dict[str, Any]) -> Table:
         title = f"Communication per step, rank {summary['pipeline']['busiest']} of pp"
     table = table_of(title, "axis", "kind", "calls", "bytes", right=("calls", "bytes"))
     for row in summary["communication"]:
-        table.add_row(row["axis"], row["kind"], str(row["calls"]), human_bytes(row["bytes"]))
+        table.add_row(_axis(row["axis"]), row["kind"], str(row["calls"]), human_bytes(row["bytes"]))
     return table
+
+
+def _axis(name: str) -> str:
+    """A level of an axis in words: 'cp%2' -> 'cp, 2 neighbours', 'cp/2' -> 'cp, ranks 2 apart'"""
+    axis, level, count = re.fullmatch(r"(\w+)([%/]?)(\d*)", name).groups()  # type: ignore[union-attr]
+    return {"%": f"{axis}, {count} neighbours", "/": f"{axis}, ranks {count} apart"}.get(level, axis)

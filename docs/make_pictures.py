@@ -1,4 +1,7 @@
-"""Draw docs/pictures/NAME.svg for every schedule: 4 ranks, 8 micro-batches, F = B = W = 1 for a rank's share.
+"""Draw docs/pictures: NAME.svg for every schedule, attention_NAME.svg for every attention algorithm.
+
+Schedules: 4 ranks, 8 micro-batches, F = B = W = 1 for a rank's share. Attention: both passes of one causal attention
+over 4 ranks on a ring of links, dealt as the algorithm likes best.
 
 python docs/make_pictures.py            writes the pictures
 python docs/make_pictures.py --check    fails when one is out of date
@@ -9,14 +12,27 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import torch
+
+import autopar.passes.attention  # (fills the table of algorithms)
 import autopar.runtime.schedules  # noqa: F401  (fills the table of schedules)
+from autopar.attention import ALGORITHMS, Mask, Problem
+from autopar.attention_picture import timeline_svg
+from autopar.flops import A100
 from autopar.picture import svg
 from autopar.pipeline_report import describe, run
+from autopar.planner.attention import PASSES, dealt, timeline_of
 from autopar.schedule import SCHEDULES, Costs, Request
+from autopar.topology import Topology
 
 FOLDER = Path(__file__).resolve().parent / "pictures"
 RANKS, MICRO_BATCHES, SLICES = 4, 8, 2
 COSTS = Costs(stash=0.5)
+LINKS = Topology("ring", A100.link, A100.latency)
+ATTENTION = Problem(
+    batch=1, heads=32, kv_heads=32, queries=24000, keys=24000, width=128, value_width=128,
+    dtype=torch.bfloat16, size=RANKS, mask=Mask(causal=True),
+)  # fmt: skip
 
 
 def draw(name: str) -> str:
@@ -28,10 +44,21 @@ def draw(name: str) -> str:
     return svg(timeline, title=f"{name}: {entry.summary}", notes=notes)
 
 
+def draw_attention(name: str) -> str:
+    """The picture of one attention algorithm."""
+    algorithm = ALGORITHMS[name]
+    layout = algorithm.layouts[0]
+    problem = dealt(ATTENTION, layout)
+    panels = {way: timeline_of(algorithm, problem, way, LINKS, A100) for way in PASSES}
+    notes = f"{problem.queries} tokens, causal, {layout} · {problem.heads} heads · {LINKS} · {A100.name}"
+    return timeline_svg(panels, f"{name}: {algorithm.title}", notes)
+
+
 def main(arguments: list[str]) -> int:
     """Write or check the pictures; returns the exit status."""
     FOLDER.mkdir(exist_ok=True)
     pictures = {FOLDER / f"{name}.svg": draw(name) for name in SCHEDULES}
+    pictures |= {FOLDER / f"attention_{name}.svg": draw_attention(name) for name in ALGORITHMS}
     if "--check" in arguments:
         old = {file: file.read_text(encoding="utf-8") for file in FOLDER.glob("*.svg")}
         stale = sorted(file.name for file in {*old, *pictures} if old.get(file) != pictures.get(file))

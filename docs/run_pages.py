@@ -5,7 +5,8 @@ python docs/run_pages.py --check    runs the pages and fails where a page shows 
 
 The ```python blocks of a page run in order in one namespace. A ```text block right behind one shows what it prints; a
 block that prints has one. ```python file=train.py is written to a file of that name, and not run: later blocks may
-import it. What a page enters into the tables (rules, rewrites, adapters, schedules) is taken out again when it ends.
+import it. What a page enters into the tables (rules, rewrites, adapters, schedules, algorithms and kernels of attention)
+is taken out again when it ends.
 """
 
 from __future__ import annotations
@@ -23,14 +24,19 @@ from pathlib import Path
 
 import torch
 
-import autopar.runtime.schedules  # noqa: F401  (so that a page's import of it adds nothing)
+# so that a page's import of them adds nothing
+import autopar.models.hf
+import autopar.passes.attention
+import autopar.runtime.schedules  # noqa: F401
+from autopar.attention import ALGORITHMS
 from autopar.capture import ADAPTERS
+from autopar.ops.kernels import KERNELS
 from autopar.passes.normalize import REWRITES
 from autopar.rules import RULES
 from autopar.schedule import SCHEDULES
 
 DOCS = Path(__file__).resolve().parent
-PAGES = (DOCS / "walkthrough.md", DOCS / "adding.md", DOCS / "pipelines.md")
+PAGES = (DOCS / "walkthrough.md", DOCS / "adding.md", DOCS / "pipelines.md", DOCS / "context_parallel.md")
 
 _FENCED = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -92,7 +98,8 @@ def _execute(block: Block, page: str, name: str, space: dict[str, object]) -> st
 @contextlib.contextmanager
 def _own_tables() -> Iterator[None]:
     """Entries that a page makes are gone afterwards; random numbers start anew."""
-    tables: list[dict[object, object]] = [RULES, REWRITES, SCHEDULES._entries]
+    registries = (SCHEDULES, ALGORITHMS, KERNELS)
+    tables: list[dict[object, object]] = [RULES, REWRITES, *(registry._entries for registry in registries)]
     before = [dict(t) for t in tables]
     adapters = list(ADAPTERS)
     with torch.random.fork_rng(devices=[]):

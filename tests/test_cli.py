@@ -161,6 +161,54 @@ def test_show_prints_a_graph_of_a_part(capsys: pytest.CaptureFixture[str], confi
         assert code == 2 and not out and message in err
 
 
+# --- sequences cut over ranks ---------------------------------------------------------------------------------
+
+CONTEXT = ("--mesh", "cp=4,tp=2", "--seq", 64, "--topology", "cp=ring:50e9:5e-6")
+
+
+def test_plan_of_a_cut_sequence(capsys: pytest.CaptureFixture[str], config: Path, tmp_path: Path) -> None:
+    options = ("--attention", "zigzag_ring+token_ring", "--json", "--dump", tmp_path / "dump")
+    code, out, err = run(capsys, "plan", "--config", config, *CONTEXT, *options)
+    assert code == 0, err
+    found: dict[str, Any] = json.loads(out)
+    assert found["mesh"] == {"cp": 4, "tp": 2} and found["ranks"] == 8
+    (entry,) = found["attention"]
+    assert (entry["modules"], entry["count"]) == ("model.layers.{0..2}.self_attn", 3)
+    assert entry["layout"] == "zigzag" and found["streams"][0]["placement"] == "cp:S(2;1,-1)"
+    assert [row["algorithm"] for row in entry["passes"]] == ["zigzag_ring", "token_ring"]
+    sent = {row["kind"]: row["bytes"] for row in found["communication"] if row["axis"] == "cp"}
+    ways = {way for row in entry["passes"] for way in row["sent"]}
+    assert {kind for kind in sent if kind.startswith("send")} == {f"send {way}" for way in ways}
+    for way in ways:
+        assert sent[f"send {way}"] == 3 * sum(row["sent"].get(way, 0) for row in entry["passes"])
+    console = Console(width=160, highlight=False)
+    with console.capture() as text:
+        show(found, console)
+    for line in ("Attention over cp", "model.layers.{0..2}.self_attn", "zigzag_ring+token_ring", "--json, or"):
+        assert line in text.get()
+    for kind in sent:
+        assert re.search(rf"│ cp   │ {kind} +│ .* {re.escape(human_bytes(sent[kind]))} │", text.get()), kind
+    assert 'id="attention-over-cp"' in (tmp_path / "dump" / "report.html").read_text()
+
+
+def test_show_prints_attention_over_ranks(capsys: pytest.CaptureFixture[str], config: Path) -> None:
+    options = ("--attention", "bi_ring+token_ring", "--layout", "zigzag", "--level", "local")
+    code, out, err = run(capsys, "show", "--config", config, *CONTEXT, *options)
+    assert code == 0, err
+    lines = [line for line in out.splitlines() if "attention_of_piece(" in line]
+    assert len(lines) == 3 and all("'bi_ring', 'token_ring', [1, -1], [1, -1], 'cp', 4" in line for line in lines)
+    assert re.search(r"# send up \S+ \w+, send down \S+ \w+ over cp; model.layers.0.self_attn$", lines[0])
+
+
+def test_verify_of_a_cut_sequence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**LLAMA, "num_hidden_layers": 1}))
+    options = ("--mesh", "cp=2", "--attention", "token_ring", "--seq", 8, "--batch", 2)
+    code, out, err = run(capsys, "verify", "--config", config, *options)
+    assert code == 0, out + err
+    assert "mesh cp=2 equals one process" in out and "model.layers.0.self_attn.q_proj.weight" in out
+
+
 BAD: list[tuple[str, list[object], str]] = [
     ("axis", ["--mesh", "dq=2"], "unknown axis 'dq'; the axes are"),
     ("mesh", ["--mesh", "two"], "expected name=size pairs"),

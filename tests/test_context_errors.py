@@ -88,8 +88,10 @@ def test_layouts_are_known() -> None:
 @pytest.mark.parametrize("schedule", ["tera_pipe", "seq1f1b"])
 def test_a_sequence_is_not_cut_in_time_and_over_ranks(schedule: str) -> None:
     options = Options(schedule=schedule, micro_batches=2)
-    with pytest.raises(ValueError, match=f"^pipeline: the schedule {schedule} cuts the sequence in time and the axis "
-                       '"cp" cuts it over ranks; .*; use a schedule without token slices, or no axis cp'):  # fmt: skip
+    message = (
+        f'^pipeline: the schedule {schedule} cuts the sequence in time.* the axis "cp" cuts it over ranks; .*; use a'
+    )
+    with pytest.raises(ValueError, match=message):
         compile_graph(copy_graph(graph_of("small", 16)), Mesh.of(pp=2, cp=2), options, outputs=())
 
 

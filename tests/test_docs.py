@@ -100,7 +100,7 @@ def test_what_a_page_adds_is_gone_afterwards(runner: ModuleType) -> None:
     assert before == runner.RULES
 
 
-@pytest.mark.parametrize("name", ["walkthrough", "adding", "pipelines"])
+@pytest.mark.parametrize("name", ["walkthrough", "adding", "pipelines", "context_parallel"])
 def test_page_shows_what_its_code_prints(runner: ModuleType, name: str) -> None:
     found = runner.difference(DOCS / f"{name}.md")
     assert not found, f"{found}\n{name}.md shows old output; run python docs/run_pages.py"

@@ -19,11 +19,11 @@ def refused(model: str, mesh: str, name: str) -> bool:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("model", "mesh", "name"), itertools.product(MODELS, MESHES, NAMES))
+@pytest.mark.parametrize(("model", "mesh", "name"), list(itertools.product(MODELS, MESHES, NAMES)))
 def test_equals_one_process(model: str, mesh: str, name: str) -> None:
     this = case(model, mesh, name)
     if refused(model, mesh, name):
-        with pytest.raises(ValueError, match=r"^context_parallel: .* attention "):
+        with pytest.raises(ValueError, match=r'^context_parallel: attention "(hybrid|token_ring)": '):
             compile_case(this)
     else:
         check(this, [""])
