@@ -53,7 +53,7 @@ def traces_of(node: Node) -> list[Trace]:
 
 
 def sent_by(node: Node) -> dict[str, tuple[int, int]]:
-    """"send up", "send home", "all_gather", ... -> (exchanges, bytes) of the rank that sends most so."""
+    """(exchanges, bytes) of the rank that sends most so, by "send up", "send home", "all_gather", ..."""
     most: dict[str, tuple[int, int]] = {}
     for found in traces_of(node):
         calls: Counter[str] = Counter()

@@ -5,7 +5,7 @@ python docs/run_pages.py --check    runs the pages and fails where a page shows 
 
 The ```python blocks of a page run in order in one namespace. A ```text block right behind one shows what it prints; a
 block that prints has one. ```python file=train.py is written to a file of that name, and not run: later blocks may
-import it. What a page enters into the tables (rules, rewrites, adapters, schedules, algorithms and kernels of attention)
+import it. What a page enters into the tables (rules, rewrites, adapters, schedules, attention algorithms, kernels)
 is taken out again when it ends.
 """
 

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+import autopar.passes.attention
 import autopar.runtime.schedules  # noqa: F401  (fills the table of schedules)
+from autopar.attention import ALGORITHMS
 from autopar.grid import grid, sequence
 from autopar.lowering import lower
 from autopar.picture import svg, ticks
@@ -309,7 +311,8 @@ def pictures() -> ModuleType:
 
 def test_the_pictures_are_up_to_date(pictures: ModuleType) -> None:
     assert pictures.main(["--check"]) == 0, "docs/pictures is out of date; run make docs"
-    assert {f.stem for f in pictures.FOLDER.glob("*.svg")} == set(SCHEDULES)
+    drawn = {*SCHEDULES, *(f"attention_{name}" for name in ALGORITHMS)}
+    assert {f.stem for f in pictures.FOLDER.glob("*.svg")} == drawn
 
 
 def test_old_pictures_are_found(

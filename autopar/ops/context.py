@@ -131,7 +131,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 
 def _backward(ctx: Any, grad: Tensor | None, grad_lse: None) -> tuple[Any, ...]:
     # autograd wants the structure of the inputs back, in which an empty list of ints counts as a list
-    rest = [[] if isinstance(x, (list, tuple)) and not x else None for x in (ctx.shape, *ctx.how)]
+    rest: list[Any] = [[] if isinstance(x, (list, tuple)) and not x else None for x in (ctx.shape, *ctx.how)]
     nothing = [*[None] * len(ctx.scalars), [None] * ctx.indices, *rest]
     if grad is None:
         return (*[None] * (3 + _OPTIONAL), *nothing)

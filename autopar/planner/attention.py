@@ -225,8 +225,8 @@ def check_layout(problem: Problem, layout: str) -> None:
     if problem.queries % pieces:
         other = ", or the layout contiguous" if layout != "contiguous" and problem.queries % problem.size == 0 else ""
         raise ValueError(
-            f"layout {layout}: a sequence of {problem.queries} tokens does not divide into {pieces} chunks for "
-            f"{problem.size} ranks; pad to {-(-problem.queries // pieces) * pieces}{other}"
+            f"context_parallel: layout {layout}: a sequence of {problem.queries} tokens does not divide into {pieces} "
+            f"chunks for {problem.size} ranks; pad to {-(-problem.queries // pieces) * pieces}{other}"
         )
 
 

@@ -94,7 +94,7 @@ def _follow(node: Node, name: str, mesh: Mesh, plan: ContextPlan) -> None:
     """A stream begins at an operand that no earlier stream reaches."""
     start = arguments(node)[name]
     if start not in plan.labels:
-        for value in spread_label(start, Shard(2), mesh, AXIS):
+        for value in spread_label(start, Shard(2), mesh, AXIS, inputs=True):
             plan.labels.setdefault(value, len(plan.streams))
         plan.streams.append(Stream(f"{node.name}.{name}", 2, f"{global_shape(start)[2]} tokens", AXIS))
 

@@ -60,7 +60,7 @@ def stream_labels(gm: GraphModule, streams: tuple[Stream, ...], mesh: Mesh, axis
         if stream.axis == axis:
             start = _start_of(stream, by_name)
             shard = Shard(stream.dim, scaled_blocks(stream.blocks, shape_on(start, axis, mesh)[stream.dim]))
-            for node, label in spread_label(start, shard, mesh, axis).items():
+            for node, label in spread_label(start, shard, mesh, axis, inputs=axis == "cp").items():
                 labels.setdefault(node, label)
     return labels
 
@@ -74,8 +74,9 @@ def _start_of(stream: Stream, by_name: Mapping[str, Node]) -> Node:
     return start
 
 
-def spread_label(start: Node, shard: Shard, mesh: Mesh, axis: str) -> dict[Node, Shard]:
-    """Follow one dim through ops that treat its entries alike. Ops that mix them (attention, norms over it) end it."""
+def spread_label(start: Node, shard: Shard, mesh: Mesh, axis: str, inputs: bool = False) -> dict[Node, Shard]:
+    """Follow one dim through ops that treat its entries alike. Ops that mix them (attention, norms over it) end it; so
+    do placeholders, unless ``inputs``: two projections of one input read the same tokens."""
     labels = {start: shard}
     queue = deque([start])
     ranks = mesh.pieces(axis)
@@ -97,7 +98,7 @@ def spread_label(start: Node, shard: Shard, mesh: Mesh, axis: str) -> dict[Node,
         else:
             found.append((call, results[0]))
         for node, label in found:
-            if label is not None and node not in labels and node.op != "placeholder":
+            if label is not None and node not in labels and (inputs or node.op != "placeholder"):
                 labels[node] = label
                 queue.append(node)
 
