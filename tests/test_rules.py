@@ -211,7 +211,7 @@ def test_zigzag_is_no_pair_of_equal_blocks() -> None:
     """(8, -8) of [2·8]: the two rows are dealt differently, so no dim of [2, 8] is cut."""
     with pytest.raises(RuleError, match="does not divide over 2"):
         typed(call(aten.view.default, normal(16), [2, 8]), ({"cp": Shard(0, (8, -8))},), Mesh.of(cp=2))
-    with pytest.raises(RuleError, match="boundary of the dim's factors"):
+    with pytest.raises(RuleError, match="does not divide over 2"):
         typed(call(aten.view.default, normal(24), [3, 8]), ({"cp": Shard(0, (8, -8, -8))},), Mesh.of(cp=2))
 
 
@@ -220,14 +220,6 @@ def test_a_vocabulary_is_not_dealt_backwards(blocks: tuple[int, ...]) -> None:
     embedding = call(aten.embedding.default, normal(12, 4), integer(6, high=12))
     with pytest.raises(RuleError, match="consecutive entries of v"):
         typed(embedding, ({"tp": Shard(0, blocks)}, {}), Mesh.of(tp=2))
-
-
-def test_parts_of_a_concatenation_are_dealt_on_their_own() -> None:
-    sample = call(aten.cat.default, [normal(8, 3), normal(4, 3)])
-    placements = ({"cp": Shard(0, (4, -4))}, {"cp": Shard(0, (-4,))})
-    (result,) = (n for n in typed(sample, placements, Mesh.of(cp=2)).graph.nodes if n.op == "call_function")
-    assert result.meta["placements"]["cp"] == Shard(0, (4, -4, -4))
-    assert not compare(sample, placements, Mesh.of(cp=2), Whole.of(sample))
 
 
 # --- a wrong rule is caught -------------------------------------------------------------------------------------------
