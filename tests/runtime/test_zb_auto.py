@@ -106,7 +106,7 @@ def test_never_worse_than_by_hand(seed: int, ranks: int, micro_batches: int) -> 
     assert found.cost >= lower_bound(problem) * (1 - ALMOST)
     for name in ("1f1b", "zb_h1", "zb_h2"):
         by_hand = simulate(SCHEDULES[name].make(Request(ranks, micro_batches)), request.costs)
-        if max(by_hand.memory) <= problem.limit:
+        if max(by_hand.memory) <= problem.limit * (1 + ALMOST):
             assert found.cost <= by_hand.cost * (1 + ALMOST), name
         else:
             assert request.memory_limit is not None or name == "zb_h2", "the default is what 1F1B needs"
