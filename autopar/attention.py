@@ -183,6 +183,11 @@ class Like:
     dtype: torch.dtype
 
 
+WAYS = ("up", "down", "home")  # that run side by side
+Sent = tuple[int, Sequence[Tensor]]  # to a rank
+Expected = tuple[int, Sequence[Like]]  # from a rank
+
+
 class Pending(Protocol):
     """An exchange on its way."""
 
@@ -200,13 +205,7 @@ class Comm(Protocol):
     rank: int
     size: int
 
-    def exchange(
-        self,
-        way: str,
-        what: str,
-        send: tuple[int, Sequence[Tensor]] | None,
-        receive: tuple[int, Sequence[Like]] | None,
-    ) -> Pending:
+    def exchange(self, way: str, what: str, send: Sent | None, receive: Expected | None) -> Pending:
         """Start to send contiguous tensors to a rank and to receive some from a rank; either may be None. The tensors
         must not change before `wait`. ``what``: a word for what is sent, for pictures and messages."""
 

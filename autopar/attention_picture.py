@@ -18,7 +18,7 @@ from functools import cached_property
 
 from autopar.attention_timeline import AttentionTimeline, Played
 from autopar.attention_trace import Collective, Compute, Exchange
-from autopar.picture import WIDTH, ticks
+from autopar.picture import WIDTH, framed, px, ticks
 
 # Lanes below the computation, in this order, and the words for them.
 WAYS = {
@@ -64,11 +64,7 @@ def timeline_svg(panels: Mapping[str, AttentionTimeline], title: str = "", notes
         top += panel.height + _GAP
     head = [f'<text class="title" x="{_PAD}" y="23">{html.escape(title)}</text>'] if title else []
     head += [f'<text class="faint" x="{_PAD}" y="41">{html.escape(notes)}</text>'] if notes else []
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="attention" viewBox="0 0 {WIDTH} {_n(top)}" width="{WIDTH}" '
-        f'role="img" aria-label="{html.escape(title or "attention over ranks")}">\n<style>{_STYLE}</style>\n'
-        f'<rect class="back" width="{WIDTH}" height="{_n(top)}" rx="8"/>\n' + "\n".join([*head, *parts]) + "\n</svg>\n"
-    )
+    return framed("attention", title or "attention over ranks", _STYLE, top, [*head, *parts])
 
 
 @dataclass(frozen=True)
@@ -106,22 +102,22 @@ def _panel(panel: _Panel, scale: float, top: float) -> Iterator[str]:
     timeline, lanes = panel.timeline, top + _HEAD
     times = f"{_ms(timeline.seconds)}, of them {_ms(timeline.exposed)} exposed; ideal {_ms(timeline.ideal)}"
     yield (
-        f'<text x="{_PAD}" y="{_n(top + 14)}"><tspan class="name">{html.escape(panel.name)}</tspan>'
+        f'<text x="{_PAD}" y="{px(top + 14)}"><tspan class="name">{html.escape(panel.name)}</tspan>'
         f'<tspan class="faint" dx="10">{times}{_left_out(panel)}</tspan></text>'
     )
     for rank in range(panel.ranks):
-        yield f'<text x="{_PAD}" y="{_n(lanes + rank * panel.row + 13)}">rank {rank}</text>'
+        yield f'<text x="{_PAD}" y="{px(lanes + rank * panel.row + 13)}">rank {rank}</text>'
         for what in ("compute", *panel.ways):
             y, height = panel.lane(rank, what)
             width = WIDTH - _LEFT - _RIGHT
-            yield f'<rect class="row" x="{_LEFT}" y="{_n(lanes + y)}" width="{width}" height="{height - 1}"/>'
+            yield f'<rect class="row" x="{_LEFT}" y="{px(lanes + y)}" width="{width}" height="{height - 1}"/>'
             if what != "compute":
-                yield f'<text class="faint" x="{_PAD + 50}" y="{_n(lanes + y + 9)}" font-size="9">{WAYS[what]}</text>'
+                yield f'<text class="faint" x="{_PAD + 50}" y="{px(lanes + y + 9)}" font-size="9">{WAYS[what]}</text>'
     bottom = lanes + panel.ranks * panel.row - _BETWEEN
     for value in ticks((WIDTH - _LEFT - _RIGHT) / scale * 1e3):
-        at = _n(_LEFT + value * 1e-3 * scale)
-        yield f'<line class="tick" x1="{at}" x2="{at}" y1="{_n(lanes)}" y2="{_n(bottom + 4)}"/>'
-        yield f'<text class="faint mid" x="{at}" y="{_n(bottom + 15)}">{value:g} ms</text>'
+        at = px(_LEFT + value * 1e-3 * scale)
+        yield f'<line class="tick" x1="{at}" x2="{at}" y1="{px(lanes)}" y2="{px(bottom + 4)}"/>'
+        yield f'<text class="faint mid" x="{at}" y="{px(bottom + 15)}">{value:g} ms</text>'
     for span in timeline.spans:
         if span.rank < panel.ranks:
             y, height = panel.lane(span.rank, span.what)
@@ -137,10 +133,10 @@ def _box(span: Played, x: float, width: float, y: float, height: int) -> str:
     labels, says, kind = _texts(span)
     gap, size = min(1.0, width / 8), 10.5 if height == _BOX else 8.5
     label = next((text for text in labels if 0.62 * size * len(text) <= width - gap - 2), "")
-    middle = f'x="{_n(x + (width - gap) / 2)}" y="{_n(y + (height - 1) / 2 + 0.36 * size)}" font-size="{_n(size)}"'
+    middle = f'x="{px(x + (width - gap) / 2)}" y="{px(y + (height - 1) / 2 + 0.36 * size)}" font-size="{px(size)}"'
     times = f"{_ms(span.start)} to {_ms(span.end)}"
     return (
-        f'<g class="box"><rect class="{kind}" x="{_n(x)}" y="{_n(y)}" width="{_n(width - gap)}" height="{height - 1}">'
+        f'<g class="box"><rect class="{kind}" x="{px(x)}" y="{px(y)}" width="{px(width - gap)}" height="{height - 1}">'
         f"<title>{html.escape(says)}, {times}</title></rect>"
         + (f"<text {middle}>{html.escape(label)}</text>" if label else "")
         + "</g>"
@@ -182,8 +178,3 @@ def _exchange_texts(rank: int, event: Exchange) -> tuple[Sequence[str], str, str
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.4g} ms"
-
-
-def _n(value: float) -> str:
-    """A coordinate, short."""
-    return f"{value:.2f}".rstrip("0").rstrip(".")

@@ -9,7 +9,6 @@ rank that sends most, or is last; times are estimates (`autopar.planner.attentio
 
 from __future__ import annotations
 
-import dataclasses
 import html
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,14 +20,14 @@ from rich.table import Table
 from autopar.attention import ALGORITHMS, LAYOUTS, Blocks, Problem
 from autopar.attention_picture import MOST_RANKS, timeline_svg
 from autopar.attention_timeline import AttentionTimeline, play
-from autopar.attention_trace import trace
+from autopar.attention_trace import WHOLE, trace
 from autopar.context_cost import is_context_attention, problem_of_node
 from autopar.flops import DEFAULT
-from autopar.graph import arguments, has_gradient, module_path
+from autopar.graph import has_gradient, module_path
 from autopar.names import compressed, without_indices
 from autopar.pipeline_summary import seconds
 from autopar.plan import AttentionPlan
-from autopar.planner.attention import PASSES, WHOLE, Candidate, estimate, timeline_of
+from autopar.planner.attention import PASSES, Candidate, estimate, timeline_of
 from autopar.planner.context import AXIS
 from autopar.printing import human_bytes
 from autopar.report import Section, table
@@ -98,9 +97,7 @@ def attentions_of(compiled: Compiled) -> list[Attention]:
     plan, found = compiled.plan, dict[Any, list[str]]()
     for node in compiled.local.graph.nodes:
         if is_context_attention(node):
-            bias = arguments(node)["bias"]
-            problem = dataclasses.replace(problem_of_node(node), bias_gradient=bias is not None and has_gradient(bias))
-            same = problem, plan.attention[node.name], compiled.train and has_gradient(node)
+            same = problem_of_node(node), plan.attention[node.name], compiled.train and has_gradient(node)
             found.setdefault(same, []).append(module_path(node) or node.name)
     topology = Topologies.parse(plan.options.topology).of(AXIS)
     return [

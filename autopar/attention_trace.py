@@ -11,7 +11,6 @@ sequence around an algorithm are events, too (`AttentionAlgorithm.head_ranks`).
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -22,16 +21,19 @@ from torch import Tensor
 from autopar.attention import (
     AttentionAlgorithm,
     Comm,
+    Expected,
     Gradients,
-    Like,
     Pending,
     Problem,
+    Sent,
     Spans,
     inner_problem,
     kv_repeats,
 )
 from autopar.ops.attend import Attend, Partials, Work, wide
 from autopar.ops.attention import Facts
+
+WHOLE = 8  # up to so many ranks are all looked at
 
 
 @dataclass(frozen=True)
@@ -95,15 +97,25 @@ class Trace:
         return tuple(e for e in self.events if isinstance(e, Compute))
 
     @property
-    def sent(self) -> dict[str, int]:
-        """Bytes that leave the rank, by way or kind of collective."""
-        found: Counter[str] = Counter()
+    def moved(self) -> dict[str, tuple[int, int]]:
+        """Exchanges that send something and bytes that leave the rank, by way or kind of collective."""
+        found: dict[str, tuple[int, int]] = {}
         for event in self.events:
             if isinstance(event, Exchange):
-                found[event.way] += event.sent
+                way, size = event.way, event.sent
             elif isinstance(event, Collective):
-                found[event.kind] += event.block * (len(event.ranks) - 1)
-        return {way: size for way, size in found.items() if size}
+                way, size = event.kind, event.block * (len(event.ranks) - 1)
+            else:
+                continue
+            if size:
+                calls, before = found.get(way, (0, 0))
+                found[way] = calls + 1, before + size
+        return found
+
+    @property
+    def sent(self) -> dict[str, int]:
+        """The bytes of `moved`."""
+        return {way: size for way, (_, size) in self.moved.items()}
 
     @property
     def pairs(self) -> tuple[int, ...]:
@@ -152,6 +164,11 @@ def trace(
     return Trace(rank, tuple(events))
 
 
+def sampled(ranks: int) -> Sequence[int]:
+    """The ranks that stand for all: up to `WHOLE` each of them; of more, the first two, the middle and the last."""
+    return range(ranks) if ranks <= WHOLE else (0, 1, ranks // 2, ranks - 1)
+
+
 def traces(algorithm: AttentionAlgorithm, problem: Problem, backward: bool) -> tuple[Trace, ...]:
     """`trace` of every rank."""
     return tuple(trace(algorithm, problem, backward, rank) for rank in range(problem.size))
@@ -187,13 +204,7 @@ class RecordingComm(Comm):
         self.events: list[Event] = []
         self._started = 0
 
-    def exchange(
-        self,
-        way: str,
-        what: str,
-        send: tuple[int, Sequence[Tensor]] | None,
-        receive: tuple[int, Sequence[Like]] | None,
-    ) -> Pending:
+    def exchange(self, way: str, what: str, send: Sent | None, receive: Expected | None) -> Pending:
         to, sent = send if send is not None else (-1, ())
         source, likes = receive if receive is not None else (-1, ())
         for peer in (to, source):
@@ -359,10 +370,10 @@ def _nbytes(tensors: Sequence[Tensor]) -> int:
     return sum(math.prod(t.shape) * t.dtype.itemsize for t in tensors)
 
 
-def most_sent(found: Sequence[Trace]) -> dict[str, int]:
-    """By way: the bytes of the rank that sends most."""
-    most: dict[str, int] = {}
+def most_moved(found: Sequence[Trace]) -> dict[str, tuple[int, int]]:
+    """By way: exchanges and bytes of the rank that sends most."""
+    most: dict[str, tuple[int, int]] = {}
     for each in found:
-        for way, size in each.sent.items():
-            most[way] = max(most.get(way, 0), size)
+        for way, (calls, size) in each.moved.items():
+            most[way] = max(most.get(way, (0, 0)), (calls, size), key=lambda entry: entry[1])
     return most

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Node
 
-from autopar.attention import ALGORITHMS, Problem
-from autopar.attention_trace import Collective, Exchange, Trace, trace
-from autopar.graph import arguments, is_call
+from autopar.attention import ALGORITHMS, WAYS, Problem
+from autopar.attention_trace import most_moved, sampled, trace
+from autopar.graph import arguments, has_gradient, is_call
 from autopar.ops.attention import Facts
 from autopar.ops.context import FACT_NAMES, attention_of_piece, problem_of
 
@@ -21,7 +18,6 @@ BACKWARD = {
     torch.ops.autopar.context_attention_backward.default: True,
     attention_of_piece: False,
 }
-MOST = 16  # ranks of which all are looked at; of more, some
 
 
 def is_context_attention(node: Node) -> bool:
@@ -32,39 +28,18 @@ def is_context_attention(node: Node) -> bool:
 def problem_of_node(node: Node) -> Problem:
     """What the node's algorithm is given."""
     args: dict[str, Any] = torch.fx.node.map_arg(arguments(node), lambda n: n.meta["val"])
-    q, k, v = _tensors(args, "q", "k", "v")
     facts = Facts(*(args[name] for name in FACT_NAMES))
-    how = args["query_blocks"], args["key_blocks"], args["size"]
-    return problem_of(q, k, v, facts, *how, bool(args.get("bias_needs_grad", False)))
-
-
-def _tensors(args: dict[str, Any], *names: str) -> list[Tensor]:
-    return [args[name] for name in names]
-
-
-def traces_of(node: Node) -> list[Trace]:
-    """What the ranks of the node's axis do: all of them, or the first, middle and last of many."""
-    args, problem = arguments(node), problem_of_node(node)
-    backward = BACKWARD[node.target]
-    algorithm = ALGORITHMS[args["backward" if backward else "forward"]]
-    ranks: Sequence[int] = range(problem.size) if problem.size <= MOST else (0, problem.size // 2, problem.size - 1)
-    # heads are exchanged around the operators of step graphs, and inside of what stands in local graphs
-    return [trace(algorithm, problem, backward, rank, args.get("head_ranks", 1)) for rank in ranks]
+    bias = arguments(node)["bias"]
+    differentiated = args.get("bias_needs_grad", bias is not None and has_gradient(bias))
+    dealt = args["query_blocks"], args["key_blocks"]
+    return problem_of(args["q"], args["k"], args["v"], facts, *dealt, args["size"], bool(differentiated))
 
 
 def sent_by(node: Node) -> dict[str, tuple[int, int]]:
     """(exchanges, bytes) of the rank that sends most so, by "send up", "send home", "all_gather", ..."""
-    most: dict[str, tuple[int, int]] = {}
-    for found in traces_of(node):
-        calls: Counter[str] = Counter()
-        sizes: Counter[str] = Counter()
-        for event in found.events:
-            if isinstance(event, Exchange) and event.sent:
-                calls[f"send {event.way}"] += 1
-                sizes[f"send {event.way}"] += event.sent
-            elif isinstance(event, Collective):
-                calls[event.kind] += 1
-                sizes[event.kind] += event.block * (len(event.ranks) - 1)
-        for kind, size in sizes.items():
-            most[kind] = max(most.get(kind, (0, 0)), (calls[kind], size), key=lambda entry: entry[1])
-    return most
+    args, problem, backward = arguments(node), problem_of_node(node), BACKWARD[node.target]
+    algorithm = ALGORITHMS[args["backward" if backward else "forward"]]
+    # heads are exchanged around the operators of step graphs, and inside of what stands in local graphs
+    heads = args.get("head_ranks", 1)
+    found = most_moved([trace(algorithm, problem, backward, rank, heads) for rank in sampled(problem.size)])
+    return {f"send {kind}" if kind in WAYS else kind: moved for kind, moved in found.items()}

@@ -78,10 +78,15 @@ def svg(
         top += rows * look.row + _AXIS + (_GAP / 2 if panel is not panels[-1] else 0)
     head = [*_title(title, notes), *_legend(panels)]
     style = _STYLE + "".join(f".schedule .{kind} {{ fill: var(--{kind}); }}\n" for kind in KINDS)
+    return framed("schedule", title or "pipeline schedule", style, top, [*head, *parts])
+
+
+def framed(kind: str, label: str, style: str, height: float, parts: Iterable[str]) -> str:
+    """SVG text of a picture of class ``kind`` with a background."""
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="schedule" viewBox="0 0 {WIDTH} {_n(top)}" width="{WIDTH}" '
-        f'role="img" aria-label="{html.escape(title or "pipeline schedule")}">\n<style>{style}</style>\n'
-        f'<rect class="back" width="{WIDTH}" height="{_n(top)}" rx="8"/>\n' + "\n".join([*head, *parts]) + "\n</svg>\n"
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="{kind}" viewBox="0 0 {WIDTH} {px(height)}" width="{WIDTH}" '
+        f'role="img" aria-label="{html.escape(label)}">\n<style>{style}</style>\n'
+        f'<rect class="back" width="{WIDTH}" height="{px(height)}" rx="8"/>\n' + "\n".join(parts) + "\n</svg>\n"
     )
 
 
@@ -185,17 +190,17 @@ def _boxes(events: Iterable[Event], tone: Mapping[Action, int]) -> list[_Box]:
 def _panel(panel: _Panel, look: _Look, top: float, rows: int, arrows: bool) -> Iterator[str]:
     bottom, right = top + rows * look.row, WIDTH - _RIGHT
     if panel.name:
-        yield f'<text class="faint" x="{_PAD}" y="{_n(top - 7)}">{panel.name}</text>'
+        yield f'<text class="faint" x="{_PAD}" y="{px(top - 7)}">{panel.name}</text>'
     stages = _stages(box.event for box in panel.boxes)
     for rank in range(rows):
         y = top + rank * look.row
         height = look.row - (2 if look.row > 12 else 1)
-        yield f'<rect class="row" x="{_LEFT}" y="{_n(y)}" width="{right - _LEFT}" height="{_n(height)}"/>'
+        yield f'<rect class="row" x="{_LEFT}" y="{px(y)}" width="{right - _LEFT}" height="{px(height)}"/>'
         label = f"rank {rank}"
         if 1 < len(found := stages.get(rank, [])) < 4 and look.row >= 14:
             label += f'<tspan class="faint" font-size="9"> · {", ".join(map(str, found))}</tspan>'
         size = min(_SIZE, look.row)
-        yield f'<text x="{_PAD}" y="{_n(y + height / 2 + 0.36 * size)}"{_font(size)}>{label}</text>'
+        yield f'<text x="{_PAD}" y="{px(y + height / 2 + 0.36 * size)}"{_font(size)}>{label}</text>'
     yield from _axis(panel, look, top, bottom)
     for box in panel.boxes:
         yield _box(box, panel, look, top)
@@ -217,17 +222,17 @@ def _box(box: _Box, panel: _Panel, look: _Look, top: float) -> str:
     size = min(_SIZE, 0.85 * height, (width - gap - 1) / (0.6 * len(label)))
     text = ""
     if size >= 6.5:
-        middle = f'x="{_n(x + (width - gap) / 2)}" y="{_n(y + height / 2 + 0.36 * size)}"'
+        middle = f'x="{px(x + (width - gap) / 2)}" y="{px(y + height / 2 + 0.36 * size)}"'
         text = f"<text {middle}{_font(size)}>{label}</text>"
     return (
-        f'<g class="box"><rect class="{action.kind}" x="{_n(x)}" y="{_n(y)}" width="{_n(width - gap)}" '
-        f'height="{_n(height)}"{_opacity(box.tone, panel.tones)}>'
+        f'<g class="box"><rect class="{action.kind}" x="{px(x)}" y="{px(y)}" width="{px(width - gap)}" '
+        f'height="{px(height)}"{_opacity(box.tone, panel.tones)}>'
         f"<title>{str(action).rstrip('&')}, {times}</title></rect>{text}</g>"
     )
 
 
 def _font(size: float) -> str:
-    return "" if size == _SIZE else f' font-size="{_n(size)}"'
+    return "" if size == _SIZE else f' font-size="{px(size)}"'
 
 
 def _opacity(tone: int, tones: int) -> str:
@@ -236,9 +241,9 @@ def _opacity(tone: int, tones: int) -> str:
 
 def _axis(panel: _Panel, look: _Look, top: float, bottom: float) -> Iterator[str]:
     for value in ticks(panel.span):
-        x = _n(_LEFT + value * look.scale)
-        yield f'<line class="tick" x1="{x}" x2="{x}" y1="{_n(top)}" y2="{_n(bottom + 4)}"/>'
-        yield f'<text class="faint mid" x="{x}" y="{_n(bottom + 15)}">{look.time(value)}{look.unit}</text>'
+        x = px(_LEFT + value * look.scale)
+        yield f'<line class="tick" x1="{x}" x2="{x}" y1="{px(top)}" y2="{px(bottom + 4)}"/>'
+        yield f'<text class="faint mid" x="{x}" y="{px(bottom + 15)}">{look.time(value)}{look.unit}</text>'
 
 
 def ticks(span: float, most: int = 12) -> list[float]:
@@ -254,7 +259,7 @@ def _arrows(panel: _Panel, look: _Look, top: float) -> Iterator[str]:
     for one, other in transfers(box.event for box in panel.boxes):
         x1, x2 = (_LEFT + (t - panel.origin) * look.scale for t in (one[3], other[2]))
         y1, y2 = (top + (rank + 0.5) * look.row - 1 for rank in (one[0], other[0]))
-        yield f'<line class="sent" x1="{_n(x1)}" y1="{_n(y1)}" x2="{_n(x2)}" y2="{_n(y2)}"/>'
+        yield f'<line class="sent" x1="{px(x1)}" y1="{px(y1)}" x2="{px(x2)}" y2="{px(y2)}"/>'
 
 
 def _peaks(panel: _Panel, look: _Look, top: float) -> Iterator[str]:
@@ -262,12 +267,12 @@ def _peaks(panel: _Panel, look: _Look, top: float) -> Iterator[str]:
     if not panel.peak:
         return
     x, width, most = WIDTH - _RIGHT + 8, _RIGHT - 8 - _PAD, max(panel.peak) or 1.0
-    yield f'<text class="faint end" x="{WIDTH - _PAD}" y="{_n(top - 7)}">peak memory</text>'
+    yield f'<text class="faint end" x="{WIDTH - _PAD}" y="{px(top - 7)}">peak memory</text>'
     for rank, value in enumerate(panel.peak):
         height = look.row - (2 if look.row > 12 else 1)
         y, size = top + rank * look.row, min(_SIZE, look.row)
-        yield f'<rect class="peak" x="{x}" y="{_n(y)}" width="{_n(width * value / most)}" height="{_n(height)}"/>'
-        where = f'x="{x + 4}" y="{_n(y + height / 2 + 0.36 * size)}"{_font(size)}'
+        yield f'<rect class="peak" x="{x}" y="{px(y)}" width="{px(width * value / most)}" height="{px(height)}"/>'
+        where = f'x="{x + 4}" y="{px(y + height / 2 + 0.36 * size)}"{_font(size)}'
         yield f"<text {where}>{value:.4g}</text>"
 
 
@@ -287,11 +292,11 @@ def _legend(panels: Sequence[_Panel]) -> Iterator[str]:
     x = float(WIDTH - _PAD)
     for kind in reversed(kinds):
         x -= 5.9 * len(KINDS[kind])
-        yield f'<text x="{_n(x)}" y="23">{KINDS[kind]}</text>'
+        yield f'<text x="{px(x)}" y="23">{KINDS[kind]}</text>'
         size = 8 if shown > 1 else 11
         x -= size * shown + 5
         for tone in range(shown):
-            place = f'x="{_n(x + size * tone)}" y="14" width="{size}" height="11"'
+            place = f'x="{px(x + size * tone)}" y="14" width="{size}" height="11"'
             yield f'<rect class="{kind}" {place}{_opacity(tone, shown)}/>'
         x -= 14
     if tones > 1:
@@ -299,6 +304,6 @@ def _legend(panels: Sequence[_Panel]) -> Iterator[str]:
         yield f'<text class="faint end" x="{WIDTH - _RIGHT}" y="40">fainter: {what}</text>'
 
 
-def _n(value: float) -> str:
+def px(value: float) -> str:
     """A coordinate, short."""
     return f"{value:.2f}".rstrip("0").rstrip(".")

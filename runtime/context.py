@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from autopar.adapters.operators import OpOverload, argument_defaults, name_of
-from autopar.attention import Like
+from autopar.attention import Expected, Sent
 from autopar.graph import copy_graph
 from autopar.ops import context
 from autopar.ops.attention import FACTS
@@ -52,13 +52,7 @@ class AxisComm:
             with self._explained("connecting", self._ranks):
                 groups.connect(axis)
 
-    def exchange(
-        self,
-        way: str,
-        what: str,
-        send: tuple[int, Sequence[Tensor]] | None,
-        receive: tuple[int, Sequence[Like]] | None,
-    ) -> Exchange:
+    def exchange(self, way: str, what: str, send: Sent | None, receive: Expected | None) -> Exchange:
         """See `autopar.attention.Comm`. It is one launch: on one stream (NCCL), two ranks that both send first would
         wait for each other."""
         target, sent = send or (-1, ())

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.adapters.distributed import default_store, rank_table
+from autopar.attention import WAYS
 from autopar.mesh import Mesh
 from autopar.runtime.failures import CollectiveError, board
 
 DEFAULT_TIMEOUT = 600.0  # seconds
 CONTEXT = "cp"  # the axis that has levels
-WAYS = ("up", "down", "home")  # of `autopar.attention.Comm`
 
 _meshes: dict[tuple[int, str, Mesh, timedelta], DeviceMesh] = {}
 _joined: dict[tuple[int, str, Mesh], dict[str, dist.ProcessGroup]] = {}

@@ -28,7 +28,6 @@ from autopar.mesh import Mesh
 from autopar.models.tiny import TINY
 from autopar.placement import nested_piece
 from autopar.plan import Options
-from autopar.planner.pipeline import make_order
 from autopar.runtime.context import OPERATORS
 from autopar.runtime.executor import Executor
 from autopar.runtime.groups import Groups, init_mesh
@@ -36,6 +35,7 @@ from autopar.runtime.module import step_seed
 from autopar.runtime.pipeline import PipelineExecutor
 from autopar.steps import Compiled
 from autopar.verify import reference
+from tests.pipeline_cases import holds, values_of, with_schedule
 from tests.ranks import close_pools, run_ranks
 
 LIMIT = 1e-10  # of loss and gradients, in float64
@@ -258,7 +258,7 @@ def _on_rank(case: Case, algorithms: list[str], schedule: str) -> dict[str, Foun
     groups = Groups(init_mesh("cpu", 30.0, **case.mesh.sizes))
     made = compiled(case)
     if schedule:
-        made = _with_schedule(made, schedule)
+        made = with_schedule(made, schedule)
     out = {}
     for name in algorithms:
         assert not name or rename(made, name), f"{case} has no attention over ranks"
@@ -266,19 +266,11 @@ def _on_rank(case: Case, algorithms: list[str], schedule: str) -> dict[str, Foun
     return out
 
 
-def _with_schedule(made: Compiled, name: str) -> Compiled:
-    """The same parts in the order of another schedule."""
-    assert made.pipeline is not None and made.plan.pipeline is not None
-    plan = dataclasses.replace(made.plan, pipeline=dataclasses.replace(made.plan.pipeline, schedule=name))
-    order = make_order(plan, made.pipeline.parts, made.pipeline.hops)
-    return dataclasses.replace(made, plan=plan, pipeline=dataclasses.replace(made.pipeline, order=order))
-
-
 def _run(made: Compiled, known: Captured, groups: Groups) -> Found:
     """One training step on this rank, compared with one process."""
     cut_order, here = groups.mesh.cut_order, groups.coordinate
     executor = Executor(made, groups) if made.pipeline is None else PipelineExecutor(made, groups)
-    result = executor.train_step(values_of(made, known, groups))
+    result = executor.train_step(values_of(made, known, groups, SEED))
     specs = {s.name: s for s in made.parameters}
     nodes = {s.node: s.name for s in made.local.meta["signature"].inputs}
     errors: dict[str, float] = {}
@@ -288,31 +280,7 @@ def _run(made: Compiled, known: Captured, groups: Groups) -> Found:
         whole = next((g for n in names if (g := known.gradients.get(n)) is not None), torch.zeros(spec.shape))
         error = (gradient - nested_piece(whole, spec.placements, cut_order, here)).abs().max()
         errors |= dict.fromkeys(names, float(error))
-    mine = {n for s in made.parameters if _holds(executor, s.name, here) for n in (s.name, *s.aliases)}
+    mine = {n for s in made.parameters if holds(executor, s.name, here) for n in (s.name, *s.aliases)}
     odd = sorted(n for n, g in known.gradients.items() if g is not None and n in mine and n not in errors)
     worst = max(errors, key=errors.__getitem__)
     return Found(abs(sum(float(x) for x in result.losses) - known.loss), errors[worst], worst, odd)
-
-
-def values_of(made: Compiled, known: Captured, groups: Groups) -> dict[str, Tensor]:
-    """Parameters, buffers and inputs of this rank."""
-    cut_order, here = groups.mesh.cut_order, groups.coordinate
-    values = dict(known.model.named_buffers(remove_duplicate=False)) | made.local.meta.get("constants", {})
-    values = {n: x.double() if x.dtype == torch.float32 else x for n, x in values.items()}
-    parameters = dict(known.model.named_parameters(remove_duplicate=False))
-    for spec in made.parameters:
-        values[spec.name] = nested_piece(parameters[spec.name].detach(), spec.placements, cut_order, here).clone()
-    for name, x in known.batch.items():
-        placed = {axis: p for axis, p in made.plan.inputs.get(name, {}).items() if axis != "mb"}
-        values[name] = nested_piece(x, placed, cut_order, here)
-    seeds = [spec.name for spec in made.local.meta["signature"].inputs if spec.kind == "seed"]
-    return values | dict.fromkeys(seeds, torch.tensor(SEED))
-
-
-def _holds(executor: Executor | PipelineExecutor, name: str, here: dict[str, int]) -> bool:
-    """Whether a parameter's stage runs on this rank."""
-    if isinstance(executor, Executor):
-        return True
-    order, parts = executor.order, executor.pipeline.parts
-    held = [k for k, part in enumerate(parts) if name in part.parameters]
-    return any(order.rank_of[chain[k]] == here["pp"] for chain in order.chains for k in held)

@@ -26,6 +26,7 @@ from autopar.placement import nested_piece
 from autopar.plan import Options
 from autopar.planner.pipeline import make_order
 from autopar.runtime.comm import Ledger
+from autopar.runtime.executor import Executor
 from autopar.runtime.groups import Groups, init_mesh
 from autopar.runtime.pipeline import PipelineExecutor
 from autopar.steps import Compiled
@@ -114,33 +115,46 @@ def run_schedules(case: Case, schedules: list[str]) -> dict[str, Found]:
     """On a rank."""
     groups = Groups(init_mesh(**case.mesh.sizes))
     known, made = captured(case.model, case.rows, case.tokens), compiled(case)
+    return {name: _run(with_schedule(made, name), known, groups) for name in schedules}
+
+
+def with_schedule(made: Compiled, name: str) -> Compiled:
+    """The same parts in the order of another schedule."""
     assert made.pipeline is not None and made.plan.pipeline is not None
-    out = {}
-    for name in schedules:
-        plan = dataclasses.replace(made.plan, pipeline=dataclasses.replace(made.plan.pipeline, schedule=name))
-        order = make_order(plan, made.pipeline.parts, made.pipeline.hops)
-        this = dataclasses.replace(made, plan=plan, pipeline=dataclasses.replace(made.pipeline, order=order))
-        out[name] = _run(this, known, groups)
-    return out
+    plan = dataclasses.replace(made.plan, pipeline=dataclasses.replace(made.plan.pipeline, schedule=name))
+    order = make_order(plan, made.pipeline.parts, made.pipeline.hops)
+    return dataclasses.replace(made, plan=plan, pipeline=dataclasses.replace(made.pipeline, order=order))
+
+
+def values_of(made: Compiled, known: Any, groups: Groups, seed: int = 0) -> dict[str, Tensor]:
+    """Parameters, buffers and inputs of this rank; ``known`` has a model and a batch."""
+    cut_order, here = groups.mesh.cut_order, groups.coordinate
+    values = dict(known.model.named_buffers(remove_duplicate=False)) | made.local.meta.get("constants", {})
+    parameters = dict(known.model.named_parameters(remove_duplicate=False))
+    for spec in made.parameters:
+        values[spec.name] = nested_piece(parameters[spec.name].detach(), spec.placements, cut_order, here).clone()
+    values = {n: x.double() if x.dtype == torch.float32 else x for n, x in values.items()}
+    for name, x in known.batch.items():
+        placed = {axis: p for axis, p in made.plan.inputs.get(name, {}).items() if axis != "mb"}
+        values[name] = nested_piece(x, placed, cut_order, here)
+    seeds = [spec.name for spec in made.local.meta["signature"].inputs if spec.kind == "seed"]
+    return values | dict.fromkeys(seeds, torch.tensor(seed))
+
+
+def holds(executor: Executor | PipelineExecutor, name: str, here: dict[str, int]) -> bool:
+    """Whether a parameter's stage runs on this rank."""
+    if isinstance(executor, Executor):
+        return True
+    order, parts = executor.order, executor.pipeline.parts
+    held = [k for k, part in enumerate(parts) if name in part.parameters]
+    return any(order.rank_of[chain[k]] == here["pp"] for chain in order.chains for k in held)
 
 
 def _run(made: Compiled, known: Captured, groups: Groups) -> Found:
     executor = PipelineExecutor(made, groups, measure=True)
     mesh, here = groups.mesh, groups.coordinate
     specs = {s.name: s for s in made.parameters}
-    values = dict(known.model.named_buffers(remove_duplicate=False)) | made.local.meta.get("constants", {})
-    for name, parameter in known.model.named_parameters(remove_duplicate=False):
-        if name in specs:
-            piece = nested_piece(parameter.detach(), specs[name].placements, mesh.cut_order, here)
-            values[name] = piece.clone()
-    values = {n: x.double() if x.dtype == torch.float32 else x for n, x in values.items()}
-    for name, x in known.batch.items():
-        placed = {axis: p for axis, p in made.plan.inputs.get(name, {}).items() if axis != "mb"}
-        values[name] = nested_piece(x, placed, mesh.cut_order, here)
-    for spec in made.local.meta["signature"].inputs:
-        if spec.kind == "seed":
-            values[spec.name] = torch.tensor(0)
-    result = executor.train_step(values)
+    result = executor.train_step(values_of(made, known, groups))
     names = {s.node: s.name for s in made.local.meta["signature"].inputs}
     errors, held = [0.0], set()
     for node, gradient in result.gradients.items():
@@ -151,18 +165,7 @@ def _run(made: Compiled, known: Captured, groups: Groups) -> Found:
         )
         expected = torch.zeros(spec.shape) if whole is None else whole
         errors.append(float((gradient - nested_piece(expected, spec.placements, mesh.cut_order, here)).abs().max()))
-    mine = {n for s in specs.values() if _holds(executor, s.name, here["pp"]) for n in (s.name, *s.aliases)}
+    mine = {n for s in specs.values() if holds(executor, s.name, here) for n in (s.name, *s.aliases)}
     odd = [n for n, g in known.gradients.items() if g is not None and n in mine and n not in held]
     loss = abs(sum(float(x) for x in result.losses) - known.loss)
     return Found(loss, max(errors), odd, executor.peaks.live, executor.peaks.saved, dict(executor.traffic))
-
-
-def _holds(executor: PipelineExecutor, name: str, coordinate: int) -> bool:
-    """Whether a parameter's stage runs on this coordinate of pp."""
-    order, parts = executor.order, executor.pipeline.parts
-    return any(
-        order.rank_of[chain[k]] == coordinate
-        for chain in order.chains
-        for k, part in enumerate(parts)
-        if name in part.parameters
-    )

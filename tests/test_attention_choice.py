@@ -11,10 +11,9 @@ import torch
 import autopar.passes.attention  # noqa: F401  (fills the table of algorithms)
 from autopar.attention import ALGORITHMS, LAYOUTS, Mask, Problem
 from autopar.attention_timeline import play
-from autopar.attention_trace import Compute, Trace, trace, traces
+from autopar.attention_trace import WHOLE, Compute, Trace, trace, traces
 from autopar.flops import A100, Device
 from autopar.planner.attention import (
-    WHOLE,
     AttentionChoice,
     check_layout,
     choose,

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from autopar.attention import Like, Pending
+from autopar.attention import WAYS, Expected, Like, Pending, Sent
 
 T = TypeVar("T")
 Line = tuple[int, int, str, int]  # source, target, way, number: the way of one message
@@ -58,7 +58,7 @@ class Switch:
 
 
 @dataclass
-class Sent:
+class Message:
     """One message: what, by which way, to whom, and its bytes."""
 
     way: str
@@ -76,20 +76,14 @@ class ThreadComm:
 
     def __init__(self, rank: int, size: int, switch: Switch) -> None:
         self.rank, self.size, self.switch = rank, size, switch
-        self.sent: list[Sent] = []
+        self.sent: list[Message] = []
         self.events: list[object] = []
         self.started: Counter[tuple[object, ...]] = Counter()
         self.most_received = 0
         self.waiting = 0
 
-    def exchange(
-        self,
-        way: str,
-        what: str,
-        send: tuple[int, Sequence[Tensor]] | None,
-        receive: tuple[int, Sequence[Like]] | None,
-    ) -> Pending:
-        assert way in ("up", "down", "home"), way
+    def exchange(self, way: str, what: str, send: Sent | None, receive: Expected | None) -> Pending:
+        assert way in WAYS, way
         assert send or receive, "an exchange of nothing"
         step = {"up": 1, "down": -1}
         letter = request = None
@@ -98,7 +92,7 @@ class ThreadComm:
             assert way == "home" or target == (self.rank + step[way]) % self.size
             assert target != self.rank and any(x.numel() for x in tensors), f"{what}: nothing to send"
             assert all(x.is_contiguous() for x in tensors), f"{what} is not contiguous"
-            self.sent.append(Sent(way, what, target, sum(x.nbytes for x in tensors)))
+            self.sent.append(Message(way, what, target, sum(x.nbytes for x in tensors)))
             letter = self._line(self.rank, target, way)
             self.switch.put(letter, [x.clone() for x in tensors])
         if receive:
@@ -115,12 +109,12 @@ class ThreadComm:
         return source, target, way, self.started[source, target, way]
 
     def all_gather(self, what: str, x: Tensor) -> Pending:
-        self.sent.append(Sent("all_gather", what, -1, (self.size - 1) * x.nbytes))
+        self.sent.append(Message("all_gather", what, -1, (self.size - 1) * x.nbytes))
         return _Collective(self, [x] * self.size, lambda pieces: torch.stack(pieces))
 
     def reduce_scatter(self, what: str, x: Tensor) -> Pending:
         assert x.shape[0] == self.size
-        self.sent.append(Sent("reduce_scatter", what, -1, (self.size - 1) * x[0].nbytes))
+        self.sent.append(Message("reduce_scatter", what, -1, (self.size - 1) * x[0].nbytes))
         return _Collective(self, list(x), lambda pieces: torch.stack(pieces).sum(0))
 
     def bytes(self, *ways: str) -> int:
@@ -143,9 +137,9 @@ class _Exchange:
         self,
         comm: ThreadComm,
         what: str,
-        send: tuple[int, Sequence[Tensor]] | None,
+        send: Sent | None,
         letter: Line | None,
-        receive: tuple[int, Sequence[Like]] | None,
+        receive: Expected | None,
         request: Line | None,
     ) -> None:
         self.comm, self.what, self.letter, self.request = comm, what, letter, request

@@ -19,13 +19,12 @@ from functools import lru_cache
 
 from autopar.attention import ALGORITHMS, LAYOUTS, AttentionAlgorithm, Problem
 from autopar.attention_timeline import AttentionTimeline, play
-from autopar.attention_trace import most_sent, trace
+from autopar.attention_trace import most_moved, sampled, trace
 from autopar.flops import DEFAULT, Device
 from autopar.topology import Topology
 
 AUTO = "auto"
 PASSES = ("forward", "backward")
-WHOLE = 8  # up to so many ranks are all simulated; of more, some
 _AS_FAST = 1.005  # within half a percent of the fastest, what sends less is chosen
 
 
@@ -85,10 +84,10 @@ def estimate(
     if refusal := algorithm.refusal(problem):
         return Candidate(algorithm.name, direction, refusal=refusal)
     backward = direction == "backward"
-    ranks = range(problem.size) if problem.size <= WHOLE else (0, 1, problem.size // 2, problem.size - 1)
-    programs = [trace(algorithm, problem, backward, rank) for rank in ranks]
+    programs = [trace(algorithm, problem, backward, rank) for rank in sampled(problem.size)]
     timeline = play(problem, backward, programs, topology, device)
-    sent, steps = tuple(most_sent(programs).items()), max(program.steps for program in programs)
+    sent = tuple((way, size) for way, (_, size) in most_moved(programs).items())
+    steps = max(program.steps for program in programs)
     return Candidate(algorithm.name, direction, timeline.seconds, timeline.exposed, sent, steps)
 
 

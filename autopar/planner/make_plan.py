@@ -34,20 +34,8 @@ def make_plan(
     ``replicated_inputs``: inputs that are no part of the batch.
     Raises ValueError for sizes that do not divide and for a plan of other parameters.
     """
-    options = options or Options()
-    for axis, size in mesh.axes:
-        if size > 1 and axis not in PLANNED_AXES:
-            raise ValueError(
-                f"plan: nothing is cut over axis {axis!r} of size {size}, every rank on it would repeat the same work; "
-                f"use {' and '.join(PLANNED_AXES)}"
-            )
-    digest = graph_digest(gm)
-    if fixed is not None and fixed.graph != digest:
-        raise ValueError(
-            f"plan: made for a graph with parameters {fixed.graph}, this one has {digest}; make a new plan"
-        )
-    if fixed is not None and fixed.mesh != mesh:
-        raise ValueError(f"plan: made for the mesh {fixed.mesh}, this one is {mesh}; make a new plan")
+    options, digest = options or Options(), graph_digest(gm)
+    _check(mesh, digest, fixed)
     names = {n: s.name for n, s in _nodes(gm) if s.kind == "parameter"}
     parameters: dict[str, dict[str, ParameterPlan]] = {name: {} for name in names.values()}
     notes: list[tuple[str, str]] = []
@@ -84,6 +72,22 @@ def make_plan(
     )
     overrides = fixed.overrides if fixed is not None else {}
     return plan.override({n: axes for n, axes in overrides.items() if n in plan.parameters or n in plan.inputs})
+
+
+def _check(mesh: Mesh, digest: str, fixed: Plan | None) -> None:
+    """Whether there is a way to plan the axes, and whether an earlier plan is one of the same parameters."""
+    for axis, size in mesh.axes:
+        if size > 1 and axis not in PLANNED_AXES:
+            raise ValueError(
+                f"plan: nothing is cut over axis {axis!r} of size {size}, every rank on it would repeat the same work; "
+                f"use {' and '.join(PLANNED_AXES)}"
+            )
+    if fixed is not None and fixed.graph != digest:
+        raise ValueError(
+            f"plan: made for a graph with parameters {fixed.graph}, this one has {digest}; make a new plan"
+        )
+    if fixed is not None and fixed.mesh != mesh:
+        raise ValueError(f"plan: made for the mesh {fixed.mesh}, this one is {mesh}; make a new plan")
 
 
 def _nodes(gm: GraphModule) -> list[tuple[Node, InputSpec]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.attention import ALGORITHMS, CONTIGUOUS, ZIGZAG, Blocks, Like, Mask, Problem
+from autopar.attention import ALGORITHMS, CONTIGUOUS, ZIGZAG, Blocks, Expected, Mask, Problem, Sent
 from autopar.ops.attention import Facts
 from tests.attention_ranks import (
     Case,
@@ -277,13 +276,7 @@ class Paper:
         started.coming = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in shapes]
         return started
 
-    def exchange(
-        self,
-        way: str,
-        what: str,
-        send: tuple[int, Sequence[Tensor]] | None,
-        receive: tuple[int, Sequence[Like]] | None,
-    ) -> Paper:
+    def exchange(self, way: str, what: str, send: Sent | None, receive: Expected | None) -> Paper:
         count = sum(x.nbytes for x in send[1]) if send else 0
         return self._start(way, what, count, [(like.shape, like.dtype) for like in receive[1]] if receive else [])
 
