@@ -37,7 +37,7 @@ class FailureBoard:
     def __init__(self, store: dist.Store, rank: int):
         self.store = dist.PrefixStore("autopar/failures", store)
         self.rank = rank
-        self._reported = False
+        self._told: set[str] = set()  # the keys of ours that say something
         self._stop = threading.Event()
         # A client of its own: a blocking wait on a shared one would stop the beat.
         self._beats = dist.PrefixStore("autopar/failures", own_client(store))
@@ -64,18 +64,16 @@ class FailureBoard:
         if isinstance(error, CollectiveError):
             return
         first = (str(error).splitlines() or [""])[0]
-        self._set(f"error/{self.rank}", f"{type(error).__name__}: {first}"[:500])
-        self._reported = True
+        self._tell("error", f"{type(error).__name__}: {first}"[:500])
 
     def clear(self) -> None:
-        """Take back an earlier report: its error was handled."""
-        if self._reported:
-            self._set(f"error/{self.rank}", "")
-            self._reported = False
+        """Take back what this rank told: its error was handled, and it waits no longer."""
+        for kind in list(self._told):
+            self._tell(kind, "")
 
     def explain(self, ranks: Sequence[int], what: str) -> str:
         """Why a collective among ``ranks`` failed here, in words; asks for at most about SILENCE seconds."""
-        self._set(f"waiting/{self.rank}", what)
+        self._tell("waiting", what)
         others = [r for r in ranks if r != self.rank]
         try:
             return self._ask(others)
@@ -115,9 +113,10 @@ class FailureBoard:
         texts = {r: self.store.get(f"{kind}/{r}").decode() for r in there}
         return {r: text for r, text in texts.items() if text}
 
-    def _set(self, key: str, value: str) -> None:
+    def _tell(self, kind: str, text: str) -> None:
+        (self._told.add if text else self._told.discard)(kind)
         try:
-            self.store.set(key, value)
+            self.store.set(f"{kind}/{self.rank}", text)
         except (RuntimeError, OSError):  # the store is gone: its own error tells more than this one
             return
 
@@ -140,6 +139,12 @@ def board() -> FailureBoard:
         _boards[key] = FailureBoard(store, dist.get_rank())
         _install_hook()
     return _boards[key]
+
+
+def clear() -> None:
+    """Take back what this process told, if anything."""
+    for mine in _boards.values():
+        mine.clear()
 
 
 def close() -> None:
