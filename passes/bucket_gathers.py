@@ -2,8 +2,8 @@
 
 Consumes    a step graph whose gathers of one layer stand side by side (prefetch_gathers).
 Guarantees  gathers of parameters below `LONE_BYTES` that stand side by side are one gather, and reduce-scatters of such
-            gradients are one per layer, for each dtype and axis. A gather is unpacked right before its first use, so
-            that it still overlaps the layer before.
+            gradients are one per layer, for each dtype and set of axes: of those that dp and cp cut, one per axis. A
+            gather is unpacked right before its first use, so that it still overlaps the layer before.
 Leaves      large ones, for which two copies would cost more than the latency that is saved; pieces along other dims
             than the first; gathers of activations.
 
@@ -14,13 +14,15 @@ Leaves      large ones, for which two copies would cost more than the latency th
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
+from autopar.adapters.operators import OpOverload
 from autopar.graph import arguments, insert_call, is_call, nbytes, output_node, shape
 from autopar.pass_manager import Context
 from autopar.passes.prefetch_gathers import is_parameter_gather
@@ -40,95 +42,118 @@ class BucketGathers:
     ensures: ClassVar[tuple[str, ...]] = ()
 
     def apply(self, gm: GraphModule, ctx: Context) -> GraphModule:
-        for members in _runs(gm):
-            _join_gathers(gm, members)
-        for members in _waves(gm):
-            _join_scatters(gm, members)
+        for chains in _runs(gm):
+            _join_gathers(gm, chains)
+        for chains in _waves(gm):
+            _join_scatters(gm, chains)
         gm.recompile()
         return gm
 
 
-def _runs(gm: GraphModule) -> list[list[Node]]:
-    """Small gathers of placeholders with nothing but gathers between them."""
-    found: list[list[Node]] = []
-    open_runs: dict[object, list[Node]] = {}
+# One collective per axis that cuts the value, in order of execution: [gather over dp, gather over cp].
+Chain = list[Node]
+
+
+def _runs(gm: GraphModule) -> list[list[Chain]]:
+    """Small parameters that are gathered with nothing but gathers between them."""
+    found: list[list[Chain]] = []
+    open_runs: dict[object, list[Chain]] = {}
     for node in gm.graph.nodes:
         if not is_call(node, GATHER):
             open_runs = {}
-        elif _is_small(node, arguments(node)["x"]) and arguments(node)["x"].op == "placeholder":
-            key = _kind(node)
-            if key not in open_runs:
-                open_runs[key] = []
-                found.append(open_runs[key])
-            open_runs[key].append(node)
-    return [members for members in found if len(members) > 1]
+            continue
+        chain = _chain(node, GATHER)
+        inner = any(is_call(user, GATHER) for user in node.users)
+        if not inner and _source(chain).op == "placeholder" and _is_small(chain, _source(chain)):
+            _add(found, open_runs, chain)
+    return [chains for chains in found if len(chains) > 1]
 
 
-def _waves(gm: GraphModule) -> list[list[Node]]:
-    """Small reduce-scatters that end in gradients, between two places where parameters are gathered: a layer."""
-    found: list[list[Node]] = []
-    last: dict[object, list[Node]] = {}
+def _waves(gm: GraphModule) -> list[list[Chain]]:
+    """Small gradients that are reduce-scattered between two places where parameters are gathered: a layer."""
+    found: list[list[Chain]] = []
+    open_waves: dict[object, list[Chain]] = {}
     for node in gm.graph.nodes:
         if is_parameter_gather(node) or node.meta.get("bucket"):
-            last = {}
-        elif is_call(node, SCATTER) and _is_small(node, node) and all(user.op == "output" for user in node.users):
-            members = last.get(_kind(node))
-            if members is None:
-                members = last[_kind(node)] = []
-                found.append(members)
-            members.append(node)
-    return [members for members in found if len(members) > 1]
+            open_waves = {}
+        elif is_call(node, SCATTER) and all(user.op == "output" for user in node.users):
+            chain = _chain(node, SCATTER)
+            if _is_small(chain, node):
+                _add(found, open_waves, chain)
+    return [chains for chains in found if len(chains) > 1]
 
 
-def _is_small(node: Node, piece: Node) -> bool:
+def _chain(node: Node, op: OpOverload) -> Chain:
+    """The collectives that lead to this one, it included; a value in between has no other use."""
+    before = arguments(node)["x"]
+    return [*(_chain(before, op) if is_call(before, op) and len(before.users) == 1 else []), node]
+
+
+def _source(chain: Chain) -> Node:
+    source: Node = arguments(chain[0])["x"]
+    return source
+
+
+def _add(found: list[list[Chain]], groups: dict[object, list[Chain]], chain: Chain) -> None:
+    """Put a chain to those of the same axes and dtype."""
+    kind = (*map(_axis, chain), chain[-1].meta["val"].dtype)
+    if kind not in groups:
+        groups[kind] = []
+        found.append(groups[kind])
+    groups[kind].append(chain)
+
+
+def _axis(node: Node) -> tuple[str, int]:
+    args = arguments(node)
+    return args["axis"], args["size"]
+
+
+def _is_small(chain: Chain, piece: Node) -> bool:
     """Whether this rank's piece is small, and one contiguous part of the first dim."""
-    args = arguments(node)
-    return args["dim"] == 0 and not args["blocks"] and nbytes(piece) < LONE_BYTES
+    whole = all(arguments(n)["dim"] == 0 and not arguments(n)["blocks"] for n in chain)
+    return whole and nbytes(piece) < LONE_BYTES
 
 
-def _kind(node: Node) -> object:
-    args = arguments(node)
-    return args["axis"], args["size"], node.meta["val"].dtype
-
-
-def _join_gathers(gm: GraphModule, members: list[Node]) -> None:
-    graph, first = gm.graph, members[0]
-    axis, size = arguments(first)["axis"], arguments(first)["size"]
+def _join_gathers(gm: GraphModule, chains: list[Chain]) -> None:
+    graph, first = gm.graph, chains[0][0]
     order = {n: i for i, n in enumerate(graph.nodes)}
-    sources = [arguments(m)["x"] for m in members]
-    packed = _packed(gm, first, sources, 1)
-    whole = insert_call(
-        graph,
-        first,
-        GATHER,
-        (packed, 0, [], axis, size),
-        first,
-        _like(first, (size, packed.meta["val"].shape[1])),
-        "bucket",
-    )
-    whole.meta["bucket"] = True
+    sources = list(map(_source, chains))
+    whole = _through(gm, first, _packed(gm, first, sources, 1), GATHER, chains[0])
+    members = [chain[-1] for chain in chains]
     uses = {m: min(m.users, key=order.__getitem__) for m in members}
     parts = _split(gm, min(uses.values(), key=order.__getitem__), whole, [s.meta["val"].numel() for s in sources])
     for i, m in enumerate(members):
         part = insert_call(graph, uses[m], operator.getitem, (parts, i), m, parts.meta["val"][i])
         new = insert_call(graph, uses[m], aten.reshape.default, (part, list(shape(m))), m, m.meta["val"])
-        m.replace_all_uses_with(new)
-        graph.erase_node(m)
+        _replace(graph, chains[i], new)
 
 
-def _join_scatters(gm: GraphModule, members: list[Node]) -> None:
-    graph, last, end = gm.graph, members[-1], output_node(gm)
-    axis, size = arguments(last)["axis"], arguments(last)["size"]
-    packed = _packed(gm, last, [arguments(m)["x"] for m in members], size)
-    piece = insert_call(
-        graph, last, SCATTER, (packed, 0, [], axis, size), last, _like(last, (1, packed.meta["val"].shape[1])), "bucket"
-    )
+def _join_scatters(gm: GraphModule, chains: list[Chain]) -> None:
+    graph, last, end = gm.graph, chains[-1][-1], output_node(gm)
+    rows = math.prod(_axis(n)[1] for n in chains[0])
+    piece = _through(gm, last, _packed(gm, last, list(map(_source, chains)), rows), SCATTER, chains[0])
+    members = [chain[-1] for chain in chains]
     parts = _split(gm, end, piece, [m.meta["val"].numel() for m in members])
     for i, m in enumerate(members):
         part = insert_call(graph, end, operator.getitem, (parts, i), m, parts.meta["val"][i])
         new = insert_call(graph, end, aten.view.default, (part, list(shape(m))), m, m.meta["val"])
-        m.replace_all_uses_with(new)
-        graph.erase_node(m)
+        _replace(graph, chains[i], new)
+
+
+def _through(gm: GraphModule, before: Node, packed: Node, op: OpOverload, chain: Chain) -> Node:
+    """The collectives of a chain, for what is packed: its rows are what they join or cut."""
+    for axis, size in map(_axis, chain):
+        rows, width = shape(packed)
+        like = _like(before, (rows * size if op is GATHER else rows // size, width))
+        packed = insert_call(gm.graph, before, op, (packed, 0, [], axis, size), before, like, "bucket")
+        packed.meta["bucket"] = True
+    return packed
+
+
+def _replace(graph: Graph, chain: Chain, new: Node) -> None:
+    chain[-1].replace_all_uses_with(new)
+    for node in reversed(chain):
+        graph.erase_node(node)
 
 
 def _packed(gm: GraphModule, before: Node, values: list[Node], rows: int) -> Node:

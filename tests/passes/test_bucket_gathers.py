@@ -59,6 +59,27 @@ def test_one_gather_and_one_scatter_are_left_and_numbers_stay() -> None:
     assert all(torch.equal(a, b) for a, b in zip(alone(gm, *inputs), expected, strict=True))
 
 
+def test_what_two_axes_cut_travels_together_over_each() -> None:
+    def over_both(p: Tensor, q: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        w, v = (raw.all_gather(raw.all_gather(part, 0, [], "dp", 2), 0, [], "cp", 2) for part in (p, q))
+        y, z = (x * w).exp(), x[:4] * v
+        return tuple(raw.reduce_scatter(raw.reduce_scatter(g, 0, [], "cp", 2), 0, [], "dp", 2) for g in (y, z))  # type: ignore[return-value]
+
+    inputs = torch.randn(2, 3), torch.randn(1, 3), torch.randn(8, 3)
+    gm = make_fx(over_both, tracing_mode="fake")(*inputs)
+    expected = alone(gm, *inputs)
+    gm = BucketGathers().apply(gm, Context(Mesh.of(dp=2, cp=2)))
+    gm.graph.lint()
+    moved = (raw.all_gather.default, raw.reduce_scatter.default)
+    assert [(n.target, n.args[3]) for n in gm.graph.nodes if n.target in moved] == [
+        (raw.all_gather.default, "dp"),
+        (raw.all_gather.default, "cp"),
+        (raw.reduce_scatter.default, "cp"),
+        (raw.reduce_scatter.default, "dp"),
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(alone(gm, *inputs), expected, strict=True))
+
+
 def test_large_ones_and_other_dims_stay_alone(monkeypatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(bucket_gathers, "LONE_BYTES", 0)
     gm = traced()
