@@ -12,6 +12,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 import autopar.passes.attention  # noqa: F401  (fills the table of algorithms)
+from autopar.adapters.lazy import lazy_code
 from autopar.capture import capture
 from autopar.graph import (
     copy_graph,
@@ -76,6 +77,7 @@ def _with_pipeline(plan: Plan, gm: GraphModule, options: Options, fixed: Plan | 
     return dataclasses.replace(plan, pipeline=pipeline, notes=(*plan.notes, *notes))
 
 
+@lazy_code()
 def compile_model(
     model: nn.Module,
     batch: Mapping[str, Any],
@@ -106,6 +108,7 @@ def compile_model(
     return compile_graph(gm, mesh, options, train=train, timings={"capture": seconds}, **how)
 
 
+@lazy_code()
 def compile_graph(
     gm: GraphModule,
     mesh: Mesh,
