@@ -25,6 +25,7 @@ from torch.fx import GraphModule, Node
 from autopar import ops as ops  # registers the operators that adapters put into models
 from autopar.adapters.export import export, flatten, unflatten
 from autopar.adapters.fake import fake_like, new_mode, structure_copy
+from autopar.adapters.lazy import lazy_code
 from autopar.exact import LiftFloat32
 
 __all__ = ["ADAPTERS", "Adapter", "InputSpec", "LiftFloat32", "OutputSpec", "Signature", "adapter_for", "capture"]
@@ -114,6 +115,7 @@ def adapter_for(model: nn.Module) -> Adapter | None:
     return next((adapter for adapter in ADAPTERS if adapter.matches(model)), None)
 
 
+@lazy_code()
 def capture(model: nn.Module, batch: Mapping[str, Any], *, train: bool = True, exact: bool = False) -> GraphModule:
     """The global graph of ``model(**batch)``.
 

@@ -77,7 +77,6 @@ def _with_pipeline(plan: Plan, gm: GraphModule, options: Options, fixed: Plan | 
     return dataclasses.replace(plan, pipeline=pipeline, notes=(*plan.notes, *notes))
 
 
-@lazy_code()
 def compile_model(
     model: nn.Module,
     batch: Mapping[str, Any],
