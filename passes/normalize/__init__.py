@@ -27,6 +27,7 @@ from autopar.pass_manager import Context
 from autopar.passes.normalize import attention, losses, norms, products, shapes
 from autopar.passes.normalize.build import Build, Rewrite
 from autopar.passes.normalize.dropout import number_dropouts
+from autopar.passes.normalize.written_out import written_out
 
 REWRITES: dict[Any, Rewrite] = {
     **shapes.TABLE,
@@ -56,7 +57,7 @@ class Normalize:
                 node.meta["kind"] = kinds[node.name]
         trainable = [spec.node for spec in signature.inputs if spec.requires_grad]
         _to_fixpoint(gm, fake_mode, trainable, REWRITES)
-        _to_fixpoint(gm, fake_mode, trainable, {torch.ops.aten.matmul.default: attention.pattern})
+        _to_fixpoint(gm, fake_mode, trainable, {torch.ops.aten.matmul.default: written_out})
         shapes.slices_to_split(gm.graph, fake_mode)
         number_dropouts(gm, fake_mode)
         remove_dead_code(gm)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,8 +24,8 @@ class Facts:
     bias: Node | None = None
     key_mask: Node | None = None
     causal: bool = False
+    softcap: float = 0.0
     dropout: float = 0.0
-    extra: dict[str, Any] = field(default_factory=dict)
 
 
 def attend(build: Build, q: Node, k: Node, v: Node, facts: Facts) -> Node:
@@ -35,7 +35,7 @@ def attend(build: Build, q: Node, k: Node, v: Node, facts: Facts) -> Node:
         k, v = bases
     both = build(
         torch.ops.autopar.attention.default, q, k, v, facts.bias, facts.key_mask, None, None, None,
-        facts.causal, 0, 0, 0, facts.scale, 0.0, facts.dropout, 0, [], [],
+        facts.causal, 0, 0, 0, facts.scale, facts.softcap, facts.dropout, 0, [], [],
     )  # fmt: skip
     return build(operator.getitem, both, 0)
 
@@ -87,15 +87,15 @@ def _add_mask(build: Build, mask: Node, q: Node, facts: Facts) -> None:
         flat = build.reshape(mask, (shape[0], shape[3]))
         facts.key_mask = flat if shape[0] == batch else build(aten.expand.default, flat, [batch, shape[3]])
         return
-    facts.bias = _additive(build, mask, value_of(q).dtype)
+    facts.bias = additive(build, mask, value_of(q).dtype)
 
 
-def _additive(build: Build, mask: Node, dtype: torch.dtype) -> Node:
+def additive(build: Build, mask: Node, dtype: torch.dtype) -> Node:
     """where(mask, 0, -inf)"""
     if value_of(mask).dtype != torch.bool:
         return mask
-    zero = build(aten.full.default, [], 0.0, dtype=dtype, device=value_of(mask).device)
-    least = build(aten.full.default, [], float("-inf"), dtype=dtype, device=value_of(mask).device)
+    device = value_of(mask).device
+    zero, least = (build(aten.full.default, [], x, dtype=dtype, device=device) for x in (0.0, float("-inf")))
     return build(aten.where.self, mask, zero, least)
 
 
@@ -107,86 +107,6 @@ def zero_bias(node: Node, build: Build) -> Node | None:
     if calls(bias, aten.zeros.default) or (calls(bias, aten.full.default) and bias.args[1] == 0):
         set_argument(node, "bias", None)
     return None
-
-
-def pattern(node: Node, build: Build) -> Node | None:
-    """matmul(dropout(softmax(mul(matmul(q, transpose(k, -1, -2)), s) + mask, -1)), v) --> autopar.attention(...)[0]
-
-    for rank 4, with q.k scaled before or after, any number of additive masks and masked_fills with -inf (or the
-    least finite number), and casts around the softmax. Anything else is left as it is.
-    """
-    weights, v = operand(node), operand(node, 1)
-    if len(shape_of(node)) != 4 or len(shape_of(v)) != 4 or shape_of(weights)[:2] != shape_of(v)[:2]:
-        return None
-    facts = Facts(1.0)
-    scores = _under_softmax(weights, facts)
-    if scores is None:
-        return None
-    masks: list[Node] = []
-    found = _product_under(build, scores, facts, masks)
-    if found is None:
-        return None
-    q, k = found
-    for mask in masks:
-        facts.bias = mask if facts.bias is None else build(aten.add.Tensor, facts.bias, mask)
-    return attend(build, q, k, v, facts)
-
-
-def _under_softmax(x: Node, facts: Facts) -> Node | None:
-    """The scores of dropout(cast(softmax(cast(scores)))); None if it is something else."""
-    while True:
-        if calls(x, operator.getitem) and calls(operand(x), aten.native_dropout.default):
-            x = operand(x)
-        if calls(x, aten.native_dropout.default, aten.dropout.default):
-            known = arguments(x)
-            facts.dropout = float(known["p"]) if known.get("train") else facts.dropout
-        elif calls(x, aten.softmax.int, aten._softmax.default):
-            last = arguments(x)["dim"] % len(shape_of(x)) == len(shape_of(x)) - 1
-            return _uncast(operand(x)) if last else None
-        elif not calls(x, aten._to_copy.default):
-            return None
-        x = operand(x)
-
-
-def _uncast(x: Node) -> Node:
-    return operand(x) if calls(x, aten._to_copy.default) and value_of(operand(x)).is_floating_point() else x
-
-
-def _product_under(build: Build, x: Node, facts: Facts, masks: list[Node]) -> tuple[Node, Node] | None:
-    """q and k of the scores; masks and factors met on the way are noted."""
-    while not calls(x, aten.matmul.default):
-        known = arguments(x) if x.op == "call_function" else {}
-        if calls(x, aten.masked_fill.Scalar):
-            if float(known["value"]) > torch.finfo(torch.float16).min / 2:
-                return None
-            keep = build(aten.logical_not.default, known["mask"])
-            masks.append(_rank4(build, _additive(build, keep, value_of(x).dtype)))
-            x = known["self"]
-        elif calls(x, aten.add.Tensor):
-            if known["alpha"] != 1 or facts.scale != 1.0 or not isinstance(known["other"], Node):
-                return None
-            scores, mask = known["self"], known["other"]
-            if shape_of(scores) != shape_of(x):
-                scores, mask = mask, scores
-            if shape_of(scores) != shape_of(x) or not value_of(mask).is_floating_point():
-                return None
-            masks.append(_rank4(build, mask))
-            x = scores
-        elif calls(x, aten.mul.Tensor, aten.div.Tensor) and isinstance(known["other"], (int, float)):
-            factor = float(known["other"])
-            facts.scale *= factor if calls(x, aten.mul.Tensor) else 1.0 / factor
-            x = known["self"]
-        else:
-            return None
-    q, kt = operand(x), operand(x, 1)
-    swapped = calls(kt, aten.transpose.int) and sorted(d % 4 for d in kt.args[1:]) == [2, 3]  # type: ignore[operator]
-    if len(shape_of(x)) != 4 or not swapped:
-        return None
-    return q, operand(kt)
-
-
-def _rank4(build: Build, mask: Node) -> Node:
-    return build.reshape(mask, (*(1,) * (4 - len(shape_of(mask))), *shape_of(mask)))
 
 
 TABLE: dict[Any, Rewrite] = {

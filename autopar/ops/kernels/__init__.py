@@ -61,7 +61,13 @@ def choose(q: Tensor, k: Tensor, v: Tensor, facts: Facts, bias_gradient: bool = 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, Tensor]:
     """out [B, Hq, Sq, Dv] in q's dtype or a wider one, and lse [B, Hq, Sq], sinks included."""
+    q, k, v = _rows(q), _rows(k), _rows(v)
     return with_sinks(*choose(q, k, v, facts).forward(q, k, v, facts), facts.sinks)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """With rows in one piece: fused kernels read the last dim so, whatever its stride."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -76,5 +82,6 @@ def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: Facts, bias_gradient: bool
 ) -> Grads:
     """Gradients of q, k, v and, if asked for, of the bias, in the dtypes in which the kernel has them."""
+    grad, q, k, v, out = _rows(grad), _rows(q), _rows(k), _rows(v), _rows(out)
     kernel = choose(q, k, v, facts, bias_gradient)
     return kernel.backward(grad, q, k, v, out, lse, facts, bias_gradient)

@@ -1,0 +1,248 @@
+"""Attention written out as matrix products and a softmax becomes `autopar::attention`.
+
+    matmul(dropout(softmax(matmul(q, transpose(k, -1, -2)) * s + mask, -1)), v) --> autopar.attention(q, k, v, mask)[0]
+
+Heads may have a dim of their own ([B, H, S, D]) or share one with the batch ([B·H, S, D]), and change between the two
+on the way. Scores may be scaled (before or after the product, by numbers or by scalars of the graph), capped
+(cap · tanh(s / cap)), masked any number of times (added, or filled with the least number by masked_fill or where), and
+cast around the softmax. Anything else is left as it is.
+
+Entries that are filled with the least number are not attended: rows in which all are give zero, as with
+`scaled_dot_product_attention`, where the softmax written out would give all the same weight.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from autopar.graph import arguments
+from autopar.passes.normalize.attention import Facts, additive, attend
+from autopar.passes.normalize.build import Build, calls, operand, shape_of, value_of
+
+aten = torch.ops.aten
+PERMUTED = (aten.transpose.int, aten.permute.default)
+LEAST = torch.finfo(torch.float16).min / 2  # entries that are filled with less get no probability
+
+
+@dataclass(frozen=True)
+class _Mask:
+    """``node`` times ``factor`` is added to scores of so many dims. Of a bool node, entries that are ``keep`` are
+    attended."""
+
+    node: Node
+    dims: int
+    factor: float = 1.0
+    keep: bool = True
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """What stands between a softmax and ``at``: scores = cap(at · scale · factors) + masks.
+
+    lead: batch and heads, once a value that has a dim for each was met.
+    """
+
+    at: Node
+    scale: float = 1.0
+    factors: tuple[Node, ...] = ()
+    softcap: float = 0.0
+    masks: tuple[_Mask, ...] = ()
+    dropout: float = 0.0
+    lead: tuple[int, ...] = ()
+
+    def to(self, at: Any, **changes: Any) -> _Scores:
+        """One step further down."""
+        shape = shape_of(self.at)
+        lead = self.lead or (shape[:2] if len(shape) == 4 else ())
+        return dataclasses.replace(self, at=at, lead=lead, **changes)
+
+
+def written_out(node: Node, build: Build) -> Node | None:
+    """See the module's docstring."""
+    weights, v = operand(node), operand(node, 1)
+    if len(shape_of(node)) not in (3, 4) or shape_of(weights)[:-2] != shape_of(v)[:-2]:
+        return None
+    scores = _under_softmax(_Scores(weights))
+    found = _down_to_product(scores) if scores else None
+    if found is None:
+        return None
+    q, k = operand(found.at), _transposed(build, operand(found.at, 1))
+    lead = found.lead or _batch_and_heads(q)
+    for factor in found.factors:
+        q = build(aten.mul.Tensor, q, factor)
+    facts = Facts(found.scale, softcap=found.softcap, dropout=found.dropout)
+    for mask in found.masks:
+        bias = _bias(build, mask, lead, value_of(q).dtype)
+        facts.bias = bias if facts.bias is None else build(aten.add.Tensor, facts.bias, bias)
+    q, k, v = (build.reshape(x, (*lead, *shape_of(x)[-2:])) for x in (q, k, v))
+    return build.reshape(attend(build, q, k, v, facts), shape_of(node))
+
+
+# --- from the probabilities down to the product of q and k -----------------------------------------------------
+
+
+def _under_softmax(found: _Scores) -> _Scores | None:
+    """The scores of dropout(cast(softmax(scores)))."""
+    while True:
+        x = found.at
+        if calls(x, operator.getitem) and calls(operand(x), aten.native_dropout.default):
+            x = operand(x)
+        if calls(x, aten.native_dropout.default, aten.dropout.default):
+            known = arguments(x)
+            found = found.to(operand(x), dropout=float(known["p"]) if known.get("train") else found.dropout)
+        elif calls(x, aten.softmax.int, aten._softmax.default):
+            last = arguments(x)["dim"] % len(shape_of(x)) == len(shape_of(x)) - 1
+            return found.to(operand(x)) if last else None
+        elif calls(x, aten._to_copy.default) or _keeps_matrices(x):
+            found = found.to(operand(x))
+        else:
+            return None
+
+
+def _down_to_product(found: _Scores) -> _Scores | None:
+    while not calls(found.at, aten.matmul.default):
+        if calls(found.at, aten.add.Tensor):
+            return _under_sum(found)
+        step = _scaled(found) or _capped(found) or _filled(found) or _same(found)
+        if step is None:
+            return None
+        found = step
+    q, k = (shape_of(operand(found.at, i)) for i in (0, 1))
+    return found.to(found.at) if len(q) in (3, 4) and q[:-2] == k[:-2] else None
+
+
+def _same(found: _Scores) -> _Scores | None:
+    """The same scores in another dtype, or with batch and heads joined or split."""
+    x = found.at
+    cast = calls(x, aten._to_copy.default) and value_of(operand(x)).is_floating_point()
+    return found.to(operand(x)) if cast or _keeps_matrices(x) else None
+
+
+def _keeps_matrices(x: Node) -> bool:
+    """A reshape of the leading dims alone."""
+    return calls(x, aten.reshape.default) and shape_of(x)[-2:] == shape_of(operand(x))[-2:]
+
+
+def _scaled(found: _Scores) -> _Scores | None:
+    """scores * 2.0, scores / 2.0; scores * scalar of the graph"""
+    if not calls(found.at, aten.mul.Tensor, aten.div.Tensor):
+        return None
+    scores, other = found.at.args[:2]
+    times = calls(found.at, aten.mul.Tensor)
+    if isinstance(other, (int, float)):
+        return found.to(scores, scale=found.scale * other if times else found.scale / other)
+    if isinstance(other, Node) and not shape_of(other) and times and not found.softcap:
+        return found.to(scores, factors=(*found.factors, other))
+    return None
+
+
+def _capped(found: _Scores) -> _Scores | None:
+    """tanh(scores / cap), of which the factor cap is known."""
+    if not calls(found.at, aten.tanh.default) or found.softcap or found.factors or found.scale <= 0:
+        return None
+    return found.to(operand(found.at), softcap=found.scale)
+
+
+def _filled(found: _Scores) -> _Scores | None:
+    """masked_fill(scores, mask, least), where(mask, scores, least)"""
+    x, known = found.at, arguments(found.at)
+    if calls(x, aten.masked_fill.Scalar, aten.masked_fill.Tensor):
+        mask, fill, keep = known["mask"], _number(known["value"]), False
+    elif calls(x, aten.where.self, aten.where.ScalarOther):
+        mask, fill, keep = known["condition"], _number(known["other"]), True
+    else:
+        return None
+    scores = known["self"]
+    if found.softcap or found.scale <= 0 or fill is None or fill > LEAST or shape_of(scores) != shape_of(x):
+        return None
+    return found.to(scores, masks=(*found.masks, _Mask(mask, len(shape_of(x)), keep=keep)))
+
+
+def _number(x: Any) -> float | None:
+    """A number, also one that a graph makes."""
+    if calls(x, aten.full.default):
+        return float(x.args[1])
+    if calls(x, aten.scalar_tensor.default):
+        return float(x.args[0])
+    return float(x) if isinstance(x, (int, float)) else None
+
+
+def _under_sum(found: _Scores) -> _Scores | None:
+    """scores + mask, mask + scores"""
+    x = found.at
+    if found.softcap or found.factors or arguments(x)["alpha"] != 1:
+        return None
+    for scores, mask in (x.args[:2], x.args[1::-1]):
+        if not isinstance(scores, Node) or not isinstance(mask, Node):
+            return None
+        if shape_of(scores) != shape_of(x) or not value_of(mask).is_floating_point():
+            continue
+        masks = (*found.masks, _Mask(mask, len(shape_of(x)), found.scale))
+        product = _down_to_product(found.to(scores, masks=masks))
+        if product is not None:
+            return product
+    return None
+
+
+# --- what was found, for the operator ---------------------------------------------------------------------------
+
+
+def _transposed(build: Build, x: Node) -> Node:
+    """[.., D, S] as [.., S, D]: the base of a transpose."""
+    while _keeps_matrices(x):
+        x = operand(x)
+    last = len(shape_of(x)) - 1
+    if calls(x, *PERMUTED) and _order(x) == [*range(last - 1), last, last - 1]:
+        return operand(x)
+    return build(aten.transpose.int, x, -1, -2)
+
+
+def _bias(build: Build, mask: _Mask, lead: tuple[int, ...], dtype: torch.dtype) -> Node:
+    """[B|1, H|1, n|1, m]"""
+    x, shape = mask.node, shape_of(mask.node)
+    shape = (*(1,) * (mask.dims - len(shape)), *shape)
+    if mask.dims == 3:
+        shape = (*(lead if shape[0] > 1 else (1, 1)), *shape[1:])
+    if not mask.keep:
+        x = build(aten.logical_not.default, x)
+    x = additive(build, build.reshape(x, shape), dtype)
+    return x if mask.factor == 1 else build(aten.mul.Tensor, x, mask.factor)
+
+
+def _batch_and_heads(q: Node) -> tuple[int, int]:
+    """B and H of q [B·H, S, D]: the reshape that joined them knows. A dim that was never joined is a batch."""
+    x, dim, joined = q, 0, shape_of(q)[0]
+    while x.op == "call_function":
+        if calls(x, *PERMUTED):
+            dim = _order(x)[dim]
+        elif calls(x, aten.reshape.default):
+            before, outer = shape_of(operand(x)), torch.Size(shape_of(x)[:dim]).numel()
+            starts = [d for d in range(len(before)) if torch.Size(before[:d]).numel() == outer and before[d] > 1]
+            if not starts or joined % before[starts[0]]:
+                break
+            dim = starts[0]
+            if before[dim] != joined:
+                return before[dim], joined // before[dim]
+        elif not calls(x, aten.mul.Tensor, aten.div.Tensor, aten._to_copy.default) or shape_of(operand(x)) != shape_of(
+            x
+        ):
+            break
+        x = operand(x)
+    return joined, 1
+
+
+def _order(x: Node) -> list[int]:
+    """Where the dims of a transposed or permuted value came from."""
+    known, rank = arguments(x), len(shape_of(x))
+    if "dims" in known:
+        return [d % rank for d in known["dims"]]
+    order = list(range(rank))
+    a, b = known["dim0"] % rank, known["dim1"] % rank
+    order[a], order[b] = b, a
+    return order
