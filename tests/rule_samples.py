@@ -44,6 +44,17 @@ def _products() -> Iterator[Sample]:
         ((2, 4, 6), (6,)),
     ):
         yield call(aten.matmul.default, normal(*left), normal(*right))
+    x = normal(2, 6, 4)
+    for equation, operands in (
+        ("bij,bjk->bik", (normal(2, 6, 4), normal(2, 4, 6))),
+        ("...ij,kj", (normal(2, 6, 4), normal(6, 4))),
+        ("b...i, b...i -> b...", (normal(2, 6, 4), normal(2, 6, 4))),
+        ("bhn,hn,b->nb", (normal(2, 6, 4), normal(1, 4), normal(2))),
+        ("bij,bkj->bik", (x, x)),
+        ("bii->bi", (normal(2, 6, 6),)),
+        ("ij->", (normal(2, 6),)),
+    ):
+        yield call(aten.einsum.default, equation, list(operands))
     for groups in (1, 2, 6):
         yield call(aten.conv1d.default, normal(2, 12, 5), normal(12, 12 // groups, 3), None, [2], [1], [1], groups)
     yield call(aten.conv1d.default, normal(12, 5), normal(12, 12, 3), normal(12))
@@ -64,6 +75,8 @@ def _views() -> Iterator[Sample]:
             ((4, 3, 4), (48,)),
         ):
             yield call(op, normal(*before), list(after))
+    yield call(aten.reshape.default, normal(2, 0, 6), [2, 0, 3, 2])
+    yield call(aten.reshape.default, normal(4, 6, 0), [0, 4])
     yield call(aten.flatten.using_ints, normal(2, 6, 4), 1)
     yield call(aten.unflatten.int, normal(2, 24), 1, [6, 4])
     yield call(aten.unflatten.int, normal(12, 2), -2, [6, 2])

@@ -99,6 +99,11 @@ PRODUCTS: dict[str, tuple[Callable[..., Any], dict[str, Tensor], list[str]]] = {
             ["transpose(x, 1, 2)", "matmul(x, %0)", "sum(w)", "add(%1, %2)"]),
     "baddbmm": (lambda x, w: torch.baddbmm(w, x, x.transpose(1, 2), beta=0.5, alpha=2.0), {"w": rand(4)},
                 ["transpose(x, 1, 2)", "matmul(x, %0)", "mul(%1, 2.0)", "mul(w, 0.5)", "add(%3, %2)"]),
+    "einsum with a weight": (lambda x, w: torch.einsum("bsi,oi->bso", x, w), {"w": rand(8, 6)}, ["linear(x, w)"]),
+    "einsum, rows last": (lambda x, w: torch.einsum("bsi,bti->tbs", x, x * w), {"w": rand(6)},
+                          ["mul(x, w)", "transpose(%0, -2, -1)", "matmul(x, %1)", "permute(%2, [2, 0, 1])"]),
+    "einsum of three dims": (lambda x, w: torch.einsum("bsi,iho->bsho", x, w), {"w": rand(6, 2, 4)},
+                             ["einsum(bsi,iho->bsho, [x, w])"]),
     "linear on flattened rows": (lambda x, w: F.gelu(F.linear(x.flatten(0, 1), w)).view(2, 4, 8), {"w": rand(8, 6)},
                                  ["linear(x, w)", "gelu(%0)"]),
 }  # fmt: skip

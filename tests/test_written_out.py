@@ -113,6 +113,13 @@ RECOGNISED: dict[str, tuple[Callable[..., Tensor], dict[str, Tensor], str]] = {
         split(),
         f"{B}x{H}x{S}x{D}",
     ),
+    "einsum": (
+        lambda q, k, v: torch.einsum(
+            "bhij,bjhd->bihd", torch.softmax(torch.einsum("b i h d, b j h d -> b h i j", q, k) * 0.5, -1), v
+        ),
+        {n: rand(B, m, H, D, seed=i, grad=True) for i, (n, m) in enumerate({"q": S, "k": T, "v": T}.items())},
+        f"{B}x{H}x{S}x{D} scale 0.5",
+    ),
     "a product without a transpose": (
         lambda q, k, v: torch.softmax(q @ k, -1) @ v,
         {"q": rand(B, H, S, D, grad=True), "k": rand(B, H, D, T, seed=1, grad=True), "v": rand(B, H, T, D, seed=2)},

@@ -61,27 +61,46 @@ def einsum(equation: str, names: str, bias: str = "") -> RuleFunction:
     """``'... i, o i -> ... o'`` over the named arguments; linear in each alone. ``bias``: an optional addend of the
     result's last dim, which forbids a contraction to be cut (it would be added once per rank)."""
     left, right = equation.split("->")
-    terms = [term.split() for term in left.split(",")]
-    target = right.split()
+    terms, target = [term.split() for term in left.split(",")], right.split()
 
     def build(call: Call) -> Rule:
-        operands: dict[int, Factors] = {}
-        for name, term in zip(names.split(), terms, strict=True):
-            operands[id(name)] = _term_dims(call, term, call.shape(name))
-        result = _term_dims(call, target, call.result)
-        dims: list[Dims | None] = list(operands.values())
-        present = {f for dim in result for f in dim}
-        contracted = [f for d in operands.values() for dim in d for f in dim if f not in present]
+        shapes = [call.shape(name) for name in names.split()]
+        dims, result = _factors_of(call, terms, shapes, target)
         blocked = {}
         sets: tuple[frozenset[int], ...] = tuple(frozenset({i}) for i in range(len(dims)))
         if bias and call.args.get(bias) is not None:
+            if not call.relaxed:
+                why = "the bias would be added once per rank; split it off first"
+                present = {f for dim in result for f in dim}
+                blocked = {f: why for d in dims for dim in d for f in dim if f not in present}
             dims.append((result[-1],))
             sets = ()
-            if not call.relaxed:
-                blocked = {f: "the bias would be added once per rank; split it off first" for f in contracted}
         return call.rule(dims, [result], blocked=blocked, linear=sets)
 
     return build
+
+
+def einsum_of_call(call: Call) -> Rule:
+    """torch.einsum: letters, dims that "..." stands for, a result in alphabetical order if none is given."""
+    left, arrow, right = str(call.args["equation"]).replace(" ", "").partition("->")
+    terms = [re.findall(r"\.\.\.|[a-zA-Z]", term) for term in left.split(",")]
+    letters = [letter for term in terms for letter in term if letter != "..."]
+    implied = ["..."] * ("..." in left) + sorted(letter for letter in set(letters) if letters.count(letter) == 1)
+    target = re.findall(r"\.\.\.|[a-zA-Z]", right) if arrow else implied
+    shapes = [call.shape_of(x) for x in call.operands]
+    dims, result = _factors_of(call, terms, shapes, target)
+    # a diagonal: rank r's rows and columns would be those of another part of it
+    twice = {letter for term in terms for letter in term if term.count(letter) > 1}
+    blocked = {letter: "the equation takes a diagonal of it" for letter in sorted(twice)}
+    return call.rule(dims, [result], blocked=blocked, linear=tuple(frozenset({i}) for i in range(len(dims))))
+
+
+def _factors_of(
+    call: Call, terms: list[list[str]], shapes: list[tuple[int, ...]], target: list[str]
+) -> tuple[list[Factors], Factors]:
+    """Dims of the operands, and of the result."""
+    operands = [_term_dims(call, term, shape) for term, shape in zip(terms, shapes, strict=True)]
+    return operands, _term_dims(call, target, call.result)
 
 
 def _term_dims(call: Call, term: list[str], shape: tuple[int, ...]) -> Factors:

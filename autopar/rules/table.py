@@ -14,7 +14,17 @@ from autopar.ops.context import attention_of_piece
 from autopar.rules import special as sp
 from autopar.rules import views as vw
 from autopar.rules.attention import attention
-from autopar.rules.builders import blocks_dims, einsum, factory, like, opaque, pointwise, reduction, words
+from autopar.rules.builders import (
+    blocks_dims,
+    einsum,
+    einsum_of_call,
+    factory,
+    like,
+    opaque,
+    pointwise,
+    reduction,
+    words,
+)
 from autopar.rules.call import Call, RuleFunction
 from autopar.vocabulary import cross_entropy_of_piece, embedding_of_piece
 
@@ -91,6 +101,7 @@ add("autopar::dropout", sp.dropout)
 # Products.
 RULES[torch.ops.aten.linear.default] = einsum("... i, o i -> ... o", "input weight", bias="bias")
 add("matmul", _matmul)
+add("einsum.default", einsum_of_call)
 add("conv1d.default conv2d.default conv3d.default", sp.convolution)
 add("autopar::grouped_mm", sp.grouped_mm)
 add("autopar::grouped_bias", sp.grouped_bias)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 from autopar.rules.builders import UNARY, named_dims
 from autopar.rules.call import Call, Shape
@@ -18,6 +18,8 @@ def reshape(call: Call) -> Rule:
 
 def common_factors(call: Call, source: Shape, target: Shape) -> tuple[Dims, Dims, dict[str, str]]:
     """Factors of two shapes of equal size. Groups of dims whose boundaries do not divide each other are blocked."""
+    if 0 in source:
+        return _of_nothing(call, source, target)
     blocked: dict[str, str] = {}
     left: list[tuple[str, ...]] = [() for _ in source]
     right: list[tuple[str, ...]] = [() for _ in target]
@@ -37,6 +39,14 @@ def common_factors(call: Call, source: Shape, target: Shape) -> tuple[Dims, Dims
                 dims[i] = _factors_between(call, group, [shape[j] for j in taken], taken.index(i))
         group += 1
     return tuple(left), tuple(right), blocked
+
+
+def _of_nothing(call: Call, source: Shape, target: Shape) -> tuple[Dims, Dims, dict[str, str]]:
+    """An empty tensor keeps its leading dims; which of the others belong together, nothing says."""
+    same = list(takewhile(lambda pair: pair[0] == pair[1] != 0, zip(source, target)))
+    lead = [call.factor(f"d{i}", size) for i, (size, _) in enumerate(same)]
+    left, right = ((*lead, *((),) * (len(shape) - len(lead))) for shape in (source, target))
+    return left, right, {}
 
 
 def _suffixes(sizes: list[int]) -> list[int]:

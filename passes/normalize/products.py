@@ -106,6 +106,49 @@ def matmul(node: Node, build: Build) -> Node | None:
     return product(node, build) or matmul_before_reshape(node, build)
 
 
+def einsum(node: Node, build: Build) -> Node | None:
+    """einsum("bihd,bjhd->bhij", x, y) --> matmul(permute(x, b h i d), permute(y, b h d j))
+
+    where each operand has one dim of its own (the first several, if they share none but the one that is summed).
+    einsum has a rule for all others."""
+    known = arguments(node)
+    left, arrow, target = str(known["equation"]).replace(" ", "").partition("->")
+    terms = left.split(",")
+    if not arrow or len(terms) != 2 or "." in left or any(len(set(t)) < len(t) for t in (*terms, target)):
+        return None
+    (own, other), (x, y) = terms, known["tensors"]
+    batch = [c for c in target if c in own and c in other]
+    rows, columns = ([c for c in target if c in a and c not in b] for a, b in ((own, other), (other, own)))
+    summed = [c for c in own if c in other and c not in target]
+    sizes: dict[str, set[int]] = {}
+    for letter, size in zip(own + other, shape_of(x) + shape_of(y)):
+        sizes.setdefault(letter, set()).add(size)
+    plain = len(columns) == len(summed) == 1 and (len(rows) == 1 or (rows and not batch))
+    if (
+        not plain
+        or any(len(found) > 1 for found in sizes.values())
+        or set(own + other) != {*batch, *rows, *columns, *summed}
+    ):
+        return None
+    product = build(
+        aten.matmul.default,
+        _ordered(build, x, own, [*batch, *rows, *summed]),
+        _ordered(build, y, other, [*batch, *summed, *columns]),
+    )
+    return _ordered(build, product, "".join([*batch, *rows, *columns]), list(target))
+
+
+def _ordered(build: Build, x: Node, letters: str, wanted: list[str]) -> Node:
+    """The dims of x in another order."""
+    order = [letters.index(letter) for letter in wanted]
+    last = len(order) - 1
+    if order == [*range(len(order))]:
+        return x
+    if order == [*range(last - 1), last, last - 1]:
+        return build(aten.transpose.int, x, -2, -1)
+    return build(aten.permute.default, x, order)
+
+
 def detach(node: Node, build: Build) -> Node | None:
     """detach(x) --> x   where no gradient reaches x"""
     x = operand(node)
@@ -117,6 +160,7 @@ TABLE: dict[Any, Rewrite] = {
     aten.baddbmm.default: baddbmm,
     aten.mm.default: product,
     aten.bmm.default: product,
+    aten.einsum.default: einsum,
     aten.matmul.default: matmul,
     aten.linear.default: linear_before_reshape,
     aten.detach.default: detach,
