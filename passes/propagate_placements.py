@@ -192,12 +192,22 @@ class _Sweep:
             except RuleError:
                 continue
         if self._is_entry(node, operands):
-            try:
-                cut = rule.completed(rule.cut_of(rule.results[0], self.labels[node], self.ranks))
-                yield _Choice(rule.required(cut), rule.produced(cut), rank=1)
-            except RuleError:
-                pass
+            yield from self._entry(node, rule)
         yield self._whole(rule, operands, have)
+
+    def _entry(self, node: Node, rule: Rule) -> Iterator[_Choice]:
+        """Cut as the stream that starts here. A new dim of a parameter (expand) cannot be cut where it is made: then
+        Replicate, which its users slice, so that the parameter's gradient is summed and not that of the stream."""
+        try:
+            cut = rule.completed(rule.cut_of(rule.results[0], self.labels[node], self.ranks))
+        except RuleError:
+            return
+        needs = rule.required(cut)
+        if any(isinstance(need, Shard) for need in needs):
+            yield _Choice(needs, rule.produced(cut), rank=1)
+        elif has_gradient(node):
+            whole: list[Placement | None] = [None if d is None else REPLICATE for d in rule.operands]
+            yield _Choice(whole, [REPLICATE for _ in rule.results], rank=1)
 
     def _whole(self, rule: Rule, operands: list[Node], have: list[Placement]) -> _Choice:
         """All operands whole: Invariant if all can be, else Replicate."""
