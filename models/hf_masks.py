@@ -6,20 +6,23 @@ transformers describes a mask as nested closures over (batch, head, query, key) 
         --> MaskFacts(causal=True, window=w, segments=ids)
 
 Closures are recognised by the functions that make them, and their captured variables read. Something unknown makes
-the whole mask a tensor (`MaskFacts.tensor`), as transformers itself would have materialised it.
+the whole mask a tensor (`MaskFacts.tensor`), as transformers itself would have materialised it. So does a model that
+computes with its mask (`attention_mask[:, 0]`, `attention_mask.dtype`): then MaskFacts behaves as that tensor.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from transformers import masking_utils
 
 # Positions that the model numbered itself never say that several documents were packed into one row.
@@ -39,7 +42,7 @@ def positions_from_user(given: bool) -> Iterator[None]:
 @dataclass(frozen=True)
 class MaskFacts:
     """Who may attend to whom; see `autopar.ops.attention.Facts`. ``tensor`` is a materialised mask that replaces all
-    other facts: bool (True = attend) or additive."""
+    other facts: bool (True = attend) or additive. ``make`` makes one that says the same, bool [B, 1, Sq, Sk]."""
 
     causal: bool = False
     window: int = 0
@@ -47,6 +50,30 @@ class MaskFacts:
     key_mask: Tensor | None = None
     segments: Tensor | None = None
     tensor: Tensor | None = None
+    make: Callable[[], Tensor] | None = field(default=None, compare=False, repr=False)
+
+    def whole(self) -> Tensor:
+        """The mask as a tensor."""
+        if self.tensor is not None:
+            return self.tensor
+        assert self.make is not None, f"attention: {self} was not made from a mask of the model"
+        return self.make()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.whole(), name)
+
+    def __getitem__(self, key: Any) -> Tensor:
+        return self.whole()[key]
+
+    def __invert__(self) -> Tensor:
+        return ~self.whole()
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map_only(MaskFacts, MaskFacts.whole, (args, kwargs or {}))
+        return function(*args, **kwargs)
 
 
 class _Unknown(Exception):
@@ -64,23 +91,23 @@ def mask_facts(
     **others: Any,
 ) -> MaskFacts:
     """transformers' mask interface. ``attention_mask``: bool [B, Sk], True = a token, False = padding."""
+    others |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    sizes = (batch_size, q_length, kv_length, q_offset, kv_offset)
+    made = functools.partial(masking_utils.sdpa_mask, *sizes, mask_function, attention_mask, **others)
+    make = cast(Callable[[], Tensor], made)
     try:
         if q_offset != 0 or kv_offset != 0:
             raise _Unknown
         facts = _Reader(batch_size, kv_length, attention_mask is not None).facts(mask_function)
     except _Unknown:
-        others |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        tensor = masking_utils.sdpa_mask(
-            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **others
-        )
-        return MaskFacts(tensor=tensor)
+        return MaskFacts(tensor=make())
     if attention_mask is not None:
         padded = masking_utils.prepare_padding_mask(attention_mask, kv_length, 0)
         assert padded is not None
         facts = replace(facts, key_mask=padded.bool())
     longest = max(q_length, kv_length)
     window = facts.window if facts.window < longest else 0
-    return replace(facts, window=window, chunk=facts.chunk if facts.chunk < longest else 0)
+    return replace(facts, window=window, chunk=facts.chunk if facts.chunk < longest else 0, make=make)
 
 
 def _made_by(function: Callable[..., Any], factory: Callable[..., Any]) -> bool:

@@ -1,7 +1,7 @@
 """The same operators by a shorter way: torch's own bindings cost a third of a call through `torch.ops`.
 
     mul = torch.ops.aten.mul.Tensor(a, b)          -->    mul = torch.mul(a, b)
-    view = torch.ops.aten.view.default(x, [2, 3])  -->    view = x.view([2, 3])
+    view = torch.ops.aten.view.default(x, [2, 3])  -->    view = x.reshape([2, 3])
 
 `autopar::` operators call their kernels: nothing is differentiated or traced when a step graph runs.
 """
@@ -33,8 +33,9 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     aten.embedding.default: torch.embedding, aten.clone.default: torch.clone, aten.reshape.default: torch.reshape,
 }  # fmt: skip
 METHODS: dict[Any, str] = {
-    aten.view.default: "view",
-    aten._unsafe_view.default: "view",
+    # reshape, for tracing does not know all strides: softplus_backward's fake is contiguous, its result is as its input
+    aten.view.default: "reshape",
+    aten._unsafe_view.default: "reshape",
     aten.expand.default: "expand",
 }
 

@@ -143,7 +143,8 @@ def _is_activation(analysis: Analysis, node: Node) -> bool:
 
 
 def _check_heads(analysis: Analysis, out: TensorParallel) -> None:
-    """Attention that stays whole on a tensor parallel axis is the user's mistake in sizes: say so."""
+    """Attention that stays whole because its heads do not divide is the user's mistake in sizes: say so. Other reasons
+    (one fused projection of many query heads and one key head) are in the plan's notes."""
     ranks = analysis.ranks
     for node in analysis.gm.graph.nodes:
         if not is_call(node, torch.ops.autopar.attention.default):
@@ -153,6 +154,8 @@ def _check_heads(analysis: Analysis, out: TensorParallel) -> None:
             continue
         heads, kv_heads = global_shape(query)[1], global_shape(arguments(node)["k"])[1]
         fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+        if ranks in fitting:
+            continue
         raise ValueError(
             f"tensor_parallel: attention heads must divide over axis {analysis.axis!r} of size {ranks}, found {heads} "
             f"heads ({kv_heads} kv heads) in {module_path(node)}; choose a size from {fitting}"

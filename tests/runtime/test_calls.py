@@ -77,3 +77,9 @@ def test_other_operators_stay() -> None:
     node = graph.call_function(aten.silu.default, (A,))
     shorten(node)
     assert node.target is aten.silu.default
+
+
+def test_a_view_of_what_is_stored_otherwise_than_tracing_thought_is_a_copy() -> None:
+    node = Graph().call_function(aten.view.default, (A, [12]))
+    shorten(node)
+    assert torch.equal(getattr(A.t(), str(node.target))([12]), A.t().reshape(12))
