@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
@@ -151,6 +152,7 @@ def _finish(program: ExportedProgram, replica: nn.Module, arguments: Mapping[str
     outputs, values, leaves = _outputs(program)
     node = graph.output_node()
     node.args = (tuple(values),)
+    _write_out_scalars(program, inputs)
     kept = _drop_unused(program, inputs)
     gm = GraphModule(nn.Module(), graph)
     gm.meta["signature"] = Signature(kept, tuple(outputs), program.call_spec.out_spec, tuple(leaves))
@@ -221,6 +223,23 @@ def _outputs(program: ExportedProgram) -> tuple[list[OutputSpec], list[Node], li
                 "changed by a forward: clone the tensor before writing to it"
             )
     return specs + [s for s, _ in mutations], values + [n for _, n in mutations], leaves
+
+
+def _write_out_scalars(program: ExportedProgram, inputs: Sequence[InputSpec]) -> None:
+    """torch.tensor(-1e9), a constant of the model --> full([], -1e9), of which passes can see the value."""
+    nodes = {node.name: node for node in program.graph.nodes}
+    last = next(node for node in program.graph.nodes if node.op != "placeholder")
+    for spec in inputs:
+        placeholder = nodes[spec.node]
+        value = program.constants[spec.name] if spec.kind == "constant" else None
+        if not isinstance(value, Tensor) or value.dim() or value.is_complex() or value.is_meta:
+            continue
+        with program.graph.inserting_before(last):
+            kind = {"dtype": value.dtype, "device": value.device}
+            scalar = program.graph.call_function(torch.ops.aten.full.default, ([], value.item()), kind)
+        scalar.meta = dict(next(iter(placeholder.users)).meta) if placeholder.users else {}
+        scalar.meta["val"] = placeholder.meta["val"]
+        placeholder.replace_all_uses_with(scalar)
 
 
 def _drop_unused(program: ExportedProgram, inputs: list[InputSpec]) -> tuple[InputSpec, ...]:

@@ -215,9 +215,8 @@ class _Sweep:
         as_r = any(isinstance(p, Replicate) and has_gradient(x) for x, p in zip(operands, have, strict=True))
         target: Placement = REPLICATE if as_r or asked else INVARIANT
         needs = [None if d is None else target for d in rule.operands]
-        return _Choice(
-            needs, [target if any(map(has_gradient, operands)) else INVARIANT for _ in rule.results], 1 if asked else 3
-        )
+        flows = any(has_gradient(x) for x, d in zip(operands, rule.operands, strict=True) if d is not None)
+        return _Choice(needs, [target if flows else INVARIANT for _ in rule.results], 1 if asked else 3)
 
     def _is_entry(self, node: Node, operands: list[Node]) -> bool:
         """Where a stream starts. On tp: a labelled value with a gradient, made of none. On cp: a labelled value made of

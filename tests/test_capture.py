@@ -148,7 +148,7 @@ class _Everything(nn.Module):
     def forward(self, pair: tuple[Tensor, Tensor], extra: dict[str, Tensor], flag: bool = False) -> dict[str, Any]:
         h = self.first(pair[0]) + pair[1]
         with torch.no_grad():
-            size = h.abs().max() + torch.tensor(0.5)
+            size = h.abs().max() + torch.tensor([0.25]) + torch.tensor(0.25)
         h = self.norm(h / size) * self.table
         h.add_(1.0)
         out = torch.zeros(8, 4)
@@ -168,7 +168,8 @@ def test_signature() -> None:
     specs = {spec.name: spec for spec in signature.inputs}
     assert specs["first.weight"].aliases == ("second.weight",)
     assert {"unused", "pair.0", "pair.1", "extra.weight", "lifted_tensor_0"} <= set(specs)
-    assert "idle" not in specs and "flag" not in specs
+    assert "idle" not in specs and "flag" not in specs and "lifted_tensor_1" not in specs
+    assert any(n.target is torch.ops.aten.full.default and n.args[1] == 0.25 for n in gm.graph.nodes)  # the scalar
     assert not specs["table"].persistent and specs["norm.running_mean"].kind == "buffer"
     mutated = [spec.name for spec in signature.outputs if spec.kind == "mutation"]
     assert mutated == ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]

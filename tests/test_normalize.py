@@ -255,7 +255,13 @@ ATTENTIONS: dict[str, tuple[Callable[..., Any], dict[str, Tensor], str]] = {
     ),
     "softmax of products": (eager, heads(), "None, None, None, None, None, False"),
     "softmax of products with a mask": (eager, heads(mask=rand(1, 1, 6, 6)), "mask, None, None, None, None, False"),
-    "softmax of products, filled": (filled, heads(), "%\\d+, None, None, None, None, False"),
+    "softmax of products, filled": (filled, heads(), "None, None, None, None, None, True"),
+    "sdpa, a triangle": (
+        lambda q, k, v: F.scaled_dot_product_attention(
+            q, k, v, torch.triu(torch.full((6, 6), float("-inf"), dtype=q.dtype), 1)[None], enable_gqa=True
+        ),
+        heads(), "None, None, None, None, None, True",
+    ),
 }  # fmt: skip
 
 

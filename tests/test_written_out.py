@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autopar.passes.normalize import constant_masks
 from tests.test_normalize import normalized, rand, text
 
 B, H, S, T, D = 2, 3, 6, 5, 4
@@ -142,6 +143,51 @@ def test_is_recognised_with_the_same_numbers(name: str) -> None:
     (found,) = described(gm)
     assert what in found, found
     assert not any(re.match("matmul|softmax|bmm", line) for line in text(gm))
+
+
+def positions() -> tuple[Tensor, Tensor]:
+    return torch.arange(S)[:, None], torch.arange(S)
+
+
+MASKS: dict[str, tuple[Callable[[], Tensor], bool]] = {  # True = attend, or to be added; is it the triangle?
+    "compared positions": (lambda: positions()[1] <= positions()[0], True),
+    "for each example": (lambda: (positions()[1] <= positions()[0]).expand(B, 1, S, S), True),
+    "added": (lambda: torch.zeros(S, S, dtype=torch.float64).masked_fill(causal().logical_not(), LEAST), True),
+    "one entry more": (lambda: causal() | (positions()[0] + 3 == positions()[1]), False),
+    "strictly below": (lambda: positions()[1] < positions()[0] + (positions()[0] == 0), False),
+    "a window": (lambda: causal() & (positions()[0] - positions()[1] < 3), False),
+    "not nothing below": (lambda: torch.where(causal(), 0.5, float("-inf")).double(), False),
+    "too little above": (lambda: torch.where(causal(), 0.0, -50.0).double(), False),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_triangle_is_a_fact(name: str) -> None:
+    """Of a mask that nothing else decides; beside another mask, which stays."""
+    make, triangle = MASKS[name]
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+        mask, weights = make(), scores(q, k) + m
+        weights = weights.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else weights + mask
+        return torch.softmax(weights, -1) @ v
+
+    gm = normalized(attention, split(m=rand(H, S, S, seed=9)))
+    (node,) = [n for n in gm.graph.nodes if n.target is torch.ops.autopar.attention.default]
+    assert node.args[8] is triangle
+    assert node.args[3].name.startswith("reshape" if triangle else "add"), node.args[3]
+
+
+def test_a_mask_of_inputs_or_a_large_one_is_no_fact(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        return torch.softmax(scores(q, k).masked_fill(~(causal() if mask is None else mask), LEAST), -1) @ v
+
+    def is_causal(gm: Any) -> bool:
+        (node,) = [n for n in gm.graph.nodes if n.target is torch.ops.autopar.attention.default]
+        return bool(node.args[8])
+
+    assert is_causal(normalized(attention, split())) and not is_causal(normalized(attention, split(mask=causal())))
+    monkeypatch.setattr(constant_masks, "LARGEST", S * S - 1)
+    assert not is_causal(normalized(attention, split()))
 
 
 def test_torchs_own_layer() -> None:

@@ -11,6 +11,7 @@ moment; so the dtype is written down before.
 from __future__ import annotations
 
 import os
+import re
 import traceback
 import warnings
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 _NO_GRAD_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
@@ -29,16 +31,35 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 def export(model: nn.Module, kwargs: Mapping[str, Any]) -> ExportedProgram:
-    """The module as a flat functional graph. Raises ValueError that names the line which cannot be captured."""
+    """The module as a flat functional graph. Raises ValueError that names the line which cannot be captured, or
+    whose result has a size that depends on values."""
     try:
         with warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore")
             program = torch.export.export(model, (), dict(kwargs), strict=False)
             _prepare(program)
             flat: ExportedProgram = program.run_decompositions({})
-            return flat
     except Exception as error:
         raise ValueError(f"capture: {_where(error)}: {_reason(error)}{_way_out(error)}") from error
+    _refuse_sizes_of_values(flat.graph)
+    return flat
+
+
+def _refuse_sizes_of_values(graph: Graph) -> None:
+    """Raises ValueError for a tensor whose size only its values tell: x[mask], nonzero, a loop over counts."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and free_unbacked_symbols(value):
+            raise ValueError(
+                f"capture: {_line_of(node)}: the size of the result depends on values; the shapes of the batch must "
+                "decide all sizes: use torch.where or a mask; for experts, grouped_mm and not a loop over counts"
+            )
+
+
+def _line_of(node: Node) -> str:
+    """Where the model made a node, as in `_where`."""
+    found = re.findall(r'File "(.*?)", line (\d+), in (\w+)\n\s*(.*)', node.meta.get("stack_trace") or "")
+    return "{}:{} in {}, `{}`".format(*found[-1]) if found else f"{node.target}"
 
 
 def _where(error: BaseException) -> str:

@@ -82,11 +82,12 @@ def _can_be_cut(node: Node, ranks: int, plan: ContextPlan) -> bool:
 
 
 def _nothing_to_cut(attentions: list[Node], ranks: int) -> str:
-    found = f"{describe(attentions[0])}, whose tokens do not divide over {ranks} ranks" if attentions else "none"
+    need = f'context_parallel: axis "{AXIS}" cuts the sequence of attention, found '
+    if attentions:
+        return f"{need}{describe(attentions[0])}, whose tokens do not divide over {ranks} ranks; pad them"
     return (
-        f'context_parallel: axis "{AXIS}" cuts the sequence of attention, found {found}; models whose attention is '
-        "written out as matrix products and a softmax are not recognised: use scaled_dot_product_attention, or no axis "
-        f'"{AXIS}"'
+        f"{need}none: neither scaled_dot_product_attention nor a softmax between two products that could be recognised "
+        f'(docs/context_parallel.md); state-space layers are not cut along the sequence: use no axis "{AXIS}"'
     )
 
 

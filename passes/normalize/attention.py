@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from autopar.graph import arguments, set_argument
 from autopar.passes.normalize.build import Build, Rewrite, calls, operand, shape_of, value_of
+from autopar.passes.normalize.constant_masks import is_causal
 
 aten = torch.ops.aten
 
@@ -99,17 +100,22 @@ def additive(build: Build, mask: Node, dtype: torch.dtype) -> Node:
     return build(aten.where.self, mask, zero, least)
 
 
-def zero_bias(node: Node, build: Build) -> Node | None:
-    """autopar.attention(q, k, v, bias=zeros(...)) --> autopar.attention(q, k, v, None)"""
+def known_bias(node: Node, build: Build) -> Node | None:
+    """autopar.attention(q, k, v, bias=zeros(...)) --> autopar.attention(q, k, v, None); a triangle --> causal"""
     bias = arguments(node)["bias"]
+    if bias is None:
+        return None
     while calls(bias, aten.expand.default, aten.slice.Tensor, aten.reshape.default):
         bias = operand(bias)
     if calls(bias, aten.zeros.default) or (calls(bias, aten.full.default) and bias.args[1] == 0):
         set_argument(node, "bias", None)
+    elif is_causal(arguments(node)["bias"]):
+        set_argument(node, "bias", None)
+        set_argument(node, "causal", True)
     return None
 
 
 TABLE: dict[Any, Rewrite] = {
     aten.scaled_dot_product_attention.default: sdpa,
-    torch.ops.autopar.attention.default: zero_bias,
+    torch.ops.autopar.attention.default: known_bias,
 }

@@ -7,6 +7,8 @@ on the way. Scores may be scaled (before or after the product, by numbers or by 
 (cap · tanh(s / cap)), masked any number of times (added, or filled with the least number by masked_fill or where), and
 cast around the softmax. Anything else is left as it is.
 
+A mask that is a triangle, whatever the inputs, is the fact *causal*; others are a bias.
+
 Entries that are filled with the least number are not attended: rows in which all are give zero, as with
 `scaled_dot_product_attention`, where the softmax written out would give all the same weight.
 """
@@ -24,10 +26,10 @@ from torch.fx import Node
 from autopar.graph import arguments
 from autopar.passes.normalize.attention import Facts, additive, attend
 from autopar.passes.normalize.build import Build, calls, operand, shape_of, value_of
+from autopar.passes.normalize.constant_masks import LEAST, is_causal
 
 aten = torch.ops.aten
 PERMUTED = (aten.transpose.int, aten.permute.default)
-LEAST = torch.finfo(torch.float16).min / 2  # entries that are filled with less get no probability
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,11 @@ def written_out(node: Node, build: Build) -> Node | None:
         q = build(aten.mul.Tensor, q, factor)
     facts = Facts(found.scale, softcap=found.softcap, dropout=found.dropout)
     for mask in found.masks:
-        bias = _bias(build, mask, lead, value_of(q).dtype)
+        said = mask.node if mask.keep else build(aten.logical_not.default, mask.node)
+        if is_causal(said):
+            facts.causal = True
+            continue
+        bias = _bias(build, mask, said, lead, value_of(q).dtype)
         facts.bias = bias if facts.bias is None else build(aten.add.Tensor, facts.bias, bias)
     q, k, v = (build.reshape(x, (*lead, *shape_of(x)[-2:])) for x in (q, k, v))
     return build.reshape(attend(build, q, k, v, facts), shape_of(node))
@@ -203,15 +209,13 @@ def _transposed(build: Build, x: Node) -> Node:
     return build(aten.transpose.int, x, -1, -2)
 
 
-def _bias(build: Build, mask: _Mask, lead: tuple[int, ...], dtype: torch.dtype) -> Node:
-    """[B|1, H|1, n|1, m]"""
-    x, shape = mask.node, shape_of(mask.node)
+def _bias(build: Build, mask: _Mask, said: Node, lead: tuple[int, ...], dtype: torch.dtype) -> Node:
+    """[B|1, H|1, n|1, m]: what is added; ``said`` is the mask's node, True = attend if it is bool."""
+    shape = shape_of(said)
     shape = (*(1,) * (mask.dims - len(shape)), *shape)
     if mask.dims == 3:
         shape = (*(lead if shape[0] > 1 else (1, 1)), *shape[1:])
-    if not mask.keep:
-        x = build(aten.logical_not.default, x)
-    x = additive(build, build.reshape(x, shape), dtype)
+    x = additive(build, build.reshape(said, shape), dtype)
     return x if mask.factor == 1 else build(aten.mul.Tensor, x, mask.factor)
 
 

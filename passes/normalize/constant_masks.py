@@ -1,0 +1,67 @@
+"""Masks that nothing but their own graph decides: the triangle j <= i is the fact *causal*, and no tensor.
+
+    le(unsqueeze(arange(8), 0), unsqueeze(arange(8), 1))      tril(ones(8, 8)) == 1
+    where(le(..), 0.0, -inf)                                  masked_fill(zeros(8, 8), triu(ones(8, 8), 1), least)
+
+They are computed, once, while the model is normalised: a graph is made for one shape.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from autopar.passes.normalize.build import shape_of
+
+LARGEST = 2**24  # entries of a mask: larger ones are left as they are
+LEAST = torch.finfo(torch.float16).min / 2  # entries with less added to them get no probability
+
+
+def is_causal(mask: Node) -> bool:
+    """Does a mask [.., n, m], bool (True = attend) or to be added, say j <= i and nothing else, whatever the inputs?"""
+    if "causal" not in mask.meta:
+        mask.meta["causal"] = _is_triangle(mask)
+    return bool(mask.meta["causal"])
+
+
+def _is_triangle(mask: Node) -> bool:
+    shape = shape_of(mask)
+    if len(shape) < 2 or shape[-2] < 2 or shape[-1] < 2:
+        return False
+    nodes = _behind(mask)
+    if nodes is None:
+        return False
+    values: dict[Node, Any] = {}
+    for node in nodes:
+        args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    found = values[mask]
+    triangle = torch.ones(shape[-2:], dtype=torch.bool).tril()
+    if found.dtype == torch.bool:
+        return bool((found == triangle).all())
+    return bool((torch.where(triangle, found == 0, found <= LEAST)).all())
+
+
+def _behind(mask: Node) -> list[Node] | None:
+    """All that the mask is made of, in order; None if an input is among it, something random, or something large."""
+    found: dict[Node, None] = {}
+    todo = [mask]
+    while todo:
+        node = todo.pop()
+        if node in found:
+            continue
+        value = node.meta.get("val")
+        small = isinstance(value, Tensor) and value.numel() <= LARGEST
+        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        if node.op != "call_function" or not small or random:
+            return None
+        found[node] = None
+        todo += node.all_input_nodes
+    order = {node: i for i, node in enumerate(mask.graph.nodes)}
+    return sorted(found, key=order.__getitem__)
