@@ -38,8 +38,8 @@ class Shard:
 
     def __post_init__(self) -> None:
         assert self.dim >= 0, "Shard.dim counts from the front"
-        if len(self.blocks) == 1 and self.blocks[0] > 0:
-            object.__setattr__(self, "blocks", ())
+        blocks = tuple(b for b in self.blocks if b)  # nothing (an empty part of a concatenation) is cut into nothing
+        object.__setattr__(self, "blocks", () if len(blocks) == 1 and blocks[0] > 0 else blocks)
 
     def __str__(self) -> str:
         return f"S({self.dim})" if not self.blocks else f"S({self.dim};{_runs(self.blocks)})"

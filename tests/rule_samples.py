@@ -100,6 +100,7 @@ def _views() -> Iterator[Sample]:
     yield call(aten.cat.default, [normal(6, 4), normal(6, 6)], -1)
     yield call(aten.cat.default, [normal(6, 2), normal(6, 2)])
     yield call(aten.cat.default, [normal(0), normal(6, 2)])
+    yield call(aten.cat.default, [normal(6, 4), normal(6, 0)], -1)
     yield call(aten.stack.default, [normal(6, 4), normal(6, 4)], 1)
     yield call(aten.stack.default, [normal(6, 4)], -1)
     yield call(aten.select.int, normal(6, 12), 1, 3)
