@@ -1,0 +1,50 @@
+"""Types of transformers that no other test has, as they come; ``-m full`` runs all that are known to work."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from autopar.mesh import Mesh
+from tests.harness import check_model
+from tests.hf.zoo import CAUSAL, REFUSED, WITHOUT_ATTENTION, make
+
+SOME = [
+    ("apertus", "dp=2"),  # minimum of two tensors
+    ("falcon_h1", "cp=2"),  # einsum in state-space layers, beside attention
+    ("codegen", "cp=2,tp=2"),  # attention written out, keys filled by where
+    ("gpt_bigcode", "tp=2"),  # one key head, fused with all query heads: whole
+    ("hy_v4", "dp=2"),  # computes with its mask
+    ("gpt_neox_japanese", "cp=2"),  # a stream that starts at an expanded bias
+    ("deepseek_v4", "cp=2"),  # keys with an empty part
+    ("mamba2", "tp=2"),
+]
+
+
+@pytest.mark.parametrize(("kind", "mesh"), SOME)
+def test_equals_one_process(kind: str, mesh: str) -> None:
+    model, batch = make(kind, "causal")
+    assert check_model(model, batch, Mesh.parse(mesh)).worst < 1e-10
+
+
+@pytest.mark.parametrize("kind", ["jetmoe"])
+def test_refused(kind: str) -> None:
+    model, batch = make(kind, "causal")
+    with pytest.raises(ValueError, match=rf"(?s)^{REFUSED[kind]}"):
+        check_model(model, batch, Mesh.of(dp=2))
+
+
+ALL = [*itertools.product(CAUSAL, ("dp=2", "tp=2", "cp=2")), *itertools.product(WITHOUT_ATTENTION, ("dp=2", "tp=2"))]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "mesh"), ALL)
+def test_every_type(kind: str, mesh: str) -> None:
+    test_equals_one_process(kind, mesh)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", sorted(REFUSED))
+def test_every_refusal(kind: str) -> None:
+    test_refused(kind)
