@@ -2,7 +2,7 @@
 
 Consumes    a step graph.
 Guarantees  no view that changes nothing (same shape, detach, alias) feeds another op; a view of a view of a
-            contiguous value is one view.
+            contiguous value is one view; `with_gradient_of` is its value, once the graph is differentiated.
 Leaves      views that are outputs; every number.
 
     a = view(w, [32]); b = detach(a); y = mul(b, x)            -->    y = mul(w, x)
@@ -17,13 +17,15 @@ from typing import ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
+from autopar.adapters.operators import OpOverload, returns_alias
 from autopar.graph import is_call, remove_dead_code
 from autopar.pass_manager import Context
 
 aten = torch.ops.aten
 
 RESHAPING = (aten.view.default, aten._unsafe_view.default, aten.expand.default)
-IDENTITIES = (aten.detach.default, aten.alias.default)
+GRADIENT_OF = torch.ops.autopar.with_gradient_of.default
+IDENTITIES = (aten.detach.default, aten.alias.default, GRADIENT_OF)
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,13 @@ def _changes_nothing(node: Node) -> bool:
 
 
 def _bypass(node: Node) -> None:
-    """Let every user but the output use the operand: an output has storage of its own."""
+    """Let every user but the output use the operand: an output has storage of its own, as a new result has."""
     operand = node.args[0]
     assert isinstance(operand, Node)
-    node.replace_all_uses_with(operand, delete_user_cb=lambda user: user.op != "output")
+    saved = is_call(node, GRADIENT_OF) and _is_new(operand)
+    node.replace_all_uses_with(operand, delete_user_cb=lambda user: user.op != "output" or saved)
+
+
+def _is_new(node: Node) -> bool:
+    made = node.op == "call_function" and isinstance(node.target, OpOverload) and not returns_alias(node.target)
+    return made and all(user.op != "output" for user in node.users)

@@ -292,6 +292,7 @@ def _casts() -> Iterator[Sample]:
         yield call(op, normal(6, 12))
     yield call(aten.masked_fill.Tensor, normal(6, 12), truth(6, 12), torch.tensor(2.0, dtype=torch.float64))
     yield call(aten.clamp.Tensor, normal(6, 12), real(12), real(6, 1) + 1)
+    yield call(ours.with_gradient_of.default, normal(6, 2), normal(6, 2))
     for op in (aten.argmax.default, aten.isnan.default):
         yield call(op, normal(6, 2))
 

@@ -25,6 +25,8 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
+from autopar.adapters.autograd_function import own_backwards
+
 _NO_GRAD_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
 _NOISE = (torch.ops.aten._assert_tensor_metadata.default,)
 _TORCH = str(Path(torch.__file__).parent)
@@ -34,7 +36,7 @@ def export(model: nn.Module, kwargs: Mapping[str, Any]) -> ExportedProgram:
     """The module as a flat functional graph. Raises ValueError that names the line which cannot be captured, or
     whose result has a size that depends on values."""
     try:
-        with warnings.catch_warnings(), torch.enable_grad():
+        with warnings.catch_warnings(), torch.enable_grad(), own_backwards():
             warnings.simplefilter("ignore")
             program = torch.export.export(model, (), dict(kwargs), strict=False)
             _prepare(program)

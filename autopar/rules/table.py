@@ -97,6 +97,7 @@ add("mul", pointwise("product"))
 add("div.Tensor div.Scalar", pointwise("numerator"))
 add("where.self where.ScalarOther where.ScalarSelf where.Scalar masked_fill", pointwise())
 add("autopar::dropout", sp.dropout)
+add("autopar::with_gradient_of", pointwise())
 
 # Products.
 RULES[torch.ops.aten.linear.default] = einsum("... i, o i -> ... o", "input weight", bias="bias")
