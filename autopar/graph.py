@@ -130,9 +130,13 @@ def mark_gradients(gm: GraphModule, trainable: Iterable[str]) -> None:
         if node.op == "placeholder":
             node.meta["has_gradient"] = node.name in names
         elif node.op == "call_function":
-            from_operand = any(has_gradient(x) for x in tensor_operands(node)) and node.target not in _NO_GRADIENT
-            floating = any(v.dtype.is_floating_point or v.dtype.is_complex for v in values(node))
-            node.meta["has_gradient"] = from_operand and floating
+            node.meta["has_gradient"] = passes_gradient(node)
+
+
+def passes_gradient(node: Node) -> bool:
+    """Whether a gradient flows into the result of a call, as marked at its operands."""
+    from_operand = any(has_gradient(x) for x in tensor_operands(node)) and node.target not in _NO_GRADIENT
+    return from_operand and any(v.dtype.is_floating_point or v.dtype.is_complex for v in values(node))
 
 
 def module_path(node: Node) -> str:

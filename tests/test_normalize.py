@@ -141,6 +141,11 @@ def test_shapes(name: str) -> None:
     assert [re.sub(r"(slice\(x, 2), 2\)", r"\1)", line) for line in lines] == after
 
 
+def test_a_detach_stays_behind_what_was_rewritten_in_the_same_sweep() -> None:
+    gm = normalized(lambda x, w: (x @ w).view(8, 8).detach() * (x @ w).flatten(0, 1), {"x": X}, w=W)
+    assert sum(line.startswith("detach") for line in text(gm)) == 1
+
+
 def test_in_place_becomes_functional() -> None:
     def shifted(x: Tensor, w: Tensor) -> Tensor:
         y = x.new_zeros(x.shape)

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from autopar.graph import passes_gradient
+
 Rewrite = Callable[[Node, "Build"], Node | None]
 
 
@@ -37,6 +39,7 @@ class Build:
             node = self.graph.call_function(target, args, kwargs)
         node.meta = {k: v for k, v in (self.like or self.at).meta.items() if k in ("nn_module_stack", "stack_trace")}
         node.meta["val"] = value
+        node.meta["has_gradient"] = passes_gradient(node)  # other rewrites of the same sweep ask
         return node
 
     def reshape(self, x: Node, shape: Sequence[int]) -> Node:
