@@ -146,6 +146,17 @@ def test_a_detach_stays_behind_what_was_rewritten_in_the_same_sweep() -> None:
     assert sum(line.startswith("detach") for line in text(gm)) == 1
 
 
+def test_what_torch_defines_by_others_is_taken_apart() -> None:
+    """Operators without a rule: aliases, and several results."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        a, b = torch.tensor_split(torch.multiply(x, 2.0), 2, dim=-1)
+        return torch.subtract(torch.movedim(a, 0, 1), torch.swapaxes(b, 0, 1)) * w.sum()
+
+    lines = text(normalized(function, {"x": X}, w=W))
+    assert not any(re.match("multiply|tensor_split|movedim|swapaxes|subtract", line) for line in lines), lines
+
+
 def test_in_place_becomes_functional() -> None:
     def shifted(x: Tensor, w: Tensor) -> Tensor:
         y = x.new_zeros(x.shape)

@@ -5,10 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch._library.custom_ops import OPDEFS
 from torch._ops import OpOverload
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
 
-__all__ = ["OpOverload", "argument_defaults", "kernel_of", "makes_tensors", "mutates", "name_of", "returns_alias"]
+__all__ = [
+    "OpOverload",
+    "argument_defaults",
+    "is_composite",
+    "kernel_of",
+    "makes_tensors",
+    "mutates",
+    "name_of",
+    "parts_of",
+    "returns_alias",
+]
 
 
 def argument_defaults(op: OpOverload) -> dict[str, Any]:
@@ -43,3 +57,26 @@ def kernel_of(op: OpOverload) -> Callable[..., Any] | None:
     if definition is None or set(definition._backend_fns) - {None}:
         return None
     return definition._init_fn
+
+
+def is_composite(op: Any) -> bool:
+    """Whether an operator is defined by others for every device: multiply, movedim, take_along_dim."""
+    if not isinstance(op, OpOverload):
+        return False
+    has_kernel: bool = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+    return has_kernel
+
+
+def parts_of(call: Node, fake_mode: Any) -> tuple[GraphModule, list[Node]]:
+    """The operators that a composite one is made of: a graph of its tensor operands, and these."""
+    operands: list[Node] = []
+    map_arg((call.args, call.kwargs), operands.append)
+    operands = list(dict.fromkeys(operands))
+
+    def run(*tensors: Any) -> Any:
+        given = dict(zip(operands, tensors))
+        args, kwargs = map_arg((call.args, call.kwargs), given.__getitem__)
+        return call.target.decompose(*args, **kwargs)  # type: ignore[union-attr]
+
+    with torch.no_grad(), fake_mode:
+        return make_fx(run)(*(x.meta["val"] for x in operands)), operands

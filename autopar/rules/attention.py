@@ -8,13 +8,14 @@ from torch.fx import Node
 
 from autopar.placement import scaled_blocks
 from autopar.rules.call import Call
-from autopar.rules.rule import Cut, Dims, Rule
+from autopar.rules.rule import Cut, Dims, Rule, RuleError
 
 
 @dataclass(frozen=True)
 class LinkedRule(Rule):
     """A rule with two factors that are cut together or not at all: the queries and keys of attention over cut
-    sequences. ``dealt``: the blocks of each, of which the ratios count."""
+    sequences. ``dealt``: the blocks of each, of which the ratios count: those that the algorithm is planned for.
+    Operands that come otherwise (keys joined from two sequences, each cut) are dealt anew."""
 
     linked: tuple[str, str] = ("s", "t")
     dealt: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
@@ -23,7 +24,9 @@ class LinkedRule(Rule):
         full = super().completed(cut)
         if any(f in full for f in self.linked):
             for factor, blocks in zip(self.linked, self.dealt):
-                full.setdefault(factor, scaled_blocks(blocks, self.sizes[factor]) or (self.sizes[factor],))
+                planned = scaled_blocks(blocks, self.sizes[factor]) or (self.sizes[factor],)
+                if full.setdefault(factor, planned) != planned:
+                    raise RuleError(f"{full[factor]} of {factor} is not how its sequence is dealt: {planned}")
         return full
 
 

@@ -26,6 +26,7 @@ from autopar.graph import mark_gradients, remove_dead_code
 from autopar.pass_manager import Context
 from autopar.passes.normalize import attention, losses, norms, products, shapes
 from autopar.passes.normalize.build import Build, Rewrite
+from autopar.passes.normalize.composites import take_apart
 from autopar.passes.normalize.dropout import number_dropouts
 from autopar.passes.normalize.written_out import written_out
 
@@ -56,6 +57,7 @@ class Normalize:
             if node.op == "placeholder":
                 node.meta["kind"] = kinds[node.name]
         trainable = [spec.node for spec in signature.inputs if spec.requires_grad]
+        take_apart(gm, fake_mode, REWRITES)
         _to_fixpoint(gm, fake_mode, trainable, REWRITES)
         _to_fixpoint(gm, fake_mode, trainable, {torch.ops.aten.matmul.default: written_out})
         shapes.slices_to_split(gm.graph, fake_mode)

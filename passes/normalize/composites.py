@@ -1,0 +1,45 @@
+"""Operators that torch itself defines by others, and that nobody here knows, are replaced by those.
+
+multiply(x, y)          -->    mul(x, y)
+movedim(x, 0, 2)        -->    permute(x, [1, 2, 0])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any
+
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from autopar.adapters.operators import is_composite, parts_of
+from autopar.graph import output_node, placeholders
+from autopar.passes.normalize.build import Build
+from autopar.rules import has_rule
+
+
+def take_apart(gm: GraphModule, fake_mode: Any, known: Container[Any]) -> None:
+    """Replace composite operators without a rule and without a rewrite (``known``), if all of their parts have one:
+    else messages, and ``whole_ops``, name what the model calls."""
+    for node in list(gm.graph.nodes):
+        if node.op == "call_function" and not has_rule(node) and node.target not in known and is_composite(node.target):
+            parts, operands = parts_of(node, fake_mode)
+            calls = [part for part in parts.graph.nodes if part.op not in ("placeholder", "output")]
+            if all(has_rule(part) or part.target in known for part in calls):
+                _inline(node, parts, operands, Build(gm.graph, node, fake_mode))
+
+
+def _inline(node: Node, parts: GraphModule, operands: list[Node], build: Build) -> None:
+    made: dict[Node, Any] = dict(zip(placeholders(parts), operands, strict=True))
+    for part in parts.graph.nodes:
+        if part.op == "call_function":
+            args, kwargs = map_arg((part.args, part.kwargs), made.__getitem__)
+            made[part] = build(part.target, *args, **kwargs)
+    results: Any = map_arg(output_node(parts).args[0], made.__getitem__)
+    if isinstance(results, Node):
+        node.replace_all_uses_with(results)
+    else:
+        for user in list(node.users):
+            user.replace_all_uses_with(results[user.args[1]])
+            build.graph.erase_node(user)
+    build.graph.erase_node(node)
