@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -75,72 +76,81 @@ def _captured(cls: Any, args: tuple[Any, ...]) -> Any:
         else:
             result = cls.forward(*args)
             cls.setup_context(ctx, args, result)
-    outs = [result] if isinstance(result, Tensor) else list(result)
     if not any(needs):
         return result
+    outs = [result] if isinstance(result, Tensor) else list(result)
+    ends = [i for i, y in enumerate(outs) if _is_float(y) and id(y) not in ctx.without_gradient]
     inputs = [x for x, need in zip(args, needs) if need]
-    ends = [i for i, y in enumerate(outs) if isinstance(y, Tensor) and _is_differentiable(y, ctx)]
     leaves, spec = pytree.tree_flatten(vars(ctx))
-    kept = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+    backward = _Backward(inspect.unwrap(cls.backward), leaves, spec, outs, ends)
     try:
-        transposed = _transposed(cls, ctx, leaves, spec, kept, outs, ends, inputs)
+        transposed = backward.transposed(inputs)
     except Exception as error:
         raise ValueError(
             f"the backward of the autograd function {cls.__qualname__} cannot be traced ({error}); write it with "
             "differentiable operators, or the whole function with torch.where and detach"
         ) from error
-    zeros = [torch.zeros_like(outs[i]) for i in ends]
-    found = transposed([leaves[i].detach() for i in kept], zeros, inputs)
+    found = transposed(backward.saved, [torch.zeros_like(outs[i]) for i in ends], inputs)
     for i, source in zip(ends, found):
         if source is not None:
             outs[i] = torch.ops.autopar.with_gradient_of(outs[i].detach(), source.to(outs[i].dtype))
     return outs[0] if isinstance(result, Tensor) else tuple(outs)
 
 
-def _is_differentiable(y: Tensor, ctx: _Ctx) -> bool:
-    return (y.is_floating_point() or y.is_complex()) and id(y) not in ctx.without_gradient
+@dataclass
+class _Backward:
+    """The backward of one call. function: without the wrapper that forbids to differentiate it. leaves, spec: what its
+    ctx holds, flat. outs: results of the forward; ends: which of them have a gradient."""
 
+    function: Any
+    leaves: list[Any]
+    spec: Any
+    outs: list[Any]
+    ends: list[int]
 
-def _transposed(
-    cls: Any,
-    ctx: _Ctx,
-    leaves: list[Any],
-    spec: Any,
-    kept: list[int],
-    outs: list[Any],
-    ends: list[int],
-    inputs: list[Tensor],
-) -> GraphModule:
-    """(saved tensors, gradients of which only the shapes count, inputs) -> B' of the inputs, for each of ``ends``."""
-    backward = inspect.unwrap(cls.backward)  # once_differentiable forbids what is done here
+    @property
+    def saved(self) -> list[Tensor]:
+        """The tensors of the ctx, cut off from their own gradients."""
+        return [x.detach() for x in self.leaves if isinstance(x, Tensor)]
 
-    def run(saved: list[Tensor], grads: list[Tensor], values: list[Tensor]) -> tuple[Tensor | None, ...]:
-        state = list(leaves)
-        for i, x in zip(kept, saved):
-            state[i] = x
-        here = _Ctx(ctx.needs_input_grad)
-        vars(here).update(pytree.tree_unflatten(state, spec))
-        given: list[Any] = [torch.zeros_like(y) if ctx.materialize_grads and _floats(y) else None for y in like_outs]
-        for i, g in zip(ends, grads):
-            g.requires_grad_()
-            given[i] = g.clone()  # backwards may write into it
-        with torch.enable_grad():
-            made = backward(here, *given)
-        made = made if isinstance(made, tuple) else (made,)
+    def transposed(self, inputs: list[Tensor]) -> GraphModule:
+        """(saved tensors, gradients of which only the shapes count, inputs) -> B' of the inputs, for each end."""
+        with _disable_current_modes(), FakeTensorMode():
+            saved = [_like(x) for x in self.leaves if isinstance(x, Tensor)]
+            grads, values = [_like(self.outs[i]) for i in self.ends], [_like(x) for x in inputs]
+            return make_fx(lambda s, g, v: self._transpose(s, g, v))(saved, grads, values)
+
+    def _transpose(self, saved: list[Tensor], grads: list[Tensor], values: list[Tensor]) -> Sequence[Tensor | None]:
+        ctx = self._ctx(saved)
+        made = self._run(ctx, [g.requires_grad_() for g in grads])
         wanted = [x for x, need in zip(made, ctx.needs_input_grad) if need]
         pairs = [(x, v) for x, v in zip(wanted, values, strict=True) if x is not None and x.requires_grad]
         if not pairs:
-            return tuple(None for _ in ends)
+            return [None for _ in grads]
         return torch.autograd.grad([x for x, _ in pairs], grads, [v.to(x.dtype) for x, v in pairs], allow_unused=True)
 
-    with _disable_current_modes(), FakeTensorMode():
-        like_outs = [_like(y) if isinstance(y, Tensor) else y for y in outs]
-        fakes = [[_like(x) for x in group] for group in ([leaves[i] for i in kept], [outs[i] for i in ends], inputs)]
-        return make_fx(run)(*fakes)
+    def _ctx(self, saved: list[Tensor]) -> _Ctx:
+        """As the forward left it, with other tensors."""
+        tensors, ctx = iter(saved), _Ctx(())
+        state = [next(tensors) if isinstance(x, Tensor) else x for x in self.leaves]
+        vars(ctx).update(pytree.tree_unflatten(state, self.spec))
+        return ctx
+
+    def _run(self, ctx: _Ctx, grads: list[Tensor]) -> tuple[Tensor | None, ...]:
+        """The backward itself: a gradient for each argument of the forward."""
+        given = dict(zip(self.ends, grads))
+        ends = [given[i].clone() if i in given else self._nothing(y, ctx) for i, y in enumerate(self.outs)]
+        with torch.enable_grad():
+            made = self.function(ctx, *ends)
+        return made if isinstance(made, tuple) else (made,)
+
+    def _nothing(self, y: Any, ctx: _Ctx) -> Tensor | None:
+        """What a backward gets for a result without gradient."""
+        return torch.zeros_like(_like(y)) if isinstance(y, Tensor) and ctx.materialize_grads else None
 
 
-def _floats(y: Any) -> bool:
-    return isinstance(y, Tensor) and y.is_floating_point()
+def _is_float(y: Any) -> bool:
+    return isinstance(y, Tensor) and (y.is_floating_point() or y.is_complex())
 
 
 def _like(x: Tensor) -> Tensor:

@@ -165,7 +165,8 @@ def _filled(found: _Scores) -> _Scores | None:
     else:
         return None
     scores = known["self"]
-    if found.softcap or found.scale <= 0 or fill is None or fill > LEAST or shape_of(scores) != shape_of(x):
+    turned = found.softcap or found.factors or found.scale <= 0  # what is least here need not be among the scores
+    if turned or fill is None or fill > LEAST or shape_of(scores) != shape_of(x):
         return None
     return found.to(scores, masks=(*found.masks, _Mask(mask, len(shape_of(x)), keep=keep)))
 
