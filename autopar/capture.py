@@ -228,17 +228,17 @@ def _outputs(program: ExportedProgram) -> tuple[list[OutputSpec], list[Node], li
 def _write_out_scalars(program: ExportedProgram, inputs: Sequence[InputSpec]) -> None:
     """torch.tensor(-1e9), a constant of the model --> full([], -1e9), of which passes can see the value."""
     nodes = {node.name: node for node in program.graph.nodes}
-    last = next(node for node in program.graph.nodes if node.op != "placeholder")
+    first = next(node for node in program.graph.nodes if node.op != "placeholder")
     for spec in inputs:
-        placeholder = nodes[spec.node]
         value = program.constants[spec.name] if spec.kind == "constant" else None
         if not isinstance(value, Tensor) or value.dim() or value.is_complex() or value.is_meta:
             continue
-        with program.graph.inserting_before(last):
+        placeholder = nodes[spec.node]
+        with program.graph.inserting_before(first):
             kind = {"dtype": value.dtype, "device": value.device}
             scalar = program.graph.call_function(torch.ops.aten.full.default, ([], value.item()), kind)
-        scalar.meta = dict(next(iter(placeholder.users)).meta) if placeholder.users else {}
-        scalar.meta["val"] = placeholder.meta["val"]
+        user = next(iter(placeholder.users), placeholder)
+        scalar.meta = {**user.meta, "val": placeholder.meta["val"]}
         placeholder.replace_all_uses_with(scalar)
 
 

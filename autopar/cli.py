@@ -27,7 +27,6 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch.fx import GraphModule
 
-import autopar.passes.attention  # noqa: F401  (fills the table of algorithms)
 from autopar import attention_command, schedule_command
 from autopar.cli_arguments import add_model, number
 from autopar.compile import compile_model

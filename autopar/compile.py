@@ -11,7 +11,6 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
-import autopar.passes.attention  # noqa: F401  (fills the table of algorithms)
 from autopar.adapters.lazy import lazy_code
 from autopar.capture import capture
 from autopar.graph import (

@@ -1,6 +1,7 @@
 """The passes, in order, one line each."""
 
 from autopar.pass_manager import Pass
+from autopar.passes import attention as attention  # fills the table of algorithms
 from autopar.passes.bucket_gathers import BucketGathers
 from autopar.passes.bucket_gradients import BucketGradients
 from autopar.passes.expand_kv_heads import ExpandKvHeads

@@ -119,25 +119,19 @@ def _join_gathers(gm: GraphModule, chains: list[Chain]) -> None:
     order = {n: i for i, n in enumerate(graph.nodes)}
     sources = list(map(_source, chains))
     whole = _through(gm, first, _packed(gm, first, sources, 1), GATHER, chains[0])
-    members = [chain[-1] for chain in chains]
-    uses = {m: min(m.users, key=order.__getitem__) for m in members}
+    uses = {chain[-1]: min(chain[-1].users, key=order.__getitem__) for chain in chains}
     parts = _split(gm, min(uses.values(), key=order.__getitem__), whole, [s.meta["val"].numel() for s in sources])
-    for i, m in enumerate(members):
-        part = insert_call(graph, uses[m], operator.getitem, (parts, i), m, parts.meta["val"][i])
-        new = insert_call(graph, uses[m], aten.reshape.default, (part, list(shape(m))), m, m.meta["val"])
-        _replace(graph, chains[i], new)
+    for i, chain in enumerate(chains):
+        _unpack(graph, uses[chain[-1]], parts, i, aten.reshape.default, chain)
 
 
 def _join_scatters(gm: GraphModule, chains: list[Chain]) -> None:
     graph, last, end = gm.graph, chains[-1][-1], output_node(gm)
     rows = math.prod(_axis(n)[1] for n in chains[0])
     piece = _through(gm, last, _packed(gm, last, list(map(_source, chains)), rows), SCATTER, chains[0])
-    members = [chain[-1] for chain in chains]
-    parts = _split(gm, end, piece, [m.meta["val"].numel() for m in members])
-    for i, m in enumerate(members):
-        part = insert_call(graph, end, operator.getitem, (parts, i), m, parts.meta["val"][i])
-        new = insert_call(graph, end, aten.view.default, (part, list(shape(m))), m, m.meta["val"])
-        _replace(graph, chains[i], new)
+    parts = _split(gm, end, piece, [chain[-1].meta["val"].numel() for chain in chains])
+    for i, chain in enumerate(chains):
+        _unpack(graph, end, parts, i, aten.view.default, chain)
 
 
 def _through(gm: GraphModule, before: Node, packed: Node, op: OpOverload, chain: Chain) -> Node:
@@ -150,8 +144,12 @@ def _through(gm: GraphModule, before: Node, packed: Node, op: OpOverload, chain:
     return packed
 
 
-def _replace(graph: Graph, chain: Chain, new: Node) -> None:
-    chain[-1].replace_all_uses_with(new)
+def _unpack(graph: Graph, before: Node, parts: Node, i: int, op: OpOverload, chain: Chain) -> None:
+    """The i-th part, in the shape of what the chain made, takes the chain's place."""
+    last = chain[-1]
+    part = insert_call(graph, before, operator.getitem, (parts, i), last, parts.meta["val"][i])
+    new = insert_call(graph, before, op, (part, list(shape(last))), last, last.meta["val"])
+    last.replace_all_uses_with(new)
     for node in reversed(chain):
         graph.erase_node(node)
 

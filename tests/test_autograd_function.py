@@ -32,22 +32,23 @@ class Rounded(torch.autograd.Function):
 
 
 class Twins(torch.autograd.Function):
-    """Two results, of which one has no gradient; setup_context; a backward that autograd must not differentiate."""
+    """Two results, one without gradient; setup_context, a keyword, a default; a backward that forbids derivatives."""
 
     @staticmethod
-    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
-        return x.sin(), x.argmax(-1)
+    def forward(x: Tensor, factor: float = 1.0, shift: float = 0.5) -> tuple[Tensor, Tensor]:
+        return (x * factor + shift).sin(), x.argmax(-1)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.save_for_backward(inputs[0])
+        ctx.factor, ctx.shift = inputs[1:]
         ctx.mark_non_differentiable(output[1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
         (x,) = ctx.saved_tensors
-        return grad * x
+        return grad * x * ctx.factor + grad * ctx.shift, None, None
 
 
 class Mixed(torch.autograd.Function):
@@ -73,7 +74,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = Rounded.apply(self.up(x), self.scale, 0.8)
-        h, index = Twins.apply(h)  # type: ignore[no-untyped-call]
+        h, index = Twins.apply(h, factor=2.0)  # type: ignore[no-untyped-call]
         h = Mixed.apply(h, self.mix) + index.unsqueeze(-1)  # type: ignore[no-untyped-call]
         out: Tensor = self.down(h).square().mean()
         return out

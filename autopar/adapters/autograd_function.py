@@ -36,7 +36,7 @@ def own_backwards() -> Iterator[None]:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls.__module__.startswith("torch."):
             return original.__get__(None, cls)(*args, **kwargs)
-        return _captured(cls, args)
+        return _captured(cls, *_bound(cls, args, kwargs))
 
     Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
     try:
@@ -67,15 +67,30 @@ class _Ctx:
         raise ValueError("it writes into its inputs")
 
 
-def _captured(cls: Any, args: tuple[Any, ...]) -> Any:
+def _has_setup(cls: Any) -> bool:
+    return cls.setup_context is not Function.setup_context
+
+
+def _bound(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """All arguments in order. As in torch, only a forward without ctx has keywords and defaults."""
+    if not _has_setup(cls):
+        if kwargs:
+            raise TypeError(f"{cls.__qualname__}.apply() takes no keyword arguments")
+        return args
+    bound = inspect.signature(cls.forward).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.args
+
+
+def _captured(cls: Any, *args: Any) -> Any:
     needs = [isinstance(x, Tensor) and x.requires_grad for x in args]
     ctx = _Ctx(needs)
     with torch.no_grad():
-        if cls.setup_context is Function.setup_context:
-            result = cls.forward(ctx, *args)
-        else:
+        if _has_setup(cls):
             result = cls.forward(*args)
             cls.setup_context(ctx, args, result)
+        else:
+            result = cls.forward(ctx, *args)
     if not any(needs):
         return result
     outs = [result] if isinstance(result, Tensor) else list(result)

@@ -59,9 +59,13 @@ def _refuse_sizes_of_values(graph: Graph) -> None:
 
 
 def _line_of(node: Node) -> str:
-    """Where the model made a node, as in `_where`."""
+    """Where the model made a node."""
     found = re.findall(r'File "(.*?)", line (\d+), in (\w+)\n\s*(.*)', node.meta.get("stack_trace") or "")
-    return "{}:{} in {}, `{}`".format(*found[-1]) if found else f"{node.target}"
+    return _place(*found[-1]) if found else str(node.target)
+
+
+def _place(file: str, line: object, function: str, code: str | None) -> str:
+    return f"{file}:{line} in {function}, `{code}`"
 
 
 def _where(error: BaseException) -> str:
@@ -72,7 +76,7 @@ def _where(error: BaseException) -> str:
     if not outside:
         return "torch.export needs a traceable model"
     frame = outside[-1]
-    return f"torch.export stopped at {frame.filename}:{frame.lineno} in {frame.name}, `{frame.line}`"
+    return f"torch.export stopped at {_place(frame.filename, frame.lineno, frame.name, frame.line)}"
 
 
 def _reason(error: BaseException) -> str:
