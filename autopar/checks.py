@@ -21,6 +21,7 @@ from autopar.graph import (
 )
 from autopar.placement import INVARIANT, PARTIAL, REPLICATE, Placement, Shard, check_shard, conversion
 from autopar.rules import RuleError, local_shapes, matches, operand_placements, result_placements, type_of
+from autopar.storages import shared_outputs
 
 if TYPE_CHECKING:
     from autopar.pass_manager import Context
@@ -141,9 +142,19 @@ def check_local_shapes(gm: GraphModule, ctx: Context) -> None:
                 raise PlacementError(f"{describe(node)} has local shape {have}, its placements say {expected}")
 
 
+def check_owned(gm: GraphModule, ctx: Context) -> None:
+    """Every gradient that leaves a step graph has contiguous storage to itself: whoever writes to it (sums over
+    micro-batches, clipping, the optimizer) writes to nothing else."""
+    shared = shared_outputs(gm, gm.meta.get("owned", ()))
+    if shared:
+        found = ", ".join(describe(outputs(gm)[i]) for i in shared)
+        raise PlacementError(f"gradients that share their storage leave a step: {found}")
+
+
 CHECKS: dict[str, Check] = {
     "functional": check_functional,
     "placements": check_placements,
     "planned_shards": check_planned_shards,
     "local_shapes": check_local_shapes,
+    "owned": check_owned,
 }

@@ -20,6 +20,7 @@ from autopar.pass_manager import Context, PassManager
 from autopar.passes import STEP_PASSES
 from autopar.passes.cut_stages import Cut, PartGraph, cut_stages
 from autopar.passes.differentiate import differentiate_part, lowered
+from autopar.passes.own_gradients import OwnGradients
 from autopar.passes.parameter_graphs import gather_graph, inline_gathers, reduce_graph
 from autopar.passes.slice_sizes import LENGTH, START, symbolic
 from autopar.planner.parts import parts_by_node, resolve
@@ -168,10 +169,8 @@ def _gather_inside(stage: Stage) -> None:
 
 
 def _finished(name: str, step: StepGraph, ctx: Context, simplified: bool) -> StepGraph:
-    graph = step.graph
-    if simplified:
-        with ctx.within(f"{name}."):
-            graph = PassManager(STEP_PASSES).run(graph, ctx)
+    with ctx.within(f"{name}."):
+        graph = PassManager(STEP_PASSES if simplified else (OwnGradients(),)).run(step.graph, ctx)
     ctx.observe(name, graph)
     assert len(placeholders(graph)) == len(step.inputs)
     return StepGraph(graph, step.inputs, step.outputs)

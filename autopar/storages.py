@@ -20,7 +20,12 @@ from autopar.graph import arguments, is_call, output_node, outputs, placeholders
 Storage = tuple[Node, int]  # the node that allocates it, and which of its results it is
 
 # Views that their schemas do not tell of.
-_SILENT_VIEWS = (torch.ops.aten._unsafe_view.default,)
+_SILENT_VIEWS = (
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.unsafe_split.Tensor,
+    torch.ops.aten.unsafe_split_with_sizes.default,
+    torch.ops.aten.unsafe_chunk.default,
+)
 
 
 def bytes_of(nodes: Iterable[Node]) -> int:
@@ -70,6 +75,28 @@ def _base(node: Node) -> Node | None:
 def is_view(node: Node) -> bool:
     """Whether a call allocates nothing."""
     return is_call(node, operator.getitem) or _base(node) is not None
+
+
+def shared_outputs(gm: GraphModule, owned: Iterable[int]) -> list[int]:
+    """Those of the outputs ``owned`` that do not have contiguous storage to themselves: it is an input's, or larger
+    than the value, or another output has it too. Of several with one storage the first may keep it."""
+    behind, values, owned = storages(gm), outputs(gm), set(owned)
+    nodes = {i: v for i, v in enumerate(values) if isinstance(v, Node)}
+    taken = {s for i, v in nodes.items() if i not in owned for s in behind[v]}
+    found = []
+    for i in sorted(owned & set(nodes)):
+        (storage,) = behind[nodes[i]]
+        if storage[0].op != "placeholder" and storage not in taken and _fills(nodes[i], storage):
+            taken.add(storage)
+        else:
+            found.append(i)
+    return found
+
+
+def _fills(node: Node, storage: Storage) -> bool:
+    """Whether a contiguous value is all of its storage."""
+    value = node.meta["val"]
+    return bool(value.is_contiguous()) and _size(value) == _bytes_of(storage)
 
 
 def saved_bytes(forward: GraphModule, results: int, held: Collection[str]) -> int:

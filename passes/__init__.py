@@ -7,6 +7,7 @@ from autopar.passes.bucket_gradients import BucketGradients
 from autopar.passes.expand_kv_heads import ExpandKvHeads
 from autopar.passes.localize_shapes import LocalizeShapes
 from autopar.passes.normalize import Normalize
+from autopar.passes.own_gradients import OwnGradients
 from autopar.passes.place_token_slices import PlaceTokenSlices
 from autopar.passes.prefetch_gathers import PrefetchGathers
 from autopar.passes.propagate_placements import PropagatePlacements
@@ -29,4 +30,5 @@ STEP_PASSES: tuple[Pass, ...] = (
     PrefetchGathers(),
     BucketGathers(),
     BucketGradients(),
+    OwnGradients(),
 )

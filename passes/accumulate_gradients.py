@@ -3,7 +3,8 @@
 Consumes    a backward step graph whose gradients end in sums over ranks.
 Guarantees  two graphs. The local one stops before the sums: it returns this rank's own gradients. The other takes the
             sums of earlier micro-batches as further inputs (``earlier_0``, ...), adds them, and reduces.
-Leaves      sums over ranks of activations, which every micro-batch needs.
+Leaves      sums over ranks of activations, which every micro-batch needs; sums that several gradients come of (those of
+            ``w1 + w2.t()``), which every micro-batch takes as well.
 
     g = mm(dy, x); r = all_reduce(g, "dp"); return r
         -->
@@ -16,7 +17,8 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.graph import add_placeholder, copy_graph, insert_call, is_call, output_node, remove_dead_code
+from autopar.graph import add_placeholder, copy_graph, insert_call, is_call, output_node, outputs, remove_dead_code
+from autopar.passes.own_gradients import own_gradients
 
 aten, ops = torch.ops.aten, torch.ops.autopar
 
@@ -37,9 +39,10 @@ def split_accumulation(gm: GraphModule) -> tuple[GraphModule, GraphModule]:
 
 
 def own_gradient(gradient: Node) -> Node:
-    """This rank's own gradient, behind the sums over ranks that end in ``gradient``."""
+    """This rank's own gradient, behind the sums over ranks that end in ``gradient`` and in nothing else: what is added
+    in front of a sum is added to all that comes of it."""
     own = x = gradient
-    while is_call(x, *SUMS, *PASSING) and isinstance(x.args[0], Node):
+    while is_call(x, *SUMS, *PASSING) and isinstance(x.args[0], Node) and len(x.users) == 1:
         if is_call(x, *SUMS):
             own = x.args[0]
         x = x.args[0]
@@ -48,18 +51,9 @@ def own_gradient(gradient: Node) -> Node:
 
 def _local(gm: GraphModule) -> GraphModule:
     out = output_node(gm)
-    found: list[Node | None] = []
-    for gradient in out.args[0]:  # type: ignore[union-attr]
-        own = own_gradient(gradient) if isinstance(gradient, Node) else None
-        if own is not None and (own in found or is_call(own, aten.expand.default)):
-            own = insert_call(
-                gm.graph, out, aten.clone.default, (own,), own, own.meta["val"]
-            )  # sums are added in place
-            own.kwargs = {"memory_format": torch.contiguous_format}
-        found.append(own)
-    out.args = (tuple(found),)
+    out.args = (tuple(own_gradient(g) if isinstance(g, Node) else None for g in outputs(gm)),)
     remove_dead_code(gm)
-    gm.recompile()
+    own_gradients(gm)
     return gm
 
 

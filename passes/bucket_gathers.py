@@ -120,7 +120,8 @@ def _join_gathers(gm: GraphModule, chains: list[Chain]) -> None:
     sources = list(map(_source, chains))
     whole = _through(gm, first, _packed(gm, first, sources, 1), GATHER, chains[0])
     uses = {chain[-1]: min(chain[-1].users, key=order.__getitem__) for chain in chains}
-    parts = _split(gm, min(uses.values(), key=order.__getitem__), whole, [s.meta["val"].numel() for s in sources])
+    sizes = [s.meta["val"].numel() for s in sources]
+    parts = _split(gm, min(uses.values(), key=order.__getitem__), whole, sizes, aten.split_with_sizes.default)
     for i, chain in enumerate(chains):
         _unpack(graph, uses[chain[-1]], parts, i, aten.reshape.default, chain)
 
@@ -129,7 +130,9 @@ def _join_scatters(gm: GraphModule, chains: list[Chain]) -> None:
     graph, last, end = gm.graph, chains[-1][-1], output_node(gm)
     rows = math.prod(_axis(n)[1] for n in chains[0])
     piece = _through(gm, last, _packed(gm, last, list(map(_source, chains)), rows), SCATTER, chains[0])
-    parts = _split(gm, end, piece, [chain[-1].meta["val"].numel() for chain in chains])
+    sizes = [chain[-1].meta["val"].numel() for chain in chains]
+    # copies: no gradient keeps the bucket alive, or is written to with another
+    parts = _split(gm, end, piece, sizes, aten.split_with_sizes_copy.default)
     for i, chain in enumerate(chains):
         _unpack(graph, end, parts, i, aten.view.default, chain)
 
@@ -164,9 +167,9 @@ def _packed(gm: GraphModule, before: Node, values: list[Node], rows: int) -> Nod
     return insert_call(gm.graph, before, aten.cat.default, (flat, 1), before, _like(before, (rows, width)), "packed")
 
 
-def _split(gm: GraphModule, before: Node, value: Node, sizes: list[int]) -> Node:
-    parts = value.meta["val"].split_with_sizes(sizes, 1)
-    return insert_call(gm.graph, before, aten.split_with_sizes.default, (value, sizes, 1), value, parts)
+def _split(gm: GraphModule, before: Node, value: Node, sizes: list[int], op: OpOverload) -> Node:
+    parts = op(value.meta["val"], sizes, 1)
+    return insert_call(gm.graph, before, op, (value, sizes, 1), value, parts)
 
 
 def _like(node: Node, size: tuple[int, ...]) -> torch.Tensor:

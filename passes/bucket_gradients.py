@@ -9,7 +9,7 @@ Leaves      the all-reduces of activations, on which the backward waits; large g
 
     ga = all_reduce(a, "dp")               flat = cat([reshape(a), reshape(b)])
     gb = all_reduce(b, "dp")      -->      sum = all_reduce(flat, "dp")
-                                           ga, gb = view(split(sum))
+                                           ga, gb = view(split_with_sizes_copy(sum))
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ def _ends_in_output(node: Node) -> bool:
         aten.t.default,
         aten.transpose.int,
         aten._to_copy.default,
+        aten.clone.default,
     )
     return bool(node.users) and all(
         u.op == "output" or (is_call(u, *passing) and _ends_in_output(u)) for u in node.users
@@ -108,7 +109,9 @@ def _join(gm: GraphModule, members: list[Node]) -> None:
     total = insert_call(graph, last, torch.ops.autopar.all_reduce.default, (packed, axis, op), last, val, "bucket_sum")
     total.meta["bucket"] = True
     end = output_node(gm)
-    parts = insert_call(graph, end, aten.split_with_sizes.default, (total, sizes), last, val.split(sizes))
+    # copies: no gradient keeps the bucket alive, or is written to with another
+    pieces = [v.clone() for v in val.split(sizes)]
+    parts = insert_call(graph, end, aten.split_with_sizes_copy.default, (total, sizes), last, pieces)
     for i, m in enumerate(members):
         part = insert_call(graph, end, operator.getitem, (parts, i), m, parts.meta["val"][i])
         new = insert_call(graph, end, aten.view.default, (part, list(shape(m))), m, m.meta["val"])

@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.aot import joint_graph
 from autopar.graph import add_placeholder, ancestors, copy_node, is_call, output_node, outputs, placeholders
+from autopar.passes.own_gradients import own_gradients
 from autopar.steps import StepGraph
 
 aten = torch.ops.aten
@@ -147,7 +148,8 @@ class Joint:
         """Runs ``run`` (in order) and what must be made again for it; returns ``results`` by name.
 
         ``known``: nodes that are given, by their names in the environment; those that are needed become inputs, and
-        those in ``always``. A node that is made again is copied right before its first use.
+        those in ``always``. A node that is made again is copied right before its first use. Every result but those
+        named ``stash:...``, which nobody writes to, is alone in its storage.
         """
         run = list(run)
         needed = self._given([*run, *(n for _, n in results if n is not None)], known) | set(always)
@@ -159,13 +161,10 @@ class Joint:
 
         for node in run:
             copy_node(graph, node, copies)
-        values = [n for _, n in results]
-        made = [
-            _owned(graph, copy_node(graph, n, copies), n in values[:i], name) if n is not None else None
-            for i, (name, n) in enumerate(results)
-        ]
-        graph.output(tuple(made))
+        graph.output(tuple(copy_node(graph, n, copies) if n is not None else None for _, n in results))
         gm = GraphModule(torch.nn.Module(), graph, title)
+        gm.meta["owned"] = [i for i, (name, _) in enumerate(results) if not name.startswith("stash:")]
+        own_gradients(gm)
         return StepGraph(gm, [known[n] for n in given], [name if n is not None else None for name, n in results])
 
     def _given(self, wanted: Iterable[Node], known: Mapping[Node, str]) -> set[Node]:
@@ -183,18 +182,6 @@ class Joint:
             else:
                 queue += node.all_input_nodes
         return found
-
-
-def _owned(graph: Graph, value: Node, again: bool, name: str) -> Node:
-    """A gradient in contiguous storage of its own: it is written to, and sent. Stashed values may share theirs."""
-    if name.startswith("stash:"):
-        return value
-    shared = again or value.op == "placeholder" or is_call(value, aten.expand.default)
-    if not shared:
-        return value
-    own = graph.call_function(aten.clone.default, (value,), {"memory_format": torch.contiguous_format})
-    own.meta = dict(value.meta)
-    return own
 
 
 def part_of_view(node: Node) -> bool:

@@ -19,6 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from autopar.conversions import exchange, is_conversion
 from autopar.graph import add_placeholder, placeholders
 from autopar.passes.differentiate import lowered
+from autopar.passes.own_gradients import own_gradients
 from autopar.placement import conversion, dual, parse_placement
 from autopar.steps import StepGraph
 
@@ -83,7 +84,10 @@ def reduce_graph(used: Mapping[Node, Node], available: Iterable[str | None]) -> 
     graph.output(tuple(results))
     gm = GraphModule(torch.nn.Module(), graph, "Reduce")
     _run_fake(gm)
-    return StepGraph(lowered(gm), inputs, [f"grad:{p.name}" for p in targets])
+    gm = lowered(gm)
+    gm.meta["owned"] = list(range(len(targets)))
+    own_gradients(gm)
+    return StepGraph(gm, inputs, [f"grad:{p.name}" for p in targets])
 
 
 def _transposed(graph: Graph, gradient: Node, used: Node) -> Node:

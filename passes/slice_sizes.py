@@ -95,7 +95,9 @@ class _Merge:
             new = self.graph.create_node(row[0].op, row[0].target, args, kwargs, name=row[0].name)
             new.meta = dict(row[0].meta)
             self.copies[row] = new
-        return GraphModule(self.first, self.graph, type(self.first).__name__)
+        merged = GraphModule(self.first, self.graph, type(self.first).__name__)
+        merged.meta = dict(self.first.meta)
+        return merged
 
     def _same(self, row: tuple[Node, ...], found: list[Any]) -> None:
         if any(f != found[0] for f in found):

@@ -258,7 +258,8 @@ class SharedGradients:
         for (_, bucket), work in zip(self._buckets, pending, strict=True):
             shapes = [spec.local_shape(self._groups.mesh) for _, spec in bucket]
             sizes = [torch.Size(shape).numel() for shape in shapes]
-            for (node, _), x, shape in zip(bucket, finish(work).view(-1).split(sizes), shapes, strict=True):
+            pieces = torch.ops.aten.split_with_sizes_copy(finish(work).view(-1), sizes)  # none keeps the bucket alive
+            for (node, _), x, shape in zip(bucket, pieces, shapes, strict=True):
                 out[node] = x.view(shape)
         return out
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from autopar.graph import outputs, placeholders
+from autopar.graph import placeholders
 from autopar.runtime.bind import Bound
 from autopar.runtime.feed import Feed
 from autopar.runtime.instructions import (
@@ -244,16 +244,15 @@ class _Builder:
 
     def _add_gradients(self, entry: Entry, unit: Unit, graph: StepGraph) -> None:
         """Gradients of parameters and of earlier slices add up."""
-        nodes = dict(zip(graph.outputs, outputs(graph.graph), strict=True))
         for cache in self.part(unit[0]).caches:
             name, start = f"grad:{cache.past}", self.values.slice(unit[2])[0]
-            if name in nodes and start:
+            if name in graph.outputs and start:
                 reads = [self._buffer(entry, unit, cache, gradient=True), self.slot("unit", *unit, name)]
                 entry.does.append(Instruction(add_rows(cache.dim, 0, start), reads))
-        names = [n for n in self.routes.parameter_gradients(self.order.part_of(unit[0])) if n in nodes]
+        names = [n for n in self.routes.parameter_gradients(self.order.part_of(unit[0])) if n in graph.outputs]
         if names:
-            results = outputs(graph.graph)
-            owned = [results.count(nodes[n]) == 1 and nodes[n].op != "placeholder" for n in names]
+            alone = {graph.outputs[i] for i in graph.graph.meta.get("owned", ())}
+            owned = [n in alone for n in names]
             sums = [self.slot("sum", unit[0], n) for n in names]
             self._add(entry, [self.slot("unit", *unit, n) for n in names], sums, owned)
 

@@ -193,6 +193,8 @@ class Run:
                 given = [[*g, *(x for x in s if x is not None)] for g, s in zip(given, sums, strict=True)]
                 sums = [[None] * len(steps.gradients) for _ in world]
             made = simulate(graph, given, self.mesh)
+            for own, values in zip(made, given, strict=True):
+                check_alone(own, values)
             sums = [[_plus(a, b) for a, b in zip(x, y, strict=True)] for x, y in zip(sums, made, strict=True)]
         names = [self.specs[n].name for n in steps.gradients]
         return [float(x.sum()) for x in losses], {n: [sums[r][i] for r in world] for i, n in enumerate(names)}
@@ -205,7 +207,18 @@ class Run:
 
 
 def _plus(a: Any, b: Any) -> Any:
-    return b if a is None else a if b is None else a + b
+    """In place, as the runtime does: what shares its storage with another gradient would count twice."""
+    return b if a is None else a if b is None else a.add_(b)
+
+
+def check_alone(gradients: Sequence[Tensor | None], inputs: Sequence[Any] = ()) -> None:
+    """Asserts that each gradient has contiguous storage to itself."""
+    taken = {x.untyped_storage().data_ptr() for x in inputs if isinstance(x, Tensor) and x.numel()}
+    for g in (g for g in gradients if g is not None and g.numel()):
+        storage = g.untyped_storage()
+        assert g.is_contiguous() and storage.nbytes() == g.nbytes, f"a gradient {list(g.shape)} is part of a storage"
+        assert storage.data_ptr() not in taken, f"a gradient {list(g.shape)} shares its storage"
+        taken.add(storage.data_ptr())
 
 
 def _at(batch: Any, path: str) -> Any:

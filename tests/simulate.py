@@ -80,7 +80,9 @@ def _all_gather(xs: list[torch.Tensor], me: int, dim: int, blocks: list[int], ax
 
 
 def _reduce_scatter(xs: list[torch.Tensor], me: int, dim: int, blocks: list[int], axis: str, size: int) -> torch.Tensor:
-    return piece(torch.stack(xs).sum(0), Shard(dim, scaled_blocks(blocks, xs[me].shape[dim])), size, me).contiguous()
+    return piece(torch.stack(xs).sum(0), Shard(dim, scaled_blocks(blocks, xs[me].shape[dim])), size, me).clone(
+        memory_format=torch.contiguous_format
+    )
 
 
 def _all_to_all(xs: Any, me: int, src: int, src_blocks: Any, dst: int, dst_blocks: Any, axis: str, size: int) -> Any:

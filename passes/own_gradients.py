@@ -1,0 +1,49 @@
+"""own_gradients: every gradient that leaves a step is alone in its storage.
+
+Consumes    a step graph; ``meta["owned"]`` says which of its outputs are written to: gradients, which sums over
+            micro-batches, clipping and optimizers change in place.
+Guarantees  each of these has contiguous storage that is no input, no part of something larger, and no other output's.
+Leaves      gradients that are so already (nearly all); outputs that nobody writes to.
+
+    g = all_reduce(d, "dp"); return g, t(g)    -->    return g, clone(t(g))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from autopar.graph import insert_call, output_node, outputs
+from autopar.pass_manager import Context
+from autopar.storages import shared_outputs
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class OwnGradients:
+    """See the module's docstring."""
+
+    name: ClassVar[str] = "own_gradients"
+    requires: ClassVar[tuple[str, ...]] = ()
+    ensures: ClassVar[tuple[str, ...]] = ("owned",)
+
+    def apply(self, gm: GraphModule, ctx: Context) -> GraphModule:
+        own_gradients(gm)
+        return gm
+
+
+def own_gradients(gm: GraphModule) -> None:
+    """Clone the outputs in ``meta["owned"]`` that share their storage."""
+    end, values = output_node(gm), outputs(gm)
+    for i in shared_outputs(gm, gm.meta.get("owned", ())):
+        value = values[i]
+        assert isinstance(value, Node)
+        val = value.meta["val"].clone(memory_format=torch.contiguous_format)
+        values[i] = insert_call(gm.graph, end, aten.clone.default, (value,), value, val)
+        values[i].kwargs = {"memory_format": torch.contiguous_format}
+    end.args = (tuple(values),)
+    gm.recompile()
