@@ -29,7 +29,7 @@ from autopar.runtime.failures import reporting
 from autopar.runtime.groups import Groups, agree
 from autopar.runtime.names import make_owners, owner_of
 from autopar.runtime.pipeline import PipelineExecutor
-from autopar.runtime.safetensors_io import load_pretrained, save_pretrained
+from autopar.runtime.stateful import Stateful
 from autopar.steps import Compiled
 
 Compiler = Callable[..., Compiled]
@@ -37,7 +37,7 @@ Key = tuple[Any, ...]
 Runner = Executor | PipelineExecutor
 
 
-class ParallelModule(nn.Module):
+class ParallelModule(Stateful):
     """A model on a mesh, made by `autopar.parallelize`.
 
     ``train_step(**batch)``: forward and backward of all micro-batches; returns the loss of the whole batch.
@@ -66,7 +66,7 @@ class ParallelModule(nn.Module):
         self._plan, self._specs = plan, specs
         self._executors: dict[Key, Runner] = {}
         self._batches: dict[Key, dict[str, Any]] = {}  # shapes only, on the meta device
-        self._steps = 0
+        self._steps = state.StepCount(groups)
         self._loaded = all(values.get(s.name) is not None for s in specs)
         self._own: dict[str, nn.Parameter] = {}  # with pipeline stages: what this rank's stages use
         for spec in self._held(specs):
@@ -205,15 +205,16 @@ class ParallelModule(nn.Module):
         named = by_name(self._skeleton[0], args, batch)
         key = (train, outputs, facts_of(named))
         # a store round trip per step: a rank with another batch would otherwise end in a hang
-        agree(self._groups, str(key), "the shapes of the batch")
+        step = f"step {self.training_steps + 1}: " if train else ""  # masks depend on it
+        agree(self._groups, f"{step}{key}", "the shapes of the batch")
         agree_on_contents(self._groups, named)
         executor = self._executors.get(key)
         if executor is None:
             executor = self._executors[key] = self._compile(named, train, outputs)
             self._batches[key] = shapes_of(named)
         values = self._state() | executor.compiled.local.meta.get("constants", {})
-        self._steps += train
-        values["__seed__"] = torch.tensor(step_seed(self._seed, self._steps))
+        self.training_steps += train
+        values["__seed__"] = torch.tensor(step_seed(self._seed, self.training_steps))
         for name, value in tensors_of(named).items():
             values[name] = value.to(self._groups.device)
         for spec in executor.specs.values():
@@ -262,64 +263,7 @@ class ParallelModule(nn.Module):
         shape = tuple(_source(node).meta["global_shape"])
         return state.wrap(value, ParameterSpec("output", shape, value.dtype, False, (), placements), self._groups)
 
-    # --- state --------------------------------------------------------------------------------------------
-
-    def full_state_dict(self, rank0_only: bool = False) -> dict[str, Tensor]:
-        """Original name (tied names too) -> whole tensor on the CPU. Collective."""
-        persistent = self._persistent()
-        return state.full_state_dict(self._own, self._specs, self._groups, persistent, rank0_only, self._owners())
-
-    def full_gradients(self, rank0_only: bool = False) -> dict[str, Tensor]:
-        """Original name -> whole gradient on the CPU, for parameters that have one. Collective."""
-        return state.full_gradients(self._own, self._specs, self._groups, rank0_only, self._owners())
-
-    def _owners(self) -> dict[str, int] | None:
-        """With pipeline stages: parameter -> the coordinate on pp from which others get it."""
-        return {s.name: s.ranks[0] for s in self._specs} if self._plan.pipeline is not None else None
-
-    def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True, assign: bool = False) -> None:
-        """Load whole tensors, or the DTensors of a `state_dict` of this mesh, by original names.
-
-        Raises ValueError listing what is missing, unexpected or of another shape.
-        """
-        if any(isinstance(v, torch.distributed.tensor.DTensor) for v in state_dict.values()):
-            super().load_state_dict(state_dict, strict=strict)
-        else:
-            state.load_state_dict(state_dict, self._own, self._specs, self._groups, self._persistent(), strict)
-        self._loaded = True
-
-    def load_pretrained(self, folder: str | Path) -> None:
-        """Read a folder that transformers wrote (safetensors): each rank reads only its own pieces.
-
-        Raises ValueError for missing, unexpected and truncated tensors, and for other shapes.
-        """
-        skeleton = self._skeleton[0]
-        prefix = getattr(skeleton, "base_model_prefix", "")
-        ignore = getattr(skeleton, "_keys_to_ignore_on_load_unexpected", None) or ()
-        with reporting():
-            pieces = load_pretrained(
-                folder, self._specs, self._groups, self._persistent(), prefix, tuple(ignore), names=list(self._own)
-            )
-            with torch.no_grad():
-                for name, piece in pieces.items():
-                    state.local_tensor(self._own[name]).copy_(piece)
-        self._loaded = True
-
-    def save_pretrained(self, folder: str | Path, max_shard_size: int | str = "5GB") -> None:
-        """Write a folder that plain transformers loads (safetensors and the configs). Collective; rank 0 writes."""
-        skeleton = self._skeleton[0]
-        configs = [c for name in ("config", "generation_config") if (c := getattr(skeleton, name, None)) is not None]
-        with reporting():
-            save_pretrained(
-                folder,
-                self._own,
-                self._specs,
-                self._groups,
-                self._persistent(),
-                configs,
-                max_shard_size,
-                self._owners(),
-            )
+    # --- dumps --------------------------------------------------------------------------------------------
 
     def dump(self, folder: str | Path) -> None:
         """Write every level of the last compiled step, the plan and a report to a folder. Compiles it once more."""
@@ -352,10 +296,6 @@ class ParallelModule(nn.Module):
         key = next(k for k, e in self._executors.items() if e is executor)
         self._dump(key, folder, recorded=per_rank(found))
         return loss
-
-    def _persistent(self) -> dict[str, Tensor]:
-        kept = self._skeleton[0].state_dict()
-        return {name: buffer for name, buffer in self.named_buffers() if name in kept}
 
 
 def step_seed(seed: int, step: int) -> int:

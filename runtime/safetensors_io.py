@@ -9,21 +9,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from autopar.parameter import ParameterSpec
+from autopar.runtime.checkpoint_folder import INDEX, SINGLE, Draft
 from autopar.runtime.groups import Groups, agree
 from autopar.runtime.sharded_tensor import boxes, cuts_of
-from autopar.runtime.state import fetch_whole
-
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+from autopar.runtime.state import STEPS, fetch_whole, other_kind
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,8 @@ def load_pretrained(
     the other way round. ``ignore``: patterns of names in the files that the model may lack. ``names``: read these
     parameters only (those of one pipeline stage); all are checked. A tied parameter may lie under any of its names.
 
-    Raises ValueError for missing, unexpected and truncated tensors, and for shapes that differ.
+    Raises ValueError for missing, unexpected and truncated tensors, for shapes that differ, for dtypes of another kind
+    (integers are not read into floats), and for an index that names files outside of the folder.
     """
     specs = list(specs)
     known = [n for s in specs for n in (s.name, *s.aliases)] + list(buffers or {})
@@ -69,13 +69,25 @@ def load_pretrained(
         )
     wanted = set(names) if names is not None else {s.name for s in specs}
     with _Files() as files:
+        for spec in specs:
+            files.check(spec.name, sources[found[spec.name] or ""], tuple(spec.shape), spec.dtype)
+        stored = {name: buffer for name, buffer in (buffers or {}).items() if name in sources}
+        for name, buffer in stored.items():
+            files.check(name, sources[name], tuple(buffer.shape), buffer.dtype)
         out = {s.name: _read_piece(files, sources[found[s.name] or ""], s, groups) for s in specs if s.name in wanted}
-        for name, buffer in (buffers or {}).items():
-            if name in sources:
-                _check_shape(name, files.shape(sources[name]), tuple(buffer.shape))
-                with torch.no_grad():
-                    buffer.copy_(files.read(sources[name], ()))
+        with torch.no_grad():
+            for name, buffer in stored.items():
+                buffer.copy_(files.read(sources[name], ()))
     return out
+
+
+def saved_steps(folder: str | Path) -> int | None:
+    """The training steps that a checkpoint of `save_pretrained` had behind it; None of one that says nothing."""
+    with _Files() as files:
+        for source in _sources(Path(folder)).values():
+            text = (files.open(source.file).metadata() or {}).get(STEPS, "")
+            return int(text) if text.isdigit() else None
+    return None
 
 
 def _listed(word: str, names: Sequence[str]) -> str:
@@ -84,20 +96,37 @@ def _listed(word: str, names: Sequence[str]) -> str:
 
 
 def _sources(folder: Path) -> dict[str, _Source]:
-    """Name in the files -> where it lies."""
+    """Name in the files -> where it lies. A single file comes before an index, as in transformers."""
     index, single = folder / INDEX, folder / SINGLE
-    if index.exists():
-        try:
-            weights = json.loads(index.read_text())["weight_map"]
-        except (json.JSONDecodeError, KeyError) as error:
-            raise ValueError(f"load_pretrained: {index} is not an index of safetensors files: {error!r}") from error
-        return {name: _Source(folder / file, name) for name, file in weights.items()}
-    if not single.exists():
+    if single.is_file():
+        with _Files() as files:
+            return {name: _Source(single, name) for name in files.open(single).keys()}  # noqa: SIM118 - no mapping
+    if not index.is_file():
         raise ValueError(
             f"load_pretrained: {folder} needs {SINGLE} or {INDEX}, found neither; save it as safetensors first"
         )
-    with _Files() as files:
-        return {name: _Source(single, name) for name in files.open(single).keys()}  # noqa: SIM118 - no mapping
+    try:
+        weights = dict(json.loads(index.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"load_pretrained: {index} is not an index of safetensors files: {error!r}") from error
+    files_of = {file: _within(folder, file) for file in dict.fromkeys(weights.values())}
+    return {name: _Source(files_of[file], name) for name, file in weights.items()}
+
+
+def _within(folder: Path, file: Any) -> Path:
+    """The file that an index names. It must lie in the folder itself, or be a link of the Hugging Face cache, whose
+    snapshots/<revision>/ links to ../../blobs/: an index comes from elsewhere and must not say what is read here."""
+    inside = isinstance(file, str) and file and not Path(file).is_absolute() and ".." not in Path(file).parts
+    if inside:
+        root, found = folder.resolve(), (folder / file).resolve()
+        blobs = root.parent.parent / "blobs"
+        cached = root.parent.name == "snapshots" and found.parent == blobs and (folder / file).parent.resolve() == root
+        if found == root / file or cached:
+            return folder / file
+    raise ValueError(
+        f"load_pretrained: {folder / INDEX} names the file {file!r}, which is absolute, outside of the folder or "
+        "reached through a link; put the files into the folder and name them by their path in it"
+    )
 
 
 def _rename(sources: Mapping[str, _Source], known: Sequence[str], prefix: str) -> tuple[dict[str, _Source], list[str]]:
@@ -143,11 +172,21 @@ class _Files:
                 ) from error
         return self._open[path]
 
-    def shape(self, source: _Source) -> tuple[int, ...]:
+    def check(self, name: str, source: _Source, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Raises ValueError unless the file holds a tensor of this shape, and of this dtype or one that is cast."""
         try:
-            return tuple(self.open(source.file).get_slice(source.name).get_shape())
+            piece = self.open(source.file).get_slice(source.name)
         except SafetensorError as error:
             raise ValueError(f"load_pretrained: {source.file} does not hold {source.name}: {error}") from error
+        found = tuple(piece.get_shape())
+        if found != shape:
+            raise ValueError(f"load_pretrained: {name} has shape {found} in the checkpoint, the model needs {shape}")
+        kind = self.read(source, tuple(slice(0, 0) for _ in shape)).dtype  # of no numbers, or of the only one
+        if other_kind(kind, dtype):
+            raise ValueError(
+                f"load_pretrained: {name} is {kind} in the checkpoint, the model needs {dtype}; only floats are cast "
+                "to floats: convert the checkpoint first (a quantized one with its scales)"
+            )
 
     def read(self, source: _Source, window: tuple[slice, ...]) -> Tensor:
         file = self.open(source.file)
@@ -155,14 +194,8 @@ class _Files:
         return value
 
 
-def _check_shape(name: str, found: tuple[int, ...], needed: tuple[int, ...]) -> None:
-    if found != needed:
-        raise ValueError(f"load_pretrained: {name} has shape {found} in the checkpoint, the model needs {needed}")
-
-
 def _read_piece(files: _Files, source: _Source, spec: ParameterSpec, groups: Groups) -> Tensor:
     """The boxes that this rank holds, read one by one into its local tensor."""
-    _check_shape(spec.name, files.shape(source), tuple(spec.shape))
     local = torch.empty(spec.local_shape(groups.mesh), dtype=spec.dtype, device=groups.device)
     cuts = cuts_of(spec.placements, groups.mesh.sizes)
     for box in boxes(spec.shape, cuts, groups.mesh.sizes, groups.coordinate):
@@ -183,34 +216,33 @@ def save_pretrained(
     configs: Iterable[Any] = (),
     max_shard_size: int | str = "5GB",
     owners: Mapping[str, int] | None = None,
+    steps: int = 0,
 ) -> None:
     """Write a checkpoint that from_pretrained loads. Collective: every rank calls it; rank 0 alone writes.
 
+    The folder holds the old checkpoint until the new one is complete, and either of them if any rank dies meanwhile
+    (`autopar.runtime.checkpoint_folder`).
+
     ``buffers``: the persistent ones. ``configs``: objects with ``save_pretrained(folder)``, such as model.config and
     model.generation_config. Tied parameters are written once, under their first name. ``owners``: as in
-    `full_state_dict`.
+    `full_state_dict`. ``steps``: training steps run so far; they stand in the files' headers.
     """
     folder, specs, buffers = Path(folder), list(specs), dict(buffers or {})
     sizes = {s.name: s.nbytes() for s in specs} | {name: b.numel() * b.element_size() for name, b in buffers.items()}
-    files = _split(sizes, _parse_size(max_shard_size))
+    parts = _split(sizes, _parse_size(max_shard_size))
     by_name = {s.name: s for s in specs}
-    writes = groups.rank == 0
-    if writes:
-        folder.mkdir(parents=True, exist_ok=True)
-        _remove_old(folder)
-    for file, names in files.items():
-        content = {}
-        for name in names:
-            whole = _whole(name, parameters, by_name, buffers, groups, owners)
-            if writes:
-                content[name] = whole.cpu().contiguous()
-        if writes:
-            save_file(content, folder / file, metadata={"format": "pt"})
-    if writes:
-        if len(files) > 1:
-            _write_index(folder, files, sizes, specs, buffers)
-        for config in configs:
-            config.save_pretrained(folder)
+    files: dict[str, str] = {}  # tensor -> file
+    with Draft(folder, len(parts)) if groups.rank == 0 else nullcontext() as draft:
+        for names in parts:
+            content = {}
+            for name in names:
+                whole = _whole(name, parameters, by_name, buffers, groups, owners)
+                if draft is not None:
+                    content[name] = whole.cpu().contiguous()
+            if draft is not None:
+                files |= dict.fromkeys(names, draft.add(content, {"format": "pt", STEPS: str(steps)}))
+        if draft is not None:
+            draft.publish(_index(files, sizes, specs, buffers), configs)
     agree(groups, "written", f"the checkpoint in {folder}")  # nobody reads before it is complete
 
 
@@ -238,8 +270,8 @@ def _parse_size(size: int | str) -> int:
     return int(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " ")
 
 
-def _split(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
-    """File name -> tensor names, in order; no file above the limit unless one tensor alone is."""
+def _split(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Tensor names of each file, in order; no file above the limit unless one tensor alone is."""
     parts: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():
@@ -248,25 +280,14 @@ def _split(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
             filled = 0
         parts[-1].append(name)
         filled += size
-    if len(parts) == 1:
-        return {SINGLE: parts[0]}
-    return {f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors": names for i, names in enumerate(parts)}
+    return parts
 
 
-def _remove_old(folder: Path) -> None:
-    for path in folder.iterdir():
-        if path.name in (SINGLE, INDEX) or re.fullmatch(r"model-\d{5}-of-\d{5}\.safetensors", path.name):
-            path.unlink()
-
-
-def _write_index(
-    folder: Path,
-    files: Mapping[str, Sequence[str]],
+def _index(
+    files: Mapping[str, str],
     sizes: Mapping[str, int],
     specs: Sequence[ParameterSpec],
     buffers: Mapping[str, Tensor],
-) -> None:
+) -> dict[str, Any]:
     count = sum(torch.Size(s.shape).numel() for s in specs) + sum(b.numel() for b in buffers.values())
-    weights = {name: file for file, names in files.items() for name in names}
-    index = {"metadata": {"total_parameters": count, "total_size": sum(sizes.values())}, "weight_map": weights}
-    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    return {"metadata": {"total_parameters": count, "total_size": sum(sizes.values())}, "weight_map": dict(files)}

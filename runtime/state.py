@@ -10,6 +10,7 @@ torch.optim and clip_grad_norm_ see one kind of thing.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -21,7 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate as TorchReplicate
 from torch.distributed.tensor.placement_types import Shard as TorchShard
 
-from autopar.adapters.dtensor import alike, local_of
+from autopar.adapters.dtensor import alike, local_of, writes_to
+from autopar.adapters.state_dict import EXTRA, note, noted
 from autopar.parameter import ParameterSpec
 from autopar.placement import nested_piece
 from autopar.runtime.groups import Groups
@@ -85,6 +87,53 @@ def whole_tensor(x: Tensor) -> Tensor:
     return x.full_tensor().detach() if isinstance(x, DTensor) else x.detach()
 
 
+def other_kind(found: torch.dtype, needed: torch.dtype) -> bool:
+    """Whether values of one dtype say nothing as values of the other: int8 weights are not floats without their scales,
+    a complex number has two parts. Floats are cast to floats, complex to complex; all else must be the same dtype."""
+    both_floats = found.is_floating_point and needed.is_floating_point
+    return found != needed and not both_floats and not (found.is_complex and needed.is_complex)
+
+
+class StepCount:
+    """How many training steps a model has run: its dropout masks depend on it.
+
+    ``tensor`` is a DTensor as all state is: distributed checkpoint writes it once, and reads it in place. That is seen
+    at the next look; without one, a step does not wait for a device.
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        spec = ParameterSpec("steps", (), torch.int64, requires_grad=False)
+        self.tensor = wrap(torch.zeros((), dtype=torch.int64, device=groups.device), spec, groups)
+        self._value, self._seen = 0, writes_to(self.tensor)
+
+    def get(self) -> int:
+        """The number of steps."""
+        if writes_to(self.tensor) != self._seen:
+            self._value, self._seen = int(local_of(self.tensor)), writes_to(self.tensor)
+        return self._value
+
+    def set(self, steps: Any) -> None:
+        """From a number, a tensor or a DTensor."""
+        value = int(local_tensor(steps) if isinstance(steps, Tensor) else steps)
+        local_of(self.tensor).fill_(value)
+        self._value, self._seen = value, writes_to(self.tensor)
+
+
+STEPS = "autopar_steps"  # beside the tensors of a whole state, and in the headers of files
+
+
+def note_steps(state: OrderedDict[str, Tensor], steps: int) -> OrderedDict[str, Tensor]:
+    """The same state, with the number of training steps beside the tensors."""
+    note(state, STEPS, steps)
+    return state
+
+
+def split_steps(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], Any]:
+    """(the tensors of a state, the training steps that it has behind it or None)."""
+    steps = state.get(EXTRA, noted(state, STEPS))
+    return {name: value for name, value in state.items() if name != EXTRA}, steps
+
+
 # --- whole states -------------------------------------------------------------------------------------
 
 
@@ -95,13 +144,13 @@ def full_state_dict(
     buffers: Mapping[str, Tensor] | None = None,
     rank0_only: bool = False,
     owners: Mapping[str, int] | None = None,
-) -> dict[str, Tensor]:
+) -> OrderedDict[str, Tensor]:
     """Original name (tied names too) -> whole tensor on the CPU.
 
     ``rank0_only``: only rank 0 gets it, the others an empty dict; one tensor at a time is whole on the others.
     ``owners``: with pipeline stages, the pp coordinate on which a parameter lives. Collective: every rank calls it.
     """
-    out: dict[str, Tensor] = {}
+    out: OrderedDict[str, Tensor] = OrderedDict()
     for spec in specs:
         value = fetch_whole(spec.name, parameters.get(spec.name), spec.shape, spec.dtype, groups, owners)
         if not rank0_only or groups.rank == 0:
@@ -159,6 +208,17 @@ def fetch_whole(
     return value
 
 
+def check_kinds(state: Mapping[str, Any], own: Mapping[str, Tensor]) -> None:
+    """Raises ValueError for tensors of another kind than those that they are to be copied into."""
+    wrong = [
+        f"{name} is {state[name].dtype}, needs {x.dtype}"
+        for name, x in own.items()
+        if name in state and other_kind(state[name].dtype, x.dtype)
+    ]
+    if wrong:
+        raise ValueError(f"load_state_dict: {'; '.join(wrong[:8])}; convert it first: only floats are cast to floats")
+
+
 def load_state_dict(
     state: Mapping[str, Tensor],
     parameters: Mapping[str, nn.Parameter],
@@ -170,7 +230,7 @@ def load_state_dict(
     """Copy whole tensors, by original name, into this rank's pieces. Not collective.
 
     A tied parameter may come under any of its names. Raises ValueError listing missing names, unexpected names and
-    tensors of another shape, before anything is written; ``strict=False`` allows missing and unexpected names.
+    tensors of another shape or kind, before anything is written; ``strict=False`` allows missing and unexpected names.
     """
     specs, buffers = list(specs), dict(buffers or {})
     found: list[tuple[ParameterSpec, Tensor]] = []
@@ -182,6 +242,8 @@ def load_state_dict(
             problems += [f"missing {spec.name}"] if strict else []
         elif tuple(state[name].shape) != tuple(spec.shape):
             problems.append(f"{name} has shape {tuple(state[name].shape)}, needs {tuple(spec.shape)}")
+        elif other_kind(state[name].dtype, spec.dtype):
+            problems.append(f"{name} is {state[name].dtype}, needs {spec.dtype}")
         elif spec.name in parameters:
             found.append((spec, state[name]))
     for name, buffer in buffers.items():
@@ -189,6 +251,8 @@ def load_state_dict(
             problems += [f"missing {name}"] if strict else []
         elif state[name].shape != buffer.shape:
             problems.append(f"{name} has shape {tuple(state[name].shape)}, needs {tuple(buffer.shape)}")
+        elif other_kind(state[name].dtype, buffer.dtype):
+            problems.append(f"{name} is {state[name].dtype}, needs {buffer.dtype}")
     if strict:
         problems += [f"unexpected {name}" for name in state if name not in known]
     if problems:

@@ -35,3 +35,8 @@ def alike(local: Tensor, x: DTensor) -> DTensor:
     """A DTensor over ``local`` with the very layout record of ``x``: of a gradient, made at every step."""
     out: DTensor = DTensor.__new__(DTensor, local, x._spec, requires_grad=False)
     return out
+
+
+def writes_to(x: DTensor) -> int:
+    """How often the piece was written in place: changes when someone else writes to it."""
+    return x._local_tensor._version

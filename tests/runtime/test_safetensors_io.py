@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import (
     GPT2Config,
@@ -133,6 +134,66 @@ def test_a_missing_file_and_a_wrong_shape(tmp_path: Path) -> None:
     )
     message = run_ranks(2, errors, str(tmp_path / "b"), "llama")[0]
     assert "has shape (48, 16) in the checkpoint, the model needs (32, 16)" in message
+
+
+def refusals(folder: str) -> list[str]:
+    """What each of the folders in a folder is refused for; "" for none."""
+    groups, specs = Groups(init_mesh(dp=1)), specs_of(tiny("llama"))
+    found = []
+    for path in sorted(Path(folder).iterdir()):
+        if (path / "config.json").exists():
+            try:
+                load_pretrained(path, specs, groups, prefix="model")
+                found.append("")
+            except ValueError as error:
+                found.append(f"{path.name}: {error}")
+    return found
+
+
+def test_files_elsewhere_and_numbers_of_another_kind(tmp_path: Path) -> None:
+    """An index may name files of its folder only; the links of the Hugging Face cache are its own."""
+    model = tiny("llama")
+    for name in ("a_absolute", "b_above", "c_linked_file", "d_linked_folder", "e_no_text", "f_beneath"):
+        folder = tmp_path / name
+        model.save_pretrained(folder, max_shard_size="4KB")
+        index = folder / "model.safetensors.index.json"
+        content = json.loads(index.read_text())
+        first = next(iter(content["weight_map"].values()))
+        (folder / "sub").mkdir()
+        elsewhere = tmp_path / f"{name}.safetensors"
+        target = {"a_absolute": str(elsewhere), "b_above": f"../{elsewhere.name}", "c_linked_file": first,
+                  "d_linked_folder": f"link/{first}", "e_no_text": 3, "f_beneath": f"sub/{first}"}[name]  # fmt: skip
+        (folder / first).rename(folder / "sub" / first if name in ("f_beneath", "d_linked_folder") else elsewhere)
+        if name == "c_linked_file":
+            (folder / first).symlink_to(elsewhere)
+        if name == "d_linked_folder":
+            (folder / "link").symlink_to(folder / "sub")
+        content["weight_map"] = {n: target if f == first else f for n, f in content["weight_map"].items()}
+        index.write_text(json.dumps(content))
+    for name, dtype in (("g_int8", torch.int8), ("h_bool", torch.bool), ("i_complex", torch.complex64),
+                        ("j_bfloat16", torch.bfloat16)):  # fmt: skip
+        model.save_pretrained(tmp_path / name)
+        values = {n: v.to(dtype) if n == "model.norm.weight" else v for n, v in model.state_dict().items()}
+        save_file(values, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
+    *paths, beneath, int8, bools, complexes, floats = run_ranks(1, refusals, str(tmp_path))[0]
+    assert len(paths) == 5 and not beneath and not floats
+    for text in paths:
+        assert "outside of the folder or reached through a link; put the files into the folder" in text, text
+    for text, kind in ((int8, "int8"), (bools, "bool"), (complexes, "complex64")):
+        assert f"model.norm.weight is torch.{kind} in the checkpoint, the model needs torch.float32" in text, text
+
+
+def test_the_hugging_face_cache_is_made_of_links(tmp_path: Path) -> None:
+    model = tiny("llama")
+    folder, blobs = tmp_path / "models--x" / "snapshots" / "0af1", tmp_path / "models--x" / "blobs"
+    model.save_pretrained(folder, max_shard_size="4KB")
+    blobs.mkdir()
+    for number, file in enumerate(sorted(folder.iterdir())):
+        file.rename(blobs / str(number))
+        file.symlink_to(Path("..", "..", "blobs", str(number)))
+    found = run_ranks(1, loaded, str(folder), "llama", False, "model")[0]
+    for name, value in model.named_parameters():
+        torch.testing.assert_close(found[name], value.detach(), rtol=0, atol=0)
 
 
 def loaded(folder: str, kind: str, base: bool, prefix: str) -> dict[str, Tensor]:

@@ -1,0 +1,21 @@
+"""The notes that torch keeps beside the tensors of a state dict, where a module's own state goes under names."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+EXTRA = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX  # what get_extra_state of the outermost module is filed under
+
+
+def note(state: OrderedDict[str, Any], name: str, value: Any) -> None:
+    """Beside the tensors, where modules read the version of their layout; survives torch.save, changes no name."""
+    state._metadata = OrderedDict({"": {name: value}})  # type: ignore[attr-defined]
+
+
+def noted(state: Mapping[str, Any], name: str) -> Any:
+    """What was noted under a name, or None."""
+    return getattr(state, "_metadata", {}).get("", {}).get(name)

@@ -1,0 +1,121 @@
+"""The state of a ParallelModule, in and out: weights, buffers and the count of training steps.
+
+parallel.state_dict()                    DTensors over the mesh: torch.save on each rank, distributed checkpoint
+parallel.full_state_dict()               whole tensors under the original names
+parallel.save_pretrained(folder)         files that transformers loads
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.adapters.state_dict import EXTRA
+from autopar.parameter import ParameterSpec
+from autopar.plan import Plan
+from autopar.runtime import state
+from autopar.runtime.failures import reporting
+from autopar.runtime.groups import Groups
+from autopar.runtime.safetensors_io import load_pretrained, save_pretrained, saved_steps
+
+
+class Stateful(nn.Module):
+    """What a ParallelModule does with its state."""
+
+    _skeleton: list[nn.Module]
+    _groups: Groups
+    _plan: Plan
+    _specs: tuple[ParameterSpec, ...]
+    _own: dict[str, nn.Parameter]
+    _steps: state.StepCount
+    _loaded: bool
+
+    def full_state_dict(self, rank0_only: bool = False) -> dict[str, Tensor]:
+        """Original name (tied names too) -> whole tensor on the CPU. Collective."""
+        persistent = self._persistent()
+        whole = state.full_state_dict(self._own, self._specs, self._groups, persistent, rank0_only, self._owners())
+        return state.note_steps(whole, self.training_steps)
+
+    def full_gradients(self, rank0_only: bool = False) -> dict[str, Tensor]:
+        """Original name -> whole gradient on the CPU, for parameters that have one. Collective."""
+        return state.full_gradients(self._own, self._specs, self._groups, rank0_only, self._owners())
+
+    def _owners(self) -> dict[str, int] | None:
+        """With pipeline stages: parameter -> the coordinate on pp from which others get it."""
+        return {s.name: s.ranks[0] for s in self._specs} if self._plan.pipeline is not None else None
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True, assign: bool = False) -> None:
+        """Load whole tensors, or the DTensors of a `state_dict` of this mesh, by original names.
+
+        Raises ValueError listing what is missing, unexpected or of another shape or kind (integers into floats).
+        """
+        tensors, steps = state.split_steps(state_dict)
+        if any(isinstance(v, torch.distributed.tensor.DTensor) for v in tensors.values()):
+            own = super().state_dict()
+            state.check_kinds(tensors, own)
+            super().load_state_dict({**tensors, EXTRA: own[EXTRA]}, strict=strict)
+        else:
+            state.load_state_dict(tensors, self._own, self._specs, self._groups, self._persistent(), strict)
+        if steps is not None:
+            self.training_steps = steps
+        self._loaded = True
+
+    @property
+    def training_steps(self) -> int:
+        """Training steps run so far. Dropout masks depend on it, so it is part of every state: of `state_dict` (as the
+        module's extra state), beside the tensors of `full_state_dict`, in the files of `save_pretrained`."""
+        return self._steps.get()
+
+    @training_steps.setter
+    def training_steps(self, steps: Any) -> None:
+        self._steps.set(steps)
+
+    def get_extra_state(self) -> Tensor:
+        return self._steps.tensor
+
+    def set_extra_state(self, steps: Any) -> None:
+        self.training_steps = steps
+
+    def load_pretrained(self, folder: str | Path) -> None:
+        """Read a folder that transformers wrote (safetensors): each rank reads only its own pieces.
+
+        Raises ValueError for missing, unexpected and truncated tensors, and for other shapes.
+        """
+        skeleton = self._skeleton[0]
+        prefix = getattr(skeleton, "base_model_prefix", "")
+        ignore = getattr(skeleton, "_keys_to_ignore_on_load_unexpected", None) or ()
+        with reporting():
+            pieces = load_pretrained(
+                folder, self._specs, self._groups, self._persistent(), prefix, tuple(ignore), names=list(self._own)
+            )
+            with torch.no_grad():
+                for name, piece in pieces.items():
+                    state.local_tensor(self._own[name]).copy_(piece)
+            if (steps := saved_steps(folder)) is not None:
+                self.training_steps = steps
+        self._loaded = True
+
+    def save_pretrained(self, folder: str | Path, max_shard_size: int | str = "5GB") -> None:
+        """Write a folder that plain transformers loads (safetensors and the configs). Collective; rank 0 writes."""
+        skeleton = self._skeleton[0]
+        configs = [c for name in ("config", "generation_config") if (c := getattr(skeleton, name, None)) is not None]
+        with reporting():
+            save_pretrained(
+                folder,
+                self._own,
+                self._specs,
+                self._groups,
+                self._persistent(),
+                configs,
+                max_shard_size,
+                self._owners(),
+                self.training_steps,
+            )
+
+    def _persistent(self) -> dict[str, Tensor]:
+        kept = self._skeleton[0].state_dict()
+        return {name: buffer for name, buffer in self.named_buffers() if name in kept}
