@@ -1,7 +1,7 @@
 """Whole models on real gloo ranks: loss and every gradient equal those of one process, on every mesh.
 
-Each model meets each mesh; the options rotate, such that each value of each option meets each model and each mesh.
-``pytest -m full`` runs the whole product instead.
+Each model meets one mesh of dp, one of tp and one of both, in turn of 2 and of 4 ranks; the options rotate, such that
+each value of each option meets each model and each mesh. ``pytest -m full`` runs the whole product instead.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ MESHES: list[dict[str, int]] = [{"dp": 2}, {"tp": 2}, {"dp": 2, "tp": 2}, {"tp":
 WITHOUT_SEQUENCE = {"cnn", "mlp"}
 
 
-def rotated(model: int, mesh: int) -> dict[str, Any]:
-    """The options of a pair."""
-    return {
-        "zero": 3 * ((model + mesh // 2) % 2),
-        "sequence_parallel": (model // 2 + mesh) % 2 == 1,
-        "micro_batches": 1 + (model // 4 + mesh + mesh // 2) % 2,
-    }
+def rotated(model: int) -> list[tuple[dict[str, int], dict[str, Any]]]:
+    """The meshes of a model, by its number, and the options on each."""
+    size, zero, sequence, micro = 2 + 2 * (model % 2), 3 * (model // 2 % 2), model // 4 % 2 == 1, 1 + model // 2 % 2
+    return [
+        ({"dp": size}, {"zero": zero, "sequence_parallel": False, "micro_batches": micro}),
+        ({"tp": size}, {"zero": 0, "sequence_parallel": sequence, "micro_batches": 3 - micro}),
+        ({"dp": 2, "tp": 2}, {"zero": 3 - zero, "sequence_parallel": not sequence, "micro_batches": 1 + model % 2}),
+    ]
 
 
 def possible(model: str, mesh: dict[str, int], options: dict[str, Any]) -> dict[str, Any]:
@@ -47,12 +48,12 @@ def label(mesh: dict[str, int], options: dict[str, Any]) -> str:
     return "".join(f"{a}{n}" for a, n in mesh.items()) + zero + sp + f"-mb{options['micro_batches']}"
 
 
-def pairs() -> list[Any]:
-    out = []
-    for (i, model), (j, mesh) in itertools.product(enumerate(MODELS), enumerate(MESHES)):
-        options = possible(model, mesh, rotated(i, j))
-        out.append(pytest.param(model, mesh, options, id=f"{model}-{label(mesh, options)}"))
-    return out
+def cases() -> list[tuple[str, dict[str, int], dict[str, Any]]]:
+    return [(name, mesh, possible(name, mesh, o)) for i, name in enumerate(MODELS) for mesh, o in rotated(i)]
+
+
+def labelled() -> list[Any]:
+    return [pytest.param(m, mesh, o, id=f"{m}-{label(mesh, o)}") for m, mesh, o in cases()]
 
 
 def product() -> list[Any]:
@@ -66,20 +67,18 @@ def product() -> list[Any]:
 
 
 def test_each_option_meets_each_model_and_each_mesh() -> None:
-    cases = [(model, mesh, possible(model, mesh, rotated(i, j)))
-             for (i, model), (j, mesh) in itertools.product(enumerate(MODELS), enumerate(MESHES))]  # fmt: skip
     for model in MODELS:
-        mine = [o for m, _, o in cases if m == model]
+        mine = [o for m, _, o in cases() if m == model]
         assert {o["zero"] for o in mine} == {0, 3} and {o["micro_batches"] for o in mine} == {1, 2}
         assert len({o["sequence_parallel"] for o in mine}) == (1 if model in WITHOUT_SEQUENCE else 2)
     for mesh in MESHES:
-        mine = [o for _, m, o in cases if m == mesh]
+        mine = [o for _, m, o in cases() if m == mesh]
         assert {o["micro_batches"] for o in mine} == {1, 2}
         assert len({o["zero"] for o in mine}) == (2 if "dp" in mesh else 1)
         assert len({o["sequence_parallel"] for o in mine}) == (2 if "tp" in mesh else 1)
 
 
-@pytest.mark.parametrize("model, mesh, options", pairs())
+@pytest.mark.parametrize("model, mesh, options", labelled())
 def test_equals_one_process(model: str, mesh: dict[str, int], options: dict[str, Any]) -> None:
     check(model, mesh, **options)
 
