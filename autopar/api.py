@@ -23,8 +23,9 @@ from autopar.compile import compile_model, plan_model
 from autopar.dump import dumper_for
 from autopar.plan import Options, Plan
 from autopar.progress import Progress
+from autopar.runtime.agreement import agree_on_call, agree_on_model, agree_on_plan, check_source
 from autopar.runtime.failures import reporting
-from autopar.runtime.groups import Groups, agree
+from autopar.runtime.groups import Groups
 from autopar.runtime.module import ParallelModule
 from autopar.steps import Compiled
 
@@ -39,6 +40,7 @@ def parallelize(
     seed: int = 0,
     exact: bool = False,
     dump: str | None = None,
+    sync: bool = False,
     **options: Any,
 ) -> ParallelModule:
     """Put a model on a mesh.
@@ -55,6 +57,8 @@ def parallelize(
         mesh.
         exact: lift float32 islands (norms, losses) of a float64 model to float64, for comparisons.
         dump: folder for every level of the graphs, the plan and a report; also $AUTOPAR_DUMP.
+        sync: take all weights and buffers from rank 0, tensor by tensor; the models of other ranks may be on the meta
+            device. Otherwise the ranks' weights are compared, and those that differ refused.
         options: fields of `autopar.plan.Options`: zero, sequence_parallel, micro_batches, whole_ops, bucket_bytes;
             with an axis pp: schedule, cuts, chunks, slices, gathers, memory_limit.
 
@@ -64,18 +68,19 @@ def parallelize(
     groups = Groups(mesh)
     with reporting():
         chosen = _options(options)
+        agree_on_call(groups, options | {"seed": seed, "exact": exact, "backend": backend, "sync": sync})
         load_adapters(model)
+        values = {name: None if p.is_meta else p for name, p in model.named_parameters(remove_duplicate=False)}
+        buffers, given = _buffers(model, may_lack=sync and groups.rank > 0)
+        _check_weights(model, values | given, groups, sync)
         skeleton = skeleton_of(model)
         batch = _example(model, example_batch, groups, chosen)
         if plan is not None and not options:
             chosen = plan.options
         made, specs = plan_model(skeleton, batch, groups.mesh, chosen, plan)
-        agree(groups, f"{made.to_json()}{chosen}", "the plan")
-
-        values = {name: None if p.is_meta else p for name, p in model.named_parameters(remove_duplicate=False)}
-        buffers = _buffers(model)
+        agree_on_plan(groups, made)
         compiler = _compiler(groups, chosen, exact, dump)
-        return ParallelModule(skeleton, compiler, groups, made, specs, values, buffers, backend, seed)
+        return ParallelModule(skeleton, compiler, groups, made, specs, values, buffers, backend, seed, sync)
 
 
 def _compiler(groups: Groups, options: Options, exact: bool, dump: str | None) -> Callable[..., Compiled]:
@@ -130,21 +135,32 @@ def _example(model: nn.Module, given: Mapping[str, Any] | None, groups: Groups, 
     return dict(_whole(batch, groups))
 
 
-def _buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers by name with real values. Persistent ones of a model on the meta device are empty until loaded."""
+def _check_weights(model: nn.Module, given: Mapping[str, Tensor | None], groups: Groups, sync: bool) -> None:
+    """The same on every rank, or to be had from rank 0."""
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    agree_on_model(groups, tensors, None if sync else given)
+    if sync:
+        check_source(groups, given)
+
+
+def _buffers(model: nn.Module, may_lack: bool) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
+    """Buffers by name, and again with None for those on the meta device: persistent ones are empty until loaded.
+
+    ``may_lack``: others, too, will be given values.
+    """
     found = dict(model.named_buffers(remove_duplicate=False))
-    if not any(b.is_meta for b in found.values()):
-        return found
     adapter = adapter_for(model)
-    made = adapter.buffers(model) if adapter is not None else {}
+    made = adapter.buffers(model) if adapter is not None and any(b.is_meta for b in found.values()) else {}
     kept = set(model.state_dict())
-    for name, buffer in found.items():
-        if buffer.is_meta and name not in made and name not in kept:
+    given = {name: made.get(name, None if b.is_meta else b) for name, b in found.items()}
+    for name, buffer in given.items():
+        if buffer is None and name not in kept and not may_lack:
             raise ValueError(
                 f"parallelize: buffer {name} is on the meta device and in no checkpoint, so nothing gives it values; "
                 f"build the model with real buffers (torch.device('meta') around parameters only)"
             )
-    return {name: made.get(name, torch.empty_like(b, device="cpu") if b.is_meta else b) for name, b in found.items()}
+    empty = {id(b): torch.empty_like(b, device="cpu") for b in found.values() if b.is_meta}
+    return {name: empty[id(found[name])] if b is None else b for name, b in given.items()}, given
 
 
 def _whole(batch: Mapping[str, Any], groups: Groups) -> dict[str, Any]:

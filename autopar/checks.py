@@ -19,7 +19,7 @@ from autopar.graph import (
     shape_on,
     values,
 )
-from autopar.placement import INVARIANT, PARTIAL, REPLICATE, Placement, Shard, check_shard, conversion
+from autopar.placement import INVARIANT, PARTIAL, REPLICATE, Invariant, Placement, Shard, check_shard, conversion
 from autopar.rules import RuleError, local_shapes, matches, operand_placements, result_placements, type_of
 from autopar.storages import shared_outputs
 
@@ -103,6 +103,11 @@ def _check_inputs(gm: GraphModule, axis: str, ctx: Context) -> None:
         stored = REPLICATE if axis == "sl" else ctx.plan.parameter(spec.name, axis).stored
         if spec.kind == "parameter" and placement(node, axis) != stored:
             raise PlacementError(f"axis {axis!r}: parameter {spec.name} is {placement(node, axis)}, planned otherwise")
+        if axis != "sl" and not isinstance(placement(node, axis), (Invariant, Shard)):
+            # nobody would add up its gradient, or the value itself
+            raise PlacementError(
+                f"axis {axis!r}: {spec.kind} {spec.name} is stored as {placement(node, axis)}, not I or S"
+            )
 
 
 def _check_outputs(gm: GraphModule, axis: str) -> None:

@@ -34,6 +34,7 @@ from autopar.passes.slice_tokens import slice_tokens
 from autopar.passes.split_prologue import split_prologue
 from autopar.pipeline import compile_pipeline, compile_sliced_pipeline
 from autopar.plan import Options, Plan
+from autopar.plan_checks import check_fits, check_plan
 from autopar.planner import make_plan
 from autopar.planner.pipeline import main_parts, most_static, owners, plan_pipeline
 from autopar.planner.token_slices import best_lengths, slice_lengths
@@ -130,6 +131,9 @@ def compile_graph(
         keep_outputs(gm, outputs)
     if plan is None:
         plan = _timed(timings, "plan", lambda: _with_pipeline(make_plan(gm, mesh, options, fixed), gm, options, fixed))
+    else:
+        check_plan(plan)
+        check_fits(plan, gm)
     ctx.plan = plan
     if train and plan.pipeline is not None and SCHEDULES[plan.pipeline.schedule].sliced:
         return _compile_sliced(gm, ctx)

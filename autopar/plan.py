@@ -14,6 +14,8 @@ from torch.fx import GraphModule
 from autopar.attention import LAYOUTS
 from autopar.mesh import Mesh
 from autopar.placement import INVARIANT, Placement, parse_placement
+from autopar.plan_checks import check_plan
+from autopar.reading import read
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,9 @@ class Options:
     attention: an algorithm of `autopar.attention.ALGORITHMS`, "FORWARD+BACKWARD", or "auto": the fastest by estimate.
     layout: how causal sequences are dealt, "contiguous" or "zigzag"; "auto" lets the plan choose.
     topology: links per axis, such as "cp=ring:50e9:5e-6,tp=switch:450e9" (`autopar.topology`); "": a default.
+
+    batch_dims: which dim of an input is the batch, over dp and micro-batches: ``{"x": 1, "table": None}``, None for an
+    input that is no part of it. Names of nested inputs are paths ("past.0"). What is left out is decided by the plan.
     """
 
     zero: int = 0
@@ -54,8 +59,14 @@ class Options:
     attention: str = "auto"
     layout: str = "auto"
     topology: str = ""
+    batch_dims: tuple[tuple[str, int | None], ...] = ()
 
     def __post_init__(self) -> None:
+        if isinstance(self.batch_dims, Mapping):
+            object.__setattr__(self, "batch_dims", tuple(sorted(self.batch_dims.items())))
+        for name, dim in self.batch_dims:
+            if not (dim is None or (isinstance(dim, int) and not isinstance(dim, bool))):
+                raise ValueError(f"batch_dims: expected the number of a dim or None for {name!r}, found {dim!r}")
         if self.zero not in (0, 3):
             raise ValueError(f"zero: expected 0 or 3, found {self.zero}")
         if self.micro_batches < 1:
@@ -135,7 +146,8 @@ class Plan:
     ``notes``: (subject, reason) pairs for what was left whole, and why. ``overrides``: the user's choices, kept so
     that the plans of further batch shapes follow them. ``slices``: parts of whole weights that enter compute cut on
     tp, by node. ``pipeline``: with an axis pp, its parts. ``attention``: with an axis cp, how each attention runs, by
-    node.
+    node. ``batch_dims``: input -> its batch dim, None for one that is no part of the batch; empty where nothing cuts
+    the batch.
     """
 
     mesh: Mesh
@@ -149,6 +161,7 @@ class Plan:
     slices: Mapping[str, Placement] = field(default_factory=dict)
     pipeline: PipelinePlan | None = None
     attention: Mapping[str, AttentionPlan] = field(default_factory=dict)
+    batch_dims: Mapping[str, int | None] = field(default_factory=dict)
 
     def parameter(self, name: str, axis: str) -> ParameterPlan:
         return self.parameters.get(name, {}).get(axis, ParameterPlan())
@@ -160,8 +173,8 @@ class Plan:
     def override(self, changes: Mapping[str, Mapping[str, Placement | str]]) -> Plan:
         """Change single decisions: ``plan.override({"lm_head.weight": {"tp": "I"}, "mask": {"dp": "S(1)"}})``.
 
-        Keys are parameter or input names, values axis -> placement (stored and used). Raises ValueError for names
-        or axes that the plan does not know.
+        Keys are parameter or input names, values axis -> placement (stored and used), I or S. Raises ValueError for
+        names or axes that the plan does not know.
         """
         parameters = {name: dict(axes) for name, axes in self.parameters.items()}
         inputs = {name: dict(axes) for name, axes in self.inputs.items()}
@@ -180,7 +193,9 @@ class Plan:
         kept = {name: dict(axes) for name, axes in self.overrides.items()}
         for name, axes in changes.items():
             kept.setdefault(name, {}).update({axis: str(p) for axis, p in axes.items()})
-        return dataclasses.replace(self, parameters=parameters, inputs=inputs, overrides=kept)
+        changed = dataclasses.replace(self, parameters=parameters, inputs=inputs, overrides=kept)
+        check_plan(changed)
+        return changed
 
     # --- text and JSON ------------------------------------------------------------------------------------
 
@@ -192,7 +207,7 @@ class Plan:
                 lines.append(f"  {name:<60} {axis}: {p.stored}{used:<8} {p.reason}")
         for name, placements in self.inputs.items():
             shown = " ".join(f"{a}: {p}" for a, p in placements.items())
-            lines.append(f"  input {name:<54} {shown}")
+            lines.append(f"  input {name:<54} {shown}{self._batch_of(name)}")
         for s in self.streams:
             blocks = f"; {','.join(map(str, s.blocks))}" if s.blocks else ""
             lines.append(f"  stream from {s.node:<48} {s.axis}: S({s.dim}{blocks})  {s.reason}")
@@ -202,6 +217,12 @@ class Plan:
         lines += [f"  slice {name:<54} tp: {p}  of a whole fused weight" for name, p in self.slices.items()]
         lines += [f"  note {subject}: {reason}" for subject, reason in self.notes]
         return "\n".join(lines)
+
+    def _batch_of(self, name: str) -> str:
+        if name not in self.batch_dims:
+            return ""
+        dim = self.batch_dims[name]
+        return "  no part of the batch" if dim is None else f"  batch: dim {dim}"
 
     def _candidates(self) -> list[str]:
         """What the attentions had to choose from, once for those that had the same choice."""
@@ -231,6 +252,7 @@ class Plan:
                 "notes": [list(n) for n in self.notes],
                 "slices": {name: str(p) for name, p in self.slices.items()},
                 "overrides": {name: dict(axes) for name, axes in self.overrides.items()},
+                "batch_dims": dict(self.batch_dims),
                 "pipeline": dataclasses.asdict(self.pipeline) if self.pipeline is not None else None,
             },
             indent=1,
@@ -238,43 +260,29 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Inverse of `to_json`. Raises ValueError for text that is not a plan."""
+        """Inverse of `to_json`. Raises ValueError for text that is not a plan, or a plan that no mesh could follow."""
         try:
-            data: dict[str, Any] = json.loads(text)
-            options: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data["options"].items()}
-            return cls(
-                mesh=Mesh(tuple((str(n), int(s)) for n, s in data["mesh"])),
-                graph=data["graph"],
-                options=Options(**options),
-                parameters={
-                    name: {a: ParameterPlan(parse_placement(s), parse_placement(u), r) for a, (s, u, r) in axes.items()}
-                    for name, axes in data["parameters"].items()
-                },
-                inputs={n: {a: parse_placement(p) for a, p in axes.items()} for n, axes in data["inputs"].items()},
-                streams=tuple(Stream(**{**s, "blocks": tuple(s["blocks"])}) for s in data["streams"]),
-                attention={node: _attention_of(a) for node, a in data["attention"].items()},
-                notes=tuple((s, r) for s, r in data["notes"]),
-                overrides=data["overrides"],
-                slices={name: parse_placement(p) for name, p in data["slices"].items()},
-                pipeline=_pipeline_of(data["pipeline"]),
-            )
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
-            raise ValueError(
-                f"plan: expected the JSON of a plan, found {error!r}; write it with plan.to_json()"
-            ) from error
+            plan: Plan = read(cls, json.loads(text), "the plan", _READERS)
+        except ValueError as error:  # of the text, too: json.JSONDecodeError is one
+            raise ValueError(f"plan: expected the JSON of a plan: {error}; write it with plan.to_json()") from error
+        check_plan(plan)
+        return plan
 
 
-def _pipeline_of(data: Mapping[str, Any] | None) -> PipelinePlan | None:
-    if data is None:
-        return None
-    holders = {name: tuple(parts) for name, parts in data["holders"].items()}
-    return PipelinePlan(data["schedule"], tuple(data["cuts"]), data["chunks"], tuple(data["slices"]), holders)
+def _placement(value: Any, at: str) -> Placement:
+    return parse_placement(read(str, value, at, {}))
 
 
-def _attention_of(data: Mapping[str, Any]) -> AttentionPlan:
-    blocks = tuple(data["query_blocks"]), tuple(data["key_blocks"])
-    candidates = tuple((str(a), str(b), str(c)) for a, b, c in data["candidates"])
-    return AttentionPlan(data["forward"], data["backward"], *blocks, data["reason"], candidates)
+def _parameter(value: Any, at: str) -> ParameterPlan:
+    stored, used, reason = read(tuple[str, str, str], value, at, {})
+    return ParameterPlan(parse_placement(stored), parse_placement(used), reason)
+
+
+def _mesh(value: Any, at: str) -> Mesh:
+    return Mesh(read(tuple[tuple[str, int], ...], value, at, {}))
+
+
+_READERS = {Placement: _placement, ParameterPlan: _parameter, Mesh: _mesh}
 
 
 def graph_digest(gm: GraphModule) -> str:

@@ -335,25 +335,35 @@ def agree(
     """All ranks (or those of my group on ``axis``) must hold the same digest.
 
     Raises the same ValueError on each of them that says the need, the ranks which differ and the way out, and
-    RuntimeError naming the ranks that do not come within the timeout. Goes through the store: no device, no process
-    group.
+    RuntimeError as `exchange` does.
     """
     ranks = groups.ranks(axis) if axis else list(range(groups.mesh.world_size))
+    found = differences(ranks, exchange(groups, digest, what, axis, timeout))
+    if found:
+        raise ValueError(f"{need or f'agree: {what} must be the same on all ranks'}, found {found}; {way_out}")
+
+
+def exchange(groups: Groups, text: str, what: str, axis: str | None = None, timeout: float | None = None) -> list[str]:
+    """ "what", a line break and the text of every rank (or of those of my group on ``axis``), in their order.
+
+    Raises RuntimeError naming the ranks that do not come within the timeout. Goes through the store: no device, no
+    process group.
+    """
+    ranks = groups.ranks(axis) if axis else list(range(groups.mesh.world_size))
+    mine = f"{what}\n{text}"
     if len(ranks) == 1:
-        return
+        return [mine]
     scope = f"agree/{axis or 'world'}/{ranks[0]}"
     count = groups._agreed.get(scope, 0)
     groups._agreed[scope] = count + 1
     store = dist.PrefixStore(f"autopar/{groups._name}/{scope}", default_store())
-    store.set(f"{count}/{groups.rank}", f"{what}\n{digest}")
+    store.set(f"{count}/{groups.rank}", mine)
     keys = [f"{count}/{r}" for r in ranks]
     _wait_for(store, keys, ranks, what, _timeout(timeout).total_seconds())
     values = [v.decode() for v in store.multi_get(keys)]
     if count:  # everybody has set this round's key, so everybody has read the last round's
         store.delete_key(f"{count - 1}/{groups.rank}")
-    found = _differences(ranks, values)
-    if found:
-        raise ValueError(f"{need or f'agree: {what} must be the same on all ranks'}, found {found}; {way_out}")
+    return values
 
 
 def _wait_for(store: dist.Store, keys: list[str], ranks: list[int], what: str, limit: float) -> None:
@@ -368,7 +378,7 @@ def _wait_for(store: dist.Store, keys: list[str], ranks: list[int], what: str, l
         pause = min(2 * pause, 0.001 if waited < 0.1 else 0.02)
 
 
-def _differences(ranks: Sequence[int], values: Sequence[str]) -> str:
+def differences(ranks: Sequence[int], values: Sequence[str]) -> str:
     """Who holds what, if not all hold the same: first those that differ from most."""
     by_value: dict[str, list[int]] = {}
     for rank, value in zip(ranks, values):

@@ -59,6 +59,7 @@ class ParallelModule(Stateful):
         buffers: Mapping[str, Tensor],
         backend: str,
         seed: int,
+        sync: bool = False,
     ) -> None:
         super().__init__()
         self._skeleton = [skeleton]  # in a list: its (meta) parameters are not this module's
@@ -67,31 +68,19 @@ class ParallelModule(Stateful):
         self._executors: dict[Key, Runner] = {}
         self._batches: dict[Key, dict[str, Any]] = {}  # shapes only, on the meta device
         self._steps = state.StepCount(groups)
-        self._loaded = all(values.get(s.name) is not None for s in specs)
-        self._own: dict[str, nn.Parameter] = {}  # with pipeline stages: what this rank's stages use
-        for spec in self._held(specs):
-            whole = values.get(spec.name)
-            local = (
-                torch.empty(spec.local_shape(groups.mesh), dtype=spec.dtype, device=groups.device)
-                if whole is None
-                else state.local_piece(whole, spec, groups)
-            )
-            self._own[spec.name] = state.make_parameter(local, spec, groups)
+        self._loaded = sync or all(values.get(s.name) is not None for s in specs)
+        # with pipeline stages: what this rank's stages use
+        self._own: dict[str, nn.Parameter] = state.make_parameters(specs, values, groups, sync)
         make_owners(self, skeleton, [*values, *buffers])
         tied = {name: s.name for s in specs for name in (s.name, *s.aliases)}
         for name in values:  # in the model's order, not that of the graph
             if tied[name] in self._own:
                 owner_of(self, name, skeleton).register_parameter(name.rpartition(".")[2], self._own[tied[name]])
         persistent = set(skeleton.state_dict())
-        copies = {id(b): b.to(groups.device, copy=True) for b in buffers.values()}  # steps write to them
-        for name, buffer in buffers.items():
+        copies = state.own_buffers(buffers, groups, sync)  # steps write to them
+        for name, buffer in copies.items():
             owner = owner_of(self, name, skeleton)
-            owner.register_buffer(name.rpartition(".")[2], copies[id(buffer)], persistent=name in persistent)
-
-    def _held(self, specs: tuple[ParameterSpec, ...]) -> list[ParameterSpec]:
-        """The parameters that this rank holds a piece of."""
-        here = self._groups.coordinate.get("pp", 0)
-        return [s for s in specs if here in s.ranks]
+            owner.register_buffer(name.rpartition(".")[2], buffer, persistent=name in persistent)
 
     # --- what it is ---------------------------------------------------------------------------------------
 

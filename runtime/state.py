@@ -44,6 +44,18 @@ def local_piece(whole: Tensor, spec: ParameterSpec, groups: Groups) -> Tensor:
     return piece.to(device=groups.device, dtype=spec.dtype, copy=True, memory_format=torch.contiguous_format)
 
 
+def of_first_rank(mine: Tensor | None, shape: Iterable[int], dtype: torch.dtype, groups: Groups) -> Tensor:
+    """What rank 0 holds, as a tensor of its own on the mesh's device; of the others only shape and dtype count.
+    Collective. It goes as bytes: backends send few dtypes."""
+    if mine is None or groups.rank:
+        out = torch.empty(tuple(shape), dtype=dtype, device=groups.device)
+    else:
+        out = mine.detach().to(device=groups.device, dtype=dtype, copy=True, memory_format=torch.contiguous_format)
+    if groups.mesh.world_size > 1:
+        dist.broadcast(out.reshape(-1).view(torch.uint8), 0, group=groups.group(groups.world))
+    return out
+
+
 def wrap(local: Tensor, spec: ParameterSpec, groups: Groups) -> DTensor:
     """This rank's piece (of a parameter or of its gradient) as a DTensor; shares the storage, no gradient flows."""
     expected = spec.local_shape(groups.mesh)
@@ -62,6 +74,35 @@ def wrap(local: Tensor, spec: ParameterSpec, groups: Groups) -> DTensor:
 def make_parameter(local: Tensor, spec: ParameterSpec, groups: Groups) -> nn.Parameter:
     """A parameter that optimizers and checkpoints see whole, over this rank's piece (same storage)."""
     return nn.Parameter(wrap(local, spec, groups), requires_grad=spec.requires_grad)
+
+
+def make_parameters(
+    specs: Iterable[ParameterSpec], values: Mapping[str, Tensor | None], groups: Groups, sync: bool = False
+) -> dict[str, nn.Parameter]:
+    """The parameters that this rank's stages use, by name: pieces of whole ``values``, or empty ones where there is
+    none. ``sync``: of the values of rank 0; collective then, and one of them is whole at a time."""
+    out = {}
+    for spec in specs:
+        whole = values.get(spec.name)
+        if sync:
+            whole = of_first_rank(whole, spec.shape, spec.dtype, groups)
+        if groups.coordinate.get("pp", 0) not in spec.ranks:
+            continue
+        if whole is None:
+            local = torch.empty(spec.local_shape(groups.mesh), dtype=spec.dtype, device=groups.device)
+        else:
+            local = local_piece(whole, spec, groups)
+        out[spec.name] = make_parameter(local, spec, groups)
+    return out
+
+
+def own_buffers(buffers: Mapping[str, Tensor], groups: Groups, sync: bool = False) -> dict[str, Tensor]:
+    """Copies by name, on the mesh's device; tied ones stay tied. ``sync``: of those of rank 0; collective then."""
+    copies: dict[int, Tensor] = {}
+    for b in buffers.values():
+        copy = of_first_rank(b, b.shape, b.dtype, groups) if sync else b.to(groups.device, copy=True)
+        copies.setdefault(id(b), copy)
+    return {name: copies[id(b)] for name, b in buffers.items()}
 
 
 def local_tensor(x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from autopar.adapters.state_dict import EXTRA
 from autopar.parameter import ParameterSpec
 from autopar.plan import Plan
 from autopar.runtime import state
+from autopar.runtime.agreement import agree_on_pieces
 from autopar.runtime.failures import reporting
 from autopar.runtime.groups import Groups
 from autopar.runtime.safetensors_io import load_pretrained, save_pretrained, saved_steps
@@ -51,17 +52,26 @@ class Stateful(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True, assign: bool = False) -> None:
         """Load whole tensors, or the DTensors of a `state_dict` of this mesh, by original names.
 
-        Raises ValueError listing what is missing, unexpected or of another shape or kind (integers into floats).
+        Raises ValueError listing what is missing, unexpected or of another shape or kind (integers into floats), and
+        for values that differ between ranks. Collective.
         """
-        tensors, steps = state.split_steps(state_dict)
-        if any(isinstance(v, torch.distributed.tensor.DTensor) for v in tensors.values()):
-            own = super().state_dict()
-            state.check_kinds(tensors, own)
-            super().load_state_dict({**tensors, EXTRA: own[EXTRA]}, strict=strict)
-        else:
-            state.load_state_dict(tensors, self._own, self._specs, self._groups, self._persistent(), strict)
-        if steps is not None:
-            self.training_steps = steps
+        with reporting():
+            tensors, steps = state.split_steps(state_dict)
+            if any(isinstance(v, torch.distributed.tensor.DTensor) for v in tensors.values()):
+                own = super().state_dict()
+                state.check_kinds(tensors, own)
+                super().load_state_dict({**tensors, EXTRA: own[EXTRA]}, strict=strict)
+            else:
+                state.load_state_dict(tensors, self._own, self._specs, self._groups, self._persistent(), strict)
+            if steps is not None:
+                self.training_steps = steps
+            self._finish_loading("load_state_dict")
+
+    def _finish_loading(self, who: str) -> None:
+        """Ranks that hold the same piece must hold the same contents."""
+        own = {name: state.local_tensor(p) for name, p in self._own.items()}
+        shared = {**self._persistent(), "the count of training steps": state.local_tensor(self._steps.tensor)}
+        agree_on_pieces(self._groups, own, self._specs, shared, who)
         self._loaded = True
 
     @property
@@ -97,7 +107,7 @@ class Stateful(nn.Module):
                     state.local_tensor(self._own[name]).copy_(piece)
             if (steps := saved_steps(folder)) is not None:
                 self.training_steps = steps
-        self._loaded = True
+            self._finish_loading("load_pretrained")
 
     def save_pretrained(self, folder: str | Path, max_shard_size: int | str = "5GB") -> None:
         """Write a folder that plain transformers loads (safetensors and the configs). Collective; rank 0 writes."""

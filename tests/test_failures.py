@@ -233,7 +233,7 @@ def other_options() -> None:
 
 
 def test_options_that_differ_between_ranks() -> None:
-    refused(2, "the plan must be the same on all ranks", other_options)
+    refused(2, "must be given the same options, found zero: rank 1: 3; against rank 0: 0; call it alike", other_options)
 
 
 # --- plans --------------------------------------------------------------------------------------------

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+import dataclasses
+import json
+from typing import Any
 
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.checks import PlacementError, _check_inputs
+from autopar.compile import compile_model, plan_model
 from autopar.mesh import Mesh
-from autopar.placement import INVARIANT, REPLICATE, Shard
+from autopar.placement import INVARIANT, PARTIAL, REPLICATE, Shard
 from autopar.plan import Options, ParameterPlan, Plan, Stream
 
 PLAN = Plan(
@@ -32,6 +40,98 @@ def test_options_are_checked() -> None:
 
 def test_json_round_trip() -> None:
     assert Plan.from_json(PLAN.to_json()) == PLAN
+
+
+WRONG = {  # what a JSON says instead -> what the error says
+    "surplus": ({"more": 1}, "found unknown name 'more'"),
+    "surplus option": ({"options": {**json.loads(PLAN.to_json())["options"], "zerro": 3}}, "unknown name 'zerro'"),
+    "missing option": ({"options": {"zero": 3}}, "the plan.options, found no 'sequence_parallel'"),
+    "option's type": ({"options": {**json.loads(PLAN.to_json())["options"], "zero": True}}, "int .*found True"),
+    "mesh": ({"mesh": [["dp", "2"]]}, r"expected int at the plan.mesh\[0\]\[1\], found '2'"),
+    "list": ({"parameters": []}, "expected names with values at the plan.parameters"),
+    "placement": ({"inputs": {"x": {"dp": "S"}}}, "expected R, I, P, S.*found 'S'"),
+    "entries": ({"parameters": {"w": {"dp": ["I", "R"]}}}, "expected 3 entries at the plan.parameters.w.dp"),
+    "axis": ({"parameters": {"w": {"cp": ["I", "R", ""]}}}, "parameter w: no axis 'cp' in the mesh dp=2,tp=2"),
+    "axis of an input": ({"inputs": {"x": {"pp": "I"}}}, "input x: no axis 'pp'"),
+    "axis of a stream": ({"streams": [{"node": "a", "dim": 1, "reason": "", "axis": "cp", "blocks": []}]}, "'cp'"),
+    "dim of a stream": ({"streams": [{"node": "a", "dim": -1, "reason": "", "axis": "tp", "blocks": []}]}, "found -1"),
+    "stored R": ({"parameters": {"w": {"dp": ["R", "R", ""]}}}, "parameter w is stored as R on axis 'dp'.*use I"),
+    "stored P": ({"parameters": {"w": {"tp": ["P", "R", ""]}}}, "parameter w is stored as P on axis 'tp'"),
+    "used P": ({"parameters": {"w": {"tp": ["I", "P", ""]}}}, "w is used as P, a pending sum"),
+    "input P": ({"inputs": {"x": {"dp": "P"}}}, "input x is stored as P"),
+    "slice R": ({"slices": {"split": "R"}}, "slice split is stored as R"),
+    "micro-batches": ({"parameters": {"w": {"mb": ["S(0)", "R", ""]}}}, "w is cut on axis 'mb'"),
+    "attention": ({"attention": {"a": {"forward": "ring", "backward": "ring", "query_blocks": [], "key_blocks": [],
+                                       "reason": "", "candidates": []}}}, "attention a: no axis 'cp'"),
+    "pipeline": ({"pipeline": {"schedule": "gpipe", "cuts": ["m"], "chunks": 1, "slices": [], "holders": {}}},
+                 "needs an axis 'pp'"),
+    "batch": ({"batch_dims": {"x": "1"}}, "expected int at the plan.batch_dims.x, found '1', or expected null"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_plans_that_nobody_could_follow_are_refused_when_read(what: str) -> None:
+    change, why = WRONG[what]
+    with pytest.raises(ValueError, match="^plan: .*" + why):
+        Plan.from_json(json.dumps(json.loads(PLAN.to_json()) | change))
+
+
+def test_what_overrides_may_say() -> None:
+    for wrong in ("R", "P", REPLICATE):
+        with pytest.raises(ValueError, match=r"parameter w is stored as [RP] on axis 'dp', values are stored whole"):
+            PLAN.override({"w": {"dp": wrong}})
+    with pytest.raises(ValueError, match="input x is stored as R on axis 'dp'"):
+        PLAN.override({"x": {"dp": "R"}})
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self.a(x), y)
+
+
+def test_plans_are_held_against_the_model() -> None:
+    batch = {"x": torch.zeros(4, 8), "y": torch.zeros(4, 8)}
+    made, _ = plan_model(Two(), batch, Mesh.of(dp=2, tp=2), Options())
+
+    def read(**changes: Any) -> Plan:
+        data = json.loads(made.to_json())
+        for name, value in changes.items():
+            data[name] = data[name] | value if value else value
+        return Plan.from_json(json.dumps(data))
+
+    assert read() == made and plan_model(Two(), batch, made.mesh, made.options, read())[0] == made
+    for plan, why in (
+        (read(parameters={"b.weight": {"tp": ["I", "I", ""]}}), "no parameter 'b.weight' in this model; it has a"),
+        (read(parameters={"a.weight": {"tp": ["S(2)", "S(2)", ""]}}),
+         r"a.weight is cut as S\(2\) on axis 'tp', it has shape \(8, 8\)"),
+        (read(parameters={"a.weight": {"tp": ["S(0;4,2)", "I", ""]}}),
+         r"blocks of S\(0;4,2\) sum to 6, the dim has size 8"),
+        (read(parameters={"a.weight": {"tp": ["S(0;5,3)", "I", ""]}}), "block of 5 does not divide over 2 ranks"),
+        (read(overrides={"c": {"tp": "I"}}), "an override of 'c', which is no parameter or input"),
+        (made.override({"x": {"dp": "S(3)"}}), r"input x is cut as S\(3\) on axis 'dp', it has shape \(4, 8\)"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="^plan: .*" + why):
+            plan_model(Two(), batch, made.mesh, made.options, plan)
+        with pytest.raises(ValueError, match="^plan: .*" + why):
+            compile_model(Two(), batch, made.mesh, plan=plan)
+
+
+def test_graphs_whose_parameters_are_stored_as_sums_are_no_graphs() -> None:
+    batch = {"x": torch.zeros(4, 8), "y": torch.zeros(4, 8)}
+    made = compile_model(Two(), batch, Mesh.of(dp=2), outputs=())
+    for wrong in (REPLICATE, PARTIAL):
+        ctx, graph = made.context, made.local
+        entry = next(s for s in graph.meta["signature"].inputs if s.name == "a.bias")
+        node = next(n for n in graph.graph.nodes if n.name == entry.node)
+        stored = {"dp": ParameterPlan(wrong, REPLICATE)}
+        bent = dataclasses.replace(made.plan, parameters={**made.plan.parameters, "a.bias": stored})
+        node.meta["placements"] = {"dp": wrong}
+        with pytest.raises(PlacementError, match=r"parameter a.bias is stored as [RP], not I or S"):
+            _check_inputs(graph, "dp", dataclasses.replace(ctx, plan=bent))
 
 
 def test_text_shows_every_decision() -> None:

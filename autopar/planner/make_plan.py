@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from autopar.graph import global_shape
 from autopar.mesh import Mesh
 from autopar.placement import INVARIANT, REPLICATE, Pieces, Placement, Shard, nested_shape
 from autopar.plan import Options, ParameterPlan, Plan, Stream, graph_digest
+from autopar.plan_checks import check_fits
 from autopar.planner.closure import Analysis
 from autopar.planner.context import ContextPlan, plan_context
 from autopar.planner.sequence import find_streams
@@ -36,6 +38,8 @@ def make_plan(
     """
     options, digest = options or Options(), graph_digest(gm)
     _check(mesh, digest, fixed)
+    if fixed is not None:
+        check_fits(dataclasses.replace(fixed, inputs={}), gm)
     names = {n: s.name for n, s in _nodes(gm) if s.kind == "parameter"}
     parameters: dict[str, dict[str, ParameterPlan]] = {name: {} for name in names.values()}
     notes: list[tuple[str, str]] = []
@@ -70,8 +74,11 @@ def make_plan(
     plan = Plan(
         mesh, digest, options, parameters, inputs, streams, tuple(notes), slices=slices, attention=context.attention
     )
-    overrides = fixed.overrides if fixed is not None else {}
-    return plan.override({n: axes for n, axes in overrides.items() if n in plan.parameters or n in plan.inputs})
+    if fixed is not None and fixed.overrides:
+        known = {n: axes for n, axes in fixed.overrides.items() if n in plan.parameters or n in plan.inputs}
+        plan = plan.override(known)
+        check_fits(plan, gm)
+    return plan
 
 
 def _check(mesh: Mesh, digest: str, fixed: Plan | None) -> None:

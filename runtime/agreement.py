@@ -1,0 +1,174 @@
+"""What must be the same on several ranks, compared before it can do harm.
+
+    agree_on(groups, [Claim(("cp", "tp"), {"x": word, "mask": word}, need, way_out), ...], "the batch")
+
+Ranks exchange a digest of each claim at once, through the store; only when digests differ do they exchange what they
+claim, to name it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from autopar.mesh import Mesh
+from autopar.parameter import ParameterSpec
+from autopar.placement import Shard
+from autopar.plan import Plan
+from autopar.runtime.contents import words_of
+from autopar.runtime.groups import Groups, differences, exchange
+
+MOST_SHOWN = 3
+WEIGHTS = "the weights"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """``facts`` by name, the same on the ranks that differ in their coordinates on ``axes`` only. The error reads
+    "``need``, found ...; ``way_out``"."""
+
+    axes: tuple[str, ...]
+    facts: Mapping[str, str]
+    need: str
+    way_out: str
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(repr(sorted(self.facts.items())).encode()).hexdigest()[:16]
+
+
+def agree_on(groups: Groups, claims: Sequence[Claim], what: str) -> None:
+    """Compare the claims, in order: the first one that does not hold raises ValueError, the same on every rank.
+
+    Every rank makes the same claims, but for the facts; those behind a claim that does not hold may differ in number.
+    One exchange of all ranks; another one to find words.
+    """
+    if groups.mesh.world_size == 1 or not claims:
+        return
+    told = [t.split("\n") for t in exchange(groups, "\n".join(c.digest for c in claims), what)]
+    if apart := differences(range(len(told)), [f"\n{t[0]}" for t in told]):
+        raise ValueError(
+            f"agree: all ranks must take the same steps, found {apart}; run the same program on every rank"
+        )
+    for i, claim in enumerate(claims, 1):
+        if any(len({told[r][i] for r in ranks}) > 1 for ranks in _parts(groups.mesh, claim.axes)):
+            raise ValueError(_explained(groups, claim, what))
+
+
+@functools.cache
+def _parts(mesh: Mesh, axes: tuple[str, ...]) -> list[list[int]]:
+    """The ranks of the world, those together that differ in their coordinates on ``axes`` only."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(mesh.world_size):
+        at = mesh.coordinate(rank)
+        found.setdefault(tuple(at[a] for a in at if a not in axes), []).append(rank)
+    return list(found.values())
+
+
+def _explained(groups: Groups, claim: Claim, what: str) -> str:
+    """Says which facts differ, and on which ranks."""
+    told = [json.loads(t.partition("\n")[2]) for t in exchange(groups, json.dumps(dict(claim.facts)), what)]
+    found: dict[str, str] = {}
+    for ranks in _parts(groups.mesh, claim.axes):
+        for name in dict.fromkeys(n for r in ranks for n in told[r]):
+            differ = differences(ranks, [f"\n{told[r].get(name, 'nothing')}" for r in ranks])
+            if differ:
+                found.setdefault(name, differ)
+    shown = ", and ".join(f"{name}: {differ}" for name, differ in list(found.items())[:MOST_SHOWN])
+    more = f" (and {len(found) - MOST_SHOWN} more)" if len(found) > MOST_SHOWN else ""
+    return f"{claim.need}, found {shown}{more}; {claim.way_out}"
+
+
+def everywhere(groups: Groups) -> tuple[str, ...]:
+    """All axes."""
+    return tuple(groups.mesh.sizes)
+
+
+def agree_on_call(groups: Groups, facts: Mapping[str, Any]) -> None:
+    """The arguments of `parallelize`, by name."""
+    told = {name: repr(value) for name, value in facts.items()}
+    need, way_out = "parallelize: every rank must be given the same options", "call it alike on every rank"
+    agree_on(groups, [Claim(everywhere(groups), told, need, way_out)], "the options")
+
+
+def agree_on_plan(groups: Groups, plan: Plan) -> None:
+    """The plan, which follows from the model's structure, the mesh, the options and the example's shapes."""
+    told = {name: str(part) for name, part in json.loads(plan.to_json()).items()}
+    need = "agree: the plan must be the same on all ranks"
+    way_out = "give every rank the same model, mesh, options and batch shapes"
+    agree_on(groups, [Claim(everywhere(groups), told, need, way_out)], "the plan")
+
+
+# --- weights ----------------------------------------------------------------------------------------------
+
+
+def check_source(groups: Groups, tensors: Mapping[str, Tensor | None]) -> None:
+    """Rank 0 must have all values, where all ranks take those of rank 0. Raises the same ValueError on every rank."""
+    missing = next((name for name, x in tensors.items() if x is None), "")
+    first = exchange(groups, missing, WEIGHTS)[0].partition("\n")[2]
+    if first:
+        raise ValueError(
+            f"parallelize: sync=True takes the weights of rank 0, found {first} on the meta device there; build "
+            "the model of rank 0 with weights, or load them afterwards with load_pretrained(folder)"
+        )
+
+
+def agree_on_model(groups: Groups, tensors: Mapping[str, Tensor], given: Mapping[str, Tensor | None] | None) -> None:
+    """The whole parameters and buffers of each rank's model by name: names, shapes, dtypes, and the contents of
+    ``given`` (None: on the meta device, without values), unless it is None itself.
+
+    Raises ValueError for tensors whose contents differ: replicas would never be equal.
+    """
+    if groups.mesh.world_size == 1:
+        return
+    shapes = {name: f"{tuple(x.shape)} {x.dtype}" for name, x in tensors.items()}
+    need, way_out = "parallelize: every rank must be given the same model", "build it alike on every rank"
+    claims = [Claim(everywhere(groups), shapes, need, way_out)]
+    if given is not None:
+        words = words_of({name: x for name, x in given.items() if x is not None})
+        told = {name: words.get(name, "no values") for name in given}
+        need = "parallelize: every rank must be given the same weights"
+        way_out = (
+            "seed alike before building the model (torch.manual_seed), load the same checkpoint with "
+            "load_pretrained(folder), or take those of rank 0 with parallelize(..., sync=True)"
+        )
+        claims.append(Claim(everywhere(groups), told, need, way_out))
+    agree_on(groups, claims, WEIGHTS)
+
+
+def agree_on_pieces(
+    groups: Groups,
+    pieces: Mapping[str, Tensor],
+    specs: Sequence[ParameterSpec],
+    buffers: Mapping[str, Tensor],
+    who: str,
+) -> None:
+    """This rank's pieces of the parameters, as loaded: ranks that hold the same piece must hold the same contents.
+
+    A piece that no other rank holds can't be compared; it is cut out of what the rank was given.
+    """
+    if groups.mesh.world_size == 1:
+        return
+    words = words_of({**pieces, **buffers})
+    by_axes: dict[tuple[str, ...], dict[str, str]] = {
+        axes: {} for axes in sorted({_copied_over(groups, s) for s in specs} | {everywhere(groups)}) if axes
+    }
+    for spec in specs:
+        if spec.name in pieces and (axes := _copied_over(groups, spec)):
+            by_axes[axes][spec.name] = words[spec.name]
+    by_axes[everywhere(groups)] |= {name: words[name] for name in buffers}
+    need = f"{who}: every rank must be given the same values"
+    way_out = "read the same checkpoint on every rank"
+    agree_on(groups, [Claim(axes, facts, need, way_out) for axes, facts in by_axes.items()], WEIGHTS)
+
+
+def _copied_over(groups: Groups, spec: ParameterSpec) -> tuple[str, ...]:
+    """The axes on which all ranks hold the same piece; stages hold different parameters."""
+    cut = {axis for axis, p in spec.placements.items() if isinstance(p, Shard)}
+    return tuple(axis for axis in groups.mesh.sizes if axis not in cut and axis != "pp")

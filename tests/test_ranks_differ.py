@@ -1,0 +1,153 @@
+"""Ranks that were given different weights, options or batches: refused in words, or made equal."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import autopar
+from autopar.runtime.contents import CHUNK, word_of, words_of
+from tests.plain_models import EXACT, Metric, Net, Normed, Tied, build, gap, gradients, numbers, part, tokens
+from tests.ranks import run_ranks
+
+
+def message(call: Any, *args: Any, **kwargs: Any) -> str:
+    try:
+        call(*args, **kwargs)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+# --- words of contents ------------------------------------------------------------------------------------
+
+
+def test_words_depend_on_bits_and_places_alone() -> None:
+    x = torch.randn(6, 10, dtype=torch.float64)
+    same = [x, x.clone(), x.t().contiguous().t(), x.expand(2, 6, 10)[1], torch.cat([x[:1], x])[1:], nn.Parameter(x)]
+    assert len(set(words_of({str(i): y for i, y in enumerate(same)}).values())) == 1
+    changed = [x]
+    for i in (0, 7, 59):
+        changed.append(x.clone())
+        changed[-1].view(-1)[i] = torch.nextafter(x.view(-1)[i], torch.tensor(9.0, dtype=x.dtype))
+    changed += [
+        -x,
+        x.flip(0),
+        x.roll(1, 1),
+        torch.where(torch.arange(10) < 2, -x, x),
+        x * float("nan"),
+        0 * x,
+        -0.0 * x,
+    ]
+    assert len(set(words_of({str(i): y for i, y in enumerate(changed)}).values())) == len(changed)
+
+
+def test_words_of_every_dtype_and_size() -> None:
+    dtypes = [torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64, torch.float8_e4m3fn, torch.bfloat16,
+              torch.float16, torch.float32, torch.complex64, torch.complex128]  # fmt: skip
+    for dtype in dtypes:
+        for n in (1, 3, 8, 4 * CHUNK["cpu"] + 5):
+            x = torch.arange(n).remainder(2).to(dtype)
+            for i in {0, n // 2, n - 1}:
+                other = x.clone()
+                other[i] = 1 - int(x[i].real if x.is_complex() else x[i])
+                assert word_of(other) != word_of(x), (dtype, n, i)
+    assert int(word_of(torch.zeros(0))) == 0 == int(word_of(torch.zeros(5)))
+    conjugate = torch.tensor([1 + 2j]).conj()
+    assert word_of(conjugate) == word_of(conjugate.resolve_conj()) != word_of(conjugate.conj())
+
+
+# --- weights ----------------------------------------------------------------------------------------------
+
+
+def seeded(kind: type[nn.Module], seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return kind().double()
+
+
+def weights_differ() -> list[str]:
+    mesh, batch, rank = autopar.init_mesh("cpu", 30.0, dp=2, tp=2), numbers(), dist.get_rank()
+
+    def put(model: nn.Module, **how: Any) -> Any:
+        return autopar.parallelize(model, mesh, example_batch=part(batch, {"dp": 2, "tp": 2}), **how)
+
+    found = [message(put, seeded(Net, rank // 2)), message(put, build(Net), seed=rank // 3)]
+    bent = build(Net)
+    with torch.no_grad():
+        bent.head.bias[3] += 1e-12 * (rank == 1)
+    found.append(message(put, bent))
+    stats = build(Normed)
+    stats.norm.running_mean[2] = rank
+    images = {"images": torch.randn(2, 3, 5, 5, dtype=torch.float64), "labels": torch.zeros(2, dtype=torch.int64)}
+    found.append(message(autopar.parallelize, stats, mesh, example_batch=images))
+    with torch.device("meta" if rank == 3 else "cpu"):
+        partly = Net().double()
+    torch.manual_seed(0)
+    found.append(message(put, partly))
+    found.append(message(put, Net().to("meta"), sync=True))
+
+    found.append(message(put, build(Metric if rank == 2 else Tied)))
+
+    module = put(build(Net).to("meta"))
+    found.append(message(module.load_state_dict, seeded(Net, rank).state_dict()))
+    module.load_state_dict(build(Net).state_dict())
+    return found
+
+
+def test_different_weights_are_refused_on_every_rank() -> None:
+    every = run_ranks(4, weights_differ)
+    assert all(found == every[0] for found in every)
+    seeds, seed, bias, buffer, meta, no_source, model, loaded = every[0]
+    assert re.search(
+        r"same weights, found first.weight: rank 2, 3: \w+; against rank 0, 1: .*second.weight: .*more\)", seeds
+    )
+    assert "torch.manual_seed" in seeds and "sync=True" in seeds and "load_pretrained" in seeds
+    assert "same options, found seed: rank 3: 1; against rank 0, 1, 2: 0" in seed
+    assert re.search(r"same weights, found head.bias: rank 1: \w+; against rank 0, 2, 3: \w+; seed", bias)
+    assert "found norm.running_mean: rank 1: " in buffer
+    assert "first.weight: rank 3: no values; against" in meta
+    assert "sync=True takes the weights of rank 0, found first.weight on the meta device there" in no_source
+    assert "the same model, found embed.weight: rank 2: nothing; against rank 0, 1, 3: (16, 12) torch.float64" in model
+    assert loaded.startswith("load_state_dict: every rank must be given the same values, found ")
+
+
+def synchronised(sizes: dict[str, int], kind: type[nn.Module]) -> None:
+    """Rank 0 has the weights; others have their own, and the last one none."""
+    rank = dist.get_rank()
+    model = build(kind)
+    with torch.device("meta" if rank == 1 else "cpu"):
+        mine = model if rank == 0 else seeded(kind, rank)
+    before = {n: p.clone() for n, p in mine.named_parameters()}
+    batch = numbers() if kind is Net else tokens()
+    mesh = autopar.init_mesh("cpu", 30.0, **sizes)
+    parallel = autopar.parallelize(mine, mesh, example_batch=part(batch, sizes), exact=True, zero=3, sync=True)
+    assert all(p.is_meta or torch.equal(p, before[n]) for n, p in mine.named_parameters())
+    output = model(**batch)
+    expected = output if isinstance(output, Tensor) else output["loss"]
+    expected.backward()
+    assert abs(float(parallel.train_step(**part(batch, sizes))) - float(expected)) < EXACT
+    assert gap(parallel.full_gradients(), gradients(model)) < EXACT
+    assert gap(parallel.full_state_dict(), dict(model.state_dict())) == 0
+
+
+def test_sync_gives_every_rank_the_weights_of_the_first() -> None:
+    run_ranks(2, synchronised, {"dp": 2}, Tied)
+    run_ranks(4, synchronised, {"dp": 2, "tp": 2}, Net)
+
+
+def synchronised_buffers() -> None:
+    model, rank = build(Normed), dist.get_rank()
+    with torch.no_grad():
+        model.norm.running_mean += 1 + rank
+    images = {"images": torch.randn(2, 3, 5, 5, dtype=torch.float64), "labels": torch.zeros(2, dtype=torch.int64)}
+    module = autopar.parallelize(model, autopar.init_mesh("cpu", 30.0, dp=2), example_batch=images, sync=True)
+    assert module.norm.running_mean.eq(1).all() and model.norm.running_mean.eq(1 + rank).all()
+    assert module.norm.num_batches_tracked.dtype == torch.int64
+
+
+def test_sync_takes_the_buffers_too() -> None:
+    run_ranks(2, synchronised_buffers)
