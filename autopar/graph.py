@@ -14,6 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.operators import OpOverload, argument_defaults
 from autopar.mesh import Mesh
+from autopar.ops.gradient import HOLE
 from autopar.placement import INVARIANT, Pieces, Placement, nested_shape
 
 
@@ -120,7 +121,7 @@ def has_gradient(node: Node) -> bool:
     return bool(node.meta.get("has_gradient", False))
 
 
-_NO_GRADIENT = (torch.ops.aten.detach.default,)
+_NO_GRADIENT = (torch.ops.aten.detach.default, HOLE)
 
 
 def mark_gradients(gm: GraphModule, trainable: Iterable[str]) -> None:

@@ -34,7 +34,10 @@ from autopar.graph import (
     tensor_operands,
     values,
 )
+from autopar.ops.gradient import HOLE, OWN_BACKWARD, RESULT
+from autopar.own_backward import parts_of_token
 from autopar.pass_manager import Context
+from autopar.passes.place_backwards import Backwards, best_input, dual_of, source_of
 from autopar.placement import (
     INVARIANT,
     PARTIAL,
@@ -57,6 +60,7 @@ from autopar.rules import (
     operand_placements,
     rule_of,
     set_results,
+    type_of,
 )
 
 # Axes that cut the batch or its tokens: weights are whole for use there, and activations decide. On tp and ep weights
@@ -102,6 +106,7 @@ class _Sweep:
         self.specs = {s.node: s for s in gm.meta["signature"].inputs}
         self.labels = stream_labels(gm, plan.streams, ctx.mesh, axis)
         self.made: set[Node] = set()  # parameters, and what is made of them
+        self.backwards = Backwards(gm.graph, axis, lambda node: rule_of(node, axis, ctx.mesh, whole=self.whole))
 
     def run(self) -> None:
         if self.axis == "cp":
@@ -154,6 +159,9 @@ class _Sweep:
         if node.target is operator.getitem:
             set_results(node, self.axis, operand_placements(node, self.axis))
             return
+        if node.target in (HOLE, OWN_BACKWARD, RESULT):
+            self._visit_backward(node)
+            return
         if not has_rule(node) and str(node.target) not in self.whole:
             if any(not matches(placement(x, self.axis), INVARIANT, has_gradient(x)) for x in operands):
                 raise ValueError(missing_rule(node, self.axis))
@@ -166,6 +174,31 @@ class _Sweep:
                 replace_operand(node, x, self._converted(x, need, node))
         set_results(node, self.axis, choice.results)
 
+    def _visit_backward(self, node: Node) -> None:
+        """A part of a model's own backward: see `place_backwards`."""
+        if node.target is HOLE:
+            value: Node = node.args[0]  # type: ignore[assignment]
+            set_placement(node, self.axis, self.backwards.hole(node, placement(value, self.axis), self._effective))
+        elif node.target is OWN_BACKWARD:
+            inputs, gradients, holes, name = parts_of_token(node)
+            pairs = [self._with_gradient(x, g, node) for x, g in zip(inputs, gradients, strict=True)]
+            node.args = ([x for x, _ in pairs], [g for _, g in pairs], holes, name)
+        set_results(node, self.axis, type_of(node, self.axis, self.mesh))
+
+    def _with_gradient(self, x: Node, gradient: Node, token: Node) -> tuple[Node, Node]:
+        """An input of a function and its gradient, with placements that fit."""
+        native, have = placement(x, self.axis), placement(gradient, self.axis)
+        have = INVARIANT if isinstance(have, Replicate) else have
+
+        def cost(src: Placement, dst: Placement) -> float:
+            if self.axis == "mb" and src != dst:
+                return float("inf")
+            return self._price(gradient, source_of(src, dst), dst)
+
+        chosen = best_input(have, native, self.versions.get(x, {}), cost)
+        taken = x if chosen == native else self.versions[x][chosen]
+        return taken, self._converted(gradient, dual_of(chosen), token)
+
     def _choose(self, node: Node, rule: Rule, operands: list[Node]) -> _Choice:
         """The best way to run the op: by rank, then by the bytes of the conversions it needs."""
         have = [self._effective(x) for x in operands]
@@ -174,7 +207,7 @@ class _Sweep:
 
     def _choices(self, node: Node, rule: Rule, operands: list[Node], have: list[Placement]) -> Iterator[_Choice]:
         partial = frozenset(i for i, p in enumerate(have) if isinstance(p, Partial) and rule.operands[i] is not None)
-        for kept in rule.linear if rule.keep_partial else ():
+        for kept in rule.linear if rule.keep_partial or node in self.backwards.inside else ():
             others = partial - kept  # a pending count under a pending sum: resolved, when nobody differentiates it
             if partial and kept <= partial and not any(has_gradient(operands[i]) for i in others):
                 needs: list[Placement | None] = [
@@ -284,6 +317,9 @@ class _Sweep:
         versions = self.versions.setdefault(x, {})
         if need in versions:
             return versions[need]
+        if matches(placement(x, self.axis), need, has_gradient(x)):
+            return x
+        self.backwards.refuse_over_micro_batches(x, before)
         src = min(self._sources(x), key=lambda p: self._price(x, p, need))
         if self._price(x, src, need) == float("inf"):
             raise ValueError(f"placements: {describe(before)} needs {x.name} as {need} on {self.axis!r}, it is {src}")

@@ -6,18 +6,69 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.node import map_arg
+
+from autopar.ops.gradient import OWN_BACKWARD, RESULT
+from autopar.own_backward import OwnBackward, inside_of, own_backwards
 
 PROVENANCE = ("nn_module_stack", "stack_trace")
 
 
 class _Tagging(Interpreter):
-    """Runs a graph so that traced nodes carry the metadata of the node they come from."""
+    """Runs a graph so that traced nodes carry the metadata of the node they come from; a model's own backwards run
+    where autograd asks for them."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        own = own_backwards(gm.graph)
+        super().__init__(gm, garbage_collect_values=not own)  # what a backward takes is kept until its token
+        self.own = {one.token: one for one in own}
+        self.inside = inside_of(gm.graph)
 
     def run_node(self, n: Node) -> Any:
+        if n in self.inside:
+            return None
         with torch.fx.traceback.set_current_meta(n):
+            if n.target is OWN_BACKWARD:
+                return self._own_backward(self.own[n])
+            if n.target is RESULT:
+                return self._result(n)
             return super().run_node(n)
+
+    def _own_backward(self, own: OwnBackward) -> dict[Node, Tensor]:
+        """Sources of the results' gradients, by hole."""
+        inputs, saved = [self.env[x] for x in own.inputs], [self.env[x].detach() for x in own.saved]
+        shapes = [hole.meta["val"] for hole in own.holes]
+        sources = _OwnBackward.apply(own, shapes, len(inputs), *inputs, *saved)
+        return dict(zip(own.holes, sources, strict=True))
+
+    def _result(self, n: Node) -> Tensor:
+        value, hole, token = n.args
+        made: Tensor = torch.ops.autopar.with_gradient_of(self.env[value], self.env[token][hole])
+        return made
+
+
+class _OwnBackward(torch.autograd.Function):
+    """Gives tensors without values; of their gradients it computes those of its inputs, by a part of a graph."""
+
+    @staticmethod
+    def forward(ctx: Any, own: OwnBackward, like: Sequence[Tensor], count: int, *tensors: Tensor) -> Any:
+        ctx.own, ctx.like = own, like
+        ctx.save_for_backward(*tensors[count:])
+        return tuple(tensors[0].new_empty(x.shape, dtype=x.dtype) for x in like)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        own: OwnBackward = ctx.own
+        known: dict[Node, Any] = dict(zip(own.holes, grads, strict=True))
+        known |= zip(own.saved, ctx.saved_tensors, strict=True)
+        for node in own.inside:
+            with torch.fx.traceback.set_current_meta(node):
+                args, kwargs = map_arg((node.args, node.kwargs), known.__getitem__)
+                known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        return None, None, None, *(known[g] for g in own.gradients), *(None for _ in own.saved)
 
 
 def joint_graph(gm: GraphModule, differentiable: Sequence[bool]) -> GraphModule:

@@ -1,13 +1,13 @@
 """`torch.autograd.Function` in a captured model: its own backward, and not the derivative of its forward.
 
 A graph of the forward alone would be differentiated as it stands: wrong for straight-through estimators, clipped
-derivatives, whatever a backward says that the forward does not. A backward is a linear map B of the incoming gradient.
-Its transpose B' is traced by differentiating B with respect to that gradient, and joins the graph where the function
-is called:
+derivatives, whatever a backward says that the forward does not. A backward is a function of the incoming gradients and
+of saved values, so it is traced where the function is called, of a gradient that is not known yet (`ops.gradient`):
 
-    y = Function.apply(x)          y = with_gradient_of(forward(x), B'(x))       since   d(B' x) / dx  transposed = B
+    y = Function.apply(x)     y0 = forward(x);  g = gradient_of(y0);  gx = backward(g)
+                              y = with_backward(y0, g, own_backward([x], [gx], [g]))
 
-It is made of ordinary operators, which every pass knows. Of B'(x) only the backward, B itself, is left to run.
+It is made of ordinary operators, which every pass knows, whatever it computes.
 """
 
 from __future__ import annotations
@@ -15,17 +15,14 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Function
-from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.overrides import TorchFunctionMode
+
+ops = torch.ops.autopar
 
 
 @contextlib.contextmanager
@@ -57,6 +54,9 @@ class _Ctx:
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         self.saved_tensors = tensors
 
+    def save_for_forward(self, *tensors: Tensor | None) -> None:
+        """For derivatives in forward mode, which a training step has none of."""
+
     def mark_non_differentiable(self, *tensors: Tensor) -> None:
         self.without_gradient = [id(x) for x in tensors]
 
@@ -65,10 +65,6 @@ class _Ctx:
 
     def mark_dirty(self, *tensors: Tensor) -> None:
         raise ValueError("it writes into its inputs")
-
-
-def _has_setup(cls: Any) -> bool:
-    return cls.setup_context is not Function.setup_context
 
 
 def _bound(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -82,6 +78,10 @@ def _bound(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any
     return bound.args
 
 
+def _has_setup(cls: Any) -> bool:
+    return cls.setup_context is not Function.setup_context
+
+
 def _captured(cls: Any, *args: Any) -> Any:
     needs = [isinstance(x, Tensor) and x.requires_grad for x in args]
     ctx = _Ctx(needs)
@@ -91,82 +91,54 @@ def _captured(cls: Any, *args: Any) -> Any:
             cls.setup_context(ctx, args, result)
         else:
             result = cls.forward(ctx, *args)
-    if not any(needs):
+    if not (any(needs) and torch.is_grad_enabled()):
         return result
-    outs = [result] if isinstance(result, Tensor) else list(result)
-    ends = [i for i, y in enumerate(outs) if _is_float(y) and id(y) not in ctx.without_gradient]
+    results = [result] if isinstance(result, Tensor) else list(result)
+    ends = [i for i, y in enumerate(results) if _is_float(y) and id(y) not in ctx.without_gradient]
+    values = {i: results[i].detach() for i in ends}
     inputs = [x for x, need in zip(args, needs) if need]
-    leaves, spec = pytree.tree_flatten(vars(ctx))
-    backward = _Backward(inspect.unwrap(cls.backward), leaves, spec, outs, ends)
-    try:
-        transposed = backward.transposed(inputs)
-    except Exception as error:
-        raise ValueError(
-            f"the backward of the autograd function {cls.__qualname__} cannot be traced ({error}); write it with "
-            "differentiable operators, or the whole function with torch.where and detach"
-        ) from error
-    found = transposed(backward.saved, [torch.zeros_like(outs[i]) for i in ends], inputs)
-    for i, source in zip(ends, found):
-        if source is not None:
-            outs[i] = torch.ops.autopar.with_gradient_of(outs[i].detach(), source.to(outs[i].dtype))
-    return outs[0] if isinstance(result, Tensor) else tuple(outs)
+    holes = {i: ops.gradient_of(values[i], inputs) for i in ends}
+    gradients = _gradients(cls, ctx, args, results, holes)
+    pairs = [(x, _like(g, x)) for x, g in zip(args, gradients) if g is not None]
+    if pairs:
+        taken, made = [x for x, _ in pairs], [g for _, g in pairs]
+        token = ops.own_backward(taken, made, [*holes.values()], cls.__qualname__)
+        values = {i: ops.with_backward(values[i], holes[i], token) for i in ends}
+    results = [values.get(i, y) for i, y in enumerate(results)]
+    return results[0] if isinstance(result, Tensor) else tuple(results)
 
 
-@dataclass
-class _Backward:
-    """The backward of one call. function: without the wrapper that forbids to differentiate it. leaves, spec: what its
-    ctx holds, flat. outs: results of the forward; ends: which of them have a gradient."""
+def _gradients(
+    cls: Any, ctx: _Ctx, args: Sequence[Any], results: Sequence[Any], holes: dict[int, Tensor]
+) -> list[Tensor | None]:
+    """What the backward gives for each argument that needs a gradient."""
+    given = [holes[i].clone() if i in holes else _nothing(y, ctx) for i, y in enumerate(results)]
+    with torch.no_grad(), _Watched(given):
+        made = (cls.backward if cls.vjp is Function.vjp else cls.vjp)(ctx, *given)
+    made = made if isinstance(made, tuple) else (made,)
+    return [g if need else None for g, need in zip(made, ctx.needs_input_grad)]
 
-    function: Any
-    leaves: list[Any]
-    spec: Any
-    outs: list[Any]
-    ends: list[int]
 
-    @property
-    def saved(self) -> list[Tensor]:
-        """The tensors of the ctx, cut off from their own gradients."""
-        return [x.detach() for x in self.leaves if isinstance(x, Tensor)]
+def _like(gradient: Tensor, x: Tensor) -> Tensor:
+    """As autograd takes it: of the input's shape and dtype."""
+    gradient = gradient.detach()
+    if gradient.shape != x.shape:
+        gradient = gradient.sum_to_size(x.shape)
+    return gradient.to(x.dtype)
 
-    def transposed(self, inputs: list[Tensor]) -> GraphModule:
-        """(saved tensors, gradients of which only the shapes count, inputs) -> B' of the inputs, for each end."""
-        with _disable_current_modes(), FakeTensorMode():
-            saved = [_like(x) for x in self.leaves if isinstance(x, Tensor)]
-            grads, values = [_like(self.outs[i]) for i in self.ends], [_like(x) for x in inputs]
-            return make_fx(lambda s, g, v: self._transpose(s, g, v))(saved, grads, values)
 
-    def _transpose(self, saved: list[Tensor], grads: list[Tensor], values: list[Tensor]) -> Sequence[Tensor | None]:
-        ctx = self._ctx(saved)
-        made = self._run(ctx, [g.requires_grad_() for g in grads])
-        wanted = [x for x, need in zip(made, ctx.needs_input_grad) if need]
-        pairs = [(x, v) for x, v in zip(wanted, values, strict=True) if x is not None and x.requires_grad]
-        if not pairs:
-            return [None for _ in grads]
-        return torch.autograd.grad([x for x, _ in pairs], grads, [v.to(x.dtype) for x, v in pairs], allow_unused=True)
+class _Watched(TorchFunctionMode):
+    def __init__(self, given):
+        super().__init__()
 
-    def _ctx(self, saved: list[Tensor]) -> _Ctx:
-        """As the forward left it, with other tensors."""
-        tensors, ctx = iter(saved), _Ctx(())
-        state = [next(tensors) if isinstance(x, Tensor) else x for x in self.leaves]
-        vars(ctx).update(pytree.tree_unflatten(state, self.spec))
-        return ctx
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
 
-    def _run(self, ctx: _Ctx, grads: list[Tensor]) -> tuple[Tensor | None, ...]:
-        """The backward itself: a gradient for each argument of the forward."""
-        given = dict(zip(self.ends, grads))
-        ends = [given[i].clone() if i in given else self._nothing(y, ctx) for i, y in enumerate(self.outs)]
-        with torch.enable_grad():
-            made = self.function(ctx, *ends)
-        return made if isinstance(made, tuple) else (made,)
 
-    def _nothing(self, y: Any, ctx: _Ctx) -> Tensor | None:
-        """What a backward gets for a result without gradient."""
-        return torch.zeros_like(_like(y)) if isinstance(y, Tensor) and ctx.materialize_grads else None
+def _nothing(y: Any, ctx: _Ctx) -> Tensor | None:
+    """What a backward gets for a result without gradient."""
+    return torch.zeros_like(y) if isinstance(y, Tensor) and ctx.materialize_grads else None
 
 
 def _is_float(y: Any) -> bool:
     return isinstance(y, Tensor) and (y.is_floating_point() or y.is_complex())
-
-
-def _like(x: Tensor) -> Tensor:
-    return torch.empty(tuple(x.shape), dtype=x.dtype, device=x.device)

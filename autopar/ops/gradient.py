@@ -1,8 +1,16 @@
-"""`autopar::with_gradient_of`: the value of one tensor, the gradient of another.
+"""A model's own backward as ordinary nodes of the graph, over a *gradient hole*.
 
-    out = with_gradient_of(y, e)          out = y;   de = d(out), and y gets none
+    g  = gradient_of(f(x), [x])                  stands for the gradient that will arrive at the result
+    gx = mul(g, 2.0)                             the backward: whatever it computes, of g and of any other value
+    t  = own_backward([x], [gx], [g], "Double")  the gradient of x is gx
+    y  = with_backward(f(x), g, t)               the value f(x); what arrives as its gradient is g
 
-What computes e is dead code in a step graph: only its backward is left (`passes.simplify_views`).
+Forward, nobody reads what depends on a hole: `autopar.adapters.aot` leaves it out, and runs it on the gradient where
+that is known. ``t`` ties a function's results to its inputs and has no value.
+
+There, and in joint graphs only:
+
+    out = with_gradient_of(y, e)                 out = y;   de = d(out), and y gets none
 """
 
 from __future__ import annotations
@@ -11,6 +19,45 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Node
+
+TRACED = "torch.autograd.grad through an autograd function inside of a forward is not supported; compute it outside"
+
+
+@torch.library.custom_op("autopar::gradient_of", mutates_args=())
+def gradient_of(value: Tensor, inputs: list[Tensor]) -> Tensor:
+    """The hole: the gradient of a result whose value is ``value``, of its shape and dtype. Without a value."""
+    return torch.zeros_like(value, memory_format=torch.contiguous_format)
+
+
+@gradient_of.register_fake
+def _(value: Tensor, inputs: list[Tensor]) -> Tensor:
+    return torch.empty_like(value, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("autopar::own_backward", mutates_args=())
+def own_backward(inputs: list[Tensor], gradients: list[Tensor], holes: list[Tensor], name: str) -> Tensor:
+    """The gradients of the inputs are ``gradients``, which are made of ``holes``. ``name``: of the function."""
+    return gradients[0].new_zeros(())
+
+
+@own_backward.register_fake
+def _(inputs: list[Tensor], gradients: list[Tensor], holes: list[Tensor], name: str) -> Tensor:
+    found, expected = [g.shape for g in gradients], [x.shape for x in inputs]
+    assert found == expected, f"own_backward of {name}: gradients of {found} for inputs of {expected}"
+    return gradients[0].new_empty(())
+
+
+@torch.library.custom_op("autopar::with_backward", mutates_args=())
+def with_backward(value: Tensor, hole: Tensor, token: Tensor) -> Tensor:
+    """A result of a function: ``value``, whose gradient is ``hole`` in the backward that ``token`` names."""
+    return value.clone()
+
+
+@with_backward.register_fake
+def _(value: Tensor, hole: Tensor, token: Tensor) -> Tensor:
+    assert value.shape == hole.shape, f"with_backward: {value.shape} and {hole.shape}"
+    return torch.empty_like(value)
 
 
 @torch.library.custom_op("autopar::with_gradient_of", mutates_args=())
@@ -29,4 +76,14 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
     return None, grad
 
 
+def _unknown(ctx: Any, *grads: Tensor) -> None:
+    raise ValueError(TRACED)
+
+
 with_gradient_of.register_autograd(_backward)
+for _op in (own_backward, with_backward):
+    _op.register_autograd(_unknown)
+
+HOLE = torch.ops.autopar.gradient_of.default
+OWN_BACKWARD = torch.ops.autopar.own_backward.default
+RESULT = torch.ops.autopar.with_backward.default

@@ -19,6 +19,7 @@ from autopar.mesh import Mesh
 from autopar.placement import INVARIANT, Invariant, Pieces, Placement, nested_shape
 from autopar.rules.builders import opaque
 from autopar.rules.call import Call
+from autopar.rules.own_backward import TARGETS, type_of_part
 from autopar.rules.rule import Cat, Cut, Rule, RuleError, apply, matches
 from autopar.rules.table import RULES
 
@@ -113,6 +114,8 @@ def type_of(node: Node, axis: str, mesh: Mesh, whole: tuple[str, ...] = ()) -> l
         return [INVARIANT for _ in values(node)]  # any op may run on whole, equal values
     if node.target is operator.getitem:
         return operands
+    if node.target in TARGETS:
+        return type_of_part(node, axis, operands)
     return apply(rule_of(node, axis, mesh, whole=whole), operands, gradients, mesh.pieces(axis))
 
 

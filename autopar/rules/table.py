@@ -11,6 +11,7 @@ import autopar.ops  # noqa: F401  (registers the operators that the table names)
 from autopar.adapters.operators import makes_tensors, mutates
 from autopar.conversions import convert, exchange, exchange_slice
 from autopar.ops.context import attention_of_piece
+from autopar.rules import own_backward as own
 from autopar.rules import special as sp
 from autopar.rules import views as vw
 from autopar.rules.attention import attention
@@ -97,7 +98,9 @@ add("mul", pointwise("product"))
 add("div.Tensor div.Scalar", pointwise("numerator"))
 add("where.self where.ScalarOther where.ScalarSelf where.Scalar masked_fill", pointwise())
 add("autopar::dropout", sp.dropout)
-add("autopar::with_gradient_of", pointwise())
+add("autopar::gradient_of", own.hole)
+add("autopar::own_backward", own.token)
+add("autopar::with_backward", own.result)
 
 # Products.
 RULES[torch.ops.aten.linear.default] = einsum("... i, o i -> ... o", "input weight", bias="bias")
@@ -151,7 +154,8 @@ add(
 # Made from nothing, or from a shape.
 add("arange zeros ones full empty scalar_tensor linspace.default eye tril_indices triu_indices", factory)
 add("new_zeros new_ones new_full new_empty", factory)
-add("zeros_like ones_like full_like empty_like", like)
+add("ones_like full_like empty_like", like)
+add("zeros_like", pointwise("unary", keep=True))
 add(
     "one_hot bucketize searchsorted.Tensor histc bincount nonzero unique_consecutive",
     opaque("its size depends on values"),
