@@ -28,6 +28,7 @@ from autopar.adapters.export import export, flatten, unflatten
 from autopar.adapters.fake import fake_like, new_mode, structure_copy
 from autopar.adapters.lazy import lazy_code
 from autopar.exact import LiftFloat32
+from autopar.own_backward import check_contained
 
 __all__ = ["ADAPTERS", "Adapter", "InputSpec", "LiftFloat32", "OutputSpec", "Signature", "adapter_for", "capture"]
 
@@ -156,6 +157,7 @@ def _finish(program: ExportedProgram, replica: nn.Module, arguments: Mapping[str
     kept = _drop_unused(program, inputs)
     gm = GraphModule(nn.Module(), graph)
     gm.meta["signature"] = Signature(kept, tuple(outputs), program.call_spec.out_spec, tuple(leaves))
+    check_contained(gm)
     constants = {spec.name for spec in kept if spec.kind == "constant"}
     gm.meta["constants"] = {name: program.constants[name].detach() for name in sorted(constants)}
     return gm

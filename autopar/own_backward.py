@@ -28,6 +28,7 @@ class OwnBackward:
     gradients: list[Node]
     holes: list[Node]
     name: str
+    zeros: bool
     inside: list[Node] = field(default_factory=list)
 
     @property
@@ -42,10 +43,10 @@ class OwnBackward:
         return list(dict.fromkeys(x for x in used if x not in made))
 
 
-def parts_of_token(token: Node) -> tuple[list[Node], list[Node], list[Node], str]:
-    """(inputs, gradients, holes, name) of a call of `own_backward`."""
-    inputs, gradients, holes, name = token.args
-    return list(inputs), list(gradients), list(holes), str(name)  # type: ignore[arg-type]
+def parts_of_token(token: Node) -> tuple[list[Node], list[Node], list[Node], str, bool]:
+    """The arguments of a call of `own_backward`."""
+    inputs, gradients, holes, name, zeros = token.args
+    return list(inputs), list(gradients), list(holes), str(name), bool(zeros)  # type: ignore[arg-type]
 
 
 def own_backwards(graph: Graph) -> list[OwnBackward]:
@@ -88,13 +89,14 @@ def _passes(node: Node) -> bool:
 
 
 def glued(nodes: Sequence[Node]) -> set[Node]:
-    """Nodes that belong with the one before them: what stands between a hole and the last result of its function."""
+    """Of some nodes of a graph, in order, those that belong with the one before them: what stands between the first
+    hole of a function and its last result."""
+    order = {n: i for i, n in enumerate(nodes)}
     found: set[Node] = set()
-    for i, node in enumerate(nodes):
-        if is_call(node, OWN_BACKWARD):
-            _, _, holes, _ = parts_of_token(node)
-            at = [j for j, n in enumerate(nodes) if n in holes or (is_call(n, RESULT) and node in n.all_input_nodes)]
-            found |= set(nodes[min(at, default=i) + 1 : max([*at, i]) + 1])
+    for own in own_backwards(nodes[0].graph) if nodes else []:
+        at = [order[n] for n in (*own.holes, *own.inside, own.token, *own.results) if n in order]
+        if at:
+            found |= set(nodes[min(at) + 1 : max(at) + 1])
     return found
 
 
@@ -124,24 +126,19 @@ def check_contained(gm: GraphModule) -> None:
     for value, spec in zip(gm.graph.output_node().args[0], specs, strict=True):  # type: ignore[arg-type]
         if value in inside:
             raise ValueError(
-                f"capture: {spec.name} takes a value that depends on the gradient in the backward of {functions(gm)}; "
-                "a backward may only return gradients: take the value with a hook on the parameter, after the step"
+                f"capture: {spec.name} takes a value that depends on the gradient, in the backward of the autograd "
+                f"function {function_of(value)}; a backward may only return gradients"
             )
 
 
-def functions(gm: GraphModule) -> str:
-    """The names of a graph's autograd functions."""
-    return ", ".join(sorted({own.name for own in own_backwards(gm.graph)}))
-
-
-def name_of_inside(node: Node) -> str:
-    """The name of the function whose backward a node belongs to."""
+def function_of(node: Node) -> str:
+    """The name of the function to whose backward a node belongs."""
+    holes = {hole: own.name for own in own_backwards(node.graph) for hole in own.holes}
     queue, seen = [node], {node}
     while queue:
-        at = queue.pop(0)
-        if is_call(at, OWN_BACKWARD):
-            return parts_of_token(at)[3]
-        more = [user for user in at.users if user not in seen]
-        seen.update(more)
-        queue += more
-    return "an autograd function"
+        at = queue.pop()
+        if at in holes:
+            return holes[at]
+        queue += [x for x in at.all_input_nodes if x not in seen]
+        seen.update(queue)
+    return "unknown"

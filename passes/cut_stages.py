@@ -24,7 +24,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from autopar.flow import Flow
-from autopar.graph import add_placeholder, ancestors, copy_node, has_gradient, outputs
+from autopar.graph import add_placeholder, ancestors, copy_node, has_gradient, is_call, outputs
+from autopar.ops.gradient import OWN_BACKWARD
+from autopar.own_backward import parts_of_token
 from autopar.passes.joint import VIEWS, part_of_view
 from autopar.passes.slice_tokens import of_slice
 from autopar.schedule import Hop
@@ -57,6 +59,7 @@ def cut_stages(gm: GraphModule, flow: Flow, part_of: Mapping[Node, int], count: 
     """Cut a local graph into ``count`` parts; ``part_of`` says it for each main node. ``gm`` is left as it is."""
     cutter = _Cutter(gm, flow, part_of, count)
     parts = [cutter.part(k) for k in range(count)]
+    cutter.refuse_split_backwards()
     once = cutter.prologue([n for n in cutter.frontier if n not in flow.repeated], "Once")
     each = cutter.prologue([n for n in cutter.frontier if n in flow.repeated], "Each")
     return Cut(parts, cutter.hops, once, each, flow)
@@ -69,6 +72,7 @@ class _Cutter:
         self.frontier: dict[Node, None] = {}  # values of the prologue
         self.kept = self._outputs()
         self.hops, self.sent, self.received = self._hops()
+        self.backwards: dict[Node, list[int]] = {}  # tokens -> the parts that have them
 
     def _outputs(self) -> list[list[tuple[str, str, Node]]]:
         """Per part: (name, kind, value) of the model's outputs that it makes."""
@@ -120,6 +124,8 @@ class _Cutter:
         for node in own:
             copy_node(graph, node, copies)
         graph.output(tuple(copy_node(graph, value, copies) for _, _, value in results))
+        for token in (n for n in copies if is_call(n, OWN_BACKWARD)):
+            self.backwards.setdefault(token, []).append(k)
         gm = GraphModule(torch.nn.Module(), graph, f"Part{k}")
         gm.meta["signature"] = self.gm.meta["signature"]
         mutated = self.gm.meta["signature"].outputs
@@ -163,6 +169,17 @@ class _Cutter:
     def _is_view(node: Node) -> bool:
         """A view of what a prologue made is made again where it is used: sent through, it would be written out."""
         return bool(node.all_input_nodes) and (node.target in VIEWS or part_of_view(node))
+
+    def refuse_split_backwards(self) -> None:
+        """Raises ValueError for a function of parameters alone that several parts would make again: each would run its
+        backward on a part of the gradient."""
+        for token, parts in self.backwards.items():
+            if len(parts) > 1:
+                raise ValueError(
+                    f"pipeline: the result of the autograd function {parts_of_token(token)[3]} is used by parts "
+                    f"{', '.join(map(str, parts))}, and its backward needs their gradients together; call the function "
+                    "where each part uses it, or cut such that one part has all uses"
+                )
 
     # --- prologue -----------------------------------------------------------------------------------------
 

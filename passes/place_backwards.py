@@ -15,24 +15,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from torch.fx import Node
+from torch.fx import Graph, Node
 
+from autopar.conversions import is_conversion
 from autopar.graph import describe
-from autopar.ops.gradient import HOLE
-from autopar.own_backward import OwnBackward, inside_of, is_linear, name_of_inside, own_backwards
+from autopar.own_backward import OwnBackward, function_of, inside_of, is_linear, own_backwards
 from autopar.placement import INVARIANT, PARTIAL, REPLICATE, Invariant, Partial, Placement, Replicate, Shard
-
-Price = Callable[[Node, Placement, Placement], float]
+from autopar.rules import Rule
 
 
 class Backwards:
     """Those of a graph on an axis."""
 
-    def __init__(self, graph: object, axis: str, rule_of: Callable[[Node], object]) -> None:
+    def __init__(self, graph: Graph, axis: str, rule_of: Callable[[Node], Rule]) -> None:
         self.axis, self.rule_of = axis, rule_of
-        self.inside = inside_of(graph)  # type: ignore[arg-type]
+        self.inside = inside_of(graph)
         self.of_hole: dict[Node, OwnBackward] = {}
-        for own in own_backwards(graph):  # type: ignore[arg-type]
+        for own in own_backwards(graph):
             self.of_hole |= dict.fromkeys(own.holes, own)
         self.summed: dict[int, bool] = {}
 
@@ -52,15 +51,20 @@ class Backwards:
     def refuse_over_micro_batches(self, x: Node, before: Node) -> None:
         """Raises ValueError where gradients of all micro-batches would be needed in the backward of one."""
         if self.axis == "mb" and x in self.inside:
+            while is_conversion(before):
+                before = next(iter(before.users))
             raise ValueError(
-                f"micro_batches: the backward of the autograd function {name_of_inside(x)} needs the gradients of all "
+                f"micro_batches: the backward of the autograd function {function_of(x)} needs the gradients of all "
                 f"micro-batches at once at {describe(before)}, so cutting the batch would change the result; use "
                 "micro_batches=1"
             )
 
 
 def best_input(
-    gradient: Placement, native: Placement, versions: Mapping[Placement, Node], cost: Callable[[Placement, Placement], float]
+    gradient: Placement,
+    native: Placement,
+    versions: Mapping[Placement, Node],
+    cost: Callable[[Placement, Placement], float],
 ) -> Placement:
     """The placement with which an input is taken. cost: of a conversion. The gradient of a converted input goes through
     the transposed conversion; where all is equal it does, together with the gradients of other uses."""
@@ -82,6 +86,3 @@ def dual_of(p: Placement) -> Placement:
 def source_of(p: Placement, need: Placement) -> Placement:
     """As what a whole value without gradient is converted: equal copies become addends as Replicate."""
     return REPLICATE if isinstance(p, Invariant) and isinstance(need, Partial) else p
-
-
-__all__ = ["HOLE", "Backwards", "best_input", "dual_of", "source_of"]

@@ -40,6 +40,8 @@ from autopar.graph import (
     shape,
     tensor_operands,
 )
+from autopar.ops.gradient import HOLE
+from autopar.own_backward import function_of
 from autopar.pass_manager import Context
 from autopar.placement import INVARIANT, PARTIAL, REPLICATE, Invariant, Partial, Placement, Shard
 from autopar.planner.sequence import spread_label
@@ -164,6 +166,11 @@ class _Sweep:
         if node.target is operator.getitem:
             set_results(node, AXIS, operand_placements(node, AXIS))
             return
+        if node.target is HOLE:
+            raise ValueError(
+                f"token_slices: the autograd function {function_of(node)} has a backward of its own, which would see "
+                "the gradients of one slice at a time; use a schedule without token slices"
+            )
         if not has_rule(node):
             raise ValueError(missing_rule(node, AXIS))
         rule = rule_of(node, AXIS, self.mesh, whole=self.whole_ops)

@@ -292,9 +292,18 @@ def _casts() -> Iterator[Sample]:
         yield call(op, normal(6, 12))
     yield call(aten.masked_fill.Tensor, normal(6, 12), truth(6, 12), torch.tensor(2.0, dtype=torch.float64))
     yield call(aten.clamp.Tensor, normal(6, 12), real(12), real(6, 1) + 1)
-    yield call(ours.with_gradient_of.default, normal(6, 2), normal(6, 2))
     for op in (aten.argmax.default, aten.isnan.default):
         yield call(op, normal(6, 2))
+
+
+def _selections() -> Iterator[Sample]:
+    """Linear in both branches, or in one beside a zero."""
+    for name in ("where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar", "masked_fill.Scalar"):
+        packet, overload = name.split(".")
+        yield from pointwise(getattr(getattr(aten, packet), overload))
+    yield call(aten.where.ScalarOther, truth(2, 6), normal(2, 6), 0)
+    yield call(aten.where.ScalarSelf, truth(2, 6), 0.0, normal(6))
+    yield call(aten.masked_fill.Scalar, normal(2, 6), truth(6), 0.0)
 
 
 def _attention() -> Iterator[Sample]:
@@ -369,14 +378,16 @@ EXPERTS = (ours.moe_dispatch.default, ours.grouped_mm.default, ours.grouped_bias
 # Not tried alone: a getitem has the placement of the result that it takes (every sample of several results), the others
 # are what localisation makes of embedding, loss and conversions (test_rules tries them on meshes of two axes).
 PIECES = (attention_of_piece, embedding_of_piece, cross_entropy_of_piece)
-STRUCTURE = (operator.getitem, convert, exchange, exchange_slice, *PIECES)
+# The parts of a model's own backward have no derivative of their own; test_autograd_function types and runs them.
+BACKWARDS = (ours.gradient_of.default, ours.own_backward.default, ours.with_backward.default)
+STRUCTURE = (operator.getitem, convert, exchange, exchange_slice, *PIECES, *BACKWARDS)
 # Their size depends on values, so that they cannot be in a graph of fixed shapes; the rule is "run it whole".
 DYNAMIC = (aten.nonzero.default, aten.unique_consecutive.default, aten.bincount.default)
 
 
 def _all() -> dict[Any, list[Sample]]:
     found: dict[Any, list[Sample]] = {}
-    for maker in (_products, _views, _picks, _reductions, _spans, _made, _casts, _attention, _losses):
+    for maker in (_products, _views, _picks, _reductions, _spans, _made, _casts, _selections, _attention, _losses):
         for sample in maker():
             found.setdefault(sample.steps[0].target, []).append(sample)
     for op in EXPERTS:

@@ -6,13 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+import autopar
 from autopar.capture import capture
 from autopar.mesh import Mesh
 from autopar.plan import Options
+from autopar.runtime.groups import init_mesh
+from tests import own_functions as own
 from tests.harness import check_model
+from tests.ranks import run_ranks
 
 
 class Rounded(torch.autograd.Function):
@@ -84,18 +89,117 @@ def batch() -> dict[str, Tensor]:
     return {"x": torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(1)).double()}
 
 
-@pytest.mark.parametrize("mesh", ["dp=2", "tp=2", "dp=2,tp=2"])
-@pytest.mark.parametrize("options", [Options(), Options(zero=3, micro_batches=2)], ids=["plain", "zero3-mb2"])
-def test_gradients_are_those_of_the_backward(mesh: str, options: Options) -> None:
-    options = options if "dp" in mesh else Options(micro_batches=options.micro_batches)
-    result = check_model(Net().double(), batch(), Mesh.parse(mesh), options)
+def check(model: nn.Module, mesh: str, **options: Any) -> Any:
+    result = check_model(model.double(), batch(), Mesh.parse(mesh), Options(**options))
     assert result.worst < 1e-12
-    steps = result.compiled.graphs
+    return result
+
+
+@pytest.mark.parametrize(("mesh", "options"), [("tp=2", {}), ("dp=2,tp=2", {"zero": 3, "micro_batches": 2})])
+def test_gradients_are_those_of_the_backward(mesh: str, options: dict[str, Any]) -> None:
+    steps = check(Net(), mesh, **options).compiled.graphs
     assert steps is not None and steps.backward is not None
     for gm in (steps.forward, steps.backward):
-        assert not any("with_gradient_of" in str(n.target) for n in gm.graph.nodes if n.op == "call_function")
+        names = {str(n.target) for n in gm.graph.nodes if n.op == "call_function"}
+        assert not any("backward" in name or "gradient_of" in name for name in names if "autopar" in name)
     products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
-    assert sum(n.target in products for n in steps.forward.graph.nodes) == 3  # what was transposed does not run
+    assert sum(n.target in products for n in steps.forward.graph.nodes) == 3  # no backward runs in the forward
+
+
+class Block(nn.Module):
+    """Backwards that are not linear in the gradient or span its rows; weights that a function changes; an auxiliary
+    loss."""
+
+    def __init__(self, over_batch: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.gate = nn.Linear(8, 12), nn.Linear(12, 8), nn.Linear(8, 4)
+        self.scale, self.over_batch = nn.Parameter(torch.rand(12)), over_batch
+
+    def forward(self, x: Tensor) -> Tensor:
+        u = nn.functional.linear(x, own.Quantised.apply(self.up.weight), self.up.bias)  # type: ignore[no-untyped-call]
+        h = own.Signed.apply(own.Clamped.apply(u, 4e-3)) + own.Normalised.apply(u.cos())  # type: ignore[no-untyped-call]
+        h = own.Recomputed.apply(h + u, self.scale)  # type: ignore[no-untyped-call]
+        a, b, where = own.Pair.apply(h, u.sin())  # type: ignore[no-untyped-call]
+        share = self.gate(x).softmax(-1)
+        h = own.Injected.apply(torch.where(where, a, b), share.square().mean())  # type: ignore[no-untyped-call]
+        if not self.over_batch:
+            return x + self.down(h)
+        h = own.Injected.apply(own.TotalNorm.apply(h), share.mean((0, 1)).square().sum())  # type: ignore[no-untyped-call]
+        made: Tensor = own.Affine.apply(h, own.Clipped.apply(self.down.weight), self.down.bias)  # type: ignore[no-untyped-call]
+        return made
+
+
+class Stack(nn.Module):
+    def __init__(self, over_batch: bool = False, blocks: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block(over_batch) for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        loss: Tensor = own.CustomLoss.apply(x)  # type: ignore[no-untyped-call]
+        return loss
+
+
+@pytest.mark.parametrize(("mesh", "options"), [("dp=1", {}), ("dp=2", {"zero": 3}), ("tp=2", {})])
+def test_backwards_of_any_kind(mesh: str, options: dict[str, Any]) -> None:
+    check(Stack(over_batch=True), mesh, **options)
+
+
+def errors(cases: list[tuple[dict[str, int], dict[str, Any]]]) -> list[float]:
+    """On a rank: the largest error of any gradient, relative to its largest value."""
+    found = []
+    for sizes, options in cases:
+        part = {k: v.chunk(sizes.get("dp", 1))[0] for k, v in batch().items()}
+        model = Stack(blocks=2).double()
+        report = autopar.verify(model, init_mesh(**sizes), batch(), example_batch=part, **options)
+        assert report.passed, str(report)
+        found.append(max(e.error / e.reference for e in report.entries))
+    return found
+
+
+def test_on_ranks() -> None:
+    cases = [({"pp": 2}, {"micro_batches": 2, "schedule": "zb_h1"})]
+    for found in run_ranks(2, errors, cases, timeout=300):
+        assert max(found) < 1e-10
+
+
+class One(nn.Module):
+    """One function between two layers."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.up, self.function = nn.Linear(8, 8), function
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.function(self.up(x), self).square().mean()
+        return out
+
+
+def test_what_needs_all_micro_batches_is_refused() -> None:
+    for function, name in ((own.TotalNorm, "TotalNorm"), (own.Clipped, "Clipped")):
+        on_weight = name == "Clipped"
+        model = One(lambda x, net, f=function, w=on_weight: x @ f.apply(net.up.weight) if w else f.apply(x))
+        with pytest.raises(
+            ValueError, match=rf"the autograd function {name} .*all micro-batches.* use micro_batches=1"
+        ):
+            check(model, "dp=1", micro_batches=2)
+
+
+class Written(torch.autograd.Function):
+    """Keeps what it saw in a buffer, in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seen: Tensor) -> Tensor:
+        ctx.seen = seen
+        return x * 2.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.seen.copy_(grad.sum((0, 1)))
+        return grad, None
 
 
 class Untraceable(torch.autograd.Function):
@@ -108,18 +212,54 @@ class Untraceable(torch.autograd.Function):
         return grad * float(grad.sum())
 
 
-class Bad(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = Untraceable.apply(self.up(x)).sum()  # type: ignore[no-untyped-call]
-        return out
+class Dirty(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
 
 
-def test_a_backward_that_cannot_be_traced_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"capture: .*the backward of the autograd function Untraceable cannot be"):
-        capture(Bad().double(), batch())
+class Few(Dirty):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+        return x * y
+
+
+def penalty(x: Tensor, net: nn.Module) -> Tensor:
+    (grad,) = torch.autograd.grad(x.tanh().sum(), x, create_graph=True)
+    return grad
+
+
+REFUSED: list[tuple[Any, str]] = [
+    (lambda x, net: Untraceable.apply(x), "backward of the autograd function Untraceable cannot be traced .*float"),
+    (lambda x, net: Written.apply(x, net.seen), "Written cannot be traced .*writes to a tensor of shape .8. that it"),
+    (lambda x, net: Dirty.apply(x), "Dirty writes into its inputs"),
+    (lambda x, net: Few.apply(x, x), "Few cannot be traced .it returns 1 gradients for 2 inputs"),
+    (lambda x, net: torch.func.vmap(own.TotalNorm.apply)(x), "TotalNorm is called under a transform of torch.func"),
+    (penalty, "torch.autograd.grad and backward cannot be captured"),
+]
+
+
+@pytest.mark.parametrize(("function", "message"), REFUSED, ids=lambda x: x if isinstance(x, str) else "")
+def test_what_cannot_be_captured_is_refused(function: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"capture: .*{message}"):
+        capture(One(function).double(), batch())
+
+
+def test_checkpoints_are_differentiated() -> None:
+    for reentrant in (True, False):
+
+        def run(x: Tensor, net: Any, reentrant: bool = reentrant) -> Any:
+            return torch.utils.checkpoint.checkpoint(lambda h: net.up(h).tanh(), x, use_reentrant=reentrant)
+
+        check(One(run), "dp=1")
 
 
 def test_functions_are_left_alone_afterwards() -> None:
-    before = vars(torch.autograd.Function)["apply"]
+    before = vars(torch.autograd.Function)["apply"], torch.autograd.grad, torch.autograd.backward
     capture(Net().double(), batch())
-    assert vars(torch.autograd.Function)["apply"] is before
+    assert (vars(torch.autograd.Function)["apply"], torch.autograd.grad, torch.autograd.backward) == before

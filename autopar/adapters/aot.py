@@ -56,12 +56,19 @@ class _OwnBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: OwnBackward, like: Sequence[Tensor], count: int, *tensors: Tensor) -> Any:
         ctx.own, ctx.like = own, like
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors[count:])
         return tuple(tensors[0].new_empty(x.shape, dtype=x.dtype) for x in like)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         own: OwnBackward = ctx.own
+        if not own.zeros and any(g is None for g in grads):
+            raise ValueError(
+                f"the autograd function {own.name} asks for None instead of gradients of zeros (set_materialize_grads) "
+                "and one of its results has no gradient here; let its backward take zeros"
+            )
+        grads = tuple(x.new_zeros(x.shape) if g is None else g for g, x in zip(grads, ctx.like, strict=True))
         known: dict[Node, Any] = dict(zip(own.holes, grads, strict=True))
         known |= zip(own.saved, ctx.saved_tensors, strict=True)
         for node in own.inside:

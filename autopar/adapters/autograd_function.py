@@ -19,10 +19,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._decomp import core_aten_decompositions
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Function
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import CheckpointFunction
 
 ops = torch.ops.autopar
+_GRAD, _BACKWARD = torch.autograd.grad, torch.autograd.backward
 
 
 @contextlib.contextmanager
@@ -31,21 +38,43 @@ def own_backwards() -> Iterator[None]:
     original = vars(Function)["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if cls.__module__.startswith("torch."):
+        if cls.__module__.startswith("torch._"):  # the machinery of operators: below what is captured
             return original.__get__(None, cls)(*args, **kwargs)
+        if cls is CheckpointFunction:
+            function, _, *rest = args
+            return function(*rest)
+        if torch._C._are_functorch_transforms_active():
+            raise ValueError(
+                f"the autograd function {cls.__qualname__} is called under a transform of torch.func (vmap), where its "
+                "backward cannot be captured; call it on the whole batch"
+            )
         return _captured(cls, *_bound(cls, args, kwargs))
 
     Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    torch.autograd.grad = torch.autograd.backward = _no_derivative
     try:
         yield
     finally:
         Function.apply = original  # type: ignore[method-assign]
+        torch.autograd.grad, torch.autograd.backward = _GRAD, _BACKWARD
+
+
+class _DerivativeError(ValueError):
+    """A derivative is asked for while a graph is captured."""
+
+
+def _no_derivative(*args: Any, **kwargs: Any) -> Any:
+    raise _DerivativeError(
+        "torch.autograd.grad and backward cannot be captured in a forward (a gradient penalty); write the derivative "
+        "out, or compute the penalty outside of the model"
+    )
 
 
 class _Ctx:
     """What forward and backward see as ``ctx``."""
 
-    def __init__(self, needs: Sequence[bool]) -> None:
+    def __init__(self, needs: Sequence[bool], name: str) -> None:
+        self.name_of_function = name
         self.needs_input_grad = tuple(needs)
         self.saved_tensors: tuple[Tensor | None, ...] = ()
         self.materialize_grads = True
@@ -64,7 +93,10 @@ class _Ctx:
         self.materialize_grads = value
 
     def mark_dirty(self, *tensors: Tensor) -> None:
-        raise ValueError("it writes into its inputs")
+        raise ValueError(
+            f"the autograd function {self.name_of_function} writes into its inputs (mark_dirty); let it return a new "
+            "tensor"
+        )
 
 
 def _bound(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -84,7 +116,7 @@ def _has_setup(cls: Any) -> bool:
 
 def _captured(cls: Any, *args: Any) -> Any:
     needs = [isinstance(x, Tensor) and x.requires_grad for x in args]
-    ctx = _Ctx(needs)
+    ctx = _Ctx(needs, cls.__qualname__)
     with torch.no_grad():
         if _has_setup(cls):
             result = cls.forward(*args)
@@ -93,46 +125,111 @@ def _captured(cls: Any, *args: Any) -> Any:
             result = cls.forward(ctx, *args)
     if not (any(needs) and torch.is_grad_enabled()):
         return result
-    results = [result] if isinstance(result, Tensor) else list(result)
-    ends = [i for i, y in enumerate(results) if _is_float(y) and id(y) not in ctx.without_gradient]
-    values = {i: results[i].detach() for i in ends}
+    found = result if isinstance(result, tuple) else (result,)
+    ends = [i for i, y in enumerate(found) if _is_float(y) and id(y) not in ctx.without_gradient]
+    results = [y.detach() if _is_float(y) else y for y in found]
     inputs = [x for x, need in zip(args, needs) if need]
-    holes = {i: ops.gradient_of(values[i], inputs) for i in ends}
-    gradients = _gradients(cls, ctx, args, results, holes)
-    pairs = [(x, _like(g, x)) for x, g in zip(args, gradients) if g is not None]
+    holes = {i: ops.gradient_of(results[i], inputs) for i in ends}
+    pairs = _pairs(cls, ctx, args, results, holes)
     if pairs:
         taken, made = [x for x, _ in pairs], [g for _, g in pairs]
-        token = ops.own_backward(taken, made, [*holes.values()], cls.__qualname__)
-        values = {i: ops.with_backward(values[i], holes[i], token) for i in ends}
-    results = [values.get(i, y) for i, y in enumerate(results)]
-    return results[0] if isinstance(result, Tensor) else tuple(results)
+        token = ops.own_backward(taken, made, [*holes.values()], cls.__qualname__, ctx.materialize_grads)
+        results = [ops.with_backward(y, holes[i], token) if i in holes else y for i, y in enumerate(results)]
+    return tuple(results) if isinstance(result, tuple) else results[0]
 
 
-def _gradients(
+def _pairs(
     cls: Any, ctx: _Ctx, args: Sequence[Any], results: Sequence[Any], holes: dict[int, Tensor]
-) -> list[Tensor | None]:
-    """What the backward gives for each argument that needs a gradient."""
+) -> list[tuple[Tensor, Tensor]]:
+    """Each argument that gets a gradient, and this."""
     given = [holes[i].clone() if i in holes else _nothing(y, ctx) for i, y in enumerate(results)]
-    with torch.no_grad(), _Watched(given):
-        made = (cls.backward if cls.vjp is Function.vjp else cls.vjp)(ctx, *given)
-    made = made if isinstance(made, tuple) else (made,)
-    return [g if need else None for g, need in zip(made, ctx.needs_input_grad)]
+    try:
+        made = _run(cls, ctx, given)
+        if len(made) < len(args) or any(g is not None for g in made[len(args) :]):
+            raise ValueError(f"it returns {len(made)} gradients for {len(args)} inputs")
+        needed = zip(args, made, ctx.needs_input_grad)
+        return [(x, _like(g, x)) for x, g, need in needed if need and g is not None]
+    except Exception as error:
+        raise ValueError(
+            f"the backward of the autograd function {cls.__qualname__} cannot be traced ({error}); write it with "
+            "operators on its gradients and saved tensors, without branches on their values"
+        ) from error
 
 
-def _like(gradient: Tensor, x: Tensor) -> Tensor:
+def _run(cls: Any, ctx: _Ctx, given: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """The backward itself: a gradient for each argument of the forward."""
+    function = cls.backward if cls.vjp is Function.vjp else cls.vjp
+    watch = _Watch(given)
+    with torch.no_grad():
+        try:
+            with watch:
+                made = function(ctx, *given)
+            watch.check()
+        except _DerivativeError:
+            made = _traced_apart(function, ctx, given)
+    return made if isinstance(made, tuple) else (made,)
+
+
+def _traced_apart(function: Any, ctx: _Ctx, given: Sequence[Tensor | None]) -> Any:
+    """A backward that asks for derivatives: a graph of its own, traced below autograd, and called here."""
+    leaves, spec = pytree.tree_flatten((vars(ctx), tuple(given)))
+    places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+
+    def run(tensors: list[Tensor]) -> Any:
+        filled = list(leaves)
+        for i, x in zip(places, tensors, strict=True):
+            filled[i] = x
+        state, grads = pytree.tree_unflatten(filled, spec)
+        copy = _Ctx((), ctx.name_of_function)
+        vars(copy).update(state)
+        return function(copy, *grads)
+
+    torch.autograd.grad = _GRAD
+    try:
+        with _disable_current_modes(), FakeTensorMode(), torch.no_grad():
+            fakes = [torch.empty(tuple(x.shape), dtype=x.dtype, device=x.device) for x in (leaves[i] for i in places)]
+            graph = make_fx(run, core_aten_decompositions())(fakes)
+    finally:
+        torch.autograd.grad = _no_derivative
+    return graph([leaves[i].detach() for i in places])
+
+
+def _like(gradient: Any, x: Tensor) -> Tensor:
     """As autograd takes it: of the input's shape and dtype."""
+    if not isinstance(gradient, Tensor):
+        raise ValueError(f"it returns a {type(gradient).__name__} where a tensor or None is expected")
     gradient = gradient.detach()
     if gradient.shape != x.shape:
         gradient = gradient.sum_to_size(x.shape)
     return gradient.to(x.dtype)
 
 
-class _Watched(TorchFunctionMode):
-    def __init__(self, given):
-        super().__init__()
+_READS_VALUES = {getattr(Tensor, name) for name in ("item", "tolist", "numpy", "__bool__", "__float__", "__int__")}
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
+
+class _Watch(TorchFunctionMode):
+    """Of what a backward calls: nothing reads a value, nothing writes to a tensor that the backward did not make."""
+
+    def __init__(self, given: Sequence[Tensor | None]) -> None:
+        super().__init__()
+        self.made: dict[int, Any] = {id(x): x for x in given}
+        self.seen: dict[int, tuple[Tensor, int]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READS_VALUES:
+            raise ValueError(f"{func.__name__} reads a value, which depends on the gradient or the batch")
+        for x in pytree.tree_leaves((args, kwargs)):
+            if isinstance(x, Tensor) and id(x) not in self.made:
+                self.seen.setdefault(id(x), (x, x._version))
+        result = func(*args, **(kwargs or {}))
+        self.made |= {id(x): x for x in pytree.tree_leaves(result) if isinstance(x, Tensor) and id(x) not in self.seen}
+        return result
+
+    def check(self) -> None:
+        """Raises ValueError for a tensor from outside that was written to: the forward would see it."""
+        for x, version in self.seen.values():
+            if x._version != version:
+                raise ValueError(f"it writes to a tensor of shape {list(x.shape)} that it did not make; clone it first")
 
 
 def _nothing(y: Any, ctx: _Ctx) -> Tensor | None:

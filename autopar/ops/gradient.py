@@ -2,7 +2,7 @@
 
     g  = gradient_of(f(x), [x])                  stands for the gradient that will arrive at the result
     gx = mul(g, 2.0)                             the backward: whatever it computes, of g and of any other value
-    t  = own_backward([x], [gx], [g], "Double")  the gradient of x is gx
+    t  = own_backward([x], [gx], [g], "F", True)the gradient of x is gx
     y  = with_backward(f(x), g, t)               the value f(x); what arrives as its gradient is g
 
 Forward, nobody reads what depends on a hole: `autopar.adapters.aot` leaves it out, and runs it on the gradient where
@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
 
 TRACED = "torch.autograd.grad through an autograd function inside of a forward is not supported; compute it outside"
 
@@ -36,13 +35,14 @@ def _(value: Tensor, inputs: list[Tensor]) -> Tensor:
 
 
 @torch.library.custom_op("autopar::own_backward", mutates_args=())
-def own_backward(inputs: list[Tensor], gradients: list[Tensor], holes: list[Tensor], name: str) -> Tensor:
-    """The gradients of the inputs are ``gradients``, which are made of ``holes``. ``name``: of the function."""
+def own_backward(inputs: list[Tensor], gradients: list[Tensor], holes: list[Tensor], name: str, zeros: bool) -> Tensor:
+    """The gradients of the inputs are ``gradients``, which are made of ``holes``. ``name``: of the function. ``zeros``:
+    whether what a result does not get is a gradient of zeros; else the backward would see None."""
     return gradients[0].new_zeros(())
 
 
 @own_backward.register_fake
-def _(inputs: list[Tensor], gradients: list[Tensor], holes: list[Tensor], name: str) -> Tensor:
+def _(inputs: list[Tensor], gradients: list[Tensor], holes: list[Tensor], name: str, zeros: bool) -> Tensor:
     found, expected = [g.shape for g in gradients], [x.shape for x in inputs]
     assert found == expected, f"own_backward of {name}: gradients of {found} for inputs of {expected}"
     return gradients[0].new_empty(())

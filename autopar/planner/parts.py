@@ -14,6 +14,7 @@ import torch
 from torch.fx import Node
 
 from autopar.graph import describe, is_call, layer_of, module_path
+from autopar.own_backward import glued
 
 
 @dataclass
@@ -45,10 +46,10 @@ def units_of(main: Sequence[Node], least: int = 1) -> list[Unit]:
 
 def _runs(main: Sequence[Node], label: Callable[[Node], str]) -> list[Unit]:
     units: list[Unit] = []
-    last = None
+    last, together = None, glued(main)
     for node in main:
         name = label(node)
-        joined = is_call(node, operator.getitem) or _is_scalar(node)
+        joined = is_call(node, operator.getitem) or _is_scalar(node) or node in together
         if units and (joined or name == last):
             units[-1].nodes.append(node)
         else:

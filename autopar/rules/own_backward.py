@@ -1,10 +1,10 @@
 """Rules of `autopar.ops.gradient`: a result of an autograd function, and the gradient that arrives there.
 
-    value   hole   result          gradient of an input x: dual(x)
-    S       S      S
-    P       R, I   P               The hole is a value like any other: its placement is that of a gradient,
-    R, I    P      R               dual(result). So what a backward does with it is typed op by op, and what
-    R, I    R, I   I               needs the whole gradient gets it.
+value   hole   result          gradient of an input x: dual(x)
+S       S      S
+P       R, I   P               The hole is a value like any other: its placement is that of a gradient,
+R, I    P      R               dual(result). So what a backward does with it is typed op by op, and what
+R, I    R, I   I               needs the whole gradient gets it.
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ def result(call: Call) -> Rule:
 
 def of_result(value: Placement, hole: Placement) -> Placement:
     """The placement of a result. Raises RuleError where the hole is not its gradient."""
-    if isinstance(value, Shard) or isinstance(hole, Shard):
-        found = value
-    elif isinstance(value, Partial):
+    if isinstance(value, Shard) or isinstance(hole, Shard) or isinstance(value, Partial):
         found = value
     else:
         found = REPLICATE if isinstance(hole, Partial) else INVARIANT
@@ -64,4 +62,3 @@ def type_of_part(node: Node, axis: str, operands: list[Placement]) -> list[Place
         if not matches(gradient, dual(x), gradient=False):
             raise RuleError(f"the gradient of an input that is {x} is {gradient}")
     return [INVARIANT]
-

@@ -233,6 +233,27 @@ def moe_combine(call: Call) -> Rule:
     )
 
 
+# --- selection ------------------------------------------------------------------------------------------
+
+
+def where(call: Call) -> Rule:
+    """Elementwise; linear in its two branches together, and in one where the other is zero."""
+    branches = [call.args[name] for name in ("self", "other")]
+    tensors = [x for x in branches if isinstance(x, Node)]
+    linear = bool(tensors) and all(isinstance(x, Node) or x == 0 for x in branches)
+    dims = [broadcast_dims(call, call.shape_of(x), call.result) for x in call.operands]
+    first = len(dims) - len(tensors)
+    sets = (frozenset(range(first, len(dims))),) if linear else ()
+    return call.rule(dims, [named_dims(call, call.result)], linear=sets)
+
+
+def masked_fill(call: Call) -> Rule:
+    """Elementwise; linear where it fills with zero."""
+    dims = [broadcast_dims(call, call.shape_of(x), call.result) for x in call.operands]
+    zero = len(dims) == 2 and call.args["value"] == 0
+    return call.rule(dims, [named_dims(call, call.result)], linear=UNARY if zero else ())
+
+
 # --- structure -------------------------------------------------------------------------------------------
 
 
