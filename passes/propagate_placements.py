@@ -180,9 +180,9 @@ class _Sweep:
             value: Node = node.args[0]  # type: ignore[assignment]
             set_placement(node, self.axis, self.backwards.hole(node, placement(value, self.axis), self._effective))
         elif node.target is OWN_BACKWARD:
-            inputs, gradients, *rest = parts_of_token(node)
+            inputs, gradients, holes, name, zeros = parts_of_token(node)
             pairs = [self._with_gradient(x, g, node) for x, g in zip(inputs, gradients, strict=True)]
-            node.args = ([x for x, _ in pairs], [g for _, g in pairs], *rest)
+            node.args = ([x for x, _ in pairs], [g for _, g in pairs], holes, name, zeros)
         set_results(node, self.axis, type_of(node, self.axis, self.mesh))
 
     def _with_gradient(self, x: Node, gradient: Node, token: Node) -> tuple[Node, Node]:

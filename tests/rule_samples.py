@@ -299,8 +299,7 @@ def _casts() -> Iterator[Sample]:
 def _selections() -> Iterator[Sample]:
     """Linear in both branches, or in one beside a zero."""
     for name in ("where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar", "masked_fill.Scalar"):
-        packet, overload = name.split(".")
-        yield from pointwise(getattr(getattr(aten, packet), overload))
+        yield from pointwise(overloads(name)[0])
     yield call(aten.where.ScalarOther, truth(2, 6), normal(2, 6), 0)
     yield call(aten.where.ScalarSelf, truth(2, 6), 0.0, normal(6))
     yield call(aten.masked_fill.Scalar, normal(2, 6), truth(6), 0.0)

@@ -45,7 +45,7 @@ class _Tagging(Interpreter):
         return dict(zip(own.holes, sources, strict=True))
 
     def _result(self, n: Node) -> Tensor:
-        value, hole, token = n.args
+        value, hole, token = n.all_input_nodes
         made: Tensor = torch.ops.autopar.with_gradient_of(self.env[value], self.env[token][hole])
         return made
 

@@ -188,7 +188,7 @@ def _traced_apart(function: Any, ctx: _Ctx, given: Sequence[Tensor | None]) -> A
     try:
         with _disable_current_modes(), FakeTensorMode(), torch.no_grad():
             fakes = [torch.empty(tuple(x.shape), dtype=x.dtype, device=x.device) for x in (leaves[i] for i in places)]
-            graph = make_fx(run, core_aten_decompositions())(fakes)
+            graph = make_fx(run, dict(core_aten_decompositions()))(fakes)
     finally:
         torch.autograd.grad = _no_derivative
     return graph([leaves[i].detach() for i in places])
