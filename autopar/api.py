@@ -11,21 +11,25 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.adapters.export import flatten, unflatten
 from autopar.adapters.fake import skeleton_of
 from autopar.capture import adapter_for
 from autopar.compile import compile_model, plan_model
-from autopar.dump import dumper_for
+from autopar.dump import check_writable, dumper_for
 from autopar.plan import Options, Plan
 from autopar.progress import Progress
 from autopar.runtime.agreement import agree_on_call, agree_on_model, agree_on_plan, check_source
+from autopar.runtime.arguments import check_arguments, check_model
 from autopar.runtime.failures import reporting
 from autopar.runtime.groups import Groups
+from autopar.runtime.inputs import by_name, check_values
 from autopar.runtime.module import ParallelModule
 from autopar.steps import Compiled
 
@@ -39,7 +43,7 @@ def parallelize(
     backend: str = "eager",
     seed: int = 0,
     exact: bool = False,
-    dump: str | None = None,
+    dump: str | Path | None = None,
     sync: bool = False,
     **options: Any,
 ) -> ParallelModule:
@@ -68,6 +72,11 @@ def parallelize(
     groups = Groups(mesh)
     with reporting():
         chosen = _options(options)
+        check_model(model)
+        check_arguments(
+            seed=seed, exact=exact, backend=backend, dump=dump, plan=plan, example_batch=example_batch, sync=sync
+        )
+        check_writable(dump)
         agree_on_call(groups, options | {"seed": seed, "exact": exact, "backend": backend, "sync": sync})
         load_adapters(model)
         values = {name: None if p.is_meta else p for name, p in model.named_parameters(remove_duplicate=False)}
@@ -83,7 +92,7 @@ def parallelize(
         return ParallelModule(skeleton, compiler, groups, made, specs, values, buffers, backend, seed, sync)
 
 
-def _compiler(groups: Groups, options: Options, exact: bool, dump: str | None) -> Callable[..., Compiled]:
+def _compiler(groups: Groups, options: Options, exact: bool, dump: str | Path | None) -> Callable[..., Compiled]:
     """Compiles a skeleton for one rank's batch; what it makes is the same on all ranks."""
 
     def compiler(skeleton: nn.Module, batch: Mapping[str, Any], **how: Any) -> Compiled:
@@ -124,7 +133,9 @@ def load_adapters(model: nn.Module) -> None:
 def _example(model: nn.Module, given: Mapping[str, Any] | None, groups: Groups, options: Options) -> dict[str, Any]:
     """A batch to plan parameters with."""
     if given is not None:
-        return dict(_whole(given, groups))
+        named = by_name(model, (), given)
+        check_values(named, differentiated=False, shapes_only=True)
+        return _whole(named, groups)
     adapter = adapter_for(model)
     batch = adapter.example_batch(model) if adapter is not None else None
     if batch is None:
@@ -132,7 +143,7 @@ def _example(model: nn.Module, given: Mapping[str, Any] | None, groups: Groups, 
             f"parallelize: needs to know the inputs of {type(model).__name__} to plan its parameters; "
             f"pass example_batch={{...}}, the keyword arguments of its forward"
         )
-    return dict(_whole(batch, groups))
+    return _whole(batch, groups)
 
 
 def _check_weights(model: nn.Module, given: Mapping[str, Tensor | None], groups: Groups, sync: bool) -> None:
@@ -166,15 +177,15 @@ def _buffers(model: nn.Module, may_lack: bool) -> tuple[dict[str, Tensor], dict[
 def _whole(batch: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
     """The whole batch over dp, as shapes: every rank has 1/dp of dim 0 of what is cut over dp."""
     ranks = groups.mesh.size("dp")
-    sizes = [x.shape[0] for x in batch.values() if isinstance(x, Tensor) and x.dim()]
+    leaves, spec = flatten(dict(batch))
+    sizes = [x.shape[0] for x in leaves if isinstance(x, Tensor) and x.dim()]
     rows = max(set(sizes), key=lambda s: (sizes.count(s), s)) if sizes else 0
 
     def widened(x: Any) -> Any:
-        if isinstance(x, Tensor):
-            cut = x.dim() and x.shape[0] == rows
-            return torch.empty((x.shape[0] * ranks, *x.shape[1:]) if cut else x.shape, dtype=x.dtype, device="meta")
-        if isinstance(x, Mapping):
-            return {k: widened(v) for k, v in x.items()}
-        return type(x)(widened(v) for v in x) if isinstance(x, (tuple, list)) else x
+        if not isinstance(x, Tensor):
+            return x
+        cut = x.dim() and x.shape[0] == rows
+        return torch.empty((x.shape[0] * ranks, *x.shape[1:]) if cut else x.shape, dtype=x.dtype, device="meta")
 
-    return {name: widened(value) for name, value in batch.items()}
+    whole: dict[str, Any] = unflatten(list(map(widened, leaves)), spec)
+    return whole

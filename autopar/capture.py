@@ -13,7 +13,7 @@ imports no model library.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -24,7 +24,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import GraphModule, Node
 
 from autopar import ops as ops  # registers the operators that adapters put into models
-from autopar.adapters.export import export, flatten, unflatten
+from autopar.adapters.export import export, flatten, paths, unflatten
 from autopar.adapters.fake import fake_like, new_mode, structure_copy
 from autopar.adapters.lazy import lazy_code
 from autopar.exact import LiftFloat32
@@ -148,7 +148,7 @@ def capture(model: nn.Module, batch: Mapping[str, Any], *, train: bool = True, e
 
 def _finish(program: ExportedProgram, replica: nn.Module, arguments: Mapping[str, Any]) -> GraphModule:
     graph = program.graph_module.graph
-    leaf_paths = [path for path, _ in _paths(arguments)]
+    leaf_paths = [path for path, _ in paths(arguments)]
     inputs = _inputs(program, replica, leaf_paths)
     outputs, values, leaves = _outputs(program)
     node = graph.output_node()
@@ -203,7 +203,7 @@ def _outputs(program: ExportedProgram) -> tuple[list[OutputSpec], list[Node], li
     """(specs, nodes) of the flat tensor outputs, then mutations; and per leaf of the user's structure its place."""
     nodes: Any = program.graph.output_node().args[0]
     spec = program.call_spec.out_spec
-    names = iter(path for path, _ in _paths(unflatten([_LEAF] * spec.num_leaves, spec)))
+    names = iter(path for path, _ in paths(unflatten([_LEAF] * spec.num_leaves, spec)))
     specs: list[OutputSpec] = []
     values: list[Node] = []
     leaves: list[int | _Constant] = []
@@ -260,19 +260,3 @@ def _drop_unused(program: ExportedProgram, inputs: list[InputSpec]) -> tuple[Inp
 
 
 _LEAF = object()
-
-
-def _paths(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, leaf) of a nested structure, in flattening order: {"a": (x, y)} -> "a.0", "a.1"."""
-    if isinstance(tree, Mapping):
-        items = list(tree.items())
-    elif isinstance(tree, (tuple, list)):
-        items = list(enumerate(tree))
-    else:
-        children, _ = flatten(tree)
-        if children[:1] == [tree] or (len(children) == 1 and children[0] is tree):
-            yield path or "0", tree
-            return
-        items = list(enumerate(children))
-    for key, value in items:
-        yield from _paths(value, f"{path}.{key}" if path else str(key))

@@ -39,8 +39,6 @@ from autopar.printing import format_graph
 from autopar.steps import Compiled
 from autopar.summary import show, summarize
 
-# The axes that plans know.
-AXES = ("dp", "cp", "tp", "pp")
 # --level -> the name under which the compiler shows the graph to its observers.
 LEVELS = {
     "global": GLOBAL_PASSES[-1].name,
@@ -122,11 +120,7 @@ def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int],
 
 
 def _mesh(text: str) -> Mesh:
-    mesh = Mesh.parse(text)
-    for axis, size in mesh.axes:
-        if axis not in AXES and size > 1:
-            raise ValueError(f"mesh: plans know the axes {', '.join(AXES)}, found {axis}={size}; leave it out")
-    return mesh
+    return Mesh.parse(text).planned()
 
 
 def _options(args: argparse.Namespace) -> Options:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,7 +44,7 @@ def dumper_for(folder: str | Path | None) -> Dumper | None:
     A folder that holds a report already keeps it: further compiled steps (other shapes, eval mode) go to step-1,
     step-2, ... of it, as long as one process writes them.
     """
-    root = Path(folder) if folder else Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None
+    root = _root(folder)
     if root is None:
         return None
     count = _written.get(root, 0)
@@ -51,6 +53,31 @@ def dumper_for(folder: str | Path | None) -> Dumper | None:
 
 
 _written: dict[Path, int] = {}
+
+
+def _root(folder: str | Path | None) -> Path | None:
+    named = folder or os.environ.get(VARIABLE)
+    return Path(named) if named else None
+
+
+def check_writable(folder: str | Path | None) -> None:
+    """Before anything is compiled: the folder of `dumper_for` can be made and written. Raises ValueError."""
+    root = _root(folder)
+    if root is not None and is_first_rank():
+        with writing(root):
+            root.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=root).close()
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Errors of the file system name the path and are ValueErrors."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"dump: needs a folder that can be written, found {path}: {error.strerror}; name another one"
+        ) from error
 
 
 def is_first_rank() -> bool:
@@ -80,9 +107,10 @@ class Dumper:
         self.folder = Path(self.folder)
         self.enabled = is_first_rank()
         if self.enabled:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for old in (*self.folder.glob("[0-9][0-9]*-*.txt"), *self.folder.glob("[0-9][0-9]*-*.diff")):
-                old.unlink()  # a shorter run must not leave graphs of a longer one
+            with writing(self.folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                for old in (*self.folder.glob("[0-9][0-9]*-*.txt"), *self.folder.glob("[0-9][0-9]*-*.diff")):
+                    old.unlink()  # a shorter run must not leave graphs of a longer one
 
     def __call__(self, name: str, gm: GraphModule, ctx: Context) -> None:
         """The graph after pass ``name``; the step graphs under their own names, as they run."""
@@ -201,7 +229,8 @@ class Dumper:
         return [(f"sent over {axis}", f"{human_bytes(v.bytes)} in {v.calls} calls") for axis, v in axes.items()]
 
     def _write(self, name: str, text: str) -> None:
-        (self.folder / name).write_text(text, encoding="utf-8")
+        with writing(self.folder / name):
+            (self.folder / name).write_text(text, encoding="utf-8")
 
 
 def _summary(ctx: Context, parameters: list[ParameterSpec]) -> list[tuple[str, str]]:

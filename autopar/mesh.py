@@ -16,6 +16,7 @@ from autopar.placement import Pieces
 # sequence; they are typed like any other axis. A slice is cut first: it is consecutive tokens of the whole.
 AXES = ("pp", "mb", "dp", "cp", "ep", "tp", "sl")
 IN_TIME = ("mb", "sl")
+PLANNED = ("pp", "dp", "cp", "tp")  # the axes that a user may ask for: nothing is cut over ep yet
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,9 @@ class Mesh:
     def __post_init__(self) -> None:
         for name, size in self.axes:
             if name not in AXES or name == "sl":
-                known = ", ".join(a for a in AXES if a not in IN_TIME)
-                raise ValueError(f"mesh: unknown axis {name!r}; the axes are {known}")
+                raise ValueError(f"mesh: unknown axis {name!r}; the axes are {', '.join(PLANNED)}")
+            if isinstance(size, bool) or not isinstance(size, int):
+                raise ValueError(f"mesh: axis {name!r} needs a whole number as its size, found {size!r}")
             if size < 1:
                 raise ValueError(f"mesh: axis {name!r} needs a size of at least 1, found {size}")
         names = [name for name, _ in self.axes]
@@ -55,13 +57,22 @@ class Mesh:
         """``Mesh.of(dp=2, tp=4)``"""
         return cls(tuple(sizes.items()))
 
+    def planned(self) -> Mesh:
+        """This mesh. Raises ValueError for axes over which nothing is cut: every rank would repeat the same work."""
+        for name, size in self.axes:
+            if name not in PLANNED:
+                raise ValueError(
+                    f"mesh: nothing is cut over axis {name!r}, found {name}={size}; the axes are {', '.join(PLANNED)}"
+                )
+        return self
+
     @classmethod
     def parse(cls, text: str) -> Mesh:
         """'dp=2,tp=4' -> Mesh.of(dp=2, tp=4)"""
         pairs = []
         for part in filter(None, text.replace(" ", "").split(",")):
             name, equals, size = part.partition("=")
-            if not equals or not size.isdigit():
+            if not equals or not (size.isascii() and size.isdigit()):
                 raise ValueError(f"mesh: expected name=size pairs such as dp=2,tp=4, found {text!r}")
             pairs.append((name, int(size)))
         return cls(tuple(pairs))

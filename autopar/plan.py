@@ -11,8 +11,8 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from autopar.attention import LAYOUTS
 from autopar.mesh import Mesh
+from autopar.option_checks import checked
 from autopar.placement import INVARIANT, Placement, parse_placement
 from autopar.plan_checks import check_plan
 from autopar.reading import read
@@ -62,22 +62,8 @@ class Options:
     batch_dims: tuple[tuple[str, int | None], ...] = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.batch_dims, Mapping):
-            object.__setattr__(self, "batch_dims", tuple(sorted(self.batch_dims.items())))
-        for name, dim in self.batch_dims:
-            if not (dim is None or (isinstance(dim, int) and not isinstance(dim, bool))):
-                raise ValueError(f"batch_dims: expected the number of a dim or None for {name!r}, found {dim!r}")
-        if self.zero not in (0, 3):
-            raise ValueError(f"zero: expected 0 or 3, found {self.zero}")
-        if self.micro_batches < 1:
-            raise ValueError(f"micro_batches: expected at least 1, found {self.micro_batches}")
-        if self.gathers not in ("step", "layer"):
-            raise ValueError(f"gathers: expected 'step' or 'layer', found {self.gathers!r}")
-        if self.layout not in ("auto", *LAYOUTS):
-            raise ValueError(f"layout: expected auto, {' or '.join(LAYOUTS)}, found {self.layout!r}")
-        for name in ("cuts", "slices"):
-            if isinstance(getattr(self, name), list):
-                object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name in self.__dataclass_fields__:
+            object.__setattr__(self, name, checked(name, getattr(self, name)))
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from autopar.adapters.distributed import default_store, rank_table
 from autopar.attention import WAYS
 from autopar.mesh import Mesh
 from autopar.runtime.failures import CollectiveError, board
+from autopar.runtime.settings import device_kind, time_limit
 
-DEFAULT_TIMEOUT = 600.0  # seconds
 CONTEXT = "cp"  # the axis that has levels
 
 _meshes: dict[tuple[int, str, Mesh, timedelta], DeviceMesh] = {}
@@ -40,11 +40,12 @@ def init_mesh(
     of one. ``device``: "cpu" (gloo) or "cuda" (nccl); by default cuda where there is one. ``timeout``: seconds (or
     a timedelta) after which a collective without its peers fails; default $AUTOPAR_TIMEOUT or 600.
 
-    Raises ValueError for an unknown axis, a size below 1, or sizes whose product is not the number of ranks.
+    Raises ValueError for an unknown axis, a size below 1, sizes whose product is not the number of ranks, a device
+    that is neither cpu nor a cuda that is there, or a timeout that is no time.
     """
-    mesh = Mesh.of(**sizes)
-    kind = torch.device(device).type if device is not None else ("cuda" if torch.cuda.is_available() else "cpu")
-    limit = _timeout(timeout)
+    kind = device_kind(device)
+    mesh = Mesh.of(**sizes).planned()
+    limit = time_limit(timeout)
     expected = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if mesh.world_size != expected:
         raise ValueError(
@@ -61,16 +62,10 @@ def init_mesh(
     return _meshes[key]
 
 
-def _timeout(timeout: float | timedelta | None) -> timedelta:
-    if isinstance(timeout, timedelta):
-        return timeout
-    return timedelta(seconds=float(os.environ.get("AUTOPAR_TIMEOUT", DEFAULT_TIMEOUT)) if timeout is None else timeout)
-
-
 def _timeout_of(device_mesh: DeviceMesh) -> timedelta:
     """The timeout that `init_mesh` was given for a mesh; the default for a mesh of the user's."""
     found = [limit for (_, _, _, limit), mesh in _meshes.items() if mesh is device_mesh]
-    return found[0] if found else _timeout(None)
+    return found[0] if found else time_limit(None)
 
 
 def _init_world(kind: str, timeout: timedelta) -> None:
@@ -132,7 +127,7 @@ def _joined_groups(mesh: Mesh, kind: str, rank: int) -> dict[str, dist.ProcessGr
                 out[",".join(names)] = world
                 continue
             for ranks in _all_groups(mesh, names):
-                group = dist.new_group(ranks, timeout=_timeout(None), group_desc="mesh_" + "_".join(names))
+                group = dist.new_group(ranks, timeout=time_limit(None), group_desc="mesh_" + "_".join(names))
                 if rank in ranks:
                     assert isinstance(group, dist.ProcessGroup)
                     out[",".join(names)] = group
@@ -158,13 +153,19 @@ def _ranks_of(mesh: Mesh, names: Sequence[str], rank: int) -> list[int]:
 
 
 def mesh_of(device_mesh: DeviceMesh) -> Mesh:
-    """Names and sizes of a DeviceMesh. Raises ValueError for dims without axis names or ranks in another order."""
+    """Names and sizes of a DeviceMesh. Raises ValueError for what is none, dims without axis names, axes over which
+    nothing is cut, or ranks in another order."""
+    if not isinstance(device_mesh, DeviceMesh):
+        raise ValueError(
+            f"mesh: needs a torch DeviceMesh, found {device_mesh!r} ({type(device_mesh).__name__}); make one with "
+            "autopar.init_mesh(dp=2, tp=2)"
+        )
     names = device_mesh.mesh_dim_names
     if names is None:
         raise ValueError(
             "mesh: the DeviceMesh needs mesh_dim_names; name its dims after the axes, such as ('dp', 'tp')"
         )
-    mesh = Mesh(tuple(zip(names, (int(s) for s in device_mesh.shape))))
+    mesh = Mesh(tuple(zip(names, (int(s) for s in device_mesh.shape)))).planned()
     if dist.is_initialized():
         table = rank_table(device_mesh).flatten().tolist()
         if table != list(range(dist.get_world_size())):
@@ -359,7 +360,7 @@ def exchange(groups: Groups, text: str, what: str, axis: str | None = None, time
     store = dist.PrefixStore(f"autopar/{groups._name}/{scope}", default_store())
     store.set(f"{count}/{groups.rank}", mine)
     keys = [f"{count}/{r}" for r in ranks]
-    _wait_for(store, keys, ranks, what, _timeout(timeout).total_seconds())
+    _wait_for(store, keys, ranks, what, time_limit(timeout).total_seconds())
     values = [v.decode() for v in store.multi_get(keys)]
     if count:  # everybody has set this round's key, so everybody has read the last round's
         store.delete_key(f"{count - 1}/{groups.rank}")

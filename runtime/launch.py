@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.runtime import failures
-from autopar.runtime.groups import DEFAULT_TIMEOUT
+from autopar.runtime.settings import DEFAULT_TIMEOUT
 
 LEAVE = 5.0  # seconds for a rank that has reported to clean up
 GRACE = failures.SILENCE + 3.0  # seconds the others get, after a rank has failed, to say what they saw

@@ -21,12 +21,13 @@ from autopar.placement import PARTIAL, Placement, Shard
 from autopar.plan import Plan
 from autopar.rules import result_placements
 from autopar.runtime import state
-from autopar.runtime.batches import agree_on_contents, by_name, facts_of, shapes_of, tensors_of
+from autopar.runtime.batches import agree_on_contents, facts_of, shapes_of, tensors_of
 from autopar.runtime.clipping import clip_gradients
 from autopar.runtime.comm import Ledger, add_ledgers
 from autopar.runtime.executor import Executor, digest_of, has_losses
 from autopar.runtime.failures import reporting
 from autopar.runtime.groups import Groups, agree
+from autopar.runtime.inputs import by_name, check_values
 from autopar.runtime.names import make_owners, owner_of
 from autopar.runtime.pipeline import PipelineExecutor
 from autopar.runtime.stateful import Stateful
@@ -192,6 +193,7 @@ class ParallelModule(Stateful):
                 "load_pretrained(folder) or load_state_dict(state)"
             )
         named = by_name(self._skeleton[0], args, batch)
+        check_values(named, differentiated=train)
         key = (train, outputs, facts_of(named))
         # a store round trip per step: a rank with another batch would otherwise end in a hang
         step = f"step {self.training_steps + 1}: " if train else ""  # masks depend on it
@@ -205,7 +207,7 @@ class ParallelModule(Stateful):
         self.training_steps += train
         values["__seed__"] = torch.tensor(step_seed(self._seed, self.training_steps))
         for name, value in tensors_of(named).items():
-            values[name] = value.to(self._groups.device)
+            values[name] = value.to(self._groups.device).contiguous()  # the step is compiled for no other strides
         for spec in executor.specs.values():
             if spec.kind == "seed":
                 values[spec.name] = values["__seed__"]

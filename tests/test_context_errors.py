@@ -79,7 +79,7 @@ def test_refused_when_planning(model: str, tokens: int, mesh: str, options: dict
 
 
 def test_layouts_are_known() -> None:
-    with pytest.raises(ValueError, match=r"^layout: expected auto, contiguous or zigzag, found .striped."):
+    with pytest.raises(ValueError, match=r"^layout: expected 'auto', 'contiguous' or 'zigzag', found .striped."):
         Options(layout="striped")
 
 

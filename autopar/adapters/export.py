@@ -14,7 +14,7 @@ import os
 import re
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -160,3 +160,27 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
 def unflatten(leaves: list[Any], spec: Any) -> Any:
     """The nested structure again, from its leaves and spec."""
     return pytree.tree_unflatten(leaves, spec)
+
+
+def one_level(tree: Any) -> tuple[list[Any], str | tuple[Any, ...] | None]:
+    """The children of a nested value and what holds them: the keys of a dict, "tuple", "list", or the name of another
+    type with what tells its values apart; None for a leaf."""
+    if type(tree) is dict:
+        return list(tree.values()), tuple(tree)
+    if type(tree) in (tuple, list):
+        return list(tree), type(tree).__name__
+    children, spec = pytree.tree_flatten(tree, is_leaf=lambda x: x is not tree)
+    if spec.is_leaf():
+        return [], None
+    return children, f"{type(tree).__module__}.{type(tree).__qualname__}[{spec.context!r}]"
+
+
+def paths(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, leaf) of a nested structure, in flattening order: {"a": (x, y)} -> "a.0", "a.1"."""
+    children, kind = one_level(tree)
+    if kind is None:
+        yield path or "0", tree
+        return
+    keys = list(tree) if isinstance(tree, Mapping) else range(len(children))
+    for key, value in zip(keys, children, strict=True):
+        yield from paths(value, f"{path}.{key}" if path else str(key))

@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from autopar.capture import InputSpec
 from autopar.graph import global_shape
 from autopar.mesh import Mesh
+from autopar.option_checks import check_names
 from autopar.placement import INVARIANT, REPLICATE, Pieces, Placement, Shard, nested_shape
 from autopar.plan import Options, ParameterPlan, Plan, Stream, graph_digest
 from autopar.plan_checks import check_fits
@@ -19,8 +20,6 @@ from autopar.planner.closure import Analysis
 from autopar.planner.context import ContextPlan, plan_context
 from autopar.planner.sequence import find_streams
 from autopar.planner.tensor_parallel import plan_tensor_parallel
-
-PLANNED_AXES = ("pp", "dp", "cp", "tp")
 
 
 def make_plan(
@@ -37,6 +36,7 @@ def make_plan(
     Raises ValueError for sizes that do not divide and for a plan of other parameters.
     """
     options, digest = options or Options(), graph_digest(gm)
+    check_names(options)
     _check(mesh, digest, fixed)
     if fixed is not None:
         check_fits(dataclasses.replace(fixed, inputs={}), gm)
@@ -83,12 +83,7 @@ def make_plan(
 
 def _check(mesh: Mesh, digest: str, fixed: Plan | None) -> None:
     """Whether there is a way to plan the axes, and whether an earlier plan is one of the same parameters."""
-    for axis, size in mesh.axes:
-        if size > 1 and axis not in PLANNED_AXES:
-            raise ValueError(
-                f"plan: nothing is cut over axis {axis!r} of size {size}, every rank on it would repeat the same work; "
-                f"use {' and '.join(PLANNED_AXES)}"
-            )
+    mesh.planned()
     if fixed is not None and fixed.graph != digest:
         raise ValueError(
             f"plan: made for a graph with parameters {fixed.graph}, this one has {digest}; make a new plan"

@@ -1,0 +1,80 @@
+"""What `parallelize` was given, and which of it can't be: refused in words, before anything is captured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from autopar.option_checks import one_of, refuse, whole_number, yes_or_no
+from autopar.plan import Plan
+from autopar.runtime.bind import BACKENDS
+from autopar.runtime.module import ParallelModule
+
+MOST_SEED = 2**62
+# Modules that run another one in a way of their own, and how to get at the one inside.
+WRAPPERS: dict[type[nn.Module], str] = {
+    nn.parallel.DistributedDataParallel: ".module, before it is wrapped",
+    nn.DataParallel: ".module",
+}
+
+
+def check_model(model: Any) -> None:
+    """A module with its parameters whole. Raises ValueError for anything else."""
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise ValueError(f"parallelize: needs a model, found the class {model.__name__}; pass {model.__name__}(...)")
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"parallelize: needs a torch.nn.Module, found a {type(model).__name__}; put the function and its "
+            "parameters into a module"
+        )
+    for name, module in model.named_modules():
+        at = f" at {name}" if name else ""
+        if isinstance(module, ParallelModule):
+            raise ValueError(
+                f"parallelize: needs a model that is on no mesh yet, found a ParallelModule{at}; pass the model that "
+                "it was made of"
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"parallelize: needs Python modules, found a ScriptModule{at}, which torch.export can't trace; pass "
+                "the module that it was scripted from"
+            )
+        for wrapper, inside in WRAPPERS.items():
+            if isinstance(module, wrapper):
+                raise ValueError(f"parallelize: replaces {wrapper.__name__}, found one{at}; pass its model{inside}")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise ValueError(
+                f"parallelize: needs parameters with shapes, found {name}, whose shape the first batch decides; run "
+                "the model once"
+            )
+        if isinstance(tensor, DTensor):
+            raise ValueError(
+                f"parallelize: needs whole parameters, found {name}, a DTensor; pass the model as it was before "
+                "fully_shard or parallelize_module"
+            )
+
+
+def check_arguments(
+    *, seed: Any, exact: Any, backend: Any, dump: Any, plan: Any, example_batch: Any, sync: Any
+) -> None:
+    """The keyword arguments other than options. Raises ValueError."""
+    whole_number("seed", seed, 0, MOST_SEED)
+    yes_or_no("exact", exact)
+    yes_or_no("sync", sync)
+    one_of("backend", backend, BACKENDS)
+    if not isinstance(dump, (str, Path, type(None))):
+        raise refuse("dump", "the path of a folder", dump)
+    if not isinstance(plan, (Plan, type(None))):
+        raise ValueError(f"plan: needs a Plan, found a {type(plan).__name__}; read one with Plan.from_json(text)")
+    if not isinstance(example_batch, (Mapping, type(None))):
+        raise ValueError(
+            f"example_batch: needs the keyword arguments of the forward, found a {type(example_batch).__name__}; "
+            "pass a dict such as {'input_ids': ..., 'labels': ...}"
+        )

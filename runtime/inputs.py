@@ -1,0 +1,115 @@
+"""What the user passes to a step: arguments by the names of the forward, and values that a graph can take.
+
+model(x, target=t)   -->   {"x": x, "target": t}      in the order of the signature, whatever order they came in
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.adapters.export import paths
+
+CONSTANTS = (int, float, complex, bool, str, type(None), torch.dtype, torch.device)
+_MOST_NAMES = 8
+
+
+def by_name(model: nn.Module, args: tuple[Any, ...], batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a forward by name, in the order of its signature; then those for its ``**kwargs``, as they came,
+    since the forward sees their order.
+
+    Raises ValueError for arguments that the forward lacks, and for those that it misses.
+    """
+    parameters = inspect.signature(model.forward).parameters.values()
+    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if len(args) > len(positional):
+        raise ValueError(
+            f"batch: {_forward(model)} takes {len(positional)} positional arguments, found {len(args)}; pass "
+            "them by name"
+        )
+    given = dict(zip(positional, args, strict=False))
+    twice = [name for name in given if name in batch]
+    if twice:
+        raise ValueError(f"batch: {_forward(model)} takes {twice[0]!r} once, found it by position and by name")
+    given |= batch
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    known = {p.name for p in named}
+    if not known.issuperset(given) and all(p.kind is not p.VAR_KEYWORD for p in parameters):
+        raise ValueError(_unknown(model, next(name for name in given if name not in known), known - given.keys()))
+    if missing := [p.name for p in parameters if p.default is p.empty and p.name not in given and _by_name(model, p)]:
+        found = ", ".join(given) or "nothing"
+        raise ValueError(f"batch: {_forward(model)} needs {', '.join(missing)}, found {found}; pass it by name")
+    return {p.name: given.pop(p.name) for p in named if p.name in given} | given
+
+
+def _by_name(model: nn.Module, parameter: inspect.Parameter) -> bool:
+    """Not one of ``*args`` and ``**kwargs``. Raises ValueError for one that cannot be given by name."""
+    if parameter.kind is parameter.POSITIONAL_ONLY:
+        raise ValueError(
+            f"batch: {_forward(model)} takes {parameter.name!r} by position only, graphs take all inputs by name; "
+            "remove the / from the signature"
+        )
+    return parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+
+
+def _unknown(model: nn.Module, name: str, free: set[str]) -> str:
+    close = difflib.get_close_matches(name, free, n=1)
+    way_out = f"did you mean {close[0]!r}?" if close else "leave it out"
+    return f"batch: {_forward(model)} takes no {name!r}; {way_out}"
+
+
+def _forward(model: nn.Module) -> str:
+    """'Net.forward(x, target)'"""
+    names = [str(p).partition(":")[0].partition("=")[0] for p in inspect.signature(model.forward).parameters.values()]
+    more = ", ..." if len(names) > _MOST_NAMES else ""
+    return f"{type(model).__name__}.forward({', '.join(names[:_MOST_NAMES])}{more})"
+
+
+# --- values -----------------------------------------------------------------------------------------------
+
+
+def check_values(batch: Mapping[str, Any], differentiated: bool, shapes_only: bool = False) -> None:
+    """Tensors that are there, and constants. Raises ValueError for anything else; ``differentiated``: also for tensors
+    that want a gradient, which only parameters get. ``shapes_only``: tensors on the meta device will do."""
+    try:
+        found = list(paths(batch))
+    except RecursionError:
+        raise ValueError("batch: needs finite values, found a list or dict that holds itself") from None
+    for path, value in found:
+        problem = _problem(value, differentiated, shapes_only) if isinstance(value, Tensor) else _of_constant(value)
+        if problem:
+            raise ValueError(f"batch: {path} {problem}")
+    path, count = Counter(path for path, _ in found).most_common(1)[0] if found else ("", 0)
+    if count > 1:
+        raise ValueError(f"batch: needs values of different names, found {path} {count} times; rename a key")
+
+
+def _problem(x: Tensor, differentiated: bool, shapes_only: bool) -> str:
+    """Why a tensor can't be an input, or ''."""
+    if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return f"needs to be a plain tensor, found a {type(x).__name__}; pass this rank's part, such as x.to_local()"
+    for kind, holds, way_out in (
+        ("nested", x.is_nested, "x.to_padded_tensor(0)"),
+        ("quantized", x.is_quantized, "x.dequantize()"),
+        ("sparse", x.layout != torch.strided, "x.to_dense()"),
+    ):
+        if holds:
+            return f"needs to be dense, found a {kind} tensor; pass {way_out}"
+    if x.is_meta and not shapes_only:
+        return "needs values, found a tensor on the meta device, which has none; build it on the CPU"
+    if differentiated and x.requires_grad and torch.is_grad_enabled():
+        return "requires a gradient, which only parameters get; pass x.detach(), or compute it inside of the model"
+    return ""
+
+
+def _of_constant(value: Any) -> str:
+    if type(value) in CONSTANTS:
+        return ""
+    name = f"{type(value).__module__}.{type(value).__name__}".removeprefix("builtins.")
+    return f"needs to be a tensor or a number, text or None, found a {name}; pass torch.as_tensor(x) of its numbers"
