@@ -27,6 +27,7 @@ from autopar import ops as ops  # registers the operators that adapters put into
 from autopar.adapters.export import export, flatten, paths, unflatten
 from autopar.adapters.fake import fake_like, new_mode, structure_copy
 from autopar.adapters.lazy import lazy_code
+from autopar.dtype_checks import check_dtypes
 from autopar.exact import LiftFloat32
 from autopar.own_backward import check_contained
 
@@ -150,6 +151,7 @@ def _finish(program: ExportedProgram, replica: nn.Module, arguments: Mapping[str
     graph = program.graph_module.graph
     leaf_paths = [path for path, _ in paths(arguments)]
     inputs = _inputs(program, replica, leaf_paths)
+    check_dtypes(graph, {spec.node: spec.name for spec in inputs})
     outputs, values, leaves = _outputs(program)
     node = graph.output_node()
     node.args = (tuple(values),)

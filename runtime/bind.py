@@ -28,6 +28,7 @@ from autopar.runtime.comm import Ledger, Traffic, finish, traffic_of
 from autopar.runtime.context import OPERATORS, Comms
 from autopar.runtime.functional import LOWERINGS
 from autopar.runtime.groups import Groups
+from autopar.runtime.op_errors import explained
 
 BACKENDS = ("eager", "inductor")
 
@@ -44,9 +45,17 @@ class Bound:
     traffic: Ledger
     code: str = field(repr=False)
     comms: Comms = field(repr=False)
+    graph: Graph | None = field(default=None, repr=False)
 
     def __call__(self, inputs: list[Any]) -> tuple[Any, ...]:
-        return self.run(inputs)
+        """Raises ValueError that names the model's line for an operator that refuses its inputs."""
+        try:
+            return self.run(inputs)
+        except (RuntimeError, IndexError) as error:
+            said = explained(error, self.graph) if self.graph is not None else None
+            if said is None:
+                raise
+            raise said from error
 
 
 def bind(gm: GraphModule, groups: Groups, backend: str = "eager") -> Bound:
@@ -63,7 +72,7 @@ def bind(gm: GraphModule, groups: Groups, backend: str = "eager") -> Bound:
 
         return Bound(compile_graph(comms.compilable(gm), groups, LOWERINGS), traffic, gm.code, comms)
     lowered = _lower(gm, groups, comms)
-    return Bound(lowered.forward, traffic, lowered.code, comms)
+    return Bound(lowered.forward, traffic, lowered.code, comms, lowered.graph)
 
 
 def traffic_of_graph(gm: GraphModule, groups: Groups) -> Ledger:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.mesh import Mesh
-from tests.plain_models import EXACT, Net, build, gap, gradients, numbers, part
+from tests.plain_models import EXACT, Net, Tied, build, gap, gradients, numbers, part, tokens
 from tests.ranks import run_ranks
 
 
@@ -249,6 +250,36 @@ def bad_batches() -> None:
 
 def test_batches_that_cannot_be() -> None:
     run_ranks(1, bad_batches)
+
+
+def refused_by_operators() -> None:
+    mesh, batch, words = autopar.init_mesh("cpu", dp=1), numbers(), tokens()
+    net = autopar.parallelize(build(Net), mesh, example_batch=batch)
+    tied = autopar.parallelize(build(Tied), mesh, example_batch=words)
+    x, target, ids = batch["x"], batch["target"], words["tokens"]
+    here = "/.*plain_models.py:[0-9]+ in forward, `.*`: "
+    cases: dict[str, tuple[Callable[[], Any], str]] = {
+        "dtype": (
+            lambda: net.train_step(x=x.float(), target=target),
+            f"capture: {here}needs operands of one dtype, found x float32 and first.weight float64 and ",
+        ),
+        "integers": (
+            lambda: net(x=x.long(), target=target),
+            f"capture: {here}needs operands of one dtype, found x int64",
+        ),
+        "shape": (lambda: net.eval_step(x=x[:, :5], target=target), f"capture: .* at {here}"),
+        "text": (lambda: net.train_step(x="x", target=target), f"capture: .* at {here}"),
+        "rows": (lambda: net.train_step(x=x[:4], target=target), f"capture: .* at {here}"),
+        "floating ids": (lambda: tied.train_step(tokens=ids.double(), labels=ids), f"capture: .* at {here}"),
+        "ids": (lambda: tied.train_step(tokens=ids + 16, labels=ids), f"step: {here}index out of range in self; "),
+    }
+    for name, text in refusals({name: case for name, (case, _) in cases.items()}).items():
+        assert re.match(f"ValueError: {cases[name][1]}", text), text
+    assert len(net.compiled()) == 0 and len(tied.compiled()) == 1
+
+
+def test_operators_that_refuse_name_the_line() -> None:
+    run_ranks(1, refused_by_operators)
 
 
 def orders() -> None:

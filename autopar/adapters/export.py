@@ -10,6 +10,8 @@ moment; so the dtype is written down before.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import re
 import traceback
@@ -36,7 +38,7 @@ def export(model: nn.Module, kwargs: Mapping[str, Any]) -> ExportedProgram:
     """The module as a flat functional graph. Raises ValueError that names the line which cannot be captured, or
     whose result has a size that depends on values."""
     try:
-        with warnings.catch_warnings(), torch.enable_grad(), own_backwards():
+        with warnings.catch_warnings(), torch.enable_grad(), own_backwards(), _silent_fakes():
             warnings.simplefilter("ignore")
             program = torch.export.export(model, (), dict(kwargs), strict=False)
             _prepare(program)
@@ -47,21 +49,34 @@ def export(model: nn.Module, kwargs: Mapping[str, Any]) -> ExportedProgram:
     return flat
 
 
+@contextlib.contextmanager
+def _silent_fakes() -> Iterator[None]:
+    """A shape that an operator refuses is our error to tell: fake tensors log it with a traceback before they raise."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
 def _refuse_sizes_of_values(graph: Graph) -> None:
     """Raises ValueError for a tensor whose size only its values tell: x[mask], nonzero, a loop over counts."""
     for node in graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, Tensor) and free_unbacked_symbols(value):
             raise ValueError(
-                f"capture: {_line_of(node)}: the size of the result depends on values; the shapes of the batch must "
+                f"capture: {line_of(node)}: the size of the result depends on values; the shapes of the batch must "
                 "decide all sizes: use torch.where or a mask; for experts, grouped_mm and not a loop over counts"
             )
 
 
-def _line_of(node: Node) -> str:
-    """Where the model made a node."""
+def line_of(node: Node) -> str:
+    """Where the model made a node: file, line, function and code; else the operator's name."""
     found = re.findall(r'File "(.*?)", line (\d+), in (\w+)\n\s*(.*)', node.meta.get("stack_trace") or "")
-    return _place(*found[-1]) if found else str(node.target)
+    own = [frame for frame in found if not frame[0].startswith(_TORCH)]
+    return _place(*(own or found)[-1]) if found else str(node.target)
 
 
 def _place(file: str, line: object, function: str, code: str | None) -> str:

@@ -1,0 +1,76 @@
+"""Operands that torch's kernels refuse and its shape functions accept: said at capture, before all else is compiled.
+
+linear(x: float32, weight: float64)   ->   ValueError that names x, the line and the cast
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from autopar.adapters.export import line_of
+
+aten = torch.ops.aten
+
+# All floating operands have one dtype.
+PRODUCTS = {
+    aten.linear.default,
+    aten.matmul.default,
+    aten.mm.default,
+    aten.bmm.default,
+    aten.mv.default,
+    aten.dot.default,
+    aten.addmm.default,
+    aten.baddbmm.default,
+    aten.einsum.default,
+    aten.bilinear.default,
+    aten.conv1d.default,
+    aten.conv2d.default,
+    aten.conv3d.default,
+    aten.convolution.default,
+    aten.conv_transpose1d.default,
+    aten.conv_transpose2d.input,
+    aten.complex.default,
+    aten.polar.default,
+}
+# So have these, but that half precision may meet float32 weights.
+NORMS = {aten.layer_norm.default, aten.group_norm.default}
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def check_dtypes(graph: Graph, names: Mapping[str, str]) -> None:
+    """Raises ValueError for a product or norm of operands with several dtypes. ``names``: of placeholders, as the user
+    knows them."""
+    for node in graph.nodes:
+        if node.target in PRODUCTS or node.target in NORMS:
+            operands = [x for x in node.all_input_nodes if isinstance(x.meta.get("val"), Tensor)]
+            dtypes = {x.meta["val"].dtype for x in operands}
+            mixed = node.target in NORMS and dtypes in [{half, torch.float32} for half in HALVES]
+            if len(dtypes) > 1 and not mixed:
+                raise ValueError(_differ(node, operands, names))
+
+
+def _differ(node: Node, operands: list[Node], names: Mapping[str, str]) -> str:
+    found = " and ".join(f"{_origin(x, names)} {_word(x.meta['val'].dtype)}" for x in operands)
+    return (
+        f"capture: {line_of(node)}: needs operands of one dtype, found {found}; give the input the dtype of the "
+        "weights, or cast in the forward"
+    )
+
+
+def _origin(node: Node, names: Mapping[str, str]) -> str:
+    """The name of the input or parameter that a value of this dtype comes from, or its own."""
+    dtype, start = node.meta["val"].dtype, node
+    while node.name not in names:
+        same = [x for x in node.all_input_nodes if getattr(x.meta.get("val"), "dtype", None) == dtype]
+        if not same:
+            return start.name
+        node = same[0]
+    return names[node.name]
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
