@@ -45,6 +45,8 @@ def split_prologue(gm: GraphModule, ctx: Context) -> tuple[GraphModule, Prologue
             _bypass(node)  # the runtime adds the micro-batches' losses
         elif isinstance(src, Partial) and isinstance(dst, Invariant) and not has_gradient(node):
             cuts.append(node)
+        elif isinstance(src, Replicate) and isinstance(dst, Partial):
+            _divide(node, ctx.mesh.size("mb"))
         elif isinstance(dst, Shard) and not isinstance(src, (Shard, Partial)):
             _slice_by_index(gm, node, ctx.mesh.size("mb"), dst)
         else:
@@ -58,6 +60,11 @@ def split_prologue(gm: GraphModule, ctx: Context) -> tuple[GraphModule, Prologue
 def _bypass(node: Node) -> None:
     node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
     node.graph.erase_node(node)
+
+
+def _divide(node: Node, count: int) -> None:
+    """What every micro-batch computes alike becomes an addend."""
+    node.target, node.args = torch.ops.aten.div.Tensor, (node.args[0], count)
 
 
 def _is_loss(node: Node) -> bool:

@@ -250,6 +250,27 @@ def test_what_cannot_be_captured_is_refused(function: Any, message: str) -> None
         capture(One(function).double(), batch())
 
 
+class Either(torch.autograd.Function):
+    """Two results, of which a model may use one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, zeros: bool) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(zeros)
+        return x * 2.0, x * 3.0
+
+    @staticmethod
+    def backward(ctx: Any, a: Tensor | None, b: Tensor | None) -> Any:
+        if a is None or b is None:
+            return a, None
+        return a + 5.0 * b + 1e-3, None
+
+
+def test_a_result_that_is_not_used() -> None:
+    check(One(lambda x, net: Either.apply(x, True)[0]), "dp=1")  # type: ignore[no-untyped-call]
+    with pytest.raises(ValueError, match="Either asks for None instead of gradients of zeros"):
+        check(One(lambda x, net: Either.apply(x, False)[0]), "dp=1")  # type: ignore[no-untyped-call]
+
+
 def test_checkpoints_are_differentiated() -> None:
     for reentrant in (True, False):
 

@@ -68,7 +68,7 @@ class _OwnBackward(torch.autograd.Function):
                 f"the autograd function {own.name} asks for None instead of gradients of zeros (set_materialize_grads) "
                 "and one of its results has no gradient here; let its backward take zeros"
             )
-        grads = tuple(x.new_zeros(x.shape) if g is None else g for g, x in zip(grads, ctx.like, strict=True))
+        grads = tuple(_zeros(x) if g is None else g for g, x in zip(grads, ctx.like, strict=True))
         known: dict[Node, Any] = dict(zip(own.holes, grads, strict=True))
         known |= zip(own.saved, ctx.saved_tensors, strict=True)
         for node in own.inside:
@@ -76,6 +76,11 @@ class _OwnBackward(torch.autograd.Function):
                 args, kwargs = map_arg((node.args, node.kwargs), known.__getitem__)
                 known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         return None, None, None, *(known[g] for g in own.gradients), *(None for _ in own.saved)
+
+
+def _zeros(like: Tensor) -> Tensor:
+    """Made anew: ``like`` is no tensor of the trace."""
+    return torch.zeros(tuple(like.shape), dtype=like.dtype, device=like.device)
 
 
 def joint_graph(gm: GraphModule, differentiable: Sequence[bool]) -> GraphModule:
