@@ -197,7 +197,9 @@ class _Sweep:
 
         chosen = best_input(have, native, self.versions.get(x, {}), cost)
         taken = x if chosen == native else self.versions[x][chosen]
-        return taken, self._converted(gradient, dual_of(chosen), token)
+        need = dual_of(chosen)
+        source = source_of(have, need)
+        return taken, self._converted(gradient, need, token, None if source == have else source)
 
     def _choose(self, node: Node, rule: Rule, operands: list[Node]) -> _Choice:
         """The best way to run the op: by rank, then by the bytes of the conversions it needs."""
@@ -312,15 +314,15 @@ class _Sweep:
             return float("inf")  # whole values are nobody's own part of a sum
         return weight[conversion(src, dst)] * nbytes(x)
 
-    def _converted(self, x: Node, need: Placement, before: Node) -> Node:
-        """The operand with another placement; made once, right before its first use."""
+    def _converted(self, x: Node, need: Placement, before: Node, source: Placement | None = None) -> Node:
+        """The operand with another placement; made once, right before its first use. source: what it counts as."""
         versions = self.versions.setdefault(x, {})
         if need in versions:
             return versions[need]
         if matches(placement(x, self.axis), need, has_gradient(x)):
             return x
         self.backwards.refuse_over_micro_batches(x, before)
-        src = min(self._sources(x), key=lambda p: self._price(x, p, need))
+        src = source or min(self._sources(x), key=lambda p: self._price(x, p, need))
         if self._price(x, src, need) == float("inf"):
             raise ValueError(f"placements: {describe(before)} needs {x.name} as {need} on {self.axis!r}, it is {src}")
         if isinstance(src, Partial) and isinstance(need, Replicate) and not has_gradient(x):
@@ -329,7 +331,7 @@ class _Sweep:
             # the sum first, then its gradient's sum: the same exchanges, and other users share the first
             base, src = self._converted(x, INVARIANT, before), INVARIANT
         else:
-            base = x if src == placement(x, self.axis) else versions[src]
+            base = x if source or src == placement(x, self.axis) else versions[src]
         new = insert_call(
             self.gm.graph,
             before,
