@@ -21,13 +21,18 @@ def first_row(rows: int, axis: str, size: int, device: torch.device) -> Tensor:
     return out
 
 
-def embedding_of_piece(weight: Tensor, indices: Tensor, padding_idx: int, axis: str, size: int) -> Tensor:
+def embedding_of_piece(
+    weight: Tensor, indices: Tensor, padding_idx: int, axis: str, size: int, name: str = "an embedding"
+) -> Tensor:
     """Rows of a cut table: weight [V/size, H], indices [...] global -> [..., H], zero where another rank holds the row.
 
-    The sum over ranks is the embedding. As in torch, the row ``padding_idx`` gets no gradient.
+    The sum over ranks is the embedding. As in torch, the row ``padding_idx`` gets no gradient. An index that no rank
+    holds is an error that names ``name``, once the step has run (`autopar.ops.watch`).
     """
     rows = weight.shape[0]
-    local = indices - first_row(rows, axis, size, indices.device)
+    text = f"{name} must lie in 0 .. {rows * size - 1}, the rows of its embedding, found {{found}}"
+    watched = torch.ops.autopar.watch(indices, 0.0, float(rows * size - 1), None, text, True)
+    local = watched - first_row(rows, axis, size, indices.device)
     outside = (local < 0) | (local >= rows)
     out = torch.nn.functional.embedding(local.clamp(0, rows - 1), weight)
     if padding_idx >= 0:
@@ -36,21 +41,39 @@ def embedding_of_piece(weight: Tensor, indices: Tensor, padding_idx: int, axis: 
 
 
 def cross_entropy_of_piece(
-    logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, axis: str, size: int
+    logits: Tensor,
+    target: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    axis: str,
+    size: int,
+    name: str = "labels of a cross-entropy",
 ) -> tuple[Tensor, Tensor]:
-    """`autopar::cross_entropy` of a rank that holds classes: logits [N, C/size], target [N] -> loss [N], lse [N]."""
-    out: tuple[Tensor, Tensor] = _CrossEntropy.apply(logits, target, ignore_index, label_smoothing, axis, size)
+    """`autopar::cross_entropy` of a rank that holds classes: logits [N, C/size], target [N] -> loss [N], lse [N].
+
+    A label that is no class is an error that names ``name``, once the step has run (`autopar.ops.watch`).
+    """
+    out: tuple[Tensor, Tensor] = _CrossEntropy.apply(logits, target, ignore_index, label_smoothing, axis, size, name)
     return out
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, axis: str, size: int
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        ignore_index: int,
+        label_smoothing: float,
+        axis: str,
+        size: int,
+        name: str,
     ) -> tuple[Tensor, Tensor]:
         ops = torch.ops.autopar
         classes = logits.shape[-1]
-        index = target - first_row(classes, axis, size, target.device)
+        text = f"{name} must lie in 0 .. {classes * size - 1}, or be {ignore_index}, found {{found}}"
+        watched = ops.watch(target, 0.0, float(classes * size - 1), ignore_index, text, True)
+        index = watched - first_row(classes, axis, size, target.device)
         index = index.masked_fill(target == ignore_index, -1)
         top = ops.all_reduce(ops.piece_max(logits), axis, "max")
         total, chosen, mean = ops.all_reduce(ops.piece_sums(logits, index, top, classes * size), axis, "sum").unbind(0)
@@ -67,7 +90,7 @@ class _CrossEntropy(torch.autograd.Function):
         label_smoothing, classes, ignore_index = ctx.facts
         grad = grad.masked_fill(target == ignore_index, 0.0)
         out = torch.ops.autopar.piece_backward(grad, logits, index, lse, label_smoothing, classes)
-        return out, None, None, None, None, None
+        return out, None, None, None, None, None, None
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -22,11 +22,13 @@ from torch.fx import GraphModule, Node
 from autopar.attention import ALGORITHMS
 from autopar.conversions import conversion_of, exchange, exchange_slice, is_conversion
 from autopar.graph import (
+    ancestors,
     arguments,
     describe,
     fake_mode,
     global_shape,
     insert_call,
+    placeholders,
     placement,
     set_argument,
     tensor_operands,
@@ -208,7 +210,8 @@ def _embedding(local: _Local) -> None:
     axis = _only(local, axes)
     node, args = local.node, local.args
     node.target, node.kwargs = embedding_of_piece, {}
-    node.args = (args["weight"], args["indices"], args["padding_idx"], axis, local.mesh.size(axis))
+    name = _source_of(args["indices"], local.gm, "ids")
+    node.args = (args["weight"], args["indices"], args["padding_idx"], axis, local.mesh.size(axis), name)
 
 
 def _cross_entropy(local: _Local) -> None:
@@ -222,7 +225,15 @@ def _cross_entropy(local: _Local) -> None:
         *(args[k] for k in ("logits", "target", "ignore_index", "label_smoothing")),
         axis,
         local.mesh.size(axis),
+        _source_of(args["target"], local.gm, "labels"),
     )
+
+
+def _source_of(x: Node, gm: GraphModule, what: str) -> str:
+    """'ids of "tokens"': the inputs of the model that a value comes from, for messages."""
+    names = {s.node: s.name for s in gm.meta["signature"].inputs if s.kind == "input"}
+    found = [names[n.name] for n in placeholders(gm) if n.name in names and n in ancestors([x])]
+    return f"{what} of " + " and ".join(f'"{name}"' for name in found) if found else what
 
 
 def _dropout(local: _Local) -> None:

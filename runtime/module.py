@@ -31,6 +31,7 @@ from autopar.runtime.inputs import by_name, check_values
 from autopar.runtime.names import make_owners, owner_of
 from autopar.runtime.pipeline import PipelineExecutor
 from autopar.runtime.stateful import Stateful
+from autopar.runtime.watch import Watch
 from autopar.steps import Compiled
 
 Compiler = Callable[..., Compiled]
@@ -69,6 +70,7 @@ class ParallelModule(Stateful):
         self._executors: dict[Key, Runner] = {}
         self._batches: dict[Key, dict[str, Any]] = {}  # shapes only, on the meta device
         self._steps = state.StepCount(groups)
+        self._watch = Watch(groups)
         self._loaded = sync or all(values.get(s.name) is not None for s in specs)
         # with pipeline stages: what this rank's stages use
         self._own: dict[str, nn.Parameter] = state.make_parameters(specs, values, groups, sync)
@@ -135,6 +137,7 @@ class ParallelModule(Stateful):
                     "train_step: the model returns no scalar with a gradient; pass what makes it return a loss (labels)"
                 )
             result = executor.train_step(values)
+            self._watch.settle(self.training_steps)
             self._store_gradients(executor, result.gradients)
             self._store_buffers(executor.compiled, result.outputs)
             return result.losses[0] if len(result.losses) == 1 else tuple(result.losses)  # type: ignore[return-value]
@@ -157,6 +160,7 @@ class ParallelModule(Stateful):
                 )
             assert isinstance(executor, Executor)
             outputs, saved = executor.run_forward(values)
+            self._watch.settle(self.training_steps)
             self._store_buffers(executor.compiled, outputs)
             steps = executor.compiled.steps
             if torch.is_grad_enabled() and steps.backward is not None:
@@ -172,6 +176,7 @@ class ParallelModule(Stateful):
         with reporting():
             executor, values = self._prepare(args, batch, train=False, outputs=None)
             outputs, _ = executor.run_forward(values)
+            self._watch.settle(self.training_steps)
             return self._rebuild(executor.compiled, outputs)
 
     @torch.no_grad()
@@ -205,6 +210,7 @@ class ParallelModule(Stateful):
             self._batches[key] = shapes_of(named)
         values = self._state() | executor.compiled.local.meta.get("constants", {})
         self.training_steps += train
+        self._watch.check_size(named, self.training_steps)
         values["__seed__"] = torch.tensor(step_seed(self._seed, self.training_steps))
         for name, value in tensors_of(named).items():
             values[name] = value.to(self._groups.device).contiguous()  # the step is compiled for no other strides

@@ -288,10 +288,10 @@ def _casts() -> Iterator[Sample]:
         yield call(aten.to.dtype, x, dtype)
         yield call(aten.to.dtype_layout, x, dtype=dtype)
         yield call(aten.to.device, x, torch.device("cpu"), dtype)
-    for op in overloads("lift_fresh_copy"):
-        yield call(op, normal(6, 12))
+    yield from (call(op, normal(6, 12)) for op in overloads("lift_fresh_copy"))
     yield call(aten.masked_fill.Tensor, normal(6, 12), truth(6, 12), torch.tensor(2.0, dtype=torch.float64))
     yield call(aten.clamp.Tensor, normal(6, 12), real(12), real(6, 1) + 1)
+    yield call(ours.watch.default, integer(6, 4), 0.0, 100.0, None, "{found}", True)
     for op in (aten.argmax.default, aten.isnan.default):
         yield call(op, normal(6, 2))
 

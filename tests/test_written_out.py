@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.passes.normalize import constant_masks
-from tests.test_normalize import normalized, rand, text
+from autopar.capture import capture
+from autopar.passes.normalize import Normalize, constant_masks
+from tests.test_normalize import Wrapped, normalized, rand, text
 
 B, H, S, T, D = 2, 3, 6, 5, 4
 LEAST = torch.finfo(torch.float64).min
@@ -152,7 +153,8 @@ def positions() -> tuple[Tensor, Tensor]:
 MASKS: dict[str, tuple[Callable[[], Tensor], bool]] = {  # True = attend, or to be added; is it the triangle?
     "compared positions": (lambda: positions()[1] <= positions()[0], True),
     "for each example": (lambda: (positions()[1] <= positions()[0]).expand(B, 1, S, S), True),
-    "added": (lambda: torch.zeros(S, S, dtype=torch.float64).masked_fill(causal().logical_not(), LEAST), True),
+    "added": (lambda: torch.zeros(S, S, dtype=torch.float64).masked_fill(~causal(), float("-inf")), True),
+    "a large number added": (lambda: torch.zeros(S, S, dtype=torch.float64).masked_fill(~causal(), LEAST), False),
     "one entry more": (lambda: causal() | (positions()[0] + 3 == positions()[1]), False),
     "strictly below": (lambda: positions()[1] < positions()[0] + (positions()[0] == 0), False),
     "a window": (lambda: causal() & (positions()[0] - positions()[1] < 3), False),
@@ -207,6 +209,105 @@ def test_probabilities_that_are_used_stay_beside() -> None:
 
     gm = normalized(both, split())
     assert len(described(gm)) == 1 and any(line.startswith("softmax") for line in text(gm))
+
+
+NO_KEY = torch.ones(B, 1, S, S, dtype=torch.bool)  # True = attend: rows of one example see nothing, of another one key
+NO_KEY[0, :, 1:3] = False
+NO_KEY[1, :, :, 1:] = False
+
+
+def soft(weights: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax(weights, -1) @ v
+
+
+def added(m: Tensor, least: float) -> Tensor:
+    return torch.zeros(m.shape, dtype=torch.float64).masked_fill(~m, least)
+
+
+# Each with rows that no key is left to. True: is attention; the numbers are eager's either way.
+EMPTY_ROWS: dict[str, tuple[Callable[..., Tensor], bool]] = {
+    "filled": (lambda q, k, v, m: soft(scores(q, k).masked_fill(~m, -1e9), v), True),
+    "filled with the least": (lambda q, k, v, m: soft(torch.where(m, scores(q, k), LEAST), v), True),
+    "filled, then scaled": (lambda q, k, v, m: soft(scores(q, k).masked_fill(~m, -1e9) * 0.25, v), True),
+    "filled, then scaled away": (lambda q, k, v, m: soft(scores(q, k).masked_fill(~m, -1e9) * 1e-9, v), False),
+    "filled, then a temperature": (
+        lambda q, k, v, m: soft(scores(q, k).masked_fill(~m, -1e9) * torch.tensor(1e-9).double(), v),
+        False,
+    ),
+    "filled beside a triangle": (
+        lambda q, k, v, m: soft(scores(q, k).masked_fill(~causal(), -1e9).masked_fill(~m, -1e9), v),
+        True,
+    ),
+    "two fills": (lambda q, k, v, m: soft(scores(q, k).masked_fill(~causal(), -2e9).masked_fill(~m, -1e9), v), False),
+    "filled, over what is added": (
+        lambda q, k, v, m: soft((scores(q, k) + torch.where(m, 0.0, -1e9)).masked_fill(~causal(), -1e9), v),
+        False,
+    ),
+    "added": (lambda q, k, v, m: soft(scores(q, k) + torch.where(m, 0.0, -1e9), v), True),
+    "the least added": (lambda q, k, v, m: soft(scores(q, k) + added(m, LEAST), v), True),
+    "little added": (lambda q, k, v, m: soft(scores(q, k) + torch.where(m, 0.0, -10000.0), v), True),
+    "added, then scaled": (lambda q, k, v, m: soft((scores(q, k) + torch.where(m, 0.0, -1e9)) * 1e-9, v), True),
+    "added beside a triangle": (
+        lambda q, k, v, m: soft(scores(q, k) + added(m, LEAST) + added(causal(), LEAST), v),
+        True,
+    ),
+    "capped, then filled": (
+        lambda q, k, v, m: soft((torch.tanh(scores(q, k) / 3.0) * 3.0).masked_fill(~m, -1e9), v),
+        True,
+    ),
+    "filled, then capped": (
+        lambda q, k, v, m: soft(torch.tanh(scores(q, k).masked_fill(~m, -1e9) / 3.0) * 3.0, v),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EMPTY_ROWS)
+def test_rows_that_may_attend_to_nothing_are_as_written(name: str) -> None:
+    """`normalized` compares outputs and gradients with the function itself."""
+    function, recognised = EMPTY_ROWS[name]
+    assert bool(described(normalized(function, split(m=NO_KEY)))) is recognised
+
+
+def test_rows_of_minus_infinity_are_not_numbers() -> None:
+    """0/0, as the softmax: a batch that masks everything must not look well."""
+    function = lambda q, k, v, m: soft(scores(q, k).masked_fill(~m, float("-inf")), v)  # noqa: E731
+    inputs = {n: x.detach() for n, x in split(m=NO_KEY).items()}
+    assert described(normalized(function, inputs))
+    open_rows = split(m=NO_KEY | torch.eye(S, dtype=torch.bool))
+    gm = normalized(function, open_rows)
+    assert described(gm) and any(line.startswith("where") for line in text(gm))
+
+
+def test_a_fill_that_a_cast_makes_infinite() -> None:
+    """The least number of one type is minus infinity in a smaller one."""
+    function = lambda q, k, v, m: soft(scores(q, k).masked_fill(~m, LEAST).float(), v.float())  # noqa: E731
+    gm = Normalize().apply(capture(Wrapped(function), {n: x.detach() for n, x in split(m=NO_KEY).items()}))
+    assert described(gm) and "mean" not in " ".join(text(gm))
+
+
+class Dropped(nn.Module):
+    """Probabilities after dropout, used once or twice."""
+
+    def __init__(self, twice: bool) -> None:
+        super().__init__()
+        self.twice = twice
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        weights = torch.dropout(torch.softmax(scores(q, k), -1), 0.5, self.training)
+        return (weights @ v, weights @ q, weights) if self.twice else (weights @ v,)
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_dropped_probabilities_that_are_used_twice_have_one_mask(twice: bool) -> None:
+    inputs = {n: x.detach() for n, x in split().items()}
+    gm = Normalize().apply(capture(Dropped(twice).train(), inputs))
+    assert bool(described(gm)) is not twice
+    seed = {"seed": torch.tensor(3)}
+    found = gm(*(({**inputs, **seed})[spec.name] for spec in gm.meta["signature"].inputs))
+    if twice:
+        torch.testing.assert_close(found[0], found[2] @ inputs["v"])
+        torch.testing.assert_close(found[1], found[2] @ inputs["q"])
 
 
 LEFT: dict[str, tuple[Callable[..., Tensor], dict[str, Tensor]]] = {

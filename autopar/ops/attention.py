@@ -135,6 +135,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *facts: Any) -> tuple[Tensor, Ten
     float64 for float64 inputs, and not differentiable. The rest is `Facts`.
     """
     known = Facts(*facts)
+    if q.device.type != "cpu":  # there `kernels.backward` looks for them
+        kernels.note_blocked_rows(known.bias)
     out, lse = kernels.forward(q, k, v, known)
     return rows_first(out.to(q.dtype)), lse.contiguous()
 

@@ -24,7 +24,7 @@ from autopar.attention import ALGORITHMS, Blocks, Comm, Mask, Problem, kv_repeat
 from autopar.conversions import exchange
 from autopar.ops.attend import Attend, wide
 from autopar.ops.attention import FACTS, Facts, rows_first, sinks_grad
-from autopar.ops.kernels import with_sinks
+from autopar.ops.kernels import note_blocked_rows, with_sinks
 from autopar.placement import REPLICATE, Placement, Shard
 
 HOW = "str forward, str backward, int[] query_blocks, int[] key_blocks, str axis, int size"
@@ -68,6 +68,7 @@ def forward(comm: Comm, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Te
     """`autopar::context_attention` over a Comm: out [B, Hq, s, Dv] and lse [B, Hq, s] of this rank's queries."""
     facts, (name, _, query_blocks, key_blocks, _, size) = _split(rest)
     problem = problem_of(q, k, v, facts, query_blocks, key_blocks, size)
+    note_blocked_rows(facts.bias)
     out, lse = ALGORITHMS[name].forward(q, k, v, Attend(problem, facts, comm.rank), comm)
     out, lse = with_sinks(out, lse, facts.sinks)
     return rows_first(out.to(q.dtype)), lse.contiguous()

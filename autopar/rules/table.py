@@ -102,6 +102,7 @@ add("autopar::dropout", sp.dropout)
 add("autopar::gradient_of", own.hole)
 add("autopar::own_backward", own.token)
 add("autopar::with_backward", own.result)
+add("autopar::watch", pointwise())
 
 # Products.
 RULES[torch.ops.aten.linear.default] = einsum("... i, o i -> ... o", "input weight", bias="bias")

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from autopar.graph import arguments, set_argument
 from autopar.passes.normalize.build import Build, Rewrite, calls, operand, shape_of, value_of
-from autopar.passes.normalize.constant_masks import is_causal
+from autopar.passes.normalize.constant_masks import triangle
 
 aten = torch.ops.aten
 
@@ -29,8 +29,8 @@ class Facts:
     dropout: float = 0.0
 
 
-def attend(build: Build, q: Node, k: Node, v: Node, facts: Facts) -> Node:
-    """autopar.attention(q, k, v, ...)[0], on key heads that are not repeated."""
+def attend(build: Build, q: Node, k: Node, v: Node, facts: Facts) -> tuple[Node, Node]:
+    """out, log-sum-exp = autopar.attention(q, k, v, ...), on key heads that are not repeated."""
     bases = _unrepeated(k), _unrepeated(v)
     if shape_of(bases[0])[1] == shape_of(bases[1])[1]:
         k, v = bases
@@ -38,7 +38,7 @@ def attend(build: Build, q: Node, k: Node, v: Node, facts: Facts) -> Node:
         torch.ops.autopar.attention.default, q, k, v, facts.bias, facts.key_mask, None, None, None,
         facts.causal, 0, 0, 0, facts.scale, facts.softcap, facts.dropout, 0, [], [],
     )  # fmt: skip
-    return build(operator.getitem, both, 0)
+    return build(operator.getitem, both, 0), build(operator.getitem, both, 1)
 
 
 def _unrepeated(x: Node) -> Node:
@@ -73,7 +73,7 @@ def sdpa(node: Node, build: Build) -> Node | None:
         mask = build(aten.unsqueeze.default, mask, 1) if mask is not None and len(shape_of(mask)) == 3 else mask
     if mask is not None:
         _add_mask(build, mask, q, facts)
-    out = attend(build, q, k, v, facts)
+    out, _ = attend(build, q, k, v, facts)
     return build(aten.squeeze.dim, out, 1) if rank == 3 else out
 
 
@@ -101,18 +101,28 @@ def additive(build: Build, mask: Node, dtype: torch.dtype) -> Node:
 
 
 def known_bias(node: Node, build: Build) -> Node | None:
-    """autopar.attention(q, k, v, bias=zeros(...)) --> autopar.attention(q, k, v, None); a triangle --> causal"""
-    bias = arguments(node)["bias"]
+    """autopar.attention(q, k, v, bias=zeros(...)) --> autopar.attention(q, k, v, None); a triangle --> causal
+
+    A triangle of large numbers is one only where nothing else masks: a row whose own keys are masked by something else
+    attends to those above the diagonal as well.
+    """
+    known = arguments(node)
+    bias = known["bias"]
     if bias is None:
         return None
     while calls(bias, aten.expand.default, aten.slice.Tensor, aten.reshape.default):
         bias = operand(bias)
     if calls(bias, aten.zeros.default) or (calls(bias, aten.full.default) and bias.args[1] == 0):
         set_argument(node, "bias", None)
-    elif is_causal(arguments(node)["bias"]):
+    elif (above := triangle(known["bias"])) is not None and (above == float("-inf") or not _masks(known)):
         set_argument(node, "bias", None)
         set_argument(node, "causal", True)
     return None
+
+
+def _masks(known: dict[str, Any]) -> bool:
+    """Whether an attention has masks beside its bias."""
+    return any(known[name] is not None for name in ("key_mask", "segments")) or bool(known["window"] or known["chunk"])
 
 
 TABLE: dict[Any, Rewrite] = {

@@ -21,20 +21,32 @@ LARGEST = 2**24  # entries of a mask: larger ones are left as they are
 LEAST = torch.finfo(torch.float16).min / 2  # entries with less added to them get no probability
 
 
-def is_causal(mask: Node) -> bool:
-    """Does a mask [.., n, m], bool (True = attend) or to be added, say j <= i and nothing else, whatever the inputs?"""
-    if "causal" not in mask.meta:
-        mask.meta["causal"] = _is_triangle(mask)
-    return bool(mask.meta["causal"])
+def triangle(mask: Node) -> float | None:
+    """Of a mask [.., n, m], bool (True = attend) or to be added, that says j <= i and nothing else, whatever the
+    inputs: the greatest of what it adds above the diagonal (-inf if it is bool). None of any other mask."""
+    if "triangle" not in mask.meta:
+        mask.meta["triangle"] = _triangle(mask)
+    found: float | None = mask.meta["triangle"]
+    return found
 
 
-def _is_triangle(mask: Node) -> bool:
+def _triangle(mask: Node) -> float | None:
     shape = shape_of(mask)
-    if len(shape) < 2 or shape[-2] < 2 or shape[-1] < 2:
-        return False
+    found = constant(mask) if len(shape) > 1 and min(shape[-2:]) > 1 else None
+    if found is None:
+        return None
+    lower = torch.ones(shape[-2:], dtype=torch.bool).tril()
+    if found.dtype == torch.bool:
+        return float("-inf") if (found == lower).all() else None
+    above = float(found.masked_fill(lower, float("-inf")).max())
+    return above if above <= LEAST and (found.masked_fill(~lower, 0.0) == 0).all() else None
+
+
+def constant(mask: Node) -> Tensor | None:
+    """The value of a node that no input decides; None of any other, and of a large one."""
     nodes = _behind(mask)
     if nodes is None:
-        return False
+        return None
     values: dict[Node, Any] = {}
     for node in nodes:
         args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
@@ -42,10 +54,7 @@ def _is_triangle(mask: Node) -> bool:
             kwargs = {**kwargs, "device": torch.device("cpu")}
         values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
     found = values[mask]
-    triangle = torch.ones(shape[-2:], dtype=torch.bool).tril()
-    if found.dtype == torch.bool:
-        return bool((found == triangle).all())
-    return bool((torch.where(triangle, found == 0, found <= LEAST)).all())
+    return found if isinstance(found, Tensor) else None
 
 
 def _behind(mask: Node) -> list[Node] | None:

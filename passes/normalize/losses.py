@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from autopar.graph import arguments
+from autopar.graph import arguments, has_gradient
 from autopar.passes.normalize.build import Build, Rewrite, calls, operand, shape_of, value_of
 
 aten = torch.ops.aten
 _NONE, _MEAN, _SUM = 0, 1, 2  # torch's codes of `reduction`
+_TINY = float(torch.tensor(1e-12, dtype=torch.float32))  # torch has it in single precision, whatever the dtype
 
 
 def _reduced(build: Build, x: Node, reduction: int) -> Node:
@@ -57,8 +58,16 @@ def _finish(node: Node, build: Build, loss: Node, target: Node, flat: Node) -> N
         return build.cast(build.reshape(loss, shape_of(node)), out_type)
     total = build(aten.sum.default, loss)
     if reduction == _MEAN:
-        total = build(aten.div.Tensor, total, build(aten.sum.default, shares))
+        total = build(aten.div.Tensor, total, _watched(build, build(aten.sum.default, shares), ignore))
     return build.cast(total, out_type)
+
+
+def _watched(build: Build, count: Node, ignore: int) -> Node:
+    """The number of labels that count, with an eye on whether there are any."""
+    if has_gradient(count):  # class weights that are learned
+        return count
+    text = f"no label counts (all are {ignore}, or their classes have no weight), so the mean loss is 0/0 = nan"
+    return build(torch.ops.autopar.watch.default, count, 1e-30, float("inf"), None, text, False)
 
 
 def _rows(build: Build, x: Node) -> Node:
@@ -155,9 +164,11 @@ def huber_loss(node: Node, build: Build) -> Node | None:
 
 def _knee(node: Node, build: Build, knee: float, square: float, slope: float) -> Node:
     size = build(aten.abs.default, _difference(node, build))
-    inner = build(aten.mul.Tensor, build(aten.mul.Tensor, size, size), square)
+    below = build(aten.lt.Scalar, size, knee)
+    small = build(aten.where.ScalarOther, below, size, 0.0)  # not infinite: 0 times its gradient would be nan
+    inner = build(aten.mul.Tensor, build(aten.mul.Tensor, small, small), square)
     outer = build(aten.mul.Tensor, build(aten.sub.Tensor, size, 0.5 * knee), slope)
-    chosen = build(aten.where.self, build(aten.lt.Scalar, size, knee), inner, outer)
+    chosen = build(aten.where.self, below, inner, outer)
     return _reduced(build, chosen, arguments(node)["reduction"])
 
 
@@ -174,14 +185,29 @@ def bce_with_logits(node: Node, build: Build) -> Node | None:
 
 
 def binary_cross_entropy(node: Node, build: Build) -> Node | None:
-    """binary_cross_entropy(x, y) --> mean(neg(y * clamp(log(x), -100) + (1 - y) * clamp(log(1 - x), -100)))"""
+    """binary_cross_entropy(x, y) --> mean(loss + (x - detach(x)) * slope), where nothing but x has a gradient, and
+    loss = neg(y * clamp(log(x), -100) + (1 - y) * clamp(log(1 - x), -100)), slope = (x - y) / clamp(x * (1 - x), 1e-12)
+
+    The gradient is torch's own: that of the logarithms is infinite where a probability is 0 or 1.
+    """
     known = arguments(node)
     x, y = known["self"], known["target"]
-    yes = build(aten.clamp.default, build(aten.log.default, x), -100.0)
-    no = build(aten.clamp.default, build(aten.log1p.default, build(aten.neg.default, x)), -100.0)
-    left = build(aten.mul.Tensor, y, yes)
-    right = build(aten.mul.Tensor, build(aten.rsub.Scalar, y, 1), no)
-    return _weighted(build, build(aten.neg.default, build(aten.add.Tensor, left, right)), known)
+    p, t = (build(aten.detach.default, v) for v in (x, y))
+    yes = build(aten.clamp.default, build(aten.log.default, p), -100.0)
+    no = build(aten.clamp.default, build(aten.log1p.default, build(aten.neg.default, p)), -100.0)
+    rest = build(aten.rsub.Scalar, p, 1)
+    left = build(aten.mul.Tensor, t, yes)
+    right = build(aten.mul.Tensor, build(aten.rsub.Scalar, t, 1), no)
+    loss = build(aten.neg.default, build(aten.add.Tensor, left, right))
+    width = build(aten.clamp.default, build(aten.mul.Tensor, p, rest), _TINY)
+    slope = build(aten.div.Tensor, build(aten.sub.Tensor, p, t), width)
+    loss = build(aten.add.Tensor, loss, build(aten.mul.Tensor, build(aten.sub.Tensor, x, p), slope))
+    if has_gradient(y):  # as torch: of logarithms that are not clamped, but finite
+        turn = build(aten.sub.Tensor, build(aten.log.default, rest), build(aten.log.default, p))
+        most = torch.finfo(value_of(y).dtype).max
+        turn = build(aten.clamp.default, turn, -most, most)
+        loss = build(aten.add.Tensor, loss, build(aten.mul.Tensor, build(aten.sub.Tensor, y, t), turn))
+    return _weighted(build, loss, known)
 
 
 def _weighted(build: Build, loss: Node, known: dict[str, Any]) -> Node:
@@ -191,16 +217,14 @@ def _weighted(build: Build, loss: Node, known: dict[str, Any]) -> Node:
 
 
 def kl_div(node: Node, build: Build) -> Node | None:
-    """kl_div(x, y) --> mean(where(y > 0, y * (log(y) - x), 0)); with log_target: mean(exp(y) * (y - x))"""
+    """kl_div(x, y) --> mean(xlogy(y, y) - y * x); with log_target: mean(exp(y) * (y - x))"""
     known = arguments(node)
     x, y = known["self"], known["target"]
     if known["log_target"]:
         loss = build(aten.mul.Tensor, build(aten.exp.default, y), build(aten.sub.Tensor, y, x))
         return _reduced(build, loss, known["reduction"])
-    empty = build(aten.le.Scalar, y, 0)
-    logs = build(aten.log.default, build(aten.masked_fill.Scalar, y, empty, 1.0))
-    loss = build(aten.mul.Tensor, y, build(aten.sub.Tensor, logs, x))
-    return _reduced(build, build(aten.masked_fill.Scalar, loss, empty, 0.0), known["reduction"])
+    loss = build(aten.sub.Tensor, build(aten.xlogy.Tensor, y, y), build(aten.mul.Tensor, y, x))
+    return _reduced(build, loss, known["reduction"])
 
 
 TABLE: dict[Any, Rewrite] = {

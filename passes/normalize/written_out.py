@@ -9,8 +9,10 @@ cast around the softmax. Anything else is left as it is.
 
 A mask that is a triangle, whatever the inputs, is the fact *causal*; others are a bias.
 
-Entries that are filled with the least number are not attended: rows in which all are give zero, as with
-`scaled_dot_product_attention`, where the softmax written out would give all the same weight.
+Only what is the same is rewritten. Entries that are filled are not attended, which is the same as long as the fill is
+the least number once the scale and casts behind it are applied; rows in which all entries are filled are given what the
+softmax gives them (`empty_rows`). Probabilities after dropout are rewritten where nothing else uses them: a second use
+would draw a second mask.
 """
 
 from __future__ import annotations
@@ -26,36 +28,28 @@ from torch.fx import Node
 from autopar.graph import arguments
 from autopar.passes.normalize.attention import Facts, additive, attend
 from autopar.passes.normalize.build import Build, calls, operand, shape_of, value_of
-from autopar.passes.normalize.constant_masks import LEAST, is_causal
+from autopar.passes.normalize.constant_masks import LEAST
+from autopar.passes.normalize.empty_rows import NEVER, Mask, outcome
 
 aten = torch.ops.aten
 PERMUTED = (aten.transpose.int, aten.permute.default)
 
 
 @dataclass(frozen=True)
-class _Mask:
-    """``node`` times ``factor`` is added to scores of so many dims. Of a bool node, entries that are ``keep`` are
-    attended."""
-
-    node: Node
-    dims: int
-    factor: float = 1.0
-    keep: bool = True
-
-
-@dataclass(frozen=True)
 class _Scores:
-    """What stands between a softmax and ``at``: scores = cap(at · scale · factors) + masks.
+    """What stands between a softmax and ``at``: scores = cap(at · scale · factors) + masks, the last mask first.
 
-    lead: batch and heads, once a value that has a dim for each was met.
+    lead: batch and heads, once a value that has a dim for each was met. casts: dtypes that scores have on the way, the
+    softmax's first.
     """
 
     at: Node
     scale: float = 1.0
     factors: tuple[Node, ...] = ()
     softcap: float = 0.0
-    masks: tuple[_Mask, ...] = ()
+    masks: tuple[Mask, ...] = ()
     dropout: float = 0.0
+    casts: tuple[torch.dtype, ...] = ()
     lead: tuple[int, ...] = ()
 
     def to(self, at: Any, **changes: Any) -> _Scores:
@@ -74,20 +68,36 @@ def written_out(node: Node, build: Build) -> Node | None:
     found = _down_to_product(scores) if scores else None
     if found is None:
         return None
+    empty = outcome(found.masks, found.dropout)
+    if empty == "unknown":
+        return None
     q, k = operand(found.at), _transposed(build, operand(found.at, 1))
     lead = found.lead or _batch_and_heads(q)
     for factor in found.factors:
         q = build(aten.mul.Tensor, q, factor)
     facts = Facts(found.scale, softcap=found.softcap, dropout=found.dropout)
     for mask in found.masks:
-        said = mask.node if mask.keep else build(aten.logical_not.default, mask.node)
-        if is_causal(said):
+        if mask.triangle == NEVER or (mask.triangle is not None and empty != "nan"):
             facts.causal = True
             continue
+        said = mask.node if mask.keep else build(aten.logical_not.default, mask.node)
         bias = _bias(build, mask, said, lead, value_of(q).dtype)
         facts.bias = bias if facts.bias is None else build(aten.add.Tensor, facts.bias, bias)
     q, k, v = (build.reshape(x, (*lead, *shape_of(x)[-2:])) for x in (q, k, v))
-    return build.reshape(attend(build, q, k, v, facts), shape_of(node))
+    out, lse = attend(build, q, k, v, facts)
+    return build.reshape(_with_empty_rows(build, out, lse, v, empty), shape_of(node))
+
+
+def _with_empty_rows(build: Build, out: Node, lse: Node, v: Node, empty: str) -> Node:
+    """out, where(lse == -inf, mean(v), out) or where(lse == -inf, nan, 1) * out"""
+    if empty == "never":
+        return out
+    dtype, device = value_of(out).dtype, value_of(out).device
+    rows = build(aten.unsqueeze.default, build(aten.eq.Scalar, lse, NEVER), -1)
+    if empty == "mean":
+        return build(aten.where.self, rows, build(aten.mean.dim, v, [2], True), out)
+    nan, one = (build(aten.full.default, [], x, dtype=dtype, device=device) for x in (float("nan"), 1.0))
+    return build(aten.mul.Tensor, out, build(aten.where.self, rows, nan, one))
 
 
 # --- from the probabilities down to the product of q and k -----------------------------------------------------
@@ -95,13 +105,18 @@ def written_out(node: Node, build: Build) -> Node | None:
 
 def _under_softmax(found: _Scores) -> _Scores | None:
     """The scores of dropout(cast(softmax(scores)))."""
+    once = True  # nothing but the product uses the probabilities
     while True:
         x = found.at
+        once = once and len(x.users) == 1
         if calls(x, operator.getitem) and calls(operand(x), aten.native_dropout.default):
             x = operand(x)
+            once = once and len(x.users) == 1
         if calls(x, aten.native_dropout.default, aten.dropout.default):
-            known = arguments(x)
-            found = found.to(operand(x), dropout=float(known["p"]) if known.get("train") else found.dropout)
+            rate = _rate(x)
+            if rate and (found.dropout or not once):
+                return None
+            found = found.to(operand(x), dropout=rate or found.dropout)
         elif calls(x, aten.softmax.int, aten._softmax.default):
             last = arguments(x)["dim"] % len(shape_of(x)) == len(shape_of(x)) - 1
             return found.to(operand(x)) if last else None
@@ -109,6 +124,12 @@ def _under_softmax(found: _Scores) -> _Scores | None:
             found = found.to(operand(x))
         else:
             return None
+
+
+def _rate(dropout: Node) -> float:
+    """Of a dropout: 0 if it does nothing."""
+    known = arguments(dropout)
+    return float(known["p"]) if known["train"] or known["train"] is None else 0.0
 
 
 def _down_to_product(found: _Scores) -> _Scores | None:
@@ -126,8 +147,9 @@ def _down_to_product(found: _Scores) -> _Scores | None:
 def _same(found: _Scores) -> _Scores | None:
     """The same scores in another dtype, or with batch and heads joined or split."""
     x = found.at
-    cast = calls(x, aten._to_copy.default) and value_of(operand(x)).is_floating_point()
-    return found.to(operand(x)) if cast or _keeps_matrices(x) else None
+    if calls(x, aten._to_copy.default) and value_of(operand(x)).is_floating_point():
+        return found.to(operand(x), casts=(*found.casts, value_of(x).dtype))
+    return found.to(operand(x)) if _keeps_matrices(x) else None
 
 
 def _keeps_matrices(x: Node) -> bool:
@@ -166,9 +188,16 @@ def _filled(found: _Scores) -> _Scores | None:
         return None
     scores = known["self"]
     turned = found.softcap or found.factors or found.scale <= 0  # what is least here need not be among the scores
-    if turned or fill is None or fill > LEAST or shape_of(scores) != shape_of(x):
+    if turned or fill is None or shape_of(scores) != shape_of(x):
         return None
-    return found.to(scores, masks=(*found.masks, _Mask(mask, len(shape_of(x)), keep=keep)))
+    for dtype in (value_of(x).dtype, *reversed(found.casts)):
+        fill = float(torch.tensor(fill, dtype=torch.float64).to(dtype))
+    fill *= found.scale
+    for dtype in found.casts or (value_of(x).dtype,):
+        fill = float(torch.tensor(fill, dtype=torch.float64).to(dtype))
+    if not fill <= LEAST:
+        return None
+    return found.to(scores, masks=(*found.masks, Mask(mask, len(shape_of(x)), keep=keep, fill=fill)))
 
 
 def _number(x: Any) -> float | None:
@@ -190,7 +219,7 @@ def _under_sum(found: _Scores) -> _Scores | None:
             return None
         if shape_of(scores) != shape_of(x) or not value_of(mask).is_floating_point():
             continue
-        masks = (*found.masks, _Mask(mask, len(shape_of(x)), found.scale))
+        masks = (*found.masks, Mask(mask, len(shape_of(x)), found.scale))
         product = _down_to_product(found.to(scores, masks=masks))
         if product is not None:
             return product
@@ -210,7 +239,7 @@ def _transposed(build: Build, x: Node) -> Node:
     return build(aten.transpose.int, x, -1, -2)
 
 
-def _bias(build: Build, mask: _Mask, said: Node, lead: tuple[int, ...], dtype: torch.dtype) -> Node:
+def _bias(build: Build, mask: Mask, said: Node, lead: tuple[int, ...], dtype: torch.dtype) -> Node:
     """[B|1, H|1, n|1, m]: what is added; ``said`` is the mask's node, True = attend if it is bool."""
     shape = shape_of(said)
     shape = (*(1,) * (mask.dims - len(shape)), *shape)

@@ -21,14 +21,16 @@ from torch import Tensor
 
 from autopar.ops.kernels.cpu import CpuFlash
 from autopar.ops.kernels.cuda import CudaEfficient, CudaFlash, Cudnn, FlashAttn
-from autopar.ops.kernels.kernel import Grads, Kernel, sum_to, wide
+from autopar.ops.kernels.kernel import HUGE, NEVER, Grads, Kernel, note_blocked_rows, sum_to, wide
 from autopar.ops.kernels.plain import Math, Meta
 from autopar.registry import Registry
 
 if TYPE_CHECKING:
     from autopar.ops.attention import Facts
 
-__all__ = ["KERNELS", "Kernel", "backward", "choose", "forward", "sum_to", "using", "with_sinks", "wide"]
+__all__ = [
+    "KERNELS", "Kernel", "backward", "choose", "forward", "note_blocked_rows", "sum_to", "using", "with_sinks", "wide",
+]  # fmt: skip
 
 KERNELS: Registry[Kernel] = Registry("attention kernel")  # in the order of preference
 for _kernel in (Meta(), FlashAttn(), Cudnn(), CudaFlash(), CudaEfficient(), CpuFlash(), Math()):
@@ -65,6 +67,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, Tens
     return with_sinks(*choose(q, k, v, facts).forward(q, k, v, facts), facts.sinks)
 
 
+def _is_blocked(lse: Tensor, facts: Facts) -> bool:
+    """Whether a bias blocks every key of a row by a large finite number: only `Math` makes probabilities of that again.
+    Accelerators are not asked: it would make them wait."""
+    if facts.bias is None or lse.device.type != "cpu":
+        return False
+    return bool(((lse <= HUGE) & (lse > NEVER)).any())
+
+
 def _rows(x: Tensor) -> Tensor:
     """With rows in one piece: fused kernels read the last dim so, whatever its stride."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
@@ -84,4 +94,6 @@ def backward(
     """Gradients of q, k, v and, if asked for, of the bias, in the dtypes in which the kernel has them."""
     grad, q, k, v, out = _rows(grad), _rows(q), _rows(k), _rows(v), _rows(out)
     kernel = choose(q, k, v, facts, bias_gradient)
+    if _is_blocked(lse, facts):
+        kernel = KERNELS["math"]
     return kernel.backward(grad, q, k, v, out, lse, facts, bias_gradient)

@@ -8,11 +8,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from autopar.ops.watch import note
+
 if TYPE_CHECKING:
     from autopar.ops.attention import Facts
 
 HALF = (torch.float16, torch.bfloat16)
 NEVER = float("-inf")
+HUGE = -16384.0  # log-sum-exps below this are of rows in which a bias blocks every key by a large finite number
+
+_BLOCKED = (
+    "a mask that is added to attention scores blocks every key of a row by a large finite number ({found}); such rows, "
+    "and their gradients, differ from those of one process on a CPU; block with -inf, or leave every row a key"
+)
 
 Grads = tuple[Tensor, Tensor, Tensor, Tensor | None]  # of q, k, v and, if asked for, of the bias in the bias' shape
 
@@ -48,6 +56,14 @@ class Kernel(ABC):
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: Facts, bias: bool
     ) -> Grads:
         """Gradients of q, k, v, and of the bias if ``bias``."""
+
+
+def note_blocked_rows(bias: Tensor | None) -> None:
+    """Say it where a bias leaves rows without a key but for a large finite number: their log-sum-exp is that number,
+    so that neither parts nor probabilities can be made again from it."""
+    if bias is not None and bias.numel() and not bias.is_meta:
+        most = bias.detach().amax(-1)
+        note(most.masked_fill(most == NEVER, 0.0), HUGE, float("inf"), _BLOCKED, fatal=False)
 
 
 def expand(x: Tensor, heads: int) -> Tensor:

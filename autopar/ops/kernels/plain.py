@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from autopar.ops.kernels.kernel import NEVER, Grads, Kernel, sum_to, wide
+from autopar.ops.kernels.kernel import HUGE, NEVER, Grads, Kernel, sum_to, wide
 
 if TYPE_CHECKING:
     from autopar.ops.attention import Facts
@@ -44,8 +44,11 @@ class _Scores:
         return left.transpose(-1, -2) @ right
 
     def probabilities(self, lse: Tensor) -> Tensor:
-        safe = lse.masked_fill(lse == NEVER, 0.0)
-        return torch.exp(self.scores - safe.unsqueeze(-1))
+        """exp(scores - lse). Where a bias blocks every key by a large number, lse is that number, and what it says
+        about the keys is rounded away: those rows are divided by their sum."""
+        safe = lse.masked_fill(lse == NEVER, 0.0).unsqueeze(-1)
+        out = torch.exp(self.scores - safe)
+        return out if self.facts.bias is None else out / out.sum(-1, keepdim=True).masked_fill_(safe > HUGE, 1.0)
 
     def kept(self) -> Tensor | None:
         """What the probabilities are multiplied with by dropout."""
