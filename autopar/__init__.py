@@ -7,10 +7,11 @@ loss  = model.train_step(**batch)
 
 from autopar.api import parallelize
 from autopar.plan import Options, Plan
+from autopar.runtime.failures import reporting
 from autopar.runtime.groups import init_mesh
 from autopar.runtime.launch import launch
 from autopar.runtime.module import ParallelModule
 from autopar.verify import verify
 
 __version__ = "0.1.0"
-__all__ = ["Options", "ParallelModule", "Plan", "init_mesh", "launch", "parallelize", "verify"]
+__all__ = ["Options", "ParallelModule", "Plan", "init_mesh", "launch", "parallelize", "reporting", "verify"]

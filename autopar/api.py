@@ -70,7 +70,7 @@ def parallelize(
     export, plans of other models.
     """
     groups = Groups(mesh)
-    with reporting():
+    with reporting("parallelize"):
         chosen = _options(options)
         check_model(model)
         check_arguments(

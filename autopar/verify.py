@@ -36,6 +36,7 @@ from autopar.capture import adapter_for
 from autopar.exact import LiftFloat32
 from autopar.mesh import Mesh
 from autopar.plan import Options
+from autopar.runtime.failures import reporting
 from autopar.runtime.groups import init_mesh, mesh_of
 from autopar.runtime.launch import launch
 from autopar.runtime.module import step_seed
@@ -268,7 +269,8 @@ def _worst(report: Report) -> Report:
     if dist.get_world_size() == 1:
         return report
     reports: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, report)
+    with reporting("verify"):
+        dist.all_gather_object(reports, report)
 
     def worst(entries: list[Entry]) -> Entry:
         return max(entries, key=lambda e: e.ratio)

@@ -22,7 +22,8 @@ from autopar.parameter import ParameterSpec
 from autopar.placement import Shard
 from autopar.plan import Plan
 from autopar.runtime.contents import words_of
-from autopar.runtime.groups import Groups, differences, exchange
+from autopar.runtime.groups import Groups, exchange
+from autopar.runtime.rendezvous import differences
 
 MOST_SHOWN = 3
 WEIGHTS = "the weights"

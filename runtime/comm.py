@@ -79,8 +79,7 @@ class Collective:
 
     def failed(self, error: Exception) -> CollectiveError:
         what = f'{self.kind} over axis "{self.axis}" (node {self.node})'
-        why = board().explain(self.groups.ranks(self.axis), what)
-        return CollectiveError(f"comm: {what} failed on rank {self.groups.rank}: {why} [{str(error).splitlines()[0]}]")
+        return board().failed(what, self.groups.ranks(self.axis), error)
 
     def launch(
         self,

@@ -11,8 +11,8 @@ What it sends is known once it has run, so an AxisComm counts for itself.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -30,7 +30,7 @@ from autopar.ops.attention import FACTS
 from autopar.ops.context import HOW
 from autopar.runtime import comm
 from autopar.runtime.comm import Ledger, Traffic, Work, add_ledgers, finish, traffic_of
-from autopar.runtime.failures import CollectiveError, board
+from autopar.runtime.failures import explained
 from autopar.runtime.groups import Groups
 
 
@@ -95,14 +95,8 @@ class AxisComm:
     def _count(self, kind: str, sent: int) -> None:
         self.traffic = add_ledgers(self.traffic, {(self._axis, kind): Traffic(1, sent)})
 
-    @contextmanager
-    def _explained(self, what: str, ranks: Sequence[int]) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            where, me = f'{what} over axis "{self._axis}" (node {self._node})', self._groups.rank
-            why = board().explain([me, *ranks], where)
-            raise CollectiveError(f"comm: {where} failed on rank {me}: {why} [{str(error).splitlines()[0]}]") from error
+    def _explained(self, what: str, ranks: Sequence[int]) -> AbstractContextManager[None]:
+        return explained(f'{what} over axis "{self._axis}" (node {self._node})', ranks)
 
 
 @dataclass

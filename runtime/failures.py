@@ -2,130 +2,202 @@
 
 A collective that loses a peer fails on the survivors as "Connection closed by peer" or as a timeout. Both say
 nothing about the cause. So every rank
-  - beats: a thread counts up ``alive/<rank>`` about once a second,
+  - beats (`autopar.runtime.heartbeat`),
   - reports its own error (``error/<rank>``), be it caught by `reporting` or uncaught,
-  - reports a collective that failed (``waiting/<rank>``).
-A survivor reads these keys of its group and says which ranks failed and with what, which are gone without a word
-(their count stands still), and which are alive but did not join.
+  - reports a collective that failed (``waiting/<rank>``), and that it has finished (``left/<rank>``).
+A survivor reads these keys and says which ranks failed and with what, which are gone without a word (their count stands
+still), which have finished, and which are alive but did not join.
 """
 
 from __future__ import annotations
 
 import atexit
+import itertools
+import re
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
+from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
-from autopar.adapters.distributed import default_store, own_client
+from autopar.adapters.distributed import default_store, hosted_by_launcher, is_backend_error, root_store
+from autopar.runtime.heartbeat import BEAT, LAUNCHER, TOLD, Heartbeat
+from autopar.runtime.store_line import Answer, Line, StoreError
 
-BEAT = 1.0  # seconds between two signs of life
-SILENCE = 2.5 * BEAT  # a count that stands still this long belongs to a dead rank
+SILENCE = 2.5 * BEAT  # once something has failed: a count that stands still this long belongs to a dead rank
+LINGER = 4.0  # seconds that the store of a rank outlives its work, for the others' last questions
+
+T = TypeVar("T")
 
 
 class CollectiveError(RuntimeError):
-    """A collective failed because of other ranks. The message names the axis, the node and the ranks."""
+    """A collective failed because of other ranks. The message says what failed, on which rank, and names the others."""
+
+    why = ""  # the part that names them
 
 
 class FailureBoard:
     """What the ranks of one world know of each other's failures. One per process and default group."""
 
-    def __init__(self, store: dist.Store, rank: int):
-        self.store = dist.PrefixStore("autopar/failures", store)
-        self.rank = rank
-        self._told: set[str] = set()  # the keys of ours that say something
-        self._stop = threading.Event()
-        # A client of its own: a blocking wait on a shared one would stop the beat.
-        self._beats = dist.PrefixStore("autopar/failures", own_client(store))
-        self._beats.add(f"alive/{rank}", 1)
-        self._thread = threading.Thread(target=self._beat, name="autopar-alive", daemon=True)
-        if dist.get_world_size() > 1:
-            self._thread.start()
-
-    def _beat(self) -> None:
-        while not self._stop.wait(BEAT):
-            try:
-                self._beats.add(f"alive/{self.rank}", 1)
-            except (RuntimeError, OSError):  # the store went away with its host: nobody can read us any more
-                return
+    def __init__(self, store: dist.Store, rank: int, world: int, keys: str) -> None:
+        self.rank, self._keys = rank, keys
+        self._everybody = [r for r in range(world) if r != rank]
+        self._told: dict[str, str] = {}  # what we say, by kind
+        self._line = Line(store)
+        self._heartbeat = Heartbeat(store, rank, world, keys) if self._everybody else None
 
     def close(self) -> None:
-        """Stop beating."""
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join(2 * BEAT)
+        """This rank ends: because it has finished, or with the error that it told, which is a verdict for all. A rank
+        that hosts the store stays until the others have read it, `LINGER` seconds at most."""
+        if self._heartbeat is None:
+            return
+        words = {"heard": self._told.get("heard"), "error": self._told.get("error")}
+        why = f"rank {self.rank} failed: {words['error']}" if words["error"] else words["heard"]
+        try:
+            if why is None:
+                self._tell("left", "finished")
+            else:
+                verdict: str = why
+                self._line.ask(lambda store: store.compare_set(f"{self._keys}/verdict", "", verdict))
+            end = time.monotonic() + (LINGER if self.rank == 0 and not hosted_by_launcher() else 0.0)
+            while time.monotonic() < end and self._line.ask(self._unheard):
+                time.sleep(0.05)
+        except StoreError:  # it is gone, and who waits for it knows
+            pass
+        self._heartbeat.close()
+
+    def _unheard(self, store: dist.Store) -> bool:
+        """Whether some rank has said nothing yet of how it ends."""
+        ended = [self._texts(store, kind, self._everybody) for kind in TOLD]
+        return any(all(r not in texts for texts in ended) for r in self._everybody)
+
+    # --- what this rank tells -------------------------------------------------------------------------
 
     def report(self, error: BaseException) -> None:
-        """Publish this rank's own error. A CollectiveError is not one: its cause is elsewhere."""
+        """Publish this rank's own error. A CollectiveError is not one: its cause is elsewhere, and is passed on."""
         if isinstance(error, CollectiveError):
-            return
-        first = (str(error).splitlines() or [""])[0]
-        self._tell("error", f"{type(error).__name__}: {first}"[:500])
+            self._tell("heard", error.why)
+        else:
+            first = (str(error).splitlines() or [""])[0]
+            self._tell("error", f"{type(error).__name__}: {first}"[:500])
 
     def clear(self) -> None:
         """Take back what this rank told: its error was handled, and it waits no longer."""
         for kind in list(self._told):
             self._tell(kind, "")
 
+    def _tell(self, kind: str, text: str) -> None:
+        self._told.pop(kind, None)
+        if text:
+            self._told[kind] = text
+        if self._everybody:
+            try:
+                self._line.ask(lambda store: store.set(f"{self._keys}/{kind}/{self.rank}", text))
+            except StoreError:  # its own error tells more than this one
+                return
+
+    # --- what it hears --------------------------------------------------------------------------------
+
+    def ask(self, question: Callable[[dist.Store], T], limit: float = 0.0) -> T:
+        """A question to the store that may take ``limit`` seconds. Raises StoreError."""
+        return self._line.ask(question, limit + 3.0)
+
+    def failed(self, what: str, ranks: Sequence[int], error: BaseException | None = None) -> CollectiveError:
+        """The error of something that needed ``ranks`` and failed, with the backend's words if there are any."""
+        why = self.explain(ranks, what)
+        raw = (
+            (str(error).splitlines() or [""])[0][:160]
+            if error is not None and not isinstance(error, StoreError)
+            else ""
+        )
+        out = CollectiveError(f"comm: {what} failed on rank {self.rank}: {why}{f' [{raw}]' if raw else ''}")
+        out.why = why
+        return out
+
+    def translated(self, error: BaseException, action: str) -> BaseException:
+        """A backend's error in words that name ranks; any other error itself."""
+        if isinstance(error, CollectiveError) or not (isinstance(error, StoreError) or is_backend_error(error)):
+            return error
+        return self.failed(action, [self.rank, *self._everybody], error)
+
     def explain(self, ranks: Sequence[int], what: str) -> str:
-        """Why a collective among ``ranks`` failed here, in words; asks for at most about SILENCE seconds."""
+        """Why something among ``ranks`` failed here, in words; asks for at most about SILENCE seconds."""
         self._tell("waiting", what)
+        try:
+            return self._ask([r for r in ranks if r != self.rank])
+        except StoreError as error:
+            return self._verdict() or str(error)
+
+    def trouble(self, ranks: Sequence[int]) -> str:
+        """Why waiting for ``ranks`` is in vain, if it is known: a verdict, an error, a rank that has finished."""
         others = [r for r in ranks if r != self.rank]
         try:
-            return self._ask(others)
-        except (RuntimeError, OSError):
-            return "the store cannot be reached; rank 0 or the launcher that hosts it is gone"
+            return self._line.ask(lambda store: self._known(store, others, others))
+        except StoreError as error:
+            return self._verdict() or str(error)
 
-    def errors(self, ranks: Sequence[int]) -> dict[int, str]:
-        """What the others have reported so far."""
-        return self._texts("error", [r for r in ranks if r != self.rank])
+    def _verdict(self) -> str:
+        return self._heartbeat.verdict if self._heartbeat is not None else ""
+
+    def _known(self, store: dist.Store, failing: Sequence[int], needed: Sequence[int]) -> str:
+        errors = self._texts(store, "error", failing)
+        if errors:
+            return "; ".join(f"rank {r} failed: {text}" for r, text in errors.items())
+        root = root_store(store)
+        if root.check([LAUNCHER]):
+            return root.get(LAUNCHER).decode()
+        if verdict := self._verdict():
+            return verdict
+        # What another rank heard, unless it is about this one: a rank that waits may look as if it were the cause.
+        me = re.compile(rf"\branks? ([\d, ]*, )?{self.rank}\b")
+        heard = [t for t in self._texts(store, "heard", failing).values() if not me.search(t)]
+        left = self._texts(store, "left", needed)
+        return heard[0] if heard else f"{_ranks(list(left))} finished: its main returned" if left else ""
 
     def _ask(self, others: Sequence[int]) -> str:
         # Everybody, not only the group: the cause may be a rank that a silent member of the group waits for.
-        everybody = [r for r in range(dist.get_world_size()) if r != self.rank]
-        before = self._counts(everybody)
-        deadline = time.monotonic() + SILENCE
-        while time.monotonic() < deadline:
-            errors = self._texts("error", everybody)
-            if errors:
-                return "; ".join(f"rank {r} failed: {text}" for r, text in errors.items())
+        before = self._line.ask(self._counts)
+        start, silent = time.monotonic(), self._everybody
+        while (waited := time.monotonic() - start) < SILENCE and (silent or waited < 1.5 * BEAT):
+            known = self._line.ask(lambda store: self._known(store, self._everybody, others))
+            if known:
+                return known
             time.sleep(0.05)
-        after = self._counts(everybody)
-        dead = [r for r in everybody if after[r] == before[r]]
+            after = self._line.ask(self._counts)
+            silent = [r for r in self._everybody if after[r] == before[r]]
+        left = self._line.ask(lambda store: self._texts(store, "left", silent))
+        dead = [r for r in silent if r not in left]
         if dead:
             return f"{_ranks(dead)} did not respond: no sign of life for {SILENCE:.1f} s"
-        waiting = self._texts("waiting", others)
+        waiting = self._line.ask(lambda store: self._texts(store, "waiting", others))
         absent = [r for r in others if r not in waiting]
         if absent:
             return f"{_ranks(absent)} did not respond: alive, but never joined this collective"
         stories = ", ".join(f"rank {r} in {text}" for r, text in waiting.items())
         return f"every rank waited for another one: {stories}"
 
-    def _counts(self, ranks: Sequence[int]) -> dict[int, int]:
-        return {r: self.store.add(f"alive/{r}", 0) for r in ranks}
+    def _counts(self, store: dist.Store) -> dict[int, int]:
+        return {r: store.add(f"{self._keys}/alive/{r}", 0) for r in self._everybody}
 
-    def _texts(self, kind: str, ranks: Sequence[int]) -> dict[int, str]:
-        there = [r for r in ranks if self.store.check([f"{kind}/{r}"])]
-        texts = {r: self.store.get(f"{kind}/{r}").decode() for r in there}
+    def _texts(self, store: dist.Store, kind: str, ranks: Sequence[int]) -> dict[int, str]:
+        there = [r for r in ranks if store.check([f"{self._keys}/{kind}/{r}"])]
+        texts = {r: store.get(f"{self._keys}/{kind}/{r}").decode() for r in there}
         return {r: text for r, text in texts.items() if text}
-
-    def _tell(self, kind: str, text: str) -> None:
-        (self._told.add if text else self._told.discard)(kind)
-        try:
-            self.store.set(f"{kind}/{self.rank}", text)
-        except (RuntimeError, OSError):  # the store is gone: its own error tells more than this one
-            return
 
 
 def _ranks(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
+# --- the board of this process --------------------------------------------------------------------------
+
 _boards: dict[int, FailureBoard] = {}
+_made = itertools.count()  # a store may outlive a default group, and serve the next
 
 
 def board() -> FailureBoard:
@@ -133,10 +205,12 @@ def board() -> FailureBoard:
     store = default_store()
     key = id(store)
     if key not in _boards:
-        for old in _boards.values():
-            old.close()
-        _boards.clear()
-        _boards[key] = FailureBoard(store, dist.get_rank())
+        close()
+        rank = dist.get_rank()
+        try:
+            _boards[key] = FailureBoard(store, rank, dist.get_world_size(), f"autopar/failures/{next(_made)}")
+        except StoreError as error:
+            raise CollectiveError(f"comm: joining the others failed on rank {rank}: {error}") from error
         _install_hook()
     return _boards[key]
 
@@ -148,22 +222,69 @@ def clear() -> None:
 
 
 def close() -> None:
-    """Stop the board's thread (at exit, or before the process group is destroyed)."""
+    """This rank has finished: at exit, or before the process group is destroyed."""
     for old in _boards.values():
         old.close()
     _boards.clear()
 
 
+# --- errors on their way --------------------------------------------------------------------------------
+
+
 @contextmanager
-def reporting() -> Iterator[None]:
-    """Errors that leave this block are published, so that the other ranks' errors can name this rank."""
+def reporting(action: str = "a collective") -> Iterator[None]:
+    """Errors that leave this block name ranks, here and elsewhere.
+
+    An error of this rank is published, so that the others' errors can name this rank and its error. An error of a
+    backend ("Connection closed by peer") becomes a CollectiveError that names ``action`` and the ranks which failed:
+
+        with autopar.reporting("saving the optimizer"):
+            torch.distributed.checkpoint.save(...)
+    """
     mine = board()
     mine.clear()
     try:
         yield
     except BaseException as error:
-        mine.report(error)
+        found = mine.translated(error, action)
+        mine.report(found)
+        if found is error:
+            raise
+        raise found from error
+
+
+@contextmanager
+def explained(what: str, ranks: Sequence[int]) -> Iterator[None]:
+    """RuntimeErrors in this block, which does nothing but communicate with ``ranks``, become CollectiveErrors."""
+    try:
+        yield
+    except CollectiveError:
         raise
+    except RuntimeError as error:
+        raise board().failed(what, ranks, error) from error
+
+
+def within(limit: float, call: Callable[[], T], what: str, ranks: Sequence[int]) -> T:
+    """A call that blocks until ``ranks`` join, for at most ``limit`` seconds: torch's own limits do not count while the
+    store is silent. Raises CollectiveError as soon as it is known that one of them will not."""
+    answer, start, look = Answer(), time.monotonic(), BEAT
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def run() -> T:
+        if device is not None:
+            torch.cuda.set_device(device)  # each thread has its own
+        return call()
+
+    threading.Thread(target=answer.run, args=(run,), name="autopar-join", daemon=True).start()
+    while not answer.wait(0.25):
+        waited = time.monotonic() - start
+        if waited > limit + BEAT or (waited > look and board().trouble(ranks)):
+            raise board().failed(what, ranks)
+        look += BEAT if waited > look else 0.0
+    if answer.error is not None:
+        raise board().translated(answer.error, what)
+    found: T = answer.value
+    return found
 
 
 _previous_hook = sys.excepthook
@@ -177,7 +298,17 @@ def _install_hook() -> None:
         atexit.register(close)
 
 
-def _report_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def named(error: BaseException) -> BaseException:
+    """An error that ends this rank: published if it is its own, else with the ranks that caused it."""
     for mine in _boards.values():
-        mine.report(error)
-    _previous_hook(kind, error, trace)
+        found = mine.translated(error, "a collective")
+        mine.report(found)
+        if found is not error:
+            found.__cause__ = error
+            return found
+    return error
+
+
+def _report_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    found = named(error)
+    _previous_hook(type(found), found, trace)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -20,13 +19,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.adapters.distributed import default_store, rank_table
 from autopar.attention import WAYS
 from autopar.mesh import Mesh
-from autopar.runtime.failures import CollectiveError, board
+from autopar.runtime import connections
+from autopar.runtime.failures import board, within
+from autopar.runtime.rendezvous import differences, show, world_store
 from autopar.runtime.settings import device_kind, time_limit
 
 CONTEXT = "cp"  # the axis that has levels
 
 _meshes: dict[tuple[int, str, Mesh, timedelta], DeviceMesh] = {}
-_joined: dict[tuple[int, str, Mesh], dict[str, dist.ProcessGroup]] = {}
+_joined: dict[tuple[int, str, Mesh, timedelta], dict[str, dist.ProcessGroup]] = {}
 _parts: dict[tuple[int, str, Mesh, str, timedelta], dist.ProcessGroup | None] = {}  # further groups along one axis
 _made: dict[Mesh, int] = {}  # how many Groups of a mesh there were: their common name in the store
 
@@ -38,7 +39,8 @@ def init_mesh(
 
     Uses the default process group if there is one. Otherwise makes it: from torchrun's environment, or as a world
     of one. ``device``: "cpu" (gloo) or "cuda" (nccl); by default cuda where there is one. ``timeout``: seconds (or
-    a timedelta) after which a collective without its peers fails; default $AUTOPAR_TIMEOUT or 600.
+    a timedelta) after which a collective, an agreement or the making of a group without its peers fails; default
+    $AUTOPAR_TIMEOUT or 600. A rank that is dead or stopped is noticed within seconds.
 
     Raises ValueError for an unknown axis, a size below 1, sizes whose product is not the number of ranks, a device
     that is neither cpu nor a cuda that is there, or a timeout that is no time.
@@ -55,7 +57,9 @@ def init_mesh(
     if not mesh.axes:
         mesh = Mesh.of(dp=1)
     if not dist.is_initialized():
-        _init_world(kind, limit)
+        with connections.recorded():
+            _init_world(kind, limit)
+    board()  # from now on the others see that this rank is alive
     key = (id(default_store()), kind, mesh, limit)
     if key not in _meshes:
         _meshes[key] = _make_mesh(mesh, kind, limit)
@@ -73,7 +77,15 @@ def _init_world(kind: str, timeout: timedelta) -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group(backend, init_method="env://", timeout=timeout)
+        missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise ValueError(
+                f"init_mesh: with RANK set, needs {', '.join(missing)} as well; start the ranks with torchrun or "
+                "autopar.launch, or unset RANK"
+            )
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = world_store(rank, world, timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
@@ -101,35 +113,38 @@ def _groups_along(
     mine = None
     for ranks in _all_groups(mesh, [axis]):
         chosen = [ranks[i] for i in members]
-        group = dist.new_group(chosen, timeout=timeout, group_desc=name)
-        if dist.get_rank() in chosen:
-            assert isinstance(group, dist.ProcessGroup)
-            mine = group
+        mine = _new_group(chosen, timeout, name) or mine
     return mine
 
 
-def _joined_groups(mesh: Mesh, kind: str, rank: int) -> dict[str, dist.ProcessGroup]:
+def _new_group(ranks: list[int], timeout: timedelta, name: str) -> dist.ProcessGroup | None:
+    """A group, on its members. Every rank of the world must call it."""
+    with connections.recorded():
+        group = within(
+            timeout.total_seconds(),
+            lambda: dist.new_group(ranks, timeout=timeout, group_desc=name),
+            f"making the group {name}",
+            range(dist.get_world_size()),
+        )
+    return group if dist.get_rank() in ranks and isinstance(group, dist.ProcessGroup) else None
+
+
+def _joined_groups(mesh: Mesh, kind: str, rank: int, timeout: timedelta) -> dict[str, dist.ProcessGroup]:
     """One group for each set of two or more axes that have more than one rank.
 
     Made at once on all ranks and not at first use: pipeline stages use different ones, and torch's way to let only the
     members take part (use_local_synchronization) names a group after how many groups a rank has already.
     """
-    key = (id(default_store()), kind, mesh)
+    key = (id(default_store()), kind, mesh, timeout)
     if key in _joined:
         return _joined[key]
     out: dict[str, dist.ProcessGroup] = {}
     axes = [axis for axis, size in mesh.axes if size > 1]
     for count in range(2, len(axes) + 1):
         for names in itertools.combinations(axes, count):
-            if count == len(axes):
-                world = dist.group.WORLD
-                assert world is not None
-                out[",".join(names)] = world
-                continue
             for ranks in _all_groups(mesh, names):
-                group = dist.new_group(ranks, timeout=time_limit(None), group_desc="mesh_" + "_".join(names))
-                if rank in ranks:
-                    assert isinstance(group, dist.ProcessGroup)
+                group = _new_group(ranks, timeout, "mesh_" + "_".join(names))
+                if group is not None:
                     out[",".join(names)] = group
     _joined[key] = out
     return out
@@ -189,6 +204,7 @@ class Groups:
     """
 
     def __init__(self, device_mesh: DeviceMesh):
+        board()  # from now on the others see that this rank is alive, if the mesh is the user's
         self.device_mesh = device_mesh
         self.mesh = mesh_of(device_mesh)
         self.rank = dist.get_rank()
@@ -196,7 +212,8 @@ class Groups:
         kind = device_mesh.device_type
         self.device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
         self._groups: dict[str, dist.ProcessGroup] = {a: device_mesh.get_group(a) for a in self.mesh.sizes}
-        self._groups.update(_joined_groups(self.mesh, device_mesh.device_type, self.rank))
+        self.timeout = _timeout_of(device_mesh)
+        self._groups.update(_joined_groups(self.mesh, device_mesh.device_type, self.rank, self.timeout))
         self._subsets: dict[str, list[int]] = {}
         self._levels: dict[str, str] = {}  # "cp%2" -> "cp", or the subset "cp[0+1]" that this rank is in
         self._channels: dict[tuple[str, str], dist.ProcessGroup] = {}  # (axis or subset, way) -> group
@@ -207,13 +224,11 @@ class Groups:
         self._agreed: dict[str, int] = {}
         _made[self.mesh] = _made.get(self.mesh, 0) + 1
         self._name = f"{self.mesh}/{_made[self.mesh]}"
-        board()  # from now on the others see that this rank is alive
 
     def _further(self, axis: str, name: str, members: Sequence[int]) -> dist.ProcessGroup | None:
-        limit = _timeout_of(self.device_mesh)
-        key = (id(default_store()), self.device_mesh.device_type, self.mesh, name, limit)
+        key = (id(default_store()), self.device_mesh.device_type, self.mesh, name, self.timeout)
         if key not in _parts:
-            _parts[key] = _groups_along(self.mesh, axis, members, limit, name)
+            _parts[key] = _groups_along(self.mesh, axis, members, self.timeout, name)
         return _parts[key]
 
     def _make_levels(self, count: int) -> None:
@@ -354,39 +369,8 @@ def exchange(groups: Groups, text: str, what: str, axis: str | None = None, time
     mine = f"{what}\n{text}"
     if len(ranks) == 1:
         return [mine]
-    scope = f"agree/{axis or 'world'}/{ranks[0]}"
+    scope = f"autopar/{groups._name}/agree/{axis or 'world'}/{ranks[0]}"
     count = groups._agreed.get(scope, 0)
     groups._agreed[scope] = count + 1
-    store = dist.PrefixStore(f"autopar/{groups._name}/{scope}", default_store())
-    store.set(f"{count}/{groups.rank}", mine)
-    keys = [f"{count}/{r}" for r in ranks]
-    _wait_for(store, keys, ranks, what, time_limit(timeout).total_seconds())
-    values = [v.decode() for v in store.multi_get(keys)]
-    if count:  # everybody has set this round's key, so everybody has read the last round's
-        store.delete_key(f"{count - 1}/{groups.rank}")
-    return values
-
-
-def _wait_for(store: dist.Store, keys: list[str], ranks: list[int], what: str, limit: float) -> None:
-    """Until all keys are there. Polls, so that a rank that fails meanwhile is noticed before the timeout."""
-    start, pause, look = time.monotonic(), 0.0002, 1.0
-    while not store.check(keys):
-        waited = time.monotonic() - start
-        if (waited > look and board().errors(ranks)) or waited > limit:
-            raise CollectiveError(f"agree: {what}: {board().explain(ranks, f'agreeing on {what}')}")
-        look += 1.0 if waited > look else 0.0
-        time.sleep(pause)
-        pause = min(2 * pause, 0.001 if waited < 0.1 else 0.02)
-
-
-def differences(ranks: Sequence[int], values: Sequence[str]) -> str:
-    """Who holds what, if not all hold the same: first those that differ from most."""
-    by_value: dict[str, list[int]] = {}
-    for rank, value in zip(ranks, values):
-        by_value.setdefault(value, []).append(rank)
-    if len(by_value) == 1:
-        return ""
-    common = max(by_value, key=lambda v: len(by_value[v]))
-    odd = {value: who for value, who in by_value.items() if value != common}
-    listed = "; ".join(f"rank {', '.join(map(str, who))}: {value.partition(chr(10))[2]}" for value, who in odd.items())
-    return f"{listed}; against rank {', '.join(map(str, by_value[common]))}: {common.partition(chr(10))[2]}"
+    limit = groups.timeout.total_seconds() if timeout is None else timeout
+    return show(scope, count, groups.rank, ranks, mine, limit)

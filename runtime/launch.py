@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
 import time
 import traceback
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.runtime import failures
+from autopar.runtime.heartbeat import LAUNCHER
 from autopar.runtime.settings import DEFAULT_TIMEOUT
 
 LEAVE = 5.0  # seconds for a rank that has reported to clean up
@@ -69,7 +71,7 @@ def launch(
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes, pipes = _start(task, nproc, store.port, timeout, device)
     try:
-        results = _collect(processes, pipes)
+        results = _collect(processes, pipes, store)
         for process in processes:
             process.join(LEAVE)
         return results
@@ -135,11 +137,12 @@ def _rank_main(task: bytes, pipe: Connection, environment: dict[str, str], devic
         report = _Report(fn(*args))
         message = pickle.dumps(report)
     except BaseException as error:
-        if dist.is_initialized():
-            failures.board().report(error)
+        error = failures.named(error)
         first = (str(error).splitlines() or [""])[0]
         consequence = isinstance(error, failures.CollectiveError)
-        message = pickle.dumps(_Report(None, f"{type(error).__name__}: {first}", traceback.format_exc(), consequence))
+        message = pickle.dumps(
+            _Report(None, f"{type(error).__name__}: {first}", "".join(traceback.format_exception(error)), consequence)
+        )
     pipe.send_bytes(message)
     pipe.close()
     failures.close()
@@ -147,7 +150,7 @@ def _rank_main(task: bytes, pipe: Connection, environment: dict[str, str], devic
         dist.destroy_process_group()
 
 
-def _collect(processes: list[BaseProcess], pipes: list[Connection]) -> list[Any]:
+def _collect(processes: list[BaseProcess], pipes: list[Connection], store: dist.Store) -> list[Any]:
     reports: list[_Report | None] = [None] * len(pipes)
     pending = {pipe: rank for rank, pipe in enumerate(pipes)}
     deadline: float | None = None
@@ -163,14 +166,26 @@ def _collect(processes: list[BaseProcess], pipes: list[Connection]) -> list[Any]
                 report: _Report = pickle.loads(pipe.recv_bytes())
             except (EOFError, OSError):
                 processes[rank].join(5)
-                report = _Report(None, f"died with exit code {processes[rank].exitcode}")
+                report = _Report(None, f"died with exit code {_fate(processes[rank].exitcode)}")
             reports[rank] = report
+            if report.error and not report.consequence:  # its peers need not wait for its silence
+                died = report.error.startswith("died")
+                store.set(LAUNCHER, f"rank {rank} {'' if died else 'failed: '}{report.error}")
             if report.error and deadline is None:
                 deadline = time.monotonic() + GRACE
     failed = {rank: r for rank, r in enumerate(reports) if r is not None and r.error}
     if failed:
         raise RuntimeError(_story(failed, [rank for rank, r in enumerate(reports) if r is None]))
     return [r.value for r in reports if r is not None]
+
+
+def _fate(code: int | None) -> str:
+    """An exit code and what it may mean."""
+    if code is None or code >= 0:
+        return str(code)
+    name = signal.Signals(-code).name
+    often = ", often by the kernel because memory ran out" if name == "SIGKILL" else ""
+    return f"{code} (killed by {name}{often})"
 
 
 def _story(failed: dict[int, _Report], ended: list[int]) -> str:

@@ -130,7 +130,7 @@ class ParallelModule(Stateful):
         accumulate in ``.grad`` of the parameters, as ``backward()`` does. Raises ValueError for batches that do not
         fit.
         """
-        with reporting():
+        with reporting("train_step"):
             executor, values = self._prepare(args, batch, train=True, outputs=())
             if not has_losses(executor.compiled):
                 raise ValueError(
@@ -146,7 +146,7 @@ class ParallelModule(Stateful):
         """The model's outputs for this rank's part of the batch."""
         if not self.training:
             return self.eval_step(*args, **batch)
-        with reporting():
+        with reporting("the forward"):
             if self._plan.pipeline is not None:
                 raise ValueError(
                     "model(**batch): a pipeline runs forward and backward in one, stage by stage; use "
@@ -173,7 +173,7 @@ class ParallelModule(Stateful):
     @torch.no_grad()
     def eval_step(self, *args: Any, **batch: Any) -> Any:
         """The model's outputs in eval mode (no dropout, running statistics), without gradients."""
-        with reporting():
+        with reporting("eval_step"):
             executor, values = self._prepare(args, batch, train=False, outputs=None)
             outputs, _ = executor.run_forward(values)
             self._watch.settle(self.training_steps)
@@ -186,7 +186,7 @@ class ParallelModule(Stateful):
         The function of torch sees the parameters of this rank's stages alone, and would clip every stage by its own
         norm. A tied weight that several stages hold counts once. Collective.
         """
-        with reporting():
+        with reporting("clip_grad_norm_"):
             return clip_gradients(self._own, self._specs, self._groups, max_norm, norm_type)
 
     def _prepare(
@@ -289,7 +289,8 @@ class ParallelModule(Stateful):
         finally:
             executor.record = False
         found: list[Any] = [None] * self._groups.mesh.world_size
-        torch.distributed.all_gather_object(found, (self._groups.coordinate, executor.timeline))
+        with reporting("trace"):
+            torch.distributed.all_gather_object(found, (self._groups.coordinate, executor.timeline))
         key = next(k for k, e in self._executors.items() if e is executor)
         self._dump(key, folder, recorded=per_rank(found))
         return loss
@@ -317,7 +318,7 @@ class _Backward(torch.autograd.Function):
             raise RuntimeError(
                 "backward: this loss was already differentiated, its saved values are gone; run the model again"
             )
-        with reporting():
+        with reporting("the backward"):
             found = executor.run_backward(values, saved, [t.contiguous() for t in tangents])
         names = executor.compiled.steps.gradients
         module._store_gradients(executor, {n: g for n, g in zip(names, found, strict=True) if g is not None})

@@ -121,10 +121,8 @@ class Channels:
         self._sends.clear()
 
     def _failed(self, action: Action | str, peer: int, error: Exception) -> CollectiveError:
-        rank, me = self._ranks[peer], self._groups.rank
-        what = f"{action} (pipeline, waits for rank {rank})"
-        why = board().explain([me, rank], what)
-        return CollectiveError(f"comm: {what} failed on rank {me}: {why} [{str(error).splitlines()[0]}]")
+        rank = self._ranks[peer]
+        return board().failed(f"{action} (pipeline, waits for rank {rank})", [rank], error)
 
 
 def _started(work: Work | None) -> Work:

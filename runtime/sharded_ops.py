@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.adapters.dtensor import local_of, record_of
 from autopar.adapters.operators import name_of
+from autopar.runtime.failures import explained
 from autopar.runtime.sharded_tensor import ShardedTensor, reduction_groups
 
 aten = torch.ops.aten
@@ -175,8 +176,13 @@ def _scalar(value: Tensor, model: DTensor) -> ShardedTensor:
 
 def _all_reduce(value: Tensor, x: DTensor, op: Any) -> Tensor:
     for group in reduction_groups(x):
-        dist.all_reduce(value, op=op, group=group)
+        _reduce_over(value, op, group)
     return value
+
+
+def _reduce_over(value: Tensor, op: Any, group: dist.ProcessGroup) -> None:
+    with explained("reducing over the pieces of a parameter", dist.get_process_group_ranks(group)):
+        dist.all_reduce(value, op=op, group=group)
 
 
 def _power_sum(x: Tensor, p: float, dtype: torch.dtype | None) -> tuple[Tensor, Any]:
@@ -271,4 +277,4 @@ def _unscale(func: Any, tensors: Sequence[DTensor], found_inf: Tensor, inv_scale
         for group in reduction_groups(x):
             if group.group_name not in seen:
                 seen.add(group.group_name)
-                dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+                _reduce_over(found, dist.ReduceOp.MAX, group)

@@ -30,6 +30,7 @@ from torch.distributed.tensor.placement_types import Shard as TorchShard
 from autopar.adapters.dtensor import layout_record, local_of
 from autopar.mesh import AXES
 from autopar.placement import Placement, Shard, nested_piece
+from autopar.runtime.failures import explained
 from autopar.runtime.layout import from_rows
 
 Cuts = tuple[tuple[str, Shard], ...]  # the axes that cut the tensor, in cut order
@@ -167,7 +168,8 @@ class _ToLocal(torch.autograd.Function):
 def gather(value: Tensor, group: dist.ProcessGroup, shard: Shard) -> Tensor:
     """The pieces of a group, joined."""
     rows = value.new_empty((group.size(), *value.shape))
-    dist.all_gather_single(rows.view(-1), value.contiguous().view(-1), group=group)
+    with explained("gathering a parameter", dist.get_process_group_ranks(group)):
+        dist.all_gather_single(rows.view(-1), value.contiguous().view(-1), group=group)
     return from_rows(rows, shard.dim, shard.blocks)
 
 

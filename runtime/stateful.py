@@ -38,12 +38,14 @@ class Stateful(nn.Module):
     def full_state_dict(self, rank0_only: bool = False) -> dict[str, Tensor]:
         """Original name (tied names too) -> whole tensor on the CPU. Collective."""
         persistent = self._persistent()
-        whole = state.full_state_dict(self._own, self._specs, self._groups, persistent, rank0_only, self._owners())
+        with reporting("full_state_dict"):
+            whole = state.full_state_dict(self._own, self._specs, self._groups, persistent, rank0_only, self._owners())
         return state.note_steps(whole, self.training_steps)
 
     def full_gradients(self, rank0_only: bool = False) -> dict[str, Tensor]:
         """Original name -> whole gradient on the CPU, for parameters that have one. Collective."""
-        return state.full_gradients(self._own, self._specs, self._groups, rank0_only, self._owners())
+        with reporting("full_gradients"):
+            return state.full_gradients(self._own, self._specs, self._groups, rank0_only, self._owners())
 
     def _owners(self) -> dict[str, int] | None:
         """With pipeline stages: parameter -> the coordinate on pp from which others get it."""
@@ -55,7 +57,7 @@ class Stateful(nn.Module):
         Raises ValueError listing what is missing, unexpected or of another shape or kind (integers into floats), and
         for values that differ between ranks. Collective.
         """
-        with reporting():
+        with reporting("load_state_dict"):
             tensors, steps = state.split_steps(state_dict)
             if any(isinstance(v, torch.distributed.tensor.DTensor) for v in tensors.values()):
                 own = super().state_dict()
@@ -98,7 +100,7 @@ class Stateful(nn.Module):
         skeleton = self._skeleton[0]
         prefix = getattr(skeleton, "base_model_prefix", "")
         ignore = getattr(skeleton, "_keys_to_ignore_on_load_unexpected", None) or ()
-        with reporting():
+        with reporting("load_pretrained"):
             pieces = load_pretrained(
                 folder, self._specs, self._groups, self._persistent(), prefix, tuple(ignore), names=list(self._own)
             )
@@ -113,7 +115,7 @@ class Stateful(nn.Module):
         """Write a folder that plain transformers loads (safetensors and the configs). Collective; rank 0 writes."""
         skeleton = self._skeleton[0]
         configs = [c for name in ("config", "generation_config") if (c := getattr(skeleton, name, None)) is not None]
-        with reporting():
+        with reporting("save_pretrained"):
             save_pretrained(
                 folder,
                 self._own,

@@ -225,6 +225,7 @@ def _worker(rank: int, n: int, port: int, pipe: Connection, inherited: list[Conn
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
     torch.set_num_threads(1)  # a forked OpenMP pool is unusable; one thread needs none
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(n), MASTER_ADDR="127.0.0.1")
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # no rank hosts the store
     os.environ.update(MASTER_PORT=str(port), LOCAL_WORLD_SIZE=str(n), OMP_NUM_THREADS="1")
     if "lo" in (name for _, name in socket.if_nameindex()):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"

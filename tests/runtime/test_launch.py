@@ -70,7 +70,7 @@ def test_under_torchrun_it_runs_on_the_rank_that_is_there(tmp_path: Path) -> Non
     environment.update(PYTHONPATH=root, OMP_NUM_THREADS="1")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False
+        command, env=environment, capture_output=True, text=True, timeout=150, cwd=tmp_path, check=False
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "fine0").exists() and (tmp_path / "fine1").exists()

@@ -1,0 +1,123 @@
+"""How ranks meet in the store, what they show each other there, in rounds, and how it differs."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from autopar.adapters.distributed import hosted_by_launcher, root_store, store_host
+from autopar.runtime.failures import CollectiveError, board
+from autopar.runtime.heartbeat import BEAT, LAUNCHER
+from autopar.runtime.store_line import Answer, Line, StoreError
+
+
+def world_store(rank: int, world: int, timeout: timedelta) -> dist.Store:
+    """The store of torchrun's environment, once all ranks have come. torch's own rendezvous says how many did not come;
+    this one says which. Raises CollectiveError."""
+    what, start, limit = f"comm: starting the ranks failed on rank {rank}: ", time.monotonic(), timeout.total_seconds()
+    store = _connected(rank, world, timeout, what)
+    line = Line(store)
+    try:
+        line.ask(lambda s: s.set(f"autopar/here/{rank}", ""))
+        while why := line.ask(lambda s: _absent(s, world)):
+            if not isinstance(why, str) and time.monotonic() - start > limit:
+                who = ("rank " if len(why) == 1 else "ranks ") + ", ".join(map(str, why))
+                why = f"{who} did not come within {limit:.0f} s"
+                line.ask(functools.partial(_give_up, why=why))
+            if isinstance(why, str):
+                time.sleep(BEAT if rank == 0 else 0.0)  # it may host the store, and the others look there
+                raise CollectiveError(what + why)
+            time.sleep(0.01)
+    except StoreError as error:
+        raise CollectiveError(what + str(error)) from error
+    return store
+
+
+def _connected(rank: int, world: int, timeout: timedelta, what: str) -> dist.Store:
+    host, port, launched = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), hosted_by_launcher()
+    answer, hosts = Answer(), rank == 0 and not launched
+    # On a thread: torch counts the timeout for each address of the host.
+    threading.Thread(
+        target=answer.run,
+        args=(lambda: dist.TCPStore(host, port, world, hosts, timeout, wait_for_workers=False, multi_tenant=True),),
+        daemon=True,
+    ).start()
+    if not answer.wait(timeout.total_seconds() + BEAT) or answer.error is not None:
+        raw = f" [{str(answer.error).splitlines()[0][:160]}]" if answer.error is not None else ""
+        where = f"{store_host()} cannot be reached at {host}:{port}"
+        raise CollectiveError(f"{what}{where}{raw}") from answer.error
+    store: dist.Store = answer.value
+    if launched:  # it serves all restarts
+        return dist.PrefixStore(f"/worker/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return store
+
+
+def _give_up(store: dist.Store, why: str) -> None:
+    store.set("autopar/absent", why)
+
+
+def _absent(store: dist.Store, world: int) -> list[int] | str:
+    """The ranks that have not come yet, or why waiting for them has ended: what the launcher or another rank says."""
+    if store.check([f"autopar/here/{r}" for r in range(world)]):
+        return []
+    for where, key in ((root_store(store), LAUNCHER), (store, "autopar/absent")):
+        if where.check([key]):
+            return where.get(key).decode()
+    return [r for r in range(world) if not store.check([f"autopar/here/{r}"])]
+
+
+def show(scope: str, count: int, rank: int, ranks: Sequence[int], text: str, limit: float) -> list[str]:
+    """Show a text (what it is about, then the rest, by lines) and wait for those of all ``ranks`` in this round.
+
+    Raises CollectiveError that names the ranks which do not come: after ``limit`` seconds, or as soon as it is known
+    that they cannot.
+    """
+    what, mine = f"agreeing on {text.partition(chr(10))[0]}", board()
+    keys, start, look = [f"{scope}/{count}/{r}" for r in ranks], time.monotonic(), BEAT
+
+    def poll(store: dist.Store, seconds: float) -> list[str] | None:
+        end, pause = time.monotonic() + seconds, 0.0002
+        while not store.check(keys):
+            if time.monotonic() > end:
+                return None
+            time.sleep(pause)
+            pause = min(2 * pause, 0.005)
+        found = [v.decode() for v in store.multi_get(keys)]
+        if count:  # everybody has set this round's key, so everybody has read the last round's
+            store.delete_key(f"{scope}/{count - 1}/{rank}")
+        return found
+
+    def set_and_poll(store: dist.Store) -> list[str] | None:
+        store.set(f"{scope}/{count}/{rank}", text)
+        return poll(store, 0.05)
+
+    try:
+        found = mine.ask(set_and_poll)
+        while found is None:
+            waited = time.monotonic() - start
+            if waited > limit or (waited > look and mine.trouble(ranks)):
+                raise mine.failed(what, ranks)
+            look += BEAT if waited > look else 0.0
+            found = mine.ask(lambda store: poll(store, 0.25))
+    except StoreError as error:
+        raise mine.failed(what, ranks, error) from error
+    return found
+
+
+def differences(ranks: Sequence[int], values: Sequence[str]) -> str:
+    """Who holds what, if not all hold the same: first those that differ from most."""
+    by_value: dict[str, list[int]] = {}
+    for rank, value in zip(ranks, values):
+        by_value.setdefault(value, []).append(rank)
+    if len(by_value) == 1:
+        return ""
+    common = max(by_value, key=lambda v: len(by_value[v]))
+    odd = {value: who for value, who in by_value.items() if value != common}
+    listed = "; ".join(f"rank {', '.join(map(str, who))}: {value.partition(chr(10))[2]}" for value, who in odd.items())
+    return f"{listed}; against rank {', '.join(map(str, by_value[common]))}: {common.partition(chr(10))[2]}"

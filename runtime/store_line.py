@@ -1,0 +1,86 @@
+"""Questions to the store, each with a deadline.
+
+A client of torch's store waits in C++ for the answer, for ever if the host of the store is stopped or cut off: its own
+timeout counts for keys that are missing, not for a host that is silent. So questions are asked on a thread of their
+own, and who asks waits no longer than a limit.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from autopar.adapters.distributed import own_client, store_host
+
+T = TypeVar("T")
+PATIENCE = 3.0  # seconds for an answer of the store
+
+
+class StoreError(RuntimeError):
+    """The store did not answer in time, or its connection broke. The message says who hosts it."""
+
+
+class Answer:
+    """What a call on another thread returned or raised."""
+
+    def __init__(self) -> None:
+        self._done = threading.Lock()
+        self._done.acquire()
+        self.value: Any = None
+        self.error: BaseException | None = None
+
+    def run(self, call: Callable[[], Any]) -> None:
+        """On the other thread."""
+        try:
+            self.value = call()
+        except BaseException as error:  # whoever asked raises it
+            self.error = error
+        self._done.release()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it came within so many seconds. Once it came, nobody waits again."""
+        return self._done.acquire(timeout=seconds)
+
+
+class Line:
+    """A connection to the store: ``line.ask(lambda store: store.get("x"))``."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Callable[[dist.Store], Any], Answer]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, args=(store,), name="autopar-store", daemon=True)
+        self._silent = ""
+        self._thread.start()
+
+    def ask(self, question: Callable[[dist.Store], T], limit: float = PATIENCE) -> T:
+        """What ``question(store)`` returns. Raises StoreError after ``limit`` seconds without an answer."""
+        if self._silent:
+            raise StoreError(self._silent)
+        answer = Answer()
+        self._jobs.put((question, answer))
+        if not answer.wait(limit):
+            self._silent = f"{store_host()} did not respond for {limit:.0f} s"
+            raise StoreError(self._silent)
+        if isinstance(answer.error, (RuntimeError, OSError)):
+            raise StoreError(
+                f"{store_host()} cannot be reached [{str(answer.error).splitlines()[0]}]"
+            ) from answer.error
+        if answer.error is not None:
+            raise answer.error
+        found: T = answer.value
+        return found
+
+    def _work(self, store: dist.Store) -> None:
+        client: list[dist.Store] = []
+        while True:
+            question, answer = self._jobs.get()
+
+            def run(question: Callable[[dist.Store], Any] = question) -> Any:
+                if not client:  # connecting is a question, too
+                    client.append(own_client(store))
+                return question(client[0])
+
+            answer.run(run)

@@ -1,0 +1,23 @@
+"""Twenty cases of the campaign; more by hand, see docs/reliability.md."""
+
+from __future__ import annotations
+
+import os
+
+from tests.faults.campaign import TIMEOUT, run
+from tests.faults.cases import ACTIONS, PHASES, SUBJECTS, make_cases
+
+SEED, COUNT = 1, 20
+
+
+def test_cases_cover_what_can_happen() -> None:
+    cases = make_cases(SEED, COUNT)
+    assert cases == make_cases(SEED, COUNT) != make_cases(SEED + 1, COUNT)
+    assert {c.subject for c in cases} == set(SUBJECTS) and {c.phase for c in cases} == set(PHASES)
+    assert {c.action for c in cases} == set(ACTIONS) and {c.hosts for c in cases} == {True, False}
+
+
+def test_no_fault_ends_in_a_hang_a_nameless_error_or_a_torn_checkpoint() -> None:
+    busy = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))  # others at work: ranks come late to what they agree on
+    results = run(make_cases(SEED, COUNT), at_once=4, slack=2.0, timeout=TIMEOUT * min(busy, 3.0))
+    assert not [f"{r.case}: {r.problems}" for r in results if r.problems]
