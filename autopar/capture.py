@@ -13,7 +13,7 @@ imports no model library.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -25,8 +25,10 @@ from torch.fx import GraphModule, Node
 
 from autopar import ops as ops  # registers the operators that adapters put into models
 from autopar.adapters.export import export, flatten, paths, unflatten
-from autopar.adapters.fake import fake_like, new_mode, structure_copy
+from autopar.adapters.fake import fake_like, new_mode, owned_by, structure_copy
+from autopar.adapters.frozen import frozen_facts
 from autopar.adapters.lazy import lazy_code
+from autopar.adapters.watch import Watch
 from autopar.dtype_checks import check_dtypes
 from autopar.exact import LiftFloat32
 from autopar.own_backward import check_contained
@@ -143,8 +145,23 @@ def capture(model: nn.Module, batch: Mapping[str, Any], *, train: bool = True, e
             stack.enter_context(adapter.context(batch))
         if exact:
             stack.enter_context(LiftFloat32())
+        watch = stack.enter_context(Watch(replica, owned_by(model)))
+        changed = stack.enter_context(frozen_facts(replica))
         program = export(replica, unflatten(fakes, spec))
+        if watch.refused is not None:  # the forward has caught it
+            raise ValueError(f"capture: {watch.refused}") from watch.refused
+        _refuse_running_values(program, changed)
     return _finish(program, replica, arguments)
+
+
+def _refuse_running_values(program: ExportedProgram, changed: Collection[str]) -> None:
+    """Raises ValueError for a plain tensor attribute that the forward reads and replaces, such as a running mean."""
+    for spec in program.graph_signature.input_specs:
+        if spec.kind == InputKind.CONSTANT_TENSOR and spec.target in changed:
+            raise ValueError(
+                f"capture: the forward reads {spec.target} and replaces it, but only buffers may be changed by a "
+                f"forward, found a plain tensor; register it with register_buffer"
+            )
 
 
 def _finish(program: ExportedProgram, replica: nn.Module, arguments: Mapping[str, Any]) -> GraphModule:

@@ -14,7 +14,6 @@ run is given the masks that the mesh draws, so a mask that depends on the mesh i
 from __future__ import annotations
 
 import contextlib
-import copy
 import importlib
 import math
 from collections import Counter
@@ -31,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.adapters.dropout import shared_dropout
 from autopar.adapters.export import flatten, unflatten
+from autopar.adapters.fake import twin_of
 from autopar.api import load_adapters, parallelize
 from autopar.capture import adapter_for
 from autopar.exact import LiftFloat32
@@ -220,7 +220,7 @@ def _prepared(model: nn.Module, batch: Mapping[str, Any], exact: bool) -> tuple[
     """Copies of the model and batch; in float64 for the exact comparison."""
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         raise ValueError("verify: needs the model's weights, found tensors on the meta device; build it with weights")
-    copied = copy.deepcopy(model).train()
+    copied = twin_of(model).train()
     for module in copied.modules():
         if getattr(module, "gradient_checkpointing", False):  # the eager run would draw its masks twice
             setattr(module, "gradient_checkpointing", False)  # noqa: B010  (typed as a tensor or module)

@@ -28,6 +28,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 from autopar.adapters.autograd_function import own_backwards
+from autopar.adapters.watch import Refused
 
 _NO_GRAD_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
 _NOISE = (torch.ops.aten._assert_tensor_metadata.default,)
@@ -44,6 +45,9 @@ def export(model: nn.Module, kwargs: Mapping[str, Any]) -> ExportedProgram:
             _prepare(program)
             flat: ExportedProgram = program.run_decompositions({})
     except Exception as error:
+        refused = _refusal(error)
+        if refused is not None:
+            raise ValueError(f"capture: {_where(refused)}: {refused}") from error
         raise ValueError(f"capture: {_where(error)}: {_reason(error)}{_way_out(error)}") from error
     _refuse_sizes_of_values(flat.graph)
     return flat
@@ -92,6 +96,13 @@ def _where(error: BaseException) -> str:
         return "torch.export needs a traceable model"
     frame = outside[-1]
     return f"torch.export stopped at {_place(frame.filename, frame.lineno, frame.name, frame.line)}"
+
+
+def _refusal(error: BaseException | None) -> Refused | None:
+    """What the watch over the forward has refused, if that stopped the export."""
+    while error is not None and not isinstance(error, Refused):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _reason(error: BaseException) -> str:

@@ -1,17 +1,25 @@
-"""Structure copies of modules and inputs whose tensors are fakes on the CPU: shapes without storage.
+"""Copies of modules without their weights: structure copies, whose tensors are fakes on the CPU, and skeletons.
 
 One `FakeTensorMode` serves a whole capture. The device is always the CPU, never meta: on meta, cross_entropy loses
 gradients silently, and a CPU build of torch refuses fake CUDA tensors.
+
+A tensor that is not registered is shared with the original. One that was made of the model's own tensors (a view of a
+weight, something left over from an earlier step) is a marked stand-in: a forward may replace it, but not use it.
 """
 
 from __future__ import annotations
 
-import copy
-from typing import Any
+from collections.abc import Callable, Mapping
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from autopar.adapters.hooks import refuse_backward_hooks
+from autopar.adapters.rebuild import rebuild
 
 
 def new_mode() -> FakeTensorMode:
@@ -33,24 +41,120 @@ def fake_like(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
 
 
 def structure_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """A deep copy in which each parameter and buffer is a fake; ties stay ties; no parameter is copied.
+    """A deep copy in which each parameter and buffer is a fake; ties stay ties; no tensor is copied.
 
-    Raises ValueError if the module holds something that cannot be copied.
+    Raises ValueError if the module holds something that cannot be copied, or hooks that cannot be kept.
     """
-    memo: dict[int, Any] = {id(t): fake_like(t, mode) for t in (*model.parameters(), *model.buffers())}
-    try:
-        return copy.deepcopy(model, memo)
-    except (TypeError, RuntimeError, AttributeError) as error:
-        raise ValueError(
-            f"capture: the module's structure must be copyable, found {error}; move what cannot be deep-copied "
-            "(locks, handles, generators) out of the module"
-        ) from error
+    return _copied(model, {id(t): fake_like(t, mode) for t in _registered(model).values()})
 
 
 def skeleton_of(model: nn.Module) -> nn.Module:
-    """A deep copy without weights: parameters and buffers on the meta device, ties kept."""
-    memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
+    """A deep copy without weights: parameters and buffers on the meta device, ties kept. Raises as `structure_copy`."""
+    tensors: dict[int, Tensor] = {}
+    for tensor in _registered(model).values():
         meta = torch.empty_like(tensor, device="meta")
-        memo[id(tensor)] = nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
-    return copy.deepcopy(model, memo)
+        tensors[id(tensor)] = nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
+    skeleton = _copied(model, tensors)
+    _OWNED[skeleton] = owned_by(model)
+    return skeleton
+
+
+def twin_of(model: nn.Module) -> nn.Module:
+    """A deep copy with weights of its own. Raises as `structure_copy`."""
+    owned = owned_by(model)
+
+    def other(x: Tensor) -> Tensor:
+        made = _stand_in(x, owned)
+        return _cloned(x) if made is x else made
+
+    return _copied(model, {id(t): _cloned(t) for t in _registered(model).values()}, other)
+
+
+def _registered(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _cloned(x: Tensor) -> Tensor:
+    made = x.detach().clone()
+    return nn.Parameter(made, x.requires_grad) if isinstance(x, nn.Parameter) else made.requires_grad_(x.requires_grad)
+
+
+def _copied(
+    model: nn.Module, tensors: Mapping[int, Tensor], other: Callable[[Tensor], Tensor] | None = None
+) -> nn.Module:
+    refuse_backward_hooks(model)
+    owned = owned_by(model)
+    try:
+        made = rebuild(model, tensors, other or (lambda x: _stand_in(x, owned)))
+    except (TypeError, RuntimeError, AttributeError) as error:
+        raise ValueError(
+            f"capture: the module's structure must be copyable, found {error}; move what cannot be deep-copied "
+            "(handles, processes, connections) out of the module"
+        ) from error
+    _put_back(model, made, tensors)
+    return made
+
+
+def _put_back(model: nn.Module, made: nn.Module, tensors: Mapping[int, Tensor]) -> None:
+    """A module may say itself how it is copied, and then its copy has tensors of its own: the wanted ones go there.
+
+    Raises ValueError where the copy is the original, or has other names.
+    """
+    wanted = {
+        name: tensors[id(t)]
+        for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+        for name, t in named
+    }
+    originals = set(map(id, model.modules()))
+    for path, module in made.named_modules(remove_duplicate=False):
+        entries = {**module._parameters, **module._buffers}
+        names = {name: f"{path}.{name}" if path else name for name, t in entries.items() if t is not None}
+        if id(module) in originals or any(name not in wanted for name in names.values()):
+            raise ValueError(
+                f"capture: the module's structure must be copyable, found that a copy of {path or 'the model'} is the "
+                f"original, or has other tensors; {type(module).__qualname__}, or a module around it, needs a "
+                "__deepcopy__ that copies its attributes with copy.deepcopy(attribute, memo)"
+            )
+        for name, full in names.items():
+            if entries[name] is not wanted[full]:
+                (module._parameters if name in module._parameters else module._buffers)[name] = wanted[full]
+
+
+# --- tensors that belong to the model ------------------------------------------------------------------
+
+
+class Owned:
+    """The storages of a model's parameters and buffers, without keeping them alive."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._names = {StorageWeakRef(t.untyped_storage()): name for name, t in tensors.items() if _has_storage(t)}
+
+    def name_of(self, x: Tensor) -> str | None:
+        """The parameter or buffer whose storage a tensor shares."""
+        return self._names.get(StorageWeakRef(x.untyped_storage())) if _has_storage(x) else None
+
+
+_OWNED: WeakKeyDictionary[nn.Module, Owned] = WeakKeyDictionary()  # of the models that skeletons were made of
+
+
+def owned_by(model: nn.Module) -> Owned:
+    """Of a model, or of the model that a skeleton was made of."""
+    return _OWNED.get(model) or Owned(_registered(model))
+
+
+def _has_storage(x: Tensor) -> bool:
+    return x.layout == torch.strided and not isinstance(x, (nn.UninitializedParameter, nn.UninitializedBuffer))
+
+
+def _stand_in(x: Tensor, owned: Owned) -> Tensor:
+    """For a tensor that is not registered. A constant is shared with the original, and what is written to it is seen.
+    What was made of parameters is a shape, marked: it may be left over from an earlier step, or it may be used."""
+    name = owned.name_of(x)
+    if name is None and x.is_leaf:
+        return x
+    made = torch.zeros((), dtype=x.dtype).expand(x.shape)
+    MARKS[made] = f"shares the storage of {name}" if name else f"was made by {type(x.grad_fn).__name__} before"
+    return made
+
+
+MARKS = WeakTensorKeyDictionary()  # stand-ins -> what is wrong with using them

@@ -1,0 +1,158 @@
+"""What a capture freezes without an operator to show for it: draws of Python's generators, and Python state.
+
+A forward runs while it is captured, for each shape of the batch, and never again. A number that Python draws in it is
+the same in every step; a counter that it moves stands still.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import warnings
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import SymBool, SymFloat, SymInt, Tensor, nn
+
+from autopar.adapters.fake import MARKS
+from autopar.adapters.rebuild import walk
+from autopar.adapters.watch import Refused, is_outside
+
+_SIMPLE = (bool, int, float, complex, str, type(None))
+_SIZED = (list, dict, set, deque)
+_SEEDS = ("initial_seed", "seed", "manual_seed", "get_rng_state", "set_rng_state")
+_REPLACED = "made by an earlier forward"
+_SHOWN = 4
+
+
+@contextmanager
+def frozen_facts(replica: nn.Module) -> Iterator[Collection[str]]:
+    """Around the capture of a structure copy. A draw or a seed in the forward raises Refused in its line.
+
+    Gives the paths of Python state that the forward changes, filled while it runs. Warns of them, and of a draw whose
+    line was not seen.
+    """
+    generators, changed = _generator_states(), _watch_state(replica)
+    with _refusing():
+        yield changed
+    for name, state in _generator_states().items():
+        if name in generators and generators[name] != state:
+            warnings.warn(
+                f"capture: {name} was drawn from meanwhile; if the forward did it, every step has the same number: "
+                "draw outside of it and pass the numbers in",
+                stacklevel=4,
+            )
+    if changed:
+        more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
+        warnings.warn(
+            f"capture: the forward changes Python state: {', '.join(list(changed)[:_SHOWN])}{more}; it runs once for "
+            "each shape of the batch and not in every step: steps see the values of that run, and the changes are "
+            "seen nowhere else; keep numbers that change in buffers, and return what is read outside",
+            stacklevel=4,
+        )
+
+
+# --- draws --------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Within: the functions that draw from global generators, or tell or set their seeds, are refused to models."""
+    replaced: list[tuple[ModuleType, str, Any]] = []
+    for module, names in _drawing():
+        for name in names:
+            function = getattr(module, name)
+            replaced.append((module, name, function))
+            setattr(module, name, _refused(function, f"{module.__name__}.{name}"))
+    try:
+        yield
+    finally:
+        for module, name, function in replaced:
+            setattr(module, name, function)
+
+
+def _drawing() -> Iterator[tuple[ModuleType, list[str]]]:
+    """(module, names of its functions that use a global generator)."""
+    yield random, _bound_to(random, random._inst)  # type: ignore[attr-defined]
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None:
+        yield numpy, _bound_to(numpy, numpy.mtrand._rand)
+    yield torch, list(_SEEDS)
+    yield torch.random, list(_SEEDS)
+
+
+def _bound_to(module: ModuleType, generator: object) -> list[str]:
+    return [name for name, value in vars(module).items() if getattr(value, "__self__", None) is generator]
+
+
+def _refused(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if is_outside(sys._getframe(1)):
+            raise Refused(
+                f"{name} in a forward is called while it is captured, and its result is the same in every step; call "
+                "it outside of the forward and pass the result in as a tensor, or use dropout"
+            )
+        return function(*args, **kwargs)
+
+    return refuse
+
+
+def _generator_states() -> dict[str, str]:
+    found = {"random": repr(random.getstate())}
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None:
+        found["numpy.random"] = repr([x.tolist() if hasattr(x, "tolist") else x for x in numpy.get_state()])
+    return found
+
+
+# --- state --------------------------------------------------------------------------------------------
+
+
+def _watch_state(replica: nn.Module) -> dict[str, None]:
+    """Filled with the paths of what the forward changes, in the order of the model. The export puts attributes back
+    afterwards, so hooks look."""
+    changed: dict[str, None] = {}
+    before: list[dict[str, Any]] = []
+
+    def start(*_: Any) -> None:
+        before.append(_state(replica))
+
+    def end(*_: Any) -> None:
+        changed.update(dict.fromkeys(_changes(before.pop(), _state(replica))))
+
+    replica.register_forward_pre_hook(start, prepend=True)
+    replica.register_forward_hook(end, always_call=True)
+    return changed
+
+
+def _state(root: nn.Module) -> dict[str, Any]:
+    """What can be compared of all that is reached from a module: numbers and texts, sizes, states of generators."""
+    registered = {id(t) for t in (*root.parameters(), *root.buffers())}
+    facts = ((path, _fact(x)) for path, x in walk(root) if id(x) not in registered)
+    return {path.lstrip("."): fact for path, fact in facts if fact is not None}
+
+
+def _fact(x: Any) -> Any:
+    if type(x) in _SIMPLE or isinstance(x, (SymInt, SymFloat, SymBool)):
+        return repr(x)
+    if isinstance(x, Tensor):
+        return _REPLACED if MARKS.get(x) is not None else id(x)
+    if isinstance(x, _SIZED):
+        return f"{len(x)} entries"
+    if isinstance(x, random.Random):
+        return hash(x.getstate())
+    generator = getattr(x, "bit_generator", None) if type(x).__module__.startswith("numpy.random") else None
+    return repr(generator.state) if generator is not None else None
+
+
+def _changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Paths of what is another than before, and of new attributes; not of what they hold."""
+    found: list[str] = []
+    for path, fact in after.items():
+        if before.get(path) not in (fact, _REPLACED) and not path.startswith(tuple(found)):
+            found.append(path)
+    return found

@@ -1,0 +1,49 @@
+"""The hooks that torch keeps on tensors and modules, which it calls private: which are there, and how they are run.
+
+Forward hooks of modules are Python code that is traced with the forward. What follows a backward is not: a step
+differentiates a graph, no module is called, and gradients exist for parameters only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.modules.module as torch_module
+from torch import Tensor, nn
+
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Whether somebody is called when the gradient of a leaf arrives, or has been added up."""
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def accumulate(parameters: list[Tensor], gradients: list[Tensor]) -> None:
+    """Add gradients to ``.grad`` of leaves as a backward does: through their hooks, in torch's own order."""
+    with torch.enable_grad():
+        torch.autograd.backward(parameters, gradients)
+
+
+def refuse_backward_hooks(model: nn.Module) -> None:
+    """Raises ValueError that names the first hook of a model on which a captured step could not act."""
+    for where, what, way_out in _backward_hooks(model):
+        raise ValueError(f"hooks: {where} has a {what}, which a captured step does not call; {way_out}")
+
+
+def _backward_hooks(model: nn.Module) -> Iterator[tuple[str, str, str]]:
+    move = "remove it, and put an autograd.Function into the forward instead, or a hook on the parameters of the result"
+    if torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks:
+        yield "torch.nn.modules.module", "backward hook for all modules", move
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            hook: Any = next(iter({**module._backward_hooks, **module._backward_pre_hooks}.values()))
+            yield f"module {name or type(model).__name__}", f"backward hook ({_name(hook)})", move
+    for name, parameter in model.named_parameters():
+        if has_gradient_hooks(parameter):
+            move = "register it on the parameter of the same name that parallelize returns, a DTensor"
+            yield f"parameter {name}", "gradient hook", move
+
+
+def _name(hook: Any) -> str:
+    return str(getattr(hook, "__qualname__", type(hook).__qualname__))

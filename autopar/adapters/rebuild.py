@@ -1,0 +1,205 @@
+"""Deep copies of modules that also rebuild what Python's own deep copy shares: functions.
+
+    layer = self.layer;  self.f = lambda x: layer(x)        the copy's f calls the copy's layer
+
+A closure, a default, a partial, a bound method, a weak reference, a hook or a wrapped forward that reaches a module or
+a tensor is made anew around the copies; the others stay. One memo serves all, so what was one object is one object in
+the copy. What cannot be reached so (global variables, attributes of classes) still is the original: whoever uses the
+copy has to look out for tensors of the original.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import random
+import threading
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import SymBool, SymFloat, SymInt, Tensor, nn
+
+_COPYING = threading.RLock()
+_ATOMS = (
+    type, types.ModuleType, types.CodeType, str, bytes, int, float, complex, type(None), SymInt, SymFloat, SymBool,
+)  # fmt: skip
+_SHARED = (  # what the copy holds in common with the original, since it cannot be copied
+    type(threading.Lock()), type(threading.RLock()), types.ModuleType, types.GeneratorType, types.CoroutineType,
+    io.TextIOWrapper, io.BufferedReader, io.BufferedWriter,
+)  # fmt: skip
+_TENSORS = (Tensor, nn.Parameter, nn.UninitializedParameter, nn.UninitializedBuffer)
+_HELD = ("_modules", "_parameters", "_buffers")  # dicts of a module whose entries are its attributes
+
+
+def rebuild(model: nn.Module, tensors: Mapping[int, Tensor], other: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A deep copy of the model in which ``tensors`` (by id) stand for its own, and ``other(x)`` for any further x.
+
+    Raises TypeError, RuntimeError or AttributeError for what cannot be copied.
+    """
+    with _COPYING, _installed(_Copier(model, tensors, other)):
+        return copy.deepcopy(model, dict(tensors))
+
+
+def children(x: Any) -> Iterator[tuple[str, Any]]:
+    """(label, value) of all that a Python object holds: attributes, entries, what a function has closed over."""
+    if isinstance(x, (*_ATOMS, Tensor)):
+        return
+    if isinstance(x, (list, tuple, set, frozenset, deque)):
+        yield from ((f"[{i}]", value) for i, value in enumerate(list(x)))
+    elif isinstance(x, Mapping):
+        yield from ((f"[{key!r}]" if isinstance(key, str) else f"[{key}]", value) for key, value in list(x.items()))
+    elif isinstance(x, types.FunctionType):
+        yield from _closed_over(x)
+    elif isinstance(x, (types.MethodType, types.BuiltinFunctionType)):
+        yield ".__self__", x.__self__
+        yield ".__func__", getattr(x, "__func__", None)
+    elif isinstance(x, functools.partial):
+        yield from ((".func", x.func), (".args", x.args), (".keywords", x.keywords))
+    elif isinstance(x, weakref.ref):
+        yield "()", x()
+    yield from _attributes(x)
+
+
+def _closed_over(f: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    for name, cell in zip(f.__code__.co_freevars, f.__closure__ or ()):
+        try:
+            yield f"<{name}>", cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+    yield from ((f"<default {i}>", value) for i, value in enumerate(f.__defaults__ or ()))
+    yield from ((f"<{name}>", value) for name, value in (f.__kwdefaults__ or {}).items())
+
+
+def _attributes(x: Any) -> Iterator[tuple[str, Any]]:
+    for name, value in list(getattr(x, "__dict__", {}).items()):
+        if isinstance(x, nn.Module) and name in _HELD:
+            yield from ((f".{key}", entry) for key, entry in list(value.items()))
+        else:
+            yield f".{name}", value
+    for cls in type(x).__mro__:
+        names = cls.__dict__.get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            if not name.startswith("__") and hasattr(x, name):
+                yield f".{name}", getattr(x, name)
+
+
+def walk(root: Any) -> Iterator[tuple[str, Any]]:
+    """(path, value) of all that is reached from an object, nearest first, each object once."""
+    seen: set[int] = {id(root)}
+    queue = deque([("", root)])
+    while queue:
+        path, x = queue.popleft()
+        yield path, x
+        for label, value in children(x):
+            if id(value) not in seen or isinstance(value, _ATOMS):
+                seen.add(id(value))
+                queue.append((f"{path}{label}", value))
+
+
+def path_of(root: Any, wanted: Any) -> str | None:
+    """Where an object is kept: "block.extra[0]"."""
+    return next((path.lstrip(".") for path, x in walk(root) if x is wanted), None)
+
+
+class _Copier:
+    """The copying functions for types that `copy` shares or cannot copy."""
+
+    def __init__(self, model: nn.Module, tensors: Mapping[int, Tensor], other: Callable[[Tensor], Tensor]) -> None:
+        self._tensors, self._other = tensors, other
+        self._modules = {id(m) for m in model.modules()}
+        self._reaching: dict[int, bool] = {}
+
+    def table(self) -> dict[type, Callable[[Any, Any], Any]]:
+        """Type -> copying function."""
+        return {
+            **{kind: lambda x, memo: x for kind in _SHARED},
+            **{kind: self._tensor for kind in _TENSORS},
+            types.FunctionType: self._function,
+            types.MethodType: self._method,
+            types.BuiltinFunctionType: self._builtin,
+            weakref.ref: self._weakref,
+            functools._lru_cache_wrapper: self._cached,
+        }
+
+    def _reaches(self, x: Any) -> bool:
+        """Whether a module or tensor is behind it."""
+        if id(x) not in self._reaching:
+            self._reaching[id(x)] = any(isinstance(value, (nn.Module, Tensor)) for _, value in walk(x))
+        return self._reaching[id(x)]
+
+    def _content(self, x: Any, memo: dict[int, Any]) -> Any:
+        """A copy; or the thing itself if it cannot be copied."""
+        before = len(memo)
+        try:
+            return copy.deepcopy(x, memo)
+        except Exception:  # whatever a __reduce__ raises
+            while len(memo) > before:  # what was copied in vain: dicts keep their order
+                memo.popitem()
+            return x
+
+    def _tensor(self, x: Tensor, memo: dict[int, Any]) -> Tensor:
+        return self._tensors[id(x)] if id(x) in self._tensors else self._other(x)
+
+    def _function(self, f: types.FunctionType, memo: dict[int, Any]) -> types.FunctionType:
+        if not self._reaches(f):
+            return f
+        cells = tuple(memo.setdefault(id(cell), types.CellType()) for cell in f.__closure__ or ())
+        new = types.FunctionType(f.__code__, f.__globals__, f.__name__, None, cells)
+        memo[id(f)] = new
+        for cell, made in zip(f.__closure__ or (), cells):
+            self._fill(cell, made, memo)
+        new.__defaults__ = self._content(f.__defaults__, memo)
+        new.__kwdefaults__ = self._content(f.__kwdefaults__, memo)
+        new.__dict__.update({name: self._content(value, memo) for name, value in f.__dict__.items()})
+        new.__qualname__, new.__module__, new.__doc__ = f.__qualname__, f.__module__, f.__doc__
+        new.__annotations__ = f.__annotations__
+        return new
+
+    def _fill(self, cell: types.CellType, made: types.CellType, memo: dict[int, Any]) -> None:
+        """The copied content into a copied cell; functions may share it."""
+        try:
+            made.cell_contents  # noqa: B018 - filled already, or about to be
+        except ValueError:
+            try:
+                content = cell.cell_contents
+            except ValueError:
+                return
+            made.cell_contents = self._content(content, memo)
+
+    def _method(self, x: types.MethodType, memo: dict[int, Any]) -> types.MethodType:
+        if x.__self__ is random._inst:
+            return x
+        return type(x)(copy.deepcopy(x.__func__, memo), self._content(x.__self__, memo))
+
+    def _builtin(self, x: types.BuiltinFunctionType, memo: dict[int, Any]) -> Any:
+        if isinstance(x.__self__, (types.ModuleType, type(None), type)) or not self._reaches(x.__self__):
+            return x
+        return getattr(self._content(x.__self__, memo), x.__name__)
+
+    def _weakref(self, x: weakref.ref[Any], memo: dict[int, Any]) -> weakref.ref[Any]:
+        target = x()
+        known = id(target) in self._modules or id(target) in memo
+        return weakref.ref(copy.deepcopy(target, memo)) if known else x
+
+    def _cached(self, x: Any, memo: dict[int, Any]) -> Any:
+        """An empty cache around the copied function."""
+        if not self._reaches(x):
+            return x
+        return functools.lru_cache(**x.cache_parameters())(copy.deepcopy(x.__wrapped__, memo))
+
+
+@contextmanager
+def _installed(copier: _Copier) -> Iterator[None]:
+    table: dict[type, Any] = copy._deepcopy_dispatch  # type: ignore[attr-defined]
+    before = dict(table)
+    table.update(copier.table())
+    try:
+        yield
+    finally:
+        table.clear()
+        table.update(before)
