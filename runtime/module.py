@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.adapters.hooks import has_forward_hooks
 from autopar.capture import Signature
 from autopar.parameter import ParameterSpec
 from autopar.pipeline_dump import per_rank
@@ -121,6 +122,12 @@ class ParallelModule(Stateful):
                 raise AttributeError(f"{name!r} of the original model is not on the mesh") from None
             return value
 
+    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises ValueError: a step has its own backward."""
+        raise ValueError("hooks: a parallel model has its own backward, which calls the hooks of parameters only")
+
+    register_full_backward_pre_hook = register_backward_hook = register_full_backward_hook
+
     # --- steps --------------------------------------------------------------------------------------------
 
     def train_step(self, *args: Any, **batch: Any) -> Tensor:
@@ -131,6 +138,11 @@ class ParallelModule(Stateful):
         fit.
         """
         with reporting("train_step"):
+            if has_forward_hooks(self):
+                raise ValueError(
+                    "train_step: hooks of the parallel model are called by model(**batch) only; register them on the "
+                    "model before parallelize, which traces them, or remove them"
+                )
             executor, values = self._prepare(args, batch, train=True, outputs=())
             if not has_losses(executor.compiled):
                 raise ValueError(
@@ -231,9 +243,8 @@ class ParallelModule(Stateful):
 
     def _store_gradients(self, executor: Runner, gradients: Mapping[str, Tensor]) -> None:
         specs = {s.name: s for s in self._specs}
-        for node, gradient in gradients.items():
-            name = executor.specs[node].name
-            state.set_gradient(self._own[name], gradient.contiguous(), specs[name], self._groups)
+        names = {executor.specs[node].name: gradient.contiguous() for node, gradient in gradients.items()}
+        state.set_gradients([(self._own[name], g, specs[name]) for name, g in names.items()], self._groups)
 
     def _store_buffers(self, compiled: Compiled, outputs: list[Any]) -> None:
         if not any(spec.kind == "mutation" for spec in compiled.signature.outputs):

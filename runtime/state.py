@@ -23,6 +23,7 @@ from torch.distributed.tensor.placement_types import Replicate as TorchReplicate
 from torch.distributed.tensor.placement_types import Shard as TorchShard
 
 from autopar.adapters.dtensor import alike, local_of, writes_to
+from autopar.adapters.hooks import accumulate, has_gradient_hooks
 from autopar.adapters.state_dict import EXTRA, note, noted
 from autopar.parameter import ParameterSpec
 from autopar.placement import nested_piece
@@ -113,14 +114,30 @@ def local_tensor(x: Tensor) -> Tensor:
 def set_gradient(parameter: nn.Parameter, local: Tensor, spec: ParameterSpec, groups: Groups) -> None:
     """Accumulate this rank's piece of the gradient into ``parameter.grad``, in the parameter's own layout."""
     if parameter.grad is None:
-        if isinstance(parameter, DTensor) and not isinstance(parameter, ShardedTensor):
-            own = local_of(parameter)
-            assert (local.shape, local.dtype) == (own.shape, own.dtype), spec.name
-            parameter.grad = alike(local.detach(), parameter)
-        else:
-            parameter.grad = wrap(local, spec, groups)
+        parameter.grad = _gradient(parameter, local, spec, groups)
     else:
         local_tensor(parameter.grad).add_(local)
+
+
+def set_gradients(found: Iterable[tuple[nn.Parameter, Tensor, ParameterSpec]], groups: Groups) -> None:
+    """`set_gradient` for all of a step. Hooks of the parameters are called, as by one backward, with the gradient as a
+    tensor like its parameter."""
+    hooked = []
+    for parameter, local, spec in found:
+        if has_gradient_hooks(parameter):
+            hooked.append((parameter, _gradient(parameter, local, spec, groups)))
+        else:
+            set_gradient(parameter, local, spec, groups)
+    if hooked:
+        accumulate([p for p, _ in hooked], [g for _, g in hooked])
+
+
+def _gradient(parameter: nn.Parameter, local: Tensor, spec: ParameterSpec, groups: Groups) -> Tensor:
+    if not isinstance(parameter, DTensor) or isinstance(parameter, ShardedTensor):
+        return wrap(local, spec, groups)
+    own = local_of(parameter)
+    assert (local.shape, local.dtype) == (own.shape, own.dtype), spec.name
+    return alike(local.detach(), parameter)
 
 
 def whole_tensor(x: Tensor) -> Tensor:

@@ -69,6 +69,11 @@ def _refuse_sizes_of_values(graph: Graph) -> None:
     """Raises ValueError for a tensor whose size only its values tell: x[mask], nonzero, a loop over counts."""
     for node in graph.nodes:
         value = node.meta.get("val")
+        if node.target is torch.ops.aten.item.default and node.users:
+            raise ValueError(
+                f"capture: {_line_of(node)}: item() takes a number out of a tensor, which differs from step to step and "
+                "from rank to rank; compute with the tensor itself (detached, where no gradient is meant)"
+            )
         if isinstance(value, Tensor) and free_unbacked_symbols(value):
             raise ValueError(
                 f"capture: {line_of(node)}: the size of the result depends on values; the shapes of the batch must "

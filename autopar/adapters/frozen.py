@@ -25,7 +25,12 @@ from autopar.adapters.watch import Refused, is_outside
 _SIMPLE = (bool, int, float, complex, str, type(None))
 _SIZED = (list, dict, set, deque)
 _SEEDS = ("initial_seed", "seed", "manual_seed", "get_rng_state", "set_rng_state")
+_EVERY_STEP = (
+    " while it is captured, and the result would be the same in every step; call it outside of the forward and pass "
+    "the result in as a tensor, or use dropout"
+)
 _REPLACED = "made by an earlier forward"
+_GENERATOR = "generator"
 _SHOWN = 4
 
 
@@ -46,6 +51,9 @@ def frozen_facts(replica: nn.Module) -> Iterator[Collection[str]]:
                 "draw outside of it and pass the numbers in",
                 stacklevel=4,
             )
+    drawn = [path for path, fact in changed.items() if str(fact).startswith(_GENERATOR)]
+    if drawn:
+        raise ValueError(f"capture: the forward draws from {drawn[0]}{_EVERY_STEP}")
     if changed:
         more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
         warnings.warn(
@@ -77,7 +85,7 @@ def _refusing() -> Iterator[None]:
 
 def _drawing() -> Iterator[tuple[ModuleType, list[str]]]:
     """(module, names of its functions that use a global generator)."""
-    yield random, _bound_to(random, random._inst)  # type: ignore[attr-defined]
+    yield random, _bound_to(random, random._inst)
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
         yield numpy, _bound_to(numpy, numpy.mtrand._rand)
@@ -92,10 +100,7 @@ def _bound_to(module: ModuleType, generator: object) -> list[str]:
 def _refused(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         if is_outside(sys._getframe(1)):
-            raise Refused(
-                f"{name} in a forward is called while it is captured, and its result is the same in every step; call "
-                "it outside of the forward and pass the result in as a tensor, or use dropout"
-            )
+            raise Refused(f"the forward calls {name}{_EVERY_STEP}")
         return function(*args, **kwargs)
 
     return refuse
@@ -112,20 +117,22 @@ def _generator_states() -> dict[str, str]:
 # --- state --------------------------------------------------------------------------------------------
 
 
-def _watch_state(replica: nn.Module) -> dict[str, None]:
+def _watch_state(replica: nn.Module) -> dict[str, Any]:
     """Filled with the paths of what the forward changes, in the order of the model. The export puts attributes back
     afterwards, so hooks look."""
-    changed: dict[str, None] = {}
+    changed: dict[str, Any] = {}
     before: list[dict[str, Any]] = []
 
     def start(*_: Any) -> None:
         before.append(_state(replica))
 
     def end(*_: Any) -> None:
-        changed.update(dict.fromkeys(_changes(before.pop(), _state(replica))))
+        after = _state(replica)
+        ours = f"_forward_hooks[{handle.id}]"
+        changed.update({p: after[p] for p in _changes(before.pop(), after) if not p.startswith(ours)})
 
     replica.register_forward_pre_hook(start, prepend=True)
-    replica.register_forward_hook(end, always_call=True)
+    handle = replica.register_forward_hook(end, always_call=True)
     return changed
 
 
@@ -144,15 +151,16 @@ def _fact(x: Any) -> Any:
     if isinstance(x, _SIZED):
         return f"{len(x)} entries"
     if isinstance(x, random.Random):
-        return hash(x.getstate())
+        return f"{_GENERATOR} {hash(x.getstate())}"
     generator = getattr(x, "bit_generator", None) if type(x).__module__.startswith("numpy.random") else None
-    return repr(generator.state) if generator is not None else None
+    return f"{_GENERATOR} {generator.state}" if generator is not None else None
 
 
 def _changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """Paths of what is another than before, and of new attributes; not of what they hold."""
     found: list[str] = []
     for path, fact in after.items():
-        if before.get(path) not in (fact, _REPLACED) and not path.startswith(tuple(found)):
+        within = tuple(f"{known}{mark}" for known in found for mark in ".[<(")
+        if before.get(path) not in (fact, _REPLACED) and not path.startswith(within):
             found.append(path)
     return found

@@ -6,7 +6,7 @@ differentiates a graph, no module is called, and gradients exist for parameters 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,13 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
-def accumulate(parameters: list[Tensor], gradients: list[Tensor]) -> None:
-    """Add gradients to ``.grad`` of leaves as a backward does: through their hooks, in torch's own order."""
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether somebody is called around a call of the module itself."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def accumulate(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Add to ``.grad`` of leaves as one backward does: through their hooks, in torch's own order."""
     with torch.enable_grad():
         torch.autograd.backward(parameters, gradients)
 

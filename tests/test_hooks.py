@@ -1,0 +1,154 @@
+"""Hooks: those of parameters are called with the gradients of a step, those of modules are traced or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.modules.module as torch_module
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.distributed.tensor import DTensor
+
+from autopar.adapters.fake import skeleton_of
+from autopar.capture import capture
+from tests.plain_models import EXACT, Net, build, gap, gradients, numbers, part, put
+from tests.ranks import run_ranks
+
+
+def hooks_of_parameters() -> None:
+    sizes = {"dp": 2}
+    model, batch = build(Net), numbers()
+    model(**batch)["loss"].backward()
+    expected = gradients(model)
+    mine = part(batch, sizes)
+    parallel = put(model, batch, sizes, zero=3)
+    trained = {n: p for n, p in parallel.named_parameters() if n in expected}
+    weight = trained["first.weight"]
+    calls: list[str] = []
+
+    def double(g: Tensor) -> Tensor:
+        assert isinstance(g, DTensor) and g.shape == weight.shape
+        calls.append("before")
+        return g * 2
+
+    def after(p: Tensor) -> None:
+        assert p is weight and p.grad is not None
+        calls.append("after")
+
+    handles = [weight.register_hook(double), weight.register_post_accumulate_grad_hook(after)]
+    handles.append(register_multi_grad_hook(list(trained.values()), lambda found: calls.append(f"{len(found)}")))
+    wanted = {n: g * (2 if n == "first.weight" else 1) for n, g in expected.items()}
+    parallel.train_step(**mine)
+    assert calls == ["before", "after", "4"] or sorted(calls) == ["4", "after", "before"]
+    assert gap(parallel.full_gradients(), wanted) < EXACT
+    parallel(**mine)["loss"].backward()  # adds: the hook sees this backward's gradient only
+    assert gap(parallel.full_gradients(), {n: 2 * g for n, g in wanted.items()}) < EXACT
+    for handle in handles:
+        handle.remove()
+    parallel.zero_grad()
+    parallel.train_step(**mine)
+    assert gap(parallel.full_gradients(), expected) < EXACT and len(calls) == 6
+
+    optimizers = {p: torch.optim.SGD([p], 0.5) for p in trained.values()}  # the optimizer within the backward
+
+    def step(p: Tensor) -> None:
+        optimizers[p].step()  # type: ignore[index]
+        p.grad = None
+
+    for p in trained.values():
+        p.register_post_accumulate_grad_hook(step)
+    before = parallel.full_state_dict()
+    parallel.zero_grad()
+    parallel.train_step(**mine)
+    now = parallel.full_state_dict()
+    assert all(p.grad is None for p in trained.values())
+    assert gap({n: now[n] for n in expected}, {n: before[n] - 0.5 * g for n, g in expected.items()}) < EXACT
+
+    with pytest.raises(ValueError, match="hold parameters and are not called"):
+        parallel.get_submodule("first").register_forward_hook(print)
+    with pytest.raises(ValueError, match="has its own backward"):
+        parallel.register_full_backward_hook(print)
+    handle = parallel.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match=r"called by model\(\*\*batch\) only"):
+        parallel.train_step(**mine)
+    handle.remove()
+
+
+def test_hooks_of_parameters() -> None:
+    run_ranks(2, hooks_of_parameters)
+
+
+def on_a_module(m: Net) -> Any:
+    return m.first.register_full_backward_hook(lambda *_: None)
+
+
+def before_a_module(m: Net) -> Any:
+    return m.first.register_full_backward_pre_hook(lambda *_: None)
+
+
+def on_all_modules(m: Net) -> Any:
+    return torch_module.register_module_full_backward_hook(lambda *_: None)
+
+
+def on_a_parameter(m: Net) -> Any:
+    return m.first.weight.register_hook(lambda g: g)
+
+
+def after_a_parameter(m: Net) -> Any:
+    return m.first.weight.register_post_accumulate_grad_hook(lambda p: None)
+
+
+@pytest.mark.parametrize(
+    "register, message",
+    [
+        (on_a_module, r"hooks: module first has a backward hook \(on_a_module"),
+        (before_a_module, "hooks: module first has a backward hook"),
+        (on_all_modules, "backward hook for all modules"),
+        (on_a_parameter, "hooks: parameter first.weight has a gradient hook.*on the parameter of the same name"),
+        (after_a_parameter, "hooks: parameter first.weight has a gradient hook"),
+    ],
+)
+def test_hooks_that_cannot_be_kept_are_refused(register: Callable[[Net], Any], message: str) -> None:
+    model = build(Net)
+    handle = register(model)  # type: ignore[arg-type]
+    try:
+        with pytest.raises(ValueError, match=message):
+            skeleton_of(model)
+    finally:
+        handle.remove()
+    skeleton_of(model)
+
+
+def test_forward_hooks_for_all_modules_are_traced() -> None:
+    model, batch = build(Net), numbers()
+    with torch_module.register_module_forward_hook(lambda m, a, out: out * 2 if isinstance(m, nn.Linear) else None):
+        gm = capture(model, batch)
+    assert sum(n.target is torch.ops.aten.mul.Tensor for n in gm.graph.nodes) == 3
+
+
+class Intermediate(Net):
+    def __init__(self, what: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, x: Tensor, target: Tensor) -> dict[str, Tensor]:
+        h = self.first(x)
+        self.what(h)
+        return super().forward(x, target)
+
+
+@pytest.mark.parametrize(
+    "what, message",
+    [
+        (lambda h: h.register_hook(lambda g: g * 2), "a hook on the gradient of an intermediate value"),
+        (lambda h: h.retain_grad(), "the gradient of an intermediate value would not be kept"),
+        (lambda h: h.sum().backward(), "a backward within the forward cannot be captured"),
+    ],
+    ids=["register_hook", "retain_grad", "backward"],
+)
+def test_what_acts_on_the_backward_of_a_forward_is_refused(what: Callable[[Tensor], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=rf"capture: .*test_hooks\.py:\d+ in .*{message}"):
+        capture(Intermediate(what), {n: t.float() for n, t in numbers().items()})
