@@ -66,13 +66,14 @@ def _silent_fakes() -> Iterator[None]:
 
 
 def _refuse_sizes_of_values(graph: Graph) -> None:
-    """Raises ValueError for a tensor whose size only its values tell: x[mask], nonzero, a loop over counts."""
+    """Raises ValueError for a tensor whose size only its values tell (x[mask], nonzero, a loop over counts), and for
+    numbers out of tensors."""
     for node in graph.nodes:
         value = node.meta.get("val")
         if node.target is torch.ops.aten.item.default and node.users:
             raise ValueError(
-                f"capture: {_line_of(node)}: item() takes a number out of a tensor, which differs from step to step and "
-                "from rank to rank; compute with the tensor itself (detached, where no gradient is meant)"
+                f"capture: {_line_of(node)}: item() takes a number out of a tensor, which differs between steps and "
+                "ranks; compute with the tensor itself (detached, where no gradient is meant)"
             )
         if isinstance(value, Tensor) and free_unbacked_symbols(value):
             raise ValueError(
