@@ -160,7 +160,7 @@ def _refuse_running_values(program: ExportedProgram, changed: Collection[str]) -
         if spec.kind == InputKind.CONSTANT_TENSOR and spec.target in changed:
             raise ValueError(
                 f"capture: the forward reads {spec.target} and replaces it, but only buffers may be changed by a "
-                f"forward, found a plain tensor; register it with register_buffer"
+                "forward, found a plain tensor; register it with register_buffer"
             )
 
 

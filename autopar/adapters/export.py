@@ -72,7 +72,7 @@ def _refuse_sizes_of_values(graph: Graph) -> None:
         value = node.meta.get("val")
         if node.target is torch.ops.aten.item.default and node.users:
             raise ValueError(
-                f"capture: {_line_of(node)}: item() takes a number out of a tensor, which differs between steps and "
+                f"capture: {line_of(node)}: item() takes a number out of a tensor, which differs between steps and "
                 "ranks; compute with the tensor itself (detached, where no gradient is meant)"
             )
         if isinstance(value, Tensor) and free_unbacked_symbols(value):
