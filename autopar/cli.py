@@ -71,7 +71,7 @@ class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line."""
 
     def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: {message}; see {self.prog} --help", file=sys.stderr)
+        print(f"{self.prog}: {' '.join(message.split())}; see {self.prog} --help", file=sys.stderr)
         raise SystemExit(2)
 
 

@@ -18,12 +18,14 @@ from autopar.attention import ALGORITHMS, LAYOUTS
 from autopar.schedule import SCHEDULES
 from autopar.topology import Topologies
 
+_MOST_SHOWN = 80  # characters of a value
+
 
 def refuse(name: str, expected: str, found: Any) -> ValueError:
     """The error for a value that an argument does not take."""
-    shown = (
-        repr(found) if isinstance(found, (str, int, float, list, tuple, type(None))) else f"a {type(found).__name__}"
-    )
+    plain = isinstance(found, (str, int, float, list, tuple, type(None)))
+    shown = repr(found) if plain else f"a {type(found).__name__}"
+    shown = shown if len(shown) <= _MOST_SHOWN else f"{shown[:_MOST_SHOWN]}..."
     return ValueError(f"{name}: expected {expected}, found {shown}")
 
 
@@ -70,7 +72,7 @@ def a_text(name: str, value: Any) -> str:
 def texts(name: str, value: Any) -> tuple[str, ...]:
     """Names; a single one in a string would be taken apart into letters."""
     if isinstance(value, str) or not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
-        example = f"({value!r},)" if isinstance(value, str) else '("a", "b")'
+        example = f"({value!r},)" if isinstance(value, str) and len(value) < _MOST_SHOWN else '("a", "b")'
         raise refuse(name, f"a tuple of names such as {example}", value)
     return tuple(value)
 

@@ -15,7 +15,7 @@ from autopar.mesh import Mesh
 from autopar.option_checks import checked
 from autopar.placement import INVARIANT, Placement, parse_placement
 from autopar.plan_checks import check_plan
-from autopar.reading import read
+from autopar.reading import parse, read
 
 
 @dataclass(frozen=True)
@@ -248,8 +248,8 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         """Inverse of `to_json`. Raises ValueError for text that is not a plan, or a plan that no mesh could follow."""
         try:
-            plan: Plan = read(cls, json.loads(text), "the plan", _READERS)
-        except ValueError as error:  # of the text, too: json.JSONDecodeError is one
+            plan: Plan = read(cls, parse(text), "the plan", _READERS)
+        except ValueError as error:
             raise ValueError(f"plan: expected the JSON of a plan: {error}; write it with plan.to_json()") from error
         check_plan(plan)
         return plan

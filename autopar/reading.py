@@ -9,12 +9,32 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import types
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
 Readers = Mapping[Any, Callable[[Any, str], Any]]  # annotation -> reads (value, where it stands)
+
+
+def parse(text: str) -> Any:
+    """JSON; a name that stands twice in one object is refused, since readers differ in which one they take.
+    Raises ValueError."""
+    try:
+        return json.loads(text, object_pairs_hook=_once)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"no JSON at line {error.lineno}, column {error.colno}") from error
+    except RecursionError:
+        raise ValueError("too many brackets within each other") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the name {next(n for n in names if names.count(n) > 1)!r} stands twice in one object")
+    return found
 
 
 def read(kind: Any, value: Any, at: str, readers: Readers) -> Any:

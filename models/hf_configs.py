@@ -7,7 +7,6 @@ batch = batch_of(model, batch=8, seq=8192)          {"input_ids": [8, 8192], "la
 from __future__ import annotations
 
 import difflib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from autopar.models import hf as hf  # registers the adapter
 from autopar.models.hf_batches import example_batch
+from autopar.reading import parse
 
 # Tried in order for a config that names no class: a BERT is in the lists of masked and of causal models.
 AUTO_CLASSES = (
@@ -50,9 +50,11 @@ def load_config(path: str | Path) -> PreTrainedConfig:
     if not file.is_file():
         raise ValueError(f"config: no file {str(file)!r}; give the path of a transformers config.json")
     try:
-        data: Any = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"config: {str(file)!r} is not JSON: {error}") from error
+        data: Any = parse(file.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"config: {str(file)!r} is not JSON: no text in UTF-8 from byte {error.start} on") from error
+    except (ValueError, OSError) as error:
+        raise ValueError(f"config: {str(file)!r} is not JSON: {error}; give a transformers config.json") from error
     kind = data.pop("model_type", None) if isinstance(data, dict) else None
     if not isinstance(kind, str):
         raise ValueError(f"config: {str(file)!r} has no model_type; it must be the config.json of a transformers model")

@@ -6,7 +6,6 @@ writes. `transformers`' own from_pretrained reads the result.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -19,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from autopar.parameter import ParameterSpec
+from autopar.reading import parse
 from autopar.runtime.checkpoint_folder import INDEX, SINGLE, Draft
 from autopar.runtime.groups import Groups, agree
 from autopar.runtime.sharded_tensor import boxes, cuts_of
@@ -105,12 +105,28 @@ def _sources(folder: Path) -> dict[str, _Source]:
         raise ValueError(
             f"load_pretrained: {folder} needs {SINGLE} or {INDEX}, found neither; save it as safetensors first"
         )
+    weights = _weight_map(index)
+    texts = [file for file in weights.values() if isinstance(file, str)]
+    files_of = {file: _within(folder, file) for file in dict.fromkeys(texts)}
+    return {
+        name: _Source(files_of[file] if isinstance(file, str) else _within(folder, file), name)
+        for name, file in weights.items()
+    }
+
+
+def _weight_map(index: Path) -> dict[str, Any]:
+    """Name -> file."""
     try:
-        weights = dict(json.loads(index.read_text())["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"load_pretrained: {index} is not an index of safetensors files: {error!r}") from error
-    files_of = {file: _within(folder, file) for file in dict.fromkeys(weights.values())}
-    return {name: _Source(files_of[file], name) for name, file in weights.items()}
+        data = parse(index.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        why = "no text in UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
+        raise ValueError(f"load_pretrained: {index} is not an index of safetensors files: {why}") from error
+    found = data.get("weight_map") if isinstance(data, dict) else None
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"load_pretrained: {index} is not an index of safetensors files: it needs a weight_map of names to files"
+        )
+    return found
 
 
 def _within(folder: Path, file: Any) -> Path:
