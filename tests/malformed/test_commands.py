@@ -21,50 +21,11 @@ VALID = [
     "show --config /nowhere/config.json --mesh pp=2 --level forward --part 1 --micro-batches 2",
     "verify --config /nowhere/config.json --mesh dp=2 --slices 4,4 --cuts a,b",
 ]
-WORDS = (
-    *[
-        "-1",
-        "0",
-        "1.5",
-        "nan",
-        "inf",
-        "-inf",
-        "1e999",
-        "x",
-        "π",
-        "²",
-        "٣",
-        "999999999999999999999999999999",
-        "None",
-        "True",
-        "[]",
-        "{}",
-        "=",
-        ",",
-        "+",
-        "--",
-        "-",
-        "--json",
-        "dp=0",
-        "dp=2,dp=2",
-        "ep=2",
-        "F=1,F=2",
-        "F=-1",
-        "ring+",
-        "+ring",
-        "ring:",
-        "ring:0",
-        "ring:nan",
-        "../..",
-        "%s",
-        "pp=2,tp=2,cp=2",
-        "tp=²",
-    ],
-    "",
-    "a\nb",
-    "\t",
-    "\x1b[31m",
-)
+BARE = """
+    -1 0 1.5 nan inf -inf 1e999 x π ² ٣ 999999999999999999999999999999 None True [] {} = , + -- - --json dp=0 dp=2,dp=2
+    ep=2 F=1,F=2 F=-1 ring+ +ring ring: ring:0 ring:nan ../.. %s pp=2,tp=2,cp=2 tp=²
+"""
+WORDS = (*BARE.split(), "", "a\nb", "\t", "\x1b[31m")
 COUNT = 400
 
 
