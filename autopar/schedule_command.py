@@ -28,6 +28,7 @@ from autopar.trace import events_of, write_trace
 ALL = "all"
 TIMES = ("F", "B", "W", "comm", "FB")
 SIZES = ("M_B", "M_W")
+MOST_CELLS = 1_000_000  # minutes of simulation
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 _WIDTH = 160  # of the grid when stdout is no terminal
 
@@ -71,6 +72,12 @@ def command(args: argparse.Namespace) -> int:
         raise ValueError(f"--chunks: expected a positive whole number, found {args.chunks}")
     costs = costs_of(args.times, args.memory)
     chunks = args.chunks or (1 if args.name == ALL else SCHEDULES[args.name].chunks)
+    cells = args.stages * args.micro_batches * chunks * args.slices
+    if cells > MOST_CELLS:
+        raise ValueError(
+            f"--stages: a picture of stages x micro-batches x chunks x slices needs at most {MOST_CELLS} cells, found "
+            f"{cells}; take fewer micro-batches, the pattern repeats"
+        )
     request = Request(args.stages, args.micro_batches, chunks, args.slices, memory_limit=args.memory_limit)
     if args.name == ALL:
         return _all(args, request, costs)
