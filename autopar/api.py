@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.adapters.export import flatten, unflatten
 from autopar.adapters.fake import skeleton_of
 from autopar.capture import adapter_for
-from autopar.compile import compile_model, plan_model
+from autopar.compile import compile_model, for_whole_batch, plan_model
 from autopar.dump import check_writable, dumper_for
 from autopar.plan import Options, Plan
 from autopar.progress import Progress
@@ -45,6 +44,7 @@ def parallelize(
     exact: bool = False,
     dump: str | Path | None = None,
     sync: bool = False,
+    check_batches: bool = True,
     **options: Any,
 ) -> ParallelModule:
     """Put a model on a mesh.
@@ -63,8 +63,11 @@ def parallelize(
         dump: folder for every level of the graphs, the plan and a report; also $AUTOPAR_DUMP.
         sync: take all weights and buffers from rank 0, tensor by tensor; the models of other ranks may be on the meta
             device. Otherwise the ranks' weights are compared, and those that differ refused.
+        check_batches: compare at every step what several ranks must be given alike (all inputs over tp, pp and cp,
+            those that are no part of the batch over dp), by a hash made where the tensors are.
         options: fields of `autopar.plan.Options`: zero, sequence_parallel, micro_batches, whole_ops, bucket_bytes;
-            with an axis pp: schedule, cuts, chunks, slices, gathers, memory_limit.
+            with an axis pp: schedule, cuts, chunks, slices, gathers, memory_limit; batch_dims={"x": 1, "table": None}
+            says which dim of an input is the batch where the plan cannot tell, or is wrong.
 
     Raises ValueError, on every rank and before any collective, for sizes that do not divide, models that do not
     export, plans of other models.
@@ -74,22 +77,31 @@ def parallelize(
         chosen = _options(options)
         check_model(model)
         check_arguments(
-            seed=seed, exact=exact, backend=backend, dump=dump, plan=plan, example_batch=example_batch, sync=sync
-        )
+            seed=seed, exact=exact, backend=backend, dump=dump, plan=plan, example_batch=example_batch, sync=sync,
+            check_batches=check_batches,
+        )  # fmt: skip
         check_writable(dump)
-        agree_on_call(groups, options | {"seed": seed, "exact": exact, "backend": backend, "sync": sync})
+        agree_on_call(
+            groups,
+            options | {"seed": seed, "exact": exact, "backend": backend, "sync": sync, "check_batches": check_batches},
+        )
         load_adapters(model)
         values = {name: None if p.is_meta else p for name, p in model.named_parameters(remove_duplicate=False)}
         buffers, given = _buffers(model, may_lack=sync and groups.rank > 0)
         _check_weights(model, values | given, groups, sync)
         skeleton = skeleton_of(model)
-        batch = _example(model, example_batch, groups, chosen)
+        batch = _example(model, example_batch)
         if plan is not None and not options:
             chosen = plan.options
-        made, specs = plan_model(skeleton, batch, groups.mesh, chosen, plan)
+        made, specs = for_whole_batch(
+            lambda whole: plan_model(skeleton, whole, groups.mesh, chosen, plan),
+            lambda found: found[0], skeleton, batch, groups.mesh, chosen, plan,
+        )  # fmt: skip
         agree_on_plan(groups, made)
         compiler = _compiler(groups, chosen, exact, dump)
-        return ParallelModule(skeleton, compiler, groups, made, specs, values, buffers, backend, seed, sync)
+        return ParallelModule(
+            skeleton, compiler, groups, made, specs, values, buffers, backend, seed, sync, check_batches
+        )
 
 
 def _compiler(groups: Groups, options: Options, exact: bool, dump: str | Path | None) -> Callable[..., Compiled]:
@@ -101,9 +113,12 @@ def _compiler(groups: Groups, options: Options, exact: bool, dump: str | Path | 
         progress = Progress(f"compiling {type(skeleton).__name__}") if groups.rank == 0 else None
         observers = [watch for watch in (folder, progress) if watch is not None]
         try:
-            result = compile_model(
-                skeleton, _whole(batch, groups), groups.mesh, chosen, exact=exact, observers=observers, **how
-            )
+            result = for_whole_batch(
+                lambda whole: compile_model(
+                    skeleton, whole, groups.mesh, chosen, exact=exact, observers=observers, **how
+                ),
+                lambda made: made.plan, skeleton, batch, groups.mesh, chosen, how.get("fixed"),
+            )  # fmt: skip
         finally:
             if progress is not None:
                 progress.close()
@@ -130,12 +145,12 @@ def load_adapters(model: nn.Module) -> None:
         importlib.import_module("autopar.models.hf")
 
 
-def _example(model: nn.Module, given: Mapping[str, Any] | None, groups: Groups, options: Options) -> dict[str, Any]:
-    """A batch to plan parameters with."""
+def _example(model: nn.Module, given: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """A batch of one rank to plan parameters with."""
     if given is not None:
         named = by_name(model, (), given)
         check_values(named, differentiated=False, shapes_only=True)
-        return _whole(named, groups)
+        return named
     adapter = adapter_for(model)
     batch = adapter.example_batch(model) if adapter is not None else None
     if batch is None:
@@ -143,7 +158,7 @@ def _example(model: nn.Module, given: Mapping[str, Any] | None, groups: Groups, 
             f"parallelize: needs to know the inputs of {type(model).__name__} to plan its parameters; "
             f"pass example_batch={{...}}, the keyword arguments of its forward"
         )
-    return _whole(batch, groups)
+    return batch
 
 
 def _check_weights(model: nn.Module, given: Mapping[str, Tensor | None], groups: Groups, sync: bool) -> None:
@@ -172,20 +187,3 @@ def _buffers(model: nn.Module, may_lack: bool) -> tuple[dict[str, Tensor], dict[
             )
     empty = {id(b): torch.empty_like(b, device="cpu") for b in found.values() if b.is_meta}
     return {name: empty[id(found[name])] if b is None else b for name, b in given.items()}, given
-
-
-def _whole(batch: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
-    """The whole batch over dp, as shapes: every rank has 1/dp of dim 0 of what is cut over dp."""
-    ranks = groups.mesh.size("dp")
-    leaves, spec = flatten(dict(batch))
-    sizes = [x.shape[0] for x in leaves if isinstance(x, Tensor) and x.dim()]
-    rows = max(set(sizes), key=lambda s: (sizes.count(s), s)) if sizes else 0
-
-    def widened(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        cut = x.dim() and x.shape[0] == rows
-        return torch.empty((x.shape[0] * ranks, *x.shape[1:]) if cut else x.shape, dtype=x.dtype, device="meta")
-
-    whole: dict[str, Any] = unflatten(list(map(widened, leaves)), spec)
-    return whole

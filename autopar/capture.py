@@ -107,6 +107,10 @@ class Adapter(Protocol):
         """A small batch with labels, for planning before the first real batch; None if the inputs are unknown."""
         ...
 
+    def batch_dims(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, int | None]:
+        """Path of an input tensor -> which of its dims is the batch, None for one that is no part of it."""
+        ...
+
     def buffers(self, model: nn.Module) -> dict[str, Tensor]:
         """Values of the buffers that no checkpoint holds, for a model on the meta device."""
         ...
@@ -151,7 +155,9 @@ def capture(model: nn.Module, batch: Mapping[str, Any], *, train: bool = True, e
         if watch.refused is not None:  # the forward has caught it
             raise ValueError(f"capture: {watch.refused}") from watch.refused
         _refuse_running_values(program, changed)
-    return _finish(program, replica, arguments)
+    gm = _finish(program, replica, arguments)
+    gm.meta["batch_dims"] = adapter.batch_dims(replica, arguments) if adapter is not None else {}
+    return gm
 
 
 def _refuse_running_values(program: ExportedProgram, changed: Collection[str]) -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.fx import GraphModule
 
 from autopar.adapters.lazy import lazy_code
-from autopar.capture import capture
+from autopar.batch import BatchDims, check_batch_dims, likely_dims, tensors_of, whole_batch
+from autopar.capture import adapter_for, capture
 from autopar.graph import (
     copy_graph,
     global_shape,
@@ -35,7 +36,8 @@ from autopar.passes.split_prologue import split_prologue
 from autopar.pipeline import compile_pipeline, compile_sliced_pipeline
 from autopar.plan import Options, Plan
 from autopar.plan_checks import check_fits, check_plan
-from autopar.planner import make_plan
+from autopar.planner import batch_dims, make_plan
+from autopar.planner.batch import decide_batch_dims
 from autopar.planner.pipeline import main_parts, most_static, owners, plan_pipeline
 from autopar.planner.token_slices import best_lengths, slice_lengths
 from autopar.schedule import SCHEDULES
@@ -50,12 +52,76 @@ def plan_model(
     Only the parameters' decisions are meant to be used; those that depend on the batch are made when a batch comes.
     """
     lean = dataclasses.replace(options, sequence_parallel=False, micro_batches=1)
-    gm = capture(model, batch, train=True)
-    ctx = Context(mesh)
-    gm = PassManager(GLOBAL_PASSES).run(gm, ctx)
-    mark_gradients(gm, [s.node for s in gm.meta["signature"].inputs if s.kind == "parameter" and s.requires_grad])
+    check_batch_dims(model, batch, dict(options.batch_dims))
+    gm = _planning_graph(model, batch, Context(mesh))
     plan = _with_pipeline(make_plan(gm, mesh, lean, fixed), gm, options, fixed)
+    plan = dataclasses.replace(plan, batch_dims=batch_dims(gm, mesh, options, fixed) | dict(plan.batch_dims))
     return plan, parameter_specs(gm, plan)
+
+
+T = TypeVar("T")
+
+
+def for_whole_batch(
+    make: Callable[[dict[str, Any]], T],
+    plan_of: Callable[[T], Plan],
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    mesh: Mesh,
+    options: Options,
+    fixed: Plan | None = None,
+) -> T:
+    """What ``make`` makes of the whole batch, from one dp rank's part of it.
+
+    The whole is made along likely batch dims; if its plan says that they are others, it is made anew. For a model
+    whose inputs an adapter knows, or a plan that knows them, that does not happen.
+    """
+    ranks, known = mesh.size("dp"), known_batch_dims(model, batch, options, fixed)
+    shapes = {name: tuple(x.shape) for name, x in tensors_of(batch).items()}
+    dims, tried = likely_dims(shapes, {n: d for n, d in known.items() if n in shapes}), []
+    while dims not in tried:
+        tried.append(dims)
+        try:
+            made = make(whole_batch(batch, dims, ranks))
+            found = plan_of(made).batch_dims
+            if ranks == 1 or all(dims.get(name, dim) == dim for name, dim in found.items()):
+                return made
+        except ValueError:
+            if ranks == 1 or set(shapes) <= set(known) or len(tried) > 1:
+                raise
+            found = _dims_of_part(model, batch, options, fixed)  # a wrong whole may be no batch of the model at all
+            if all(dims.get(name, dim) == dim for name, dim in found.items()):
+                raise
+        dims = {**dims, **found}
+    raise ValueError(
+        f"batch_dims: which dim of which input is the batch is not clear: {' or '.join(map(str, tried))}; say it with "
+        "batch_dims={...}, None for an input that is no part of the batch"
+    )
+
+
+def known_batch_dims(
+    model: nn.Module, batch: Mapping[str, Any], options: Options, fixed: Plan | None
+) -> dict[str, int | None]:
+    """Batch dims that need no evidence: of an adapter, an earlier plan, the user. The later ones count."""
+    check_batch_dims(model, batch, dict(options.batch_dims))
+    adapter = adapter_for(model)
+    hints = adapter.batch_dims(model, batch) if adapter is not None else {}
+    return {**hints, **(fixed.batch_dims if fixed is not None else {}), **dict(options.batch_dims)}
+
+
+def _dims_of_part(model: nn.Module, batch: Mapping[str, Any], options: Options, fixed: Plan | None) -> BatchDims:
+    """Batch dims by the graph of one rank's part of the batch."""
+    return decide_batch_dims(
+        _planning_graph(model, batch, Context(Mesh.of(dp=1))),
+        dict(options.batch_dims),
+        fixed.batch_dims if fixed is not None else {},
+    )
+
+
+def _planning_graph(model: nn.Module, batch: Mapping[str, Any], ctx: Context) -> GraphModule:
+    gm = PassManager(GLOBAL_PASSES).run(capture(model, batch, train=True), ctx)
+    mark_gradients(gm, [s.node for s in gm.meta["signature"].inputs if s.kind == "parameter" and s.requires_grad])
+    return gm
 
 
 def _with_pipeline(plan: Plan, gm: GraphModule, options: Options, fixed: Plan | None) -> Plan:
@@ -101,6 +167,7 @@ def compile_model(
     Raises: ValueError for a model that does not export, sizes that do not divide, ops without a rule.
     """
     start = time.perf_counter()
+    check_batch_dims(model, batch, dict(options.batch_dims) if options is not None else {})
     gm = capture(model, batch, train=train, exact=exact)
     seconds = time.perf_counter() - start
     how: dict[str, Any] = {"plan": plan, "fixed": fixed, "outputs": outputs, "observers": observers}

@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 from autopar.mesh import Mesh
 from autopar.option_checks import checked
-from autopar.placement import INVARIANT, Placement, parse_placement
+from autopar.placement import INVARIANT, Placement, Shard, parse_placement
 from autopar.plan_checks import check_plan
 from autopar.reading import parse, read
 
@@ -164,6 +164,7 @@ class Plan:
         """
         parameters = {name: dict(axes) for name, axes in self.parameters.items()}
         inputs = {name: dict(axes) for name, axes in self.inputs.items()}
+        dims = dict(self.batch_dims)
         for name, axes in changes.items():
             if name not in parameters and name not in inputs:
                 known = ", ".join(list(parameters)[:6])
@@ -176,10 +177,12 @@ class Plan:
                     parameters[name][axis] = ParameterPlan(target, target, "the user's choice")
                 else:
                     inputs[name][axis] = target
+                    if axis == "dp" or self.mesh.size("dp") == 1:
+                        dims[name] = target.dim if isinstance(target, Shard) else None
         kept = {name: dict(axes) for name, axes in self.overrides.items()}
         for name, axes in changes.items():
             kept.setdefault(name, {}).update({axis: str(p) for axis, p in axes.items()})
-        changed = dataclasses.replace(self, parameters=parameters, inputs=inputs, overrides=kept)
+        changed = dataclasses.replace(self, parameters=parameters, inputs=inputs, overrides=kept, batch_dims=dims)
         check_plan(changed)
         return changed
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import math
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,9 +29,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.adapters.dropout import shared_dropout
 from autopar.adapters.export import flatten, unflatten
-from autopar.adapters.fake import twin_of
+from autopar.adapters.fake import skeleton_of, twin_of
 from autopar.api import load_adapters, parallelize
+from autopar.batch import part_of_batch, tensors_of
 from autopar.capture import adapter_for
+from autopar.compile import known_batch_dims, plan_model
 from autopar.exact import LiftFloat32
 from autopar.mesh import Mesh
 from autopar.plan import Options
@@ -163,7 +164,7 @@ def verify(
     """
     copied, whole = _prepared(model, batch, exact)
     sizes = mesh_of(mesh)
-    part = _part(whole, sizes, dist.get_rank())
+    part = _part(copied, whole, sizes, dist.get_rank(), options)
     seed = int(options.get("seed", 0))
     options.setdefault("example_batch", part)
     parallel = parallelize(copied, mesh, exact=exact, **options)
@@ -231,20 +232,17 @@ def _prepared(model: nn.Module, batch: Mapping[str, Any], exact: bool) -> tuple[
     return copied, unflatten(leaves, spec)
 
 
-def _part(batch: Mapping[str, Any], mesh: Mesh, rank: int) -> dict[str, Any]:
-    """This rank's dp part: a piece of every tensor that has the batch's size, its most common leading size."""
-    ranks, index = mesh.size("dp"), mesh.coordinate(rank).get("dp", 0)
-    leaves, spec = flatten(dict(batch))
-    sizes = Counter(x.shape[0] for x in leaves if isinstance(x, Tensor) and x.dim())
-    rows = max(sizes, key=lambda size: (sizes[size], size), default=0)
-    if rows % ranks:
-        raise ValueError(
-            f"verify: the batch of {rows} does not divide over axis 'dp' of size {ranks}; "
-            f"use a batch of {-(-rows // ranks) * ranks}"
-        )
-    cut = [x.chunk(ranks)[index] if isinstance(x, Tensor) and x.dim() and x.shape[0] == rows else x for x in leaves]
-    result: dict[str, Any] = unflatten(cut, spec)
-    return result
+def _part(
+    model: nn.Module, batch: Mapping[str, Any], mesh: Mesh, rank: int, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """This rank's dp part, along the batch dims that `parallelize` finds."""
+    load_adapters(model)
+    skeleton, ranks, plan = skeleton_of(model), mesh.size("dp"), options.get("plan")
+    asked = Options(batch_dims=options.get("batch_dims", plan.options.batch_dims if plan is not None else ()))
+    dims = known_batch_dims(skeleton, batch, asked, plan)
+    if ranks > 1 and not set(tensors_of(batch)) <= set(dims):
+        dims = dict(plan_model(skeleton, batch, Mesh.of(dp=ranks), asked, None)[0].batch_dims)
+    return part_of_batch(batch, dims, ranks, mesh.coordinate(rank).get("dp", 0))
 
 
 def _scalar(x: float) -> Tensor:

@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.moe import ExpertsInterface
 
 from autopar.capture import ADAPTERS
-from autopar.models.hf_batches import example_batch
+from autopar.models.hf_batches import batch_dims, example_batch
 from autopar.models.hf_masks import MaskFacts, mask_facts, positions_from_user
 
 NAME = "autopar"
@@ -128,6 +128,9 @@ class TransformersAdapter:
 
     def example_batch(self, model: nn.Module) -> dict[str, Any] | None:
         return example_batch(model)
+
+    def batch_dims(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, int | None]:
+        return batch_dims(model, batch)
 
     def buffers(self, model: nn.Module) -> dict[str, Tensor]:
         """Non-persistent buffers (rotary tables, position ids) of a model on the meta device, computed anew.

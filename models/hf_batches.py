@@ -1,14 +1,19 @@
-"""A small batch with labels for a transformers model, made from its config alone: what planning needs before the
-first real batch. Only shapes and dtypes matter."""
+"""Batches of transformers models: a small one with labels, made from a config alone, which planning needs before the
+first real batch (only shapes and dtypes matter); and which dim of each input is the batch."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from autopar.batch import tensors_of
+
+MAIN_INPUTS = ("input_ids", "inputs_embeds", "decoder_input_ids", "pixel_values", "input_features", "input_values")
+WITHOUT_BATCH = ("cache_position", "head_mask", "decoder_head_mask", "cross_attn_head_mask")
 _BATCH, _LENGTH = 2, 8
 
 
@@ -35,6 +40,19 @@ def example_batch(model: nn.Module) -> dict[str, Any] | None:
     elif "decoder_input_ids" in takes:
         batch["decoder_input_ids"] = torch.zeros(_BATCH, _LENGTH, dtype=torch.int64)
     return batch
+
+
+def batch_dims(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, int | None]:
+    """transformers' inputs are batch first, but for a few. What has another size there is no part of the batch: one row
+    of position_ids, patches of all images."""
+    tensors = tensors_of(batch)
+    names = (getattr(model, "main_input_name", "input_ids"), *MAIN_INPUTS, *tensors)
+    rows = next((tensors[n].shape[0] for n in names if n in tensors and tensors[n].dim()), 0)
+    out: dict[str, int | None] = {}
+    for name, x in tensors.items():
+        dim = 1 if name.endswith("position_ids") and x.dim() == 3 else 0  # of rotary embeddings in time and space
+        out[name] = dim if name not in WITHOUT_BATCH and x.dim() > dim and x.shape[dim] == rows else None
+    return out
 
 
 def _length(config: Any) -> int:

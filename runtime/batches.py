@@ -8,8 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.adapters.export import flatten, one_level, paths, unflatten
-from autopar.runtime.groups import Groups, agree
+from autopar.adapters.export import flatten, one_level, unflatten
+from autopar.batch import tensors_of
+from autopar.placement import Placements, Shard
+from autopar.runtime.agreement import Claim, everywhere
+from autopar.runtime.contents import words_of
+from autopar.runtime.groups import Groups
 
 
 def facts_of(batch: Mapping[str, Any]) -> tuple[str, ...]:
@@ -42,45 +46,48 @@ def _shape(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device="meta")
 
 
-def tensors_of(batch: Any) -> dict[str, Tensor]:
-    """Tensors of a nested batch by path: {'past': (a, b)} -> past.0, past.1."""
-    return {path: x for path, x in paths(batch) if isinstance(x, Tensor)}
+# --- what ranks must agree on ---------------------------------------------------------------------------
 
 
-# --- the same contents on the ranks that share a sequence -----------------------------------------------
+def claim_shapes(groups: Groups, batch: Mapping[str, Any], further: Mapping[str, Any]) -> Claim:
+    """Shapes and dtypes of tensors, values of everything else: what a compiled step depends on. ``further``: more that
+    must be the same on all ranks, by name."""
+    leaves = tensors_of(batch)
+    facts = {name: f"{tuple(x.shape)} {x.dtype}" for name, x in leaves.items()}
+    facts |= {name: repr(value) for name, value in batch.items() if isinstance(value, (bool, int, float, str))}
+    return Claim(
+        everywhere(groups),
+        facts | {name: str(value) for name, value in further.items()},
+        "agree: the shapes of the batch must be the same on all ranks",
+        "give every rank the same model, mesh, options and batch shapes: drop or pad a last batch that is uneven",
+    )
 
 
-def agree_on_contents(groups: Groups, batch: Mapping[str, Any]) -> None:
-    """The ranks of axis "cp" must hold the same tokens, positions and masks: each of them cuts its own piece out of
-    what it was given, and reads from its own copy where documents and padding lie.
+def claim_contents(groups: Groups, batch: Mapping[str, Any], inputs: Mapping[str, Placements]) -> list[Claim]:
+    """Ranks with the same coordinate on dp hold the same of inputs that dp cuts (``inputs``: their placements), and all
+    ranks the same of the others: each computes with its own copy. Any dtype counts, bit by bit.
 
-    Raises the same ValueError on each of them.
+    Where no two ranks must hold the same, nothing is hashed.
     """
-    if groups.mesh.size("cp") > 1:
-        agree(
-            groups,
-            ", ".join(f"{name} {word & 0xFFFFFFFF:08x}" for name, word in _words_of(batch).items()),
-            "the contents of the batch",
-            axis="cp",
-            need='context_parallel: the ranks of axis "cp" must be given the same batch',
-            way_out="feed every rank of this axis the whole sequences of its dp coordinate; they are cut here",
-        )
-
-
-def _words_of(batch: Mapping[str, Any]) -> dict[str, int]:
-    """A number for the contents of each tensor of integers or bools; they are moved off a device at once."""
-    tensors = {n: x for n, x in tensors_of(batch).items() if not (x.is_floating_point() or x.is_complex())}
-    out: dict[str, int] = {}
-    for device in {x.device for x in tensors.values()}:
-        here = {name: _word(x) for name, x in tensors.items() if x.device == device}
-        out |= dict(zip(here, torch.stack(list(here.values())).tolist()))
-    return {name: out[name] for name in tensors}
-
-
-def _word(x: Tensor) -> Tensor:
-    """sum(x[i] * weight[i]) in 64 bits that wrap around; the weights are the finalizer of splitmix64 of i, so that
-    contents with a regular difference, such as shifted documents, have different sums."""
-    weight = torch.arange(1, x.numel() + 1, device=x.device) * (0x9E3779B97F4A7C15 - (1 << 64))
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        weight = (weight ^ (weight >> shift)) * (factor - (1 << 64))
-    return (x.reshape(-1).to(torch.int64) * (weight ^ (weight >> 31))).sum()
+    tensors = {name: x for name, x in tensors_of(batch).items() if name in inputs}
+    ranks = groups.mesh.size("dp")
+    uncut = [n for n in tensors if ranks > 1 and not isinstance(inputs[n].get("dp"), Shard)]
+    others = tuple(axis for axis, size in groups.mesh.axes if axis != "dp" and size > 1)
+    shared = [n for n in tensors if n not in uncut] if others else []
+    words = words_of({n: tensors[n] for n in (*shared, *uncut)})
+    return [
+        Claim(
+            others,
+            {n: words[n] for n in shared},
+            f"batch: the ranks of {' and '.join(map(repr, others))} must be given the same batch",
+            "feed every rank the batch of its dp coordinate (shuffle and augment by that, not by the rank); "
+            "check_batches=False skips this check",
+        ),
+        Claim(
+            everywhere(groups),
+            {n: words[n] for n in uncut},
+            "batch: what is no part of the batch must be the same on all ranks",
+            "feed it alike, or name its batch dim, batch_dims={...}, if each rank of 'dp' has its own part; "
+            "check_batches=False skips this check",
+        ),
+    ]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.placement import Shard
+from autopar.placement import Placement, Shard
 from autopar.steps import Compiled
 
 
@@ -31,8 +31,12 @@ class Feed:
         spec = self.specs.get(name)
         if spec is None:
             return False
-        cut = spec.kind == "input" and isinstance(self._inputs.get(spec.name, {}).get("mb"), Shard)
+        cut = spec.kind == "input" and isinstance(self._cut(spec.name), Shard)
         return cut or spec.kind == "micro_batch"
+
+    def _cut(self, name: str) -> Placement | None:
+        """How micro-batches cut an input."""
+        return self._inputs.get(name, {}).get("mb")
 
     def value(self, name: str, values: Mapping[str, Tensor], micro_batch: int) -> Any:
         """``values`` holds state by original name, inputs by path, and what the step made by node."""
@@ -42,10 +46,13 @@ class Feed:
         if spec.kind == "micro_batch":
             return torch.tensor(micro_batch, device=self._device)
         value = values[spec.name]
-        if not self.varies(name):
+        cut = self._cut(spec.name)
+        if not isinstance(cut, Shard):  # the number of the micro-batch is made above
             return value
-        count = value.shape[0] // self.micro_batches
-        return value.narrow(0, micro_batch * count, count)
+        dim = cut.dim
+        count = value.shape[dim] // self.micro_batches
+        piece = value.narrow(dim, micro_batch * count, count)
+        return piece.contiguous() if dim else piece  # graphs are made for contiguous inputs
 
     def many(self, names: Sequence[str], values: Mapping[str, Tensor], micro_batch: int) -> list[Any]:
         """Values of several placeholders."""

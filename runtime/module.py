@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.adapters.hooks import has_forward_hooks
+from autopar.batch import tensors_of
 from autopar.capture import Signature
 from autopar.parameter import ParameterSpec
 from autopar.pipeline_dump import per_rank
@@ -22,12 +23,13 @@ from autopar.placement import PARTIAL, Placement, Shard
 from autopar.plan import Plan
 from autopar.rules import result_placements
 from autopar.runtime import state
-from autopar.runtime.batches import agree_on_contents, facts_of, shapes_of, tensors_of
+from autopar.runtime.agreement import Claim, agree_on, everywhere
+from autopar.runtime.batches import claim_contents, claim_shapes, facts_of, shapes_of
 from autopar.runtime.clipping import clip_gradients
 from autopar.runtime.comm import Ledger, add_ledgers
 from autopar.runtime.executor import Executor, digest_of, has_losses
 from autopar.runtime.failures import reporting
-from autopar.runtime.groups import Groups, agree
+from autopar.runtime.groups import Groups
 from autopar.runtime.inputs import by_name, check_values
 from autopar.runtime.names import make_owners, owner_of
 from autopar.runtime.pipeline import PipelineExecutor
@@ -63,11 +65,12 @@ class ParallelModule(Stateful):
         backend: str,
         seed: int,
         sync: bool = False,
+        check_batches: bool = True,
     ) -> None:
         super().__init__()
         self._skeleton = [skeleton]  # in a list: its (meta) parameters are not this module's
         self._compiler, self._groups, self._backend, self._seed = compiler, groups, backend, seed
-        self._plan, self._specs = plan, specs
+        self._plan, self._specs, self._check_batches = plan, specs, check_batches
         self._executors: dict[Key, Runner] = {}
         self._batches: dict[Key, dict[str, Any]] = {}  # shapes only, on the meta device
         self._steps = state.StepCount(groups)
@@ -212,11 +215,11 @@ class ParallelModule(Stateful):
         named = by_name(self._skeleton[0], args, batch)
         check_values(named, differentiated=train)
         key = (train, outputs, facts_of(named))
-        # a store round trip per step: a rank with another batch would otherwise end in a hang
-        step = f"step {self.training_steps + 1}: " if train else ""  # masks depend on it
-        agree(self._groups, f"{step}{key}", "the shapes of the batch")
-        agree_on_contents(self._groups, named)
         executor = self._executors.get(key)
+        step = f"step {self.training_steps + 1}: " if train else ""  # masks depend on it
+        # a store round trip per step: a rank with another batch would otherwise end in a hang
+        claims = [claim_shapes(self._groups, named, {"all of it": f"{step}{key}"})]
+        agree_on(self._groups, claims + (self._contents(named, executor) if executor else []), "the batch")
         if executor is None:
             executor = self._executors[key] = self._compile(named, train, outputs)
             self._batches[key] = shapes_of(named)
@@ -233,9 +236,20 @@ class ParallelModule(Stateful):
 
     def _compile(self, batch: Mapping[str, Any], train: bool, outputs: tuple[str, ...] | None) -> Runner:
         compiled = self._compiler(self._skeleton[0], batch, train=train, outputs=outputs, fixed=self._plan)
-        agree(self._groups, digest_of(compiled), "the compiled step")
         run = Executor if compiled.pipeline is None else PipelineExecutor
-        return run(compiled, self._groups, self._backend)
+        executor = run(compiled, self._groups, self._backend)
+        same = Claim(
+            everywhere(self._groups),
+            {"digest": digest_of(compiled)},
+            "agree: the compiled step must be the same on all ranks",
+            "give every rank the same model, mesh, options and batch shapes",
+        )
+        agree_on(self._groups, [same, *self._contents(batch, executor)], "the compiled step")
+        return executor
+
+    def _contents(self, batch: Mapping[str, Any], executor: Runner) -> list[Claim]:
+        """What must be equal of a batch on several ranks."""
+        return claim_contents(self._groups, batch, executor.compiled.plan.inputs) if self._check_batches else []
 
     def _state(self) -> dict[str, Tensor]:
         found = {name: state.local_tensor(p) for name, p in self._own.items()}

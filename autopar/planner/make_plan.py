@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Mapping
 
 from torch.fx import GraphModule, Node
 
+from autopar.batch import BatchDims
 from autopar.capture import InputSpec
 from autopar.graph import global_shape
 from autopar.mesh import Mesh
@@ -16,6 +16,7 @@ from autopar.option_checks import check_names
 from autopar.placement import INVARIANT, REPLICATE, Pieces, Placement, Shard, nested_shape
 from autopar.plan import Options, ParameterPlan, Plan, Stream, graph_digest
 from autopar.plan_checks import check_fits
+from autopar.planner.batch import decide_batch_dims
 from autopar.planner.closure import Analysis
 from autopar.planner.context import ContextPlan, plan_context
 from autopar.planner.sequence import find_streams
@@ -27,12 +28,11 @@ def make_plan(
     mesh: Mesh,
     options: Options | None = None,
     fixed: Plan | None = None,
-    replicated_inputs: tuple[str, ...] = (),
 ) -> Plan:
     """Decide everything for a normalised global graph.
 
-    ``fixed``: an earlier plan of the same parameters (another input shape); its parameter placements are kept.
-    ``replicated_inputs``: inputs that are no part of the batch.
+    ``fixed``: an earlier plan of the same parameters (another input shape); its parameter placements and batch dims
+    are kept.
     Raises ValueError for sizes that do not divide and for a plan of other parameters.
     """
     options, digest = options or Options(), graph_digest(gm)
@@ -68,12 +68,14 @@ def make_plan(
     if options.micro_batches > 1:
         for axes in parameters.values():
             axes["mb"] = ParameterPlan(INVARIANT, REPLICATE, "gradients of micro-batches are added up")
-    inputs = _inputs(gm, mesh, options.micro_batches, replicated_inputs)
+    dims = batch_dims(gm, mesh, options, fixed)
+    inputs = _inputs(gm, mesh, options.micro_batches, dims)
     streams += tuple(context.streams)
     notes += context.notes
     plan = Plan(
-        mesh, digest, options, parameters, inputs, streams, tuple(notes), slices=slices, attention=context.attention
-    )
+        mesh, digest, options, parameters, inputs, streams, tuple(notes), slices=slices, attention=context.attention,
+        batch_dims=dims,
+    )  # fmt: skip
     if fixed is not None and fixed.overrides:
         known = {n: axes for n, axes in fixed.overrides.items() if n in plan.parameters or n in plan.inputs}
         plan = plan.override(known)
@@ -125,29 +127,30 @@ def _earlier(mesh: Mesh, axis: str) -> dict[str, Pieces]:
     return {a: mesh.cut_order[a] for a in order[: order.index(axis)]}
 
 
-def _inputs(
-    gm: GraphModule, mesh: Mesh, micro_batches: int, replicated: tuple[str, ...]
-) -> dict[str, dict[str, Placement]]:
-    """The batch is cut along dim 0, over dp and then over micro-batches. Its size is the most common leading size of
-    the inputs."""
+def _inputs(gm: GraphModule, mesh: Mesh, micro_batches: int, dims: BatchDims) -> dict[str, dict[str, Placement]]:
+    """The batch is cut along its dim, over dp and then over micro-batches."""
     tensors = {s.name: n for n, s in _nodes(gm) if s.kind == "input"}
-    leading = Counter(
-        global_shape(n)[0] for name, n in tensors.items() if len(global_shape(n)) and name not in replicated
-    )
-    batch = max(leading, key=lambda size: (leading[size], size)) if leading else 0
     cuts = {axis: size for axis, size in (("dp", mesh.size("dp")), ("mb", micro_batches)) if size > 1}
     pieces = math.prod(cuts.values())
     out: dict[str, dict[str, Placement]] = {}
     for name, node in tensors.items():
-        shape = global_shape(node)
-        cut = bool(shape) and shape[0] == batch and name not in replicated
-        if cut and batch % pieces:
+        dim = dims.get(name)
+        rows = global_shape(node)[dim] if dim is not None else pieces
+        if rows % pieces or not rows:
             raise ValueError(
-                f"data_parallel: the batch of {batch} does not divide into {pieces} pieces (axis 'dp' of size "
-                f"{mesh.size('dp')}, {micro_batches} micro-batches); use a batch of {-(-batch // pieces) * pieces}"
+                f"data_parallel: the batch of {rows} (dim {dim} of input {name}) does not divide into {pieces} pieces "
+                f"(axis 'dp' of size {mesh.size('dp')}, {micro_batches} micro-batches); use a batch of "
+                f"{max(-(-rows // pieces), 1) * pieces}"
             )
-        out[name] = {axis: Shard(0) for axis in cuts} if cut else {}
+        out[name] = dict.fromkeys(cuts, Shard(dim)) if dim is not None else {}
     return out
+
+
+def batch_dims(gm: GraphModule, mesh: Mesh, options: Options, fixed: Plan | None) -> dict[str, int | None]:
+    """Which dim of each input is the batch; nothing where nothing cuts it."""
+    if mesh.size("dp") == options.micro_batches == 1:
+        return {}
+    return decide_batch_dims(gm, dict(options.batch_dims), fixed.batch_dims if fixed is not None else {})
 
 
 def _refusals(

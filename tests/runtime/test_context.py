@@ -18,7 +18,6 @@ from autopar.graph import outputs
 from autopar.ops.context import attention_of_piece
 from autopar.placement import Shard, piece, scaled_blocks
 from autopar.runtime import comm, functional
-from autopar.runtime.batches import agree_on_contents
 from autopar.runtime.bind import bind
 from autopar.runtime.comm import Traffic
 from autopar.runtime.context import AxisComm
@@ -258,40 +257,3 @@ def test_a_lost_rank_is_named_with_axis_node_and_what_was_sent() -> None:
         assert outcome.value.startswith(f'CollectiveError: comm: "keys" up to rank {up[0]} from rank {up[1]} over axis')
         assert 'over axis "cp" (node context_attention_7, ring) failed on rank' in outcome.value
     assert "rank 3 did not respond: no sign of life" in outcomes[0].value
-
-
-# --- the batch -------------------------------------------------------------------------------------------
-
-
-def packed(lengths: list[int]) -> dict[str, Any]:
-    numbers = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])
-    return {"tokens": torch.arange(16).view(1, 16), "packing": {"segments": numbers}, "weights": torch.rand(16)}
-
-
-def batches() -> list[str]:
-    """Each dp coordinate has its own packing; floats may differ; then one rank packs otherwise."""
-    groups = Groups(init_mesh("cpu", 20.0, dp=2, cp=2))
-    torch.manual_seed(groups.rank)
-    agree_on_contents(groups, packed([4, 12] if groups.coordinate["dp"] else [8, 8]))
-    found = []
-    for odd in (packed([4, 4, 8]), {**packed([8, 8]), "tokens": torch.arange(16).flip(0).view(1, 16)}):
-        try:
-            agree_on_contents(groups, odd if groups.rank == 3 else packed([8, 8]))
-            found.append("fine")
-        except ValueError as error:
-            found.append(str(error))
-    return found
-
-
-def test_the_ranks_of_a_sequence_are_given_the_same_batch() -> None:
-    found = run_ranks(4, batches)
-    assert found[0] == found[1] == ["fine", "fine"]
-    assert found[2] == found[3]
-    for text, name in zip(found[2], ("packing.segments", "tokens")):
-        assert text.startswith('context_parallel: the ranks of axis "cp" must be given the same batch, found rank 3:')
-        differ, _, same = text.partition("; against rank 2: ")
-        mine, theirs = (
-            dict(x.split(" ") for x in p.split(", ")) for p in (differ.split("rank 3: ")[1], same.split("; ")[0])
-        )
-        assert {n for n in mine if mine[n] != theirs[n]} == {name} and set(mine) == {"tokens", "packing.segments"}
-        assert text.endswith("they are cut here")
