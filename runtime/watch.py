@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.batch import tensors_of
 from autopar.ops.watch import Note, take_notes
-from autopar.runtime.batches import tensors_of
 from autopar.runtime.groups import Groups
 
 
