@@ -61,13 +61,11 @@ def check_model(model: Any) -> None:
             )
 
 
-def check_arguments(
-    *, seed: Any, exact: Any, backend: Any, dump: Any, plan: Any, example_batch: Any, sync: Any
-) -> None:
-    """The keyword arguments other than options. Raises ValueError."""
+def check_arguments(*, seed: Any, backend: Any, dump: Any, plan: Any, example_batch: Any, **flags: Any) -> None:
+    """The keyword arguments other than options; ``flags`` are yes or no. Raises ValueError."""
     whole_number("seed", seed, 0, MOST_SEED)
-    yes_or_no("exact", exact)
-    yes_or_no("sync", sync)
+    for name, value in flags.items():
+        yes_or_no(name, value)
     one_of("backend", backend, BACKENDS)
     if not isinstance(dump, (str, Path, type(None))):
         raise refuse("dump", "the path of a folder", dump)
