@@ -92,6 +92,12 @@ def check_fits(plan: Plan, gm: GraphModule) -> None:
             raise ValueError(
                 f"plan: an override of {name!r}, which is no parameter or input of this model; leave it out"
             )
+    for name, dim in plan.batch_dims.items():
+        if dim is not None and name in inputs and not -len(inputs[name]) <= dim < len(inputs[name]):
+            raise ValueError(
+                f"plan: input {name} is cut as S({dim}) on axis 'dp', it has shape {tuple(inputs[name])}; use an "
+                "existing dim"
+            )
     for name, axes in plan.parameters.items():
         _check_cuts(plan, f"parameter {name}", parameters[name], {a: p.stored for a, p in axes.items()})
     for name, placed in plan.inputs.items():
