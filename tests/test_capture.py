@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from autopar.adapters.aot import _Tagging
 from autopar.capture import LiftFloat32, Signature, adapter_for, capture
 from autopar.models.tiny import TINY, TinyModel
 from autopar.passes.normalize import Normalize
@@ -33,7 +34,8 @@ def run(gm: torch.fx.GraphModule, model: nn.Module, batch: dict[str, Any]) -> An
     """The graph's result in the model's own structure."""
     signature: Signature = gm.meta["signature"]
     outputs = sum(spec.kind == "output" for spec in signature.outputs)
-    return signature.rebuild(gm(*graph_inputs(gm, model, batch))[:outputs])
+    values = _Tagging(gm).run(*graph_inputs(gm, model, batch))  # a model's own backwards need it
+    return signature.rebuild(values[:outputs])
 
 
 def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
