@@ -21,6 +21,7 @@ from autopar.graph import (
 )
 from autopar.placement import INVARIANT, PARTIAL, REPLICATE, Invariant, Placement, Shard, check_shard, conversion
 from autopar.rules import RuleError, local_shapes, matches, operand_placements, result_placements, type_of
+from autopar.step_checks import check_step
 from autopar.storages import shared_outputs
 
 if TYPE_CHECKING:
@@ -162,4 +163,5 @@ CHECKS: dict[str, Check] = {
     "planned_shards": check_planned_shards,
     "local_shapes": check_local_shapes,
     "owned": check_owned,
+    "step": check_step,
 }

@@ -41,6 +41,7 @@ from autopar.planner.batch import decide_batch_dims
 from autopar.planner.pipeline import main_parts, most_static, owners, plan_pipeline
 from autopar.planner.token_slices import best_lengths, slice_lengths
 from autopar.schedule import SCHEDULES
+from autopar.step_checks import check_gradients, promise
 from autopar.steps import Compiled
 
 
@@ -214,6 +215,8 @@ def compile_graph(
         pipeline = _timed(timings, "pipeline", lambda: compile_pipeline(gm, ctx, train, most_static(parameters, mesh)))
         return Compiled(gm.meta["signature"], plan, gm, None, prologue, parameters, train, ctx, pipeline)
     steps = _timed(timings, "differentiate", lambda: differentiate(gm, train))
+    if steps.backward is not None:
+        check_gradients(steps.backward, steps.gradients, gm)
     if options.micro_batches > 1 and steps.backward is not None:
         steps.backward_local, steps.backward = split_accumulation(steps.backward)
     graphs = {"forward": steps.forward, "backward_local": steps.backward_local, "backward": steps.backward}
@@ -221,7 +224,7 @@ def compile_graph(
         if step is not None:
             with ctx.within(f"{name}."):
                 ctx.observe("differentiate", step)
-                PassManager(STEP_PASSES).run(step, ctx)
+                PassManager(STEP_PASSES).run(promise(step), ctx, facts=("step",))
             ctx.observe(name, step)
     return Compiled(gm.meta["signature"], plan, gm, steps, prologue, parameters, train, ctx)
 

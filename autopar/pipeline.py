@@ -26,6 +26,7 @@ from autopar.passes.slice_sizes import LENGTH, START, symbolic
 from autopar.planner.parts import parts_by_node, resolve
 from autopar.planner.pipeline import make_order
 from autopar.schedule import Hop, Order
+from autopar.step_checks import promise
 from autopar.steps import Cache, Pipeline, Stage, StepGraph
 from autopar.timeline import simulate
 
@@ -170,7 +171,9 @@ def _gather_inside(stage: Stage) -> None:
 
 def _finished(name: str, step: StepGraph, ctx: Context, simplified: bool) -> StepGraph:
     with ctx.within(f"{name}."):
-        graph = PassManager(STEP_PASSES if simplified else (OwnGradients(),)).run(step.graph, ctx)
+        graph = PassManager(STEP_PASSES if simplified else (OwnGradients(),)).run(
+            promise(step.graph), ctx, facts=("step",)
+        )
     ctx.observe(name, graph)
     assert len(placeholders(graph)) == len(step.inputs)
     return StepGraph(graph, step.inputs, step.outputs)
