@@ -66,7 +66,9 @@ def habits(sizes: dict[str, int], micro_batches: int, schedule: str | None) -> N
     mesh = autopar.init_mesh("cpu", 30.0, **sizes)
     ranks = sizes.get("dp", 1)
     mine = {n: x.chunk(ranks)[mesh.get_local_rank("dp") if ranks > 1 else 0] for n, x in data.items()}
-    parallel = autopar.parallelize(model, mesh, example_batch=mine, micro_batches=micro_batches, schedule=schedule)
+    parallel = autopar.parallelize(
+        model, mesh, example_batch=mine, micro_batches=micro_batches, schedule=schedule or ""
+    )
     for step in range(2):
         model(**data).backward()
         parallel.train_step(**mine)

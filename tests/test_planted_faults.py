@@ -11,14 +11,13 @@ from collections.abc import Iterator
 
 import pytest
 
-import tests.planted_steps
-import tests.planted_types  # noqa: F401  (both enter their faults in the table)
 from tests.planted import (
     STOPPED,
     Subject,
     stopped_by,
     subjects,
 )
+from tests.planted_page import PAGE, page
 from tests.planted_table import FAULTS, Fault
 
 EXACT = 1e-10
@@ -50,3 +49,7 @@ def test_every_area_has_faults_and_few_need_numbers() -> None:
     }  # fmt: skip
     by = Counter(f.stopped_by for f in FAULTS)
     assert 2 * by["numbers"] < len(FAULTS), by
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "docs/soundness.md is out of date; run make docs"
