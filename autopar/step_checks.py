@@ -60,7 +60,7 @@ def _moved(gm: GraphModule) -> Moved:
         if node.op == "call_function" and node.target in COLLECTIVES:
             known = arguments(node)
             x = known["x"].meta["val"]
-            found[node.target._opname, known["axis"], known.get("op", ""), str(x.dtype)] += x.numel()
+            found[str(node.target), known["axis"], known.get("op", ""), str(x.dtype)] += x.numel()
     return found
 
 
