@@ -113,7 +113,7 @@ CASES: dict[str, type[Net]] = {c.__name__: c for c in (Net, WithQr, WithFft, Bra
 
 
 def test_a_batch_that_does_not_divide_over_micro_batches() -> None:
-    pattern = "batch of 6 does not divide into 4 pieces.*use a batch of 8"
+    pattern = "batch of 6 .*does not divide into 4 pieces.*use a batch of 8"
     refused(2, pattern, step_named, "Net", 3, {"dp": 2}, {"micro_batches": 2})
 
 
