@@ -52,9 +52,9 @@ attention_default: (f64[2,2,16,4], f64[2,2,16]) = autopar.attention(getitem, get
 None, None, True, 0, 0, 0, 0.5, 0.0, 0.0, 0, [], [])
 linear_1: f64[2,16,16] = linear(add, p_head_weight)
 cross_entropy_default: (f64[32], f64[32]) = autopar.cross_entropy(reshape_default_4, reshape_default_5, -100, 0.0)
-sum_default: f64[] = sum(getitem_4)
+sum_default: f64[] = sum(getitem_5)
 sum_default_1: i64[] = sum(ne_scalar)
-div_tensor: f64[] = div(sum_default, sum_default_1)
+div_tensor: f64[] = div(sum_default, watch_default)
 """
 
 AFTER = """
@@ -69,9 +69,9 @@ p_head_weight_r: f64[16,8] cp:R = exchange(p_head_weight, cp, I -> R)
 linear_1: f64[2,8,16] cp:S(1;8,-8) = linear(add, p_head_weight_r)
 reshape_default_5_s: i64[16] cp:S(0;(8,-8)x2) = exchange(reshape_default_5, cp, I -> S(0;(8,-8)x2))
 cross_entropy_default: (f64[16], f64[16]) = autopar.cross_entropy(reshape_default_4, reshape_default_5_s, -100, 0.0)
-sum_default: f64[] cp:P = sum(getitem_4)
+sum_default: f64[] cp:P = sum(getitem_5)
 sum_default_1: i64[] = sum(ne_scalar)
-div_tensor: f64[] cp:P = div(sum_default, sum_default_1)
+div_tensor: f64[] cp:P = div(sum_default, watch_default)
 div_tensor_i: f64[] = exchange(div_tensor, cp, P -> I)
 """
 
