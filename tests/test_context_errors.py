@@ -131,7 +131,7 @@ def refused_on_a_rank(tokens: int, options: dict[str, Any], shift: bool) -> tupl
 @pytest.mark.parametrize(("tokens", "options", "shift", "message"), [
     (15, {}, False, "sequence length 15 of"),
     (16, {"attention": "rings"}, False, "attention: unknown name 'rings'"),
-    (16, {"attention": "ring"}, True, 'context_parallel: the ranks of axis "cp" must be given the same batch'),
+    (16, {"attention": "ring"}, True, "batch: the ranks of 'cp' must be given the same batch"),
 ], ids=["length", "name", "batches"])  # fmt: skip
 def test_every_rank_refuses_before_anything_is_sent(
     tokens: int, options: dict[str, Any], shift: bool, message: str

@@ -125,5 +125,6 @@ def test_prologue_counts_targets_of_all_micro_batches() -> None:
     assert any("convert(sum_default_1, mb, P -> I)" in line for line in seen["propagate_placements"])
     prologue = " ".join(seen["prologue"])
     assert "ne.Scalar(y, -100)" in prologue and "sum(" in prologue
-    assert any("total_0" in line and "div" in line for line in seen["forward"])
+    assert any("total_0" in line and "watch" in line for line in seen["forward"])
+    assert any("watch" in line and "div" in line for line in seen["forward"])
     assert not any("mb" in line for line in seen["forward"])
