@@ -73,9 +73,9 @@ def graphs_of_rank(pipeline: Pipeline, prologue: Prologue | None, rank: int) -> 
         ("prologue", totals, order.micro_batches),
     ):
         needed = restricted(step, taken)
-        if step is not None and needed is not None:
+        if needed is not None:
             found[name] = needed.graph, times
-            taken.update(step.inputs)
+            taken.update(needed.inputs)
     for (k, kind), times in sorted(Counter((order.part_of(a.stage), a.kind) for a in mine).items()):
         graph = graph_of(pipeline.parts[k], kind)
         if graph is not None:
