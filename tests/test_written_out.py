@@ -59,7 +59,7 @@ class Heads(nn.Module):
         return out
 
 
-heads = Heads()
+heads = Heads().requires_grad_(False)  # a constant of the graphs: it is reached through a global name
 
 
 def capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
