@@ -100,7 +100,18 @@ def parallelize(
         agree_on_plan(groups, made)
         compiler = _compiler(groups, chosen, exact, dump)
         return ParallelModule(
-            skeleton, compiler, groups, made, specs, values, buffers, backend, seed, sync, check_batches
+            skeleton,
+            compiler,
+            groups,
+            made,
+            specs,
+            values,
+            buffers,
+            backend,
+            seed,
+            sync,
+            check_batches,
+            chosen.micro_batches,
         )
 
 

@@ -125,18 +125,29 @@ def adapter_for(model: nn.Module) -> Adapter | None:
 
 
 @lazy_code()
-def capture(model: nn.Module, batch: Mapping[str, Any], *, train: bool = True, exact: bool = False) -> GraphModule:
+def capture(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    *,
+    train: bool | None = None,
+    exact: bool = False,
+    autocast: torch.dtype | None = None,
+) -> GraphModule:
     """The global graph of ``model(**batch)``.
 
     ``batch`` holds tensors (shape and dtype matter, the values do not; real, fake or meta), nested tuples, lists and
     dicts of them, and Python constants, which are specialised into the graph. The model may be anywhere, meta
-    included; it is not modified and its parameters are not copied. ``train`` chooses the mode (dropout, batch norm).
-    ``exact`` lifts float32 islands to float64, see `autopar.exact`; give it a float64 model and batch.
+    included; it is not modified and its parameters are not copied. ``train`` puts every module into this mode (dropout,
+    batch norm); by default each has the mode that it has.
+    ``exact`` lifts float32 islands to float64, see `autopar.exact`; give it a float64 model and batch. ``autocast`` is
+    the dtype of a `torch.autocast` around the forward; its casts become part of the graph.
 
     Raises ValueError that names the operator and line which cannot be captured.
     """
     mode = new_mode()
-    replica = structure_copy(model, mode).train(train)
+    replica = structure_copy(model, mode)
+    if train is not None:
+        replica.train(train)
     adapter = adapter_for(model)
     arguments = dict(batch)
     if adapter is not None:
@@ -151,7 +162,7 @@ def capture(model: nn.Module, batch: Mapping[str, Any], *, train: bool = True, e
             stack.enter_context(LiftFloat32())
         watch = stack.enter_context(Watch(replica, owned_by(model)))
         changed = stack.enter_context(frozen_facts(replica))
-        program = export(replica, unflatten(fakes, spec))
+        program = export(replica, unflatten(fakes, spec), autocast)
         if watch.refused is not None:  # the forward has caught it
             raise ValueError(f"capture: {watch.refused}") from watch.refused
         _refuse_running_values(program, changed)

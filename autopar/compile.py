@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.fx import GraphModule
 
@@ -120,7 +121,7 @@ def _dims_of_part(model: nn.Module, batch: Mapping[str, Any], options: Options, 
 
 
 def _planning_graph(model: nn.Module, batch: Mapping[str, Any], ctx: Context) -> GraphModule:
-    gm = PassManager(GLOBAL_PASSES).run(capture(model, batch, train=True), ctx)
+    gm = PassManager(GLOBAL_PASSES).run(capture(model, batch), ctx)
     mark_gradients(gm, [s.node for s in gm.meta["signature"].inputs if s.kind == "parameter" and s.requires_grad])
     return gm
 
@@ -152,9 +153,11 @@ def compile_model(
     *,
     train: bool = True,
     exact: bool = False,
+    autocast: torch.dtype | None = None,
     plan: Plan | None = None,
     fixed: Plan | None = None,
     outputs: Sequence[str] | None = None,
+    tangents: Sequence[str] = (),
     observers: Sequence[Observer] = (),
 ) -> Compiled:
     """Compile a model for one batch shape.
@@ -162,17 +165,20 @@ def compile_model(
     Args:
         model: any module that torch.export accepts; on cpu, cuda or meta; it is not modified.
         batch: the whole batch (all dp ranks, all micro-batches); only shapes and dtypes matter.
+        train: with gradients, each module in the mode that it has; otherwise all in eval mode, without gradients.
+        autocast: dtype of a `torch.autocast` around the forward.
         plan: use this plan instead of making one. ``fixed``: make one, but keep the parameter placements of this one.
         outputs: names of the outputs to keep (None: all). Losses are always kept.
+        tangents: names of further outputs that the backward starts from, beside the losses.
         observers: called with (name, graph, context) after each level.
     Raises: ValueError for a model that does not export, sizes that do not divide, ops without a rule.
     """
     start = time.perf_counter()
     check_batch_dims(model, batch, dict(options.batch_dims) if options is not None else {})
-    gm = capture(model, batch, train=train, exact=exact)
+    gm = capture(model, batch, train=None if train else False, exact=exact, autocast=autocast)
     seconds = time.perf_counter() - start
-    how: dict[str, Any] = {"plan": plan, "fixed": fixed, "outputs": outputs, "observers": observers}
-    return compile_graph(gm, mesh, options, train=train, timings={"capture": seconds}, **how)
+    how: dict[str, Any] = {"plan": plan, "fixed": fixed, "outputs": outputs, "tangents": tangents}
+    return compile_graph(gm, mesh, options, train=train, timings={"capture": seconds}, observers=observers, **how)
 
 
 @lazy_code()
@@ -185,6 +191,7 @@ def compile_graph(
     plan: Plan | None = None,
     fixed: Plan | None = None,
     outputs: Sequence[str] | None = None,
+    tangents: Sequence[str] = (),
     observers: Sequence[Observer] = (),
     timings: dict[str, float] | None = None,
 ) -> Compiled:
@@ -214,7 +221,7 @@ def compile_graph(
     if plan.pipeline is not None:
         pipeline = _timed(timings, "pipeline", lambda: compile_pipeline(gm, ctx, train, most_static(parameters, mesh)))
         return Compiled(gm.meta["signature"], plan, gm, None, prologue, parameters, train, ctx, pipeline)
-    steps = _timed(timings, "differentiate", lambda: differentiate(gm, train))
+    steps = _timed(timings, "differentiate", lambda: differentiate(gm, train, tangents))
     if steps.backward is not None:
         check_gradients(steps.backward, steps.gradients, gm)
     if options.micro_batches > 1 and steps.backward is not None:

@@ -20,7 +20,8 @@ class StepGraphs:
     forward: placeholders are ``inputs``; returns the outputs, then the saved values.
     backward: placeholders are ``backward_inputs``: names of ``inputs``, of saved values, then one tangent per loss;
     returns a gradient for each of ``gradients`` (names of placeholders of the local graph), reduced.
-    losses: indices of the outputs that have a tangent. backward is None when nothing has a gradient.
+    losses: indices of the outputs that have a tangent. backward is None when nothing has a gradient. dependent: indices
+    of all outputs that depend on a trainable parameter, whether or not there is a backward for them.
     backward_local: with micro-batches, the backward of all but the last: gradients are this rank's own; ``backward``
     then takes their sums as further inputs.
     """
@@ -33,6 +34,7 @@ class StepGraphs:
     backward_inputs: list[str] = field(default_factory=list)
     tangents: int = 0
     losses: list[int] = field(default_factory=list)
+    dependent: list[int] = field(default_factory=list)
     gradients: list[str] = field(default_factory=list)
     backward_local: GraphModule | None = None
 

@@ -150,7 +150,8 @@ def verify(
     """Compare a training step on a mesh with one process: the loss and every gradient. Call it on every rank.
 
     Args:
-        model: with its weights, the same on every rank. It is not changed. Both sides run in train mode.
+        model: with its weights, the same on every rank. It is not changed. Both sides run its modules in
+            the mode that each has.
         mesh: as for `parallelize`.
         batch: the WHOLE batch as keyword arguments of the forward, the same on every rank: verify cuts out the dp part
             of each rank. (`train_step` takes this part; here one process needs it all.)
@@ -221,7 +222,7 @@ def _prepared(model: nn.Module, batch: Mapping[str, Any], exact: bool) -> tuple[
     """Copies of the model and batch; in float64 for the exact comparison."""
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         raise ValueError("verify: needs the model's weights, found tensors on the meta device; build it with weights")
-    copied = twin_of(model).train()
+    copied = twin_of(model)
     for module in copied.modules():
         if getattr(module, "gradient_checkpointing", False):  # the eager run would draw its masks twice
             setattr(module, "gradient_checkpointing", False)  # noqa: B010  (typed as a tensor or module)

@@ -15,7 +15,7 @@ Leaves      the operators: they are AOTAutograd's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,22 +33,27 @@ RESHAPED = {aten.reshape.default, aten.linear.default, aten.matmul.default}
 FIXED = ("parameter", "buffer", "constant")
 
 
-def differentiate(gm: GraphModule, train: bool = True) -> StepGraphs:
-    """Make the step graphs of a local graph. Outputs that are scalars with a gradient are losses; others get none."""
+def differentiate(gm: GraphModule, train: bool = True, tangents: Sequence[str] = ()) -> StepGraphs:
+    """Make the step graphs of a local graph. The backward starts from losses, which are scalars with a gradient, and
+    from the outputs named in ``tangents``."""
     values = outputs(gm)
-    losses = [i for i, v in enumerate(values) if train and _is_loss(v)]
+    kinds = gm.meta["signature"].outputs
+    dependent = [
+        i for i, v in enumerate(values) if kinds[i].kind == "output" and isinstance(v, Node) and has_gradient(v)
+    ]
+    losses = [i for i in dependent if train and (_is_loss(values[i]) or kinds[i].name in tangents)]
     own_outputs(gm, losses)
     joint = _joint(gm, losses, [s.node for s in gm.meta["signature"].inputs if s.kind in FIXED])
     forward, names = joint.forward(), joint.names
     if not joint.gradients:
-        return StepGraphs(forward, None, names, len(values))
+        return StepGraphs(forward, None, names, len(values), dependent=dependent)
     known = _known(joint) | {t: t.name for t in joint.tangents}
     results = [(name, g) for name, g in joint.gradients.items()]
     backward = joint.graph_of(joint.dependent, results, known, "Backward", always=joint.tangents)
     return StepGraphs(
         forward, backward.graph, names, len(values),
         saved=[_saved_name(n) for n in joint.saved], backward_inputs=backward.inputs, tangents=len(joint.tangents),
-        losses=losses, gradients=list(joint.gradients),
+        losses=losses, dependent=dependent, gradients=list(joint.gradients),
     )  # fmt: skip
 
 

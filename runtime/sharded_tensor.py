@@ -153,6 +153,23 @@ class ShardedTensor(DTensor):
         return dispatch(func, args, kwargs or {})
 
 
+class _FromLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, mesh: DeviceMesh, cuts: Cuts, shape: torch.Size) -> ShardedTensor:
+        return ShardedTensor.make(local, mesh, cuts, shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        assert isinstance(grad, DTensor)
+        return local_of(grad), None, None, None
+
+
+def from_local(local: Tensor, mesh: DeviceMesh, cuts: Cuts, shape: torch.Size) -> ShardedTensor:
+    """`ShardedTensor.make`, through which gradients flow back to the piece."""
+    out: ShardedTensor = _FromLocal.apply(local, mesh, cuts, shape)
+    return out
+
+
 class _ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: ShardedTensor) -> Tensor:

@@ -28,7 +28,7 @@ from autopar.adapters.state_dict import EXTRA, note, noted
 from autopar.parameter import ParameterSpec
 from autopar.placement import nested_piece
 from autopar.runtime.groups import Groups
-from autopar.runtime.sharded_tensor import ShardedTensor, cuts_of
+from autopar.runtime.sharded_tensor import ShardedTensor, cuts_of, from_local
 
 
 def parameter_mesh(groups: Groups) -> DeviceMesh:
@@ -58,18 +58,22 @@ def of_first_rank(mine: Tensor | None, shape: Iterable[int], dtype: torch.dtype,
 
 
 def wrap(local: Tensor, spec: ParameterSpec, groups: Groups) -> DTensor:
-    """This rank's piece (of a parameter or of its gradient) as a DTensor; shares the storage, no gradient flows."""
+    """This rank's piece (of a parameter or of an output) as a DTensor; shares the storage, passes gradients on."""
     expected = spec.local_shape(groups.mesh)
     assert tuple(local.shape) == expected, f"{spec.name}: a piece has shape {expected}, found {tuple(local.shape)}"
     cuts = cuts_of(spec.placements, groups.mesh.sizes)
     mesh, shape = parameter_mesh(groups), torch.Size(spec.shape)
     dims = [shard.dim for _, shard in cuts]
     if len(set(dims)) < len(dims) or any(shard.blocks for _, shard in cuts):
-        return ShardedTensor.make(local, mesh, cuts, shape)
+        return (
+            from_local(local, mesh, cuts, shape)
+            if local.requires_grad
+            else ShardedTensor.make(local, mesh, cuts, shape)
+        )
     by_axis = dict(cuts)
     placements = [TorchShard(by_axis[a].dim) if a in by_axis else TorchReplicate() for a in mesh.mesh_dim_names or ()]
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local.detach(), mesh, placements, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def make_parameter(local: Tensor, spec: ParameterSpec, groups: Groups) -> nn.Parameter:
@@ -111,33 +115,51 @@ def local_tensor(x: Tensor) -> Tensor:
     return local_of(x).detach() if isinstance(x, DTensor) else x.detach()
 
 
-def set_gradient(parameter: nn.Parameter, local: Tensor, spec: ParameterSpec, groups: Groups) -> None:
-    """Accumulate this rank's piece of the gradient into ``parameter.grad``, in the parameter's own layout."""
+def gradient_of(parameter: Tensor, local: Tensor) -> DTensor:
+    """This rank's piece of a gradient as a DTensor in the parameter's own layout."""
+    assert isinstance(parameter, DTensor)
+    own = local_of(parameter)
+    assert (local.shape, local.dtype) == (own.shape, own.dtype), f"a gradient of {own.shape} is {local.shape}"
+    local = local.detach().contiguous()
+    return parameter.like(local) if isinstance(parameter, ShardedTensor) else alike(local, parameter)
+
+
+def set_gradient(name: str, parameter: nn.Parameter, local: Tensor) -> None:
+    """Accumulate this rank's piece of the gradient into ``parameter.grad``, in the parameter's own layout.
+
+    Raises ValueError for a ``.grad`` of another layout, which somebody else has put there.
+    """
     if parameter.grad is None:
-        parameter.grad = _gradient(parameter, local, spec, groups)
+        parameter.grad = gradient_of(parameter, local)
+    elif not is_alike(parameter.grad, parameter):
+        raise ValueError(
+            f"train_step: .grad of parameter {name} must be a DTensor that is cut like it, "
+            f"found {type(parameter.grad).__name__} of shape {tuple(parameter.grad.shape)}; make it from the parameter "
+            "(torch.zeros_like(p)), or set it to None"
+        )
     else:
         local_tensor(parameter.grad).add_(local)
 
 
-def set_gradients(found: Iterable[tuple[nn.Parameter, Tensor, ParameterSpec]], groups: Groups) -> None:
+def set_gradients(found: Iterable[tuple[str, nn.Parameter, Tensor]]) -> None:
     """`set_gradient` for all of a step. Hooks of the parameters are called, as by one backward, with the gradient as a
     tensor like its parameter."""
     hooked = []
-    for parameter, local, spec in found:
+    for name, parameter, local in found:
         if has_gradient_hooks(parameter):
-            hooked.append((parameter, _gradient(parameter, local, spec, groups)))
+            hooked.append((parameter, gradient_of(parameter, local)))
         else:
-            set_gradient(parameter, local, spec, groups)
+            set_gradient(name, parameter, local)
     if hooked:
         accumulate([p for p, _ in hooked], [g for _, g in hooked])
 
 
-def _gradient(parameter: nn.Parameter, local: Tensor, spec: ParameterSpec, groups: Groups) -> Tensor:
-    if not isinstance(parameter, DTensor) or isinstance(parameter, ShardedTensor):
-        return wrap(local, spec, groups)
-    own = local_of(parameter)
-    assert (local.shape, local.dtype) == (own.shape, own.dtype), spec.name
-    return alike(local.detach(), parameter)
+def is_alike(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors lie in the same way on the same mesh."""
+    if not (isinstance(a, DTensor) and isinstance(b, DTensor)) or a.shape != b.shape:
+        return False
+    cuts = [x.cuts if isinstance(x, ShardedTensor) else tuple(x.placements) for x in (a, b)]
+    return a.device_mesh == b.device_mesh and cuts[0] == cuts[1]
 
 
 def whole_tensor(x: Tensor) -> Tensor:

@@ -15,41 +15,39 @@ import torch
 from torch import Tensor, nn
 
 from autopar.adapters.state_dict import EXTRA
-from autopar.parameter import ParameterSpec
-from autopar.plan import Plan
 from autopar.runtime import state
 from autopar.runtime.agreement import agree_on_pieces
 from autopar.runtime.failures import reporting
 from autopar.runtime.groups import Groups
 from autopar.runtime.safetensors_io import load_pretrained, save_pretrained, saved_steps
+from autopar.runtime.step_cache import StepCache
+from autopar.runtime.tree import Tree
 
 
 class Stateful(nn.Module):
     """What a ParallelModule does with its state."""
 
-    _skeleton: list[nn.Module]
+    _tree: Tree
+    _cache: StepCache
     _groups: Groups
-    _plan: Plan
-    _specs: tuple[ParameterSpec, ...]
-    _own: dict[str, nn.Parameter]
     _steps: state.StepCount
     _loaded: bool
 
     def full_state_dict(self, rank0_only: bool = False) -> dict[str, Tensor]:
         """Original name (tied names too) -> whole tensor on the CPU. Collective."""
-        persistent = self._persistent()
+        persistent, own, specs = self._persistent(), self._tree.own, self._tree.specs
         with reporting("full_state_dict"):
-            whole = state.full_state_dict(self._own, self._specs, self._groups, persistent, rank0_only, self._owners())
+            whole = state.full_state_dict(own, specs, self._groups, persistent, rank0_only, self._owners())
         return state.note_steps(whole, self.training_steps)
 
     def full_gradients(self, rank0_only: bool = False) -> dict[str, Tensor]:
         """Original name -> whole gradient on the CPU, for parameters that have one. Collective."""
         with reporting("full_gradients"):
-            return state.full_gradients(self._own, self._specs, self._groups, rank0_only, self._owners())
+            return state.full_gradients(self._tree.own, self._tree.specs, self._groups, rank0_only, self._owners())
 
     def _owners(self) -> dict[str, int] | None:
         """With pipeline stages: parameter -> the coordinate on pp from which others get it."""
-        return {s.name: s.ranks[0] for s in self._specs} if self._plan.pipeline is not None else None
+        return {s.name: s.ranks[0] for s in self._tree.specs} if self._cache.plan.pipeline is not None else None
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True, assign: bool = False) -> None:
         """Load whole tensors, or the DTensors of a `state_dict` of this mesh, by original names.
@@ -59,21 +57,22 @@ class Stateful(nn.Module):
         """
         with reporting("load_state_dict"):
             tensors, steps = state.split_steps(state_dict)
+            own, specs = self._tree.own, self._tree.specs
             if any(isinstance(v, torch.distributed.tensor.DTensor) for v in tensors.values()):
-                own = super().state_dict()
-                state.check_kinds(tensors, own)
-                super().load_state_dict({**tensors, EXTRA: own[EXTRA]}, strict=strict)
+                now = super().state_dict()
+                state.check_kinds(tensors, now)
+                super().load_state_dict({**tensors, EXTRA: now[EXTRA]}, strict=strict)
             else:
-                state.load_state_dict(tensors, self._own, self._specs, self._groups, self._persistent(), strict)
+                state.load_state_dict(tensors, own, specs, self._groups, self._persistent(), strict)
             if steps is not None:
                 self.training_steps = steps
             self._finish_loading("load_state_dict")
 
     def _finish_loading(self, who: str) -> None:
         """Ranks that hold the same piece must hold the same contents."""
-        own = {name: state.local_tensor(p) for name, p in self._own.items()}
+        own = {name: state.local_tensor(p) for name, p in self._tree.own.items()}
         shared = {**self._persistent(), "the count of training steps": state.local_tensor(self._steps.tensor)}
-        agree_on_pieces(self._groups, own, self._specs, shared, who)
+        agree_on_pieces(self._groups, own, self._tree.specs, shared, who)
         self._loaded = True
 
     @property
@@ -97,29 +96,30 @@ class Stateful(nn.Module):
 
         Raises ValueError for missing, unexpected and truncated tensors, and for other shapes.
         """
-        skeleton = self._skeleton[0]
+        skeleton = self._tree.root
         prefix = getattr(skeleton, "base_model_prefix", "")
+        own, specs = self._tree.own, self._tree.specs
         ignore = getattr(skeleton, "_keys_to_ignore_on_load_unexpected", None) or ()
         with reporting("load_pretrained"):
             pieces = load_pretrained(
-                folder, self._specs, self._groups, self._persistent(), prefix, tuple(ignore), names=list(self._own)
+                folder, specs, self._groups, self._persistent(), prefix, tuple(ignore), names=list(own)
             )
             with torch.no_grad():
                 for name, piece in pieces.items():
-                    state.local_tensor(self._own[name]).copy_(piece)
+                    state.local_tensor(own[name]).copy_(piece)
             if (steps := saved_steps(folder)) is not None:
                 self.training_steps = steps
             self._finish_loading("load_pretrained")
 
     def save_pretrained(self, folder: str | Path, max_shard_size: int | str = "5GB") -> None:
         """Write a folder that plain transformers loads (safetensors and the configs). Collective; rank 0 writes."""
-        skeleton = self._skeleton[0]
+        skeleton, own, specs = self._tree.root, self._tree.own, self._tree.specs
         configs = [c for name in ("config", "generation_config") if (c := getattr(skeleton, name, None)) is not None]
         with reporting("save_pretrained"):
             save_pretrained(
                 folder,
-                self._own,
-                self._specs,
+                own,
+                specs,
                 self._groups,
                 self._persistent(),
                 configs,
@@ -129,5 +129,5 @@ class Stateful(nn.Module):
             )
 
     def _persistent(self) -> dict[str, Tensor]:
-        kept = self._skeleton[0].state_dict()
+        kept = self._tree.root.state_dict()
         return {name: buffer for name, buffer in self.named_buffers() if name in kept}

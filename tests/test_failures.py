@@ -271,7 +271,7 @@ def fail_in_step(how: str, victim: int) -> str:
     parallel = autopar.parallelize(build(Net), mesh, example_batch=batch_of(4), zero=3)
     for _ in range(2):
         parallel.train_step(**batch_of(4))
-    executor = next(iter(parallel._executors.values()))
+    executor = parallel._cache.runners[0]
     backward = executor.run_backward
 
     def failing(*args: Any, **facts: Any) -> Any:

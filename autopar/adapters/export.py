@@ -35,11 +35,11 @@ _NOISE = (torch.ops.aten._assert_tensor_metadata.default,)
 _TORCH = str(Path(torch.__file__).parent)
 
 
-def export(model: nn.Module, kwargs: Mapping[str, Any]) -> ExportedProgram:
-    """The module as a flat functional graph. Raises ValueError that names the line which cannot be captured, or
-    whose result has a size that depends on values."""
+def export(model: nn.Module, kwargs: Mapping[str, Any], autocast: torch.dtype | None = None) -> ExportedProgram:
+    """The module as a flat functional graph; ``autocast``: its forward is within one, to this dtype. Raises ValueError
+    that names the line which cannot be captured, or whose result has a size that depends on values."""
     try:
-        with warnings.catch_warnings(), torch.enable_grad(), own_backwards(), _silent_fakes():
+        with warnings.catch_warnings(), torch.enable_grad(), own_backwards(), _silent_fakes(), _autocast(autocast):
             warnings.simplefilter("ignore")
             program = torch.export.export(model, (), dict(kwargs), strict=False)
             _prepare(program)
@@ -63,6 +63,11 @@ def _silent_fakes() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
+
+
+def _autocast(dtype: torch.dtype | None) -> torch.autocast:
+    """The training graph has the dtypes of an autocast, but no casts; those come when it is decomposed within one."""
+    return torch.autocast("cpu", dtype=dtype, enabled=dtype is not None)
 
 
 def _refuse_sizes_of_values(graph: Graph) -> None:

@@ -45,6 +45,7 @@ def structure_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
 
     Raises ValueError if the module holds something that cannot be copied, or hooks that cannot be kept.
     """
+    refuse_backward_hooks(model)
     return _copied(model, {id(t): fake_like(t, mode) for t in _registered(model).values()})
 
 
@@ -54,13 +55,21 @@ def skeleton_of(model: nn.Module) -> nn.Module:
     for tensor in _registered(model).values():
         meta = torch.empty_like(tensor, device="meta")
         tensors[id(tensor)] = nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
-    skeleton = _copied(model, tensors)
-    _OWNED[skeleton] = owned_by(model)
-    return skeleton
+    refuse_backward_hooks(model)
+    return copy_with(model, tensors)
+
+
+def copy_with(model: nn.Module, tensors: Mapping[int, Tensor]) -> nn.Module:
+    """A deep copy that has other parameters and buffers, given by the ids of the model's. What is known to be the
+    model's own, is known to be the copy's."""
+    made = _copied(model, tensors)
+    _OWNED[made] = owned_by(model)
+    return made
 
 
 def twin_of(model: nn.Module) -> nn.Module:
     """A deep copy with weights of its own. Raises as `structure_copy`."""
+    refuse_backward_hooks(model)
     owned = owned_by(model)
 
     def other(x: Tensor) -> Tensor:
@@ -82,7 +91,6 @@ def _cloned(x: Tensor) -> Tensor:
 def _copied(
     model: nn.Module, tensors: Mapping[int, Tensor], other: Callable[[Tensor], Tensor] | None = None
 ) -> nn.Module:
-    refuse_backward_hooks(model)
     owned = owned_by(model)
     try:
         made = rebuild(model, tensors, other or (lambda x: _stand_in(x, owned)))

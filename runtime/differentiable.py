@@ -1,0 +1,180 @@
+"""A forward step as one node of autograd, so that ``model(**batch).loss.backward()`` means what it means in torch.
+
+    parameters ──> Step ──> outputs that depend on a parameter
+
+Parameters are the node's inputs: their gradients go where autograd takes them (`.grad`, hooks, `torch.autograd.grad`).
+A compiled step has a backward for some of the outputs: at first the losses. When a gradient arrives at others, a step
+with these among its outputs is compiled, and the forward run again; later forwards use that step at once.
+
+What the backward reads must be as the forward left it: torch's version counters tell, as they do in torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from autopar.adapters.autograd import keeps_graph, version_of
+from autopar.adapters.dtensor import local_of
+from autopar.graph import outputs
+from autopar.placement import Replicate
+from autopar.runtime.executor import Executor
+from autopar.runtime.results import placements_of
+from autopar.runtime.state import gradient_of
+
+Again = Callable[[tuple[str, ...]], Executor]  # names of outputs -> the step that has gradients for them
+
+
+@dataclass
+class Forward:
+    """One forward: the step, what it was given and gave.
+
+    values: state by original name, inputs by path, as they were; ``parameters``: by original name, frozen ones too.
+    again: compiles the same step with further outputs that have gradients.
+    """
+
+    executor: Executor
+    values: Mapping[str, Tensor]
+    saved: list[Any]
+    parameters: Mapping[str, nn.Parameter]
+    again: Again
+    used: bool = False
+
+    def __post_init__(self) -> None:
+        steps, specs = self.executor.compiled.steps, self.executor.specs
+        read = {specs[n].name for n in steps.backward_inputs if n in specs and specs[n].kind != "seed"}
+        self.trained = {n: p for n, p in self.parameters.items() if p.requires_grad}
+        # Operators on a DTensor are counted at the DTensor, those on its piece at the piece.
+        self._given = [*_versions(self.values), *_versions(self.parameters)]
+        self._read = [entry for entry in self._given if entry[0] in read]
+        self._read += _versions({n.replace("saved:", "the value of ", 1): x for n, x in zip(steps.saved, self.saved)})
+
+    @property
+    def differentiable(self) -> list[int]:
+        """The outputs that depend on a parameter that wants a gradient."""
+        return self.executor.compiled.steps.dependent
+
+    def watch(self, name: str, output: DTensor) -> None:
+        """An output that lies where a saved value lies must not be written to, either."""
+        kept = {x.untyped_storage().data_ptr() for x in self.saved if isinstance(x, Tensor)}
+        if local_of(output).untyped_storage().data_ptr() in kept:
+            self._read += _versions({f"output {name}": output.detach()})  # the output itself holds this object
+
+    def gradients(self, tangents: Mapping[int, Tensor], keep: bool) -> dict[str, Tensor]:
+        """Tangents by output -> gradients (this rank's pieces) by original name of the parameter."""
+        if self.used:
+            raise RuntimeError(
+                "backward: this forward was already differentiated, its saved values are gone; run the model again, or "
+                "keep them: backward(retain_graph=True)"
+            )
+        self.used = not keep
+        missing = [k for k in tangents if k not in self.executor.compiled.steps.losses]
+        if missing:
+            return self._run_again(tangents, missing)
+        _check(self._read)
+        saved = list(self.saved) if keep else self.saved
+        return self._run_backward(self.executor, saved, tangents)
+
+    def _run_again(self, tangents: Mapping[int, Tensor], missing: Sequence[int]) -> dict[str, Tensor]:
+        _check(self._given)
+        names = [self.executor.compiled.signature.outputs[k].name for k in missing]
+        executor = self.again(tuple(names))
+        _, saved = executor.run_forward(self.values)
+        return self._run_backward(executor, saved, tangents)
+
+    def _run_backward(self, executor: Executor, saved: list[Any], tangents: Mapping[int, Tensor]) -> dict[str, Tensor]:
+        steps = executor.compiled.steps
+        given = [
+            self._own_part(executor, k, tangents[k]) if k in tangents else _no_tangent(executor, k)
+            for k in steps.losses
+        ]
+        found = executor.run_backward(self.values, saved, given)
+        names = [executor.specs[n].name for n in steps.gradients]
+        return {n: g for n, g in zip(names, found, strict=True) if g is not None}
+
+    def _own_part(self, executor: Executor, k: int, tangent: Tensor) -> Tensor:
+        """The gradient of a copy (Replicate) is a sum over the axis: one rank of it brings it in."""
+        copies = [a for a, p in placements_of(executor.compiled, k).items() if isinstance(p, Replicate)]
+        if tangent.dim() and any(executor.groups.coordinate[a] for a in copies):
+            return torch.zeros_like(tangent)
+        return tangent.contiguous()
+
+
+def _versions(values: Mapping[str, Any]) -> list[tuple[str, Tensor, int]]:
+    return [(n, x, version_of(x)) for n, x in values.items() if isinstance(x, Tensor) and not x.is_inference()]
+
+
+def _check(versions: Sequence[tuple[str, Tensor, int]]) -> None:
+    for name, x, version in versions:
+        if version_of(x) != version:
+            raise RuntimeError(
+                "backward: one of the variables needed for gradient computation has been modified by an inplace "
+                f"operation: {name} is at version {version_of(x)}; expected version {version} instead; "
+                "differentiate before you write to it"
+            )
+
+
+def _no_tangent(executor: Executor, k: int) -> Tensor:
+    like = outputs(executor.compiled.steps.forward)[k].meta["val"]
+    return torch.zeros(like.shape, dtype=like.dtype, device=executor.groups.device)
+
+
+def attach(forward: Forward, results: list[Any]) -> None:
+    """Outputs that depend on a parameter become outputs of a node of autograd. ``results``: the outputs; changed."""
+    chosen = [results[k] for k in forward.differentiable]
+    if chosen:
+        attached = _Step.apply(forward, chosen, *forward.trained.values())
+        for k, x in zip(forward.differentiable, attached, strict=True):
+            results[k] = x
+
+
+def refuse(results: list[Any], words: str, device: torch.device) -> None:
+    """Outputs without gradients, where torch would have some: with ``words`` for whoever asks for them."""
+    places = [k for k, x in enumerate(results) if isinstance(x, Tensor) and x.is_floating_point()]
+    anchor = torch.zeros((), requires_grad=True, device=device)
+    refused = _Refused.apply(words, anchor, *(results[k] for k in places))
+    for k, x in zip(places, refused, strict=True):
+        results[k] = x
+
+
+class _Step(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, forward: Forward, results: list[Tensor], *parameters: nn.Parameter) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.run = forward
+        return tuple(x.detach() for x in results)  # not the tensors themselves: they may be among the saved
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Tensor | None) -> Any:
+        run: Forward = ctx.run
+        if torch.is_grad_enabled():
+            raise ValueError(
+                "backward(create_graph=True): gradients of gradients are not made, found a step on a mesh; "
+                "write a penalty on the gradients into the forward of the model, or leave create_graph out"
+            )
+        given = {
+            k: t.full_tensor() if isinstance(t, DTensor) else t
+            for k, t in zip(run.differentiable, tangents, strict=True)
+            if t is not None
+        }
+        found = run.gradients(given, keeps_graph())
+        wanted = zip(run.trained.items(), ctx.needs_input_grad[2:], strict=True)
+        return (None, None, *(gradient_of(p, found[n]) if need and n in found else None for (n, p), need in wanted))
+
+
+class _Refused(torch.autograd.Function):
+    """Outputs that would have a gradient in torch, with words where it is asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, words: str, anchor: Tensor, *outputs: Tensor) -> Any:
+        ctx.words = words
+        return tuple(x.detach() for x in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise ValueError(ctx.words)

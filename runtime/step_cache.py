@@ -1,0 +1,127 @@
+"""The compiled steps of a model: one for each kind of step, shape of the batch, surroundings, and state of the modules.
+
+runner = cache.runner(Kind(train=True, outputs=()), batch, surroundings)      compiles when there is none that fits
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from autopar.plan import Plan
+from autopar.runtime.agreement import Claim, agree_on, everywhere
+from autopar.runtime.ambient import Surroundings
+from autopar.runtime.batches import claim_contents, claim_shapes, facts_of, shapes_of
+from autopar.runtime.executor import Executor, digest_of
+from autopar.runtime.groups import Groups
+from autopar.runtime.module_watch import ModuleWatch
+from autopar.runtime.pipeline import PipelineExecutor
+from autopar.runtime.tree import Tree
+from autopar.steps import Compiled
+
+Compiler = Callable[..., Compiled]
+Runner = Executor | PipelineExecutor
+
+
+class Kind(NamedTuple):
+    """``train``: with gradients, modules in the modes that they have; otherwise all in eval mode. ``outputs``: names of
+    those to keep beside losses (None: all). ``tangents``: further ones that the backward starts from."""
+
+    train: bool
+    outputs: tuple[str, ...] | None
+    tangents: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A bound step and all that it was made from."""
+
+    runner: Runner
+    watch: ModuleWatch
+    structure: nn.Module
+    batch: dict[str, Any]
+    how: dict[str, Any]
+
+
+class StepCache:
+    """``plan``: the one that the parameters were placed by; every step keeps their placements."""
+
+    def __init__(
+        self,
+        compiler: Compiler,
+        tree: Tree,
+        plan: Plan,
+        groups: Groups,
+        backend: str,
+        micro_batches: int,
+        check_batches: bool,
+    ) -> None:
+        self._compiler, self._tree, self._groups, self._backend = compiler, tree, groups, backend
+        self.plan, self.micro_batches, self._check_batches = plan, micro_batches, check_batches
+        self._steps: dict[tuple[Any, ...], _Step] = {}
+        self.last: Runner | None = None  # that was asked for
+
+    @property
+    def runners(self) -> list[Runner]:
+        """Oldest first."""
+        return [step.runner for step in self._steps.values()]
+
+    def runner(
+        self, kind: Kind, batch: dict[str, Any], surroundings: Surroundings, number: int | None = None
+    ) -> Runner:
+        """The step for a batch (this rank's part); ``number``: how many training steps there are with this one.
+
+        Raises ValueError, on all ranks, when they are to run different ones.
+        """
+        key = self._key((kind, facts_of(batch), surroundings))
+        step = "" if number is None else f"step {number}: "
+        known = self._steps.get(key)
+        # a store round trip per step: a rank with another batch would otherwise end in a hang
+        claims = [claim_shapes(self._groups, batch, {"all of it": f"{step}{key}"})]
+        agree_on(self._groups, claims + (self._contents(batch, known.runner) if known else []), "the batch")
+        if known is None:
+            self._steps[key] = self._compiled(kind, batch, surroundings)
+        self.last = self._steps[key].runner
+        return self.last
+
+    def _key(self, facts: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The facts, and a number for the state that the modules are in: the same on all ranks that did the same."""
+        for number in itertools.count():
+            step = self._steps.get((*facts, number))
+            if step is None or step.watch.holds():
+                return (*facts, number)
+        raise AssertionError
+
+    def _compiled(self, kind: Kind, batch: dict[str, Any], surroundings: Surroundings) -> _Step:
+        self._tree.refresh()
+        watch, structure = ModuleWatch(self._tree.root, modes=kind.train), self._tree.structure()
+        if not kind.train:
+            structure.eval()
+        how = {**kind._asdict(), "fixed": self.plan, "autocast": surroundings.autocast}
+        with torch.inference_mode(False), torch.enable_grad():  # a backward may be what asks for this step
+            compiled = self._compiler(structure, batch, **how)
+        run = Executor if compiled.pipeline is None else PipelineExecutor
+        runner = run(compiled, self._groups, self._backend)
+        same = Claim(
+            everywhere(self._groups),
+            {"digest": digest_of(compiled)},
+            "agree: the compiled step must be the same on all ranks",
+            "give every rank the same model, mesh, options and batch shapes",
+        )
+        agree_on(self._groups, [same, *self._contents(batch, runner)], "the compiled step")
+        return _Step(runner, watch, structure, shapes_of(batch), how)
+
+    def _contents(self, batch: dict[str, Any], runner: Runner) -> list[Claim]:
+        """What must be equal of a batch on several ranks."""
+        return claim_contents(self._groups, batch, runner.compiled.plan.inputs) if self._check_batches else []
+
+    def dump(self, folder: str | Path, runner: Runner | None = None, **how: Any) -> None:
+        """Compile a step (default: the last one) once more and write its levels to a folder."""
+        step = next(s for s in reversed(list(self._steps.values())) if runner in (None, s.runner))
+        self._compiler(step.structure, step.batch, dump=folder, **step.how, **how)

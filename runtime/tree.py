@@ -1,0 +1,143 @@
+"""The user's modules on the mesh: their classes, attributes and modes as they are, this rank's pieces as parameters.
+
+    tree = Tree(skeleton, specs, {name: piece}, {name: buffer})
+    tree.root                    the modules; parameters that only other ranks hold (pp) are missing
+    tree.structure()             a copy with whole parameters on the meta device: what is compiled
+    tree.refresh()               after changes: takes what can take effect, refuses the rest
+
+The modules of the tree are the submodules of `ParallelModule`. So ``model.bn.eval()``, ``isinstance(m, nn.Dropout)``,
+``m.p = 0.0`` and ``p.requires_grad_(False)`` mean what they mean in torch; `module_watch.ModuleWatch` sees what has
+changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from autopar.adapters.dtensor import local_of, storage_of
+from autopar.adapters.fake import copy_with
+from autopar.parameter import ParameterSpec
+from autopar.runtime.state import is_alike
+
+
+class Tree:
+    """``own``: name of each parameter that this rank holds a piece of -> the piece."""
+
+    def __init__(
+        self,
+        skeleton: nn.Module,
+        specs: Iterable[ParameterSpec],
+        own: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, Tensor],
+    ) -> None:
+        """``skeleton``: with parameters and buffers on the meta device; not changed."""
+        self.specs, self.own = tuple(specs), dict(own)
+        tied = {name: s.name for s in self.specs for name in (s.name, *s.aliases)}
+        memo: dict[int, Tensor] = {}  # whatever refers to a parameter, such as a list of them, gets its piece
+        for name, parameter in skeleton.named_parameters(remove_duplicate=False):
+            if tied[name] in own:
+                memo[id(parameter)] = own[tied[name]]
+        for name, buffer in skeleton.named_buffers(remove_duplicate=False):
+            memo[id(buffer)] = buffers[name]
+        self.root = copy_with(skeleton, memo)
+        # Whole dicts, since the order of parameters must be the same on all ranks.
+        self._elsewhere = [
+            (m, dict(m._parameters))
+            for m in self.root.modules()
+            if any(p is not None and p.is_meta for p in m._parameters.values())
+        ]
+        for module, parameters in self._elsewhere:
+            for key in [k for k, p in parameters.items() if p is not None and p.is_meta]:
+                del module._parameters[key]
+        self._places = {name: _place(p) for name, p in self.own.items()}
+
+    def structure(self) -> nn.Module:
+        """A copy with everything as it is now, parameters (whole) and buffers on the meta device."""
+        with self._complete():
+            memo: dict[int, Tensor] = {}
+            for parameter in self.root.parameters():
+                meta = torch.empty(tuple(parameter.shape), dtype=parameter.dtype, device="meta")
+                memo[id(parameter)] = nn.Parameter(meta, parameter.requires_grad)
+            for buffer in self.root.buffers():
+                memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+            return copy_with(self.root, memo)
+
+    @contextlib.contextmanager
+    def _complete(self) -> Iterator[None]:
+        """With the parameters that only other ranks hold."""
+        held = [dict(m._parameters) for m, _ in self._elsewhere]
+        try:
+            for module, parameters in self._elsewhere:
+                mine = dict(module._parameters)
+                module._parameters.clear()
+                module._parameters.update({k: mine.get(k, p) for k, p in parameters.items()} | mine)
+            yield
+        finally:
+            for (module, _), parameters in zip(self._elsewhere, held, strict=True):
+                module._parameters.clear()
+                module._parameters.update(parameters)
+
+    def refresh(self) -> None:
+        """Look at the parameters again. Another DTensor of the same layout takes the place of the old one, other dtypes
+        and missing parameters are taken note of.
+
+        Raises ValueError for parameters that were added, or replaced by something else.
+        """
+        now = dict(self.root.named_parameters(remove_duplicate=False))
+        left = []
+        for spec in self.specs:
+            if spec.name not in self.own:  # it lives on other ranks
+                left.append(spec)
+                continue
+            found = {name: now.pop(name) for name in (spec.name, *spec.aliases) if name in now}
+            if not found:
+                del self.own[spec.name], self._places[spec.name]
+                continue
+            left.append(self._taken(spec, found))
+        for name in now:
+            raise ValueError(
+                f"parallelize: parameter {name} was added to the model after parallelize, so it lies on no mesh; "
+                "change the model before, and parallelize it then"
+            )
+        self.specs = tuple(left)
+
+    def _taken(self, spec: ParameterSpec, found: Mapping[str, nn.Parameter]) -> ParameterSpec:
+        """The spec of a parameter as it is now."""
+        name, own = spec.name, self.own[spec.name]
+        parameter = next(iter(found.values()))
+        if any(p is not parameter for p in found.values()):
+            raise ValueError(
+                f"parallelize: {' and '.join(found)} were one parameter and are no longer; "
+                "untie them before, and parallelize the model then"
+            )
+        if parameter is not own and not is_alike(parameter, own):
+            raise ValueError(
+                f"parallelize: parameter {name} was replaced by one that is not laid out on the mesh; "
+                f"write the new values into it (load_state_dict({{{name!r}: value}}, strict=False)), "
+                "or replace it before and parallelize the model then"
+            )
+        if parameter is own and _was_given_data(parameter, self._places[name]):
+            raise ValueError(
+                f"parallelize: .data of parameter {name} was set, which does not reach this rank's piece; "
+                "copy into it instead: p.data.copy_(other), with a DTensor of the same layout"
+            )
+        if _place(parameter)[1].device.type != self._places[name][1].device.type:
+            raise ValueError(f"parallelize: parameter {name} must stay on its mesh, found it on {parameter.device}")
+        self.own[name], self._places[name] = parameter, _place(parameter)
+        return dataclasses.replace(spec, dtype=parameter.dtype, requires_grad=parameter.requires_grad)
+
+
+def _place(parameter: nn.Parameter) -> tuple[int, Tensor]:
+    """Where a parameter says that it lies, and where its piece does."""
+    return storage_of(parameter), local_of(parameter)  # type: ignore[arg-type]
+
+
+def _was_given_data(parameter: nn.Parameter, place: tuple[int, Tensor]) -> bool:
+    """``p.data = x`` changes what torch's core holds of a DTensor, but not its piece."""
+    storage, piece = place
+    return storage_of(parameter) != storage and local_of(parameter) is piece  # type: ignore[arg-type]

@@ -1,0 +1,147 @@
+"""Every habit on plain torch, on a mesh of one process, and on two ranks: torch's effect, or the quoted refusal."""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import autopar
+from autopar import api
+from tests.habit_loops import LOOPS
+from tests.habit_models import batch, make
+from tests.habits import HABITS, Habit, Run
+from tests.ranks import run_ranks
+
+ALL = [*HABITS, *LOOPS]
+EXACT = 1e-10
+
+
+def facts(module: nn.Module) -> str:
+    """A text that differs where modules do: what two compiled steps may share, they share in this test."""
+    ids: dict[int, str] = {}
+    text = []
+    for path, m in module.named_modules(remove_duplicate=False):
+        plain = {k: vars(v) if type(v).__name__ == "Config" else v for k, v in vars(m).items() if not k.startswith("_")}
+        text.append(f"{path} {type(m)} {plain}")
+        text += [f"{path} {k} {v}" for k, v in vars(m).items() if k.startswith("_") and "hooks" in k and v]
+    for kind in (module.named_parameters, module.named_buffers):
+        for name, x in kind(remove_duplicate=False):
+            text.append(f"{name} {ids.setdefault(id(x), name)} {tuple(x.shape)} {x.dtype} {x.requires_grad}")
+    return "\n".join(text)
+
+
+def remembered(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiling is the bill of this test: structures that are alike are planned and compiled once."""
+    known: dict[str, Any] = {}
+
+    def call(model: nn.Module, given: Mapping[str, Any], mesh: Any, options: Any, *args: Any, **how: Any) -> Any:
+        shapes = [(k, tuple(v.shape), v.dtype) for k, v in given.items()]
+        rest = [str(how.get(k)) for k in ("train", "outputs", "tangents", "autocast")]
+        surroundings = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
+        key = f"{facts(model)} {shapes} {mesh} {options} {rest} {surroundings}"
+        if key not in known:
+            known[key] = make(model, given, mesh, options, *args, **how)
+        return known[key]
+
+    return call
+
+
+def outcome(habit: Habit, on_mesh: bool) -> tuple[list[float], Any, dict[str, Tensor], list[Any]]:
+    """(losses, what the habit gave back, state after two steps, state of the optimizer)"""
+    torch.manual_seed(0)
+    model: Any = make()
+    returned = habit.do(model) if habit.when == "before" else None
+    ranks = 1
+    if on_mesh:
+        ranks = dist.get_world_size()
+        model = autopar.parallelize(model, autopar.init_mesh("cpu", 30.0, dp=ranks), example_batch=batch())
+    place = dist.get_rank() if on_mesh else 0
+
+    def part(whole: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            k: (v.double() if model.scale.dtype == torch.float64 else v.float()).chunk(ranks)[place]
+            for k, v in whole.items()
+        }
+
+    run = Run(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), part, on_mesh=on_mesh)
+    run.train_step(0)
+    if habit.when == "between":
+        returned = habit.do(model)
+    if habit.when == "loop":
+        returned = habit.do(run)
+    else:
+        run.train_step(1)
+    state = model.full_state_dict() if on_mesh else {k: v.detach().clone() for k, v in model.state_dict().items()}
+    moments = [run.whole(v) for s in run.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
+    return run.losses, returned, state, moments
+
+
+def differences(habit: Habit) -> str:
+    """What is not as the habit says; "" if all is."""
+    try:
+        expected = outcome(habit, False)
+    except (RuntimeError, AttributeError, TypeError) as error:
+        if habit.refused and not isinstance(error, RuntimeError):
+            error = AttributeError(habit.refused)  # torch's own way to fail
+        if not re.search(habit.refused or "^$", str(error)):
+            return f"torch: {error}"
+        expected = None
+    try:
+        found = outcome(habit, True)
+    except (ValueError, RuntimeError, AttributeError) as error:
+        return "" if habit.refused and re.search(habit.refused, str(error)) else f"{type(error).__name__}: {error}"
+    if habit.refused:
+        return "was not refused"
+    assert expected is not None
+    tolerance = 1e-4 if "float()" in habit.what and "double" not in habit.what else EXACT
+    if len(found[0]) != len(expected[0]) or max(abs(a - b) for a, b in zip(found[0], expected[0])) > tolerance:
+        return f"losses {found[0]}, not {expected[0]}"
+    if comparable(found[1]) != comparable(expected[1]):
+        return f"gave back {comparable(found[1])}, not {comparable(expected[1])}"
+    if found[2].keys() != expected[2].keys():
+        return f"state {sorted(found[2].keys() ^ expected[2].keys())} on one side only"
+    wrong = [n for n, x in expected[2].items() if not close(found[2][n], x, tolerance)]
+    if wrong:
+        return f"after two steps {wrong} differ"
+    if len(found[3]) != len(expected[3]) or not all(close(a, b, tolerance) for a, b in zip(found[3], expected[3])):
+        return "the optimizer's state differs"
+    return ""
+
+
+def comparable(x: Any) -> Any:
+    """What can be compared of what a habit gave back: no modules, no tensors."""
+    if isinstance(x, (list, tuple)):
+        return [comparable(y) for y in x]
+    return x if isinstance(x, (int, float, str)) else None
+
+
+def close(a: Tensor, b: Tensor, tolerance: float) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a.double(), b.double(), atol=tolerance, rtol=0)
+
+
+def all_habits(first: int, last: int) -> dict[str, str]:
+    """Habits that are not as their line says."""
+    originals = api.plan_model, api.compile_model
+    api.plan_model, api.compile_model = map(remembered, originals)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = {f"{h.when}: {h.what}": differences(h) for h in ALL[first:last]}
+    finally:
+        api.plan_model, api.compile_model = originals
+    return {k: v for k, v in found.items() if v}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_habits(ranks: int) -> None:
+    assert len(ALL) >= 150
+    for found in run_ranks(ranks, all_habits, 0, len(ALL), timeout=400):
+        assert not found, "\n".join(f"{k}: {v}" for k, v in found.items())
