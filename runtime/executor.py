@@ -10,14 +10,12 @@ takes the sums of the earlier ones, adds its own and reduces: once per step, and
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
 
 from autopar.graph import set_device
 from autopar.runtime.bind import Bound, bind
@@ -150,17 +148,3 @@ def has_losses(compiled: Compiled) -> bool:
     if compiled.pipeline is not None:
         return any(part.losses for part in compiled.pipeline.parts)
     return bool(compiled.steps.losses)
-
-
-def digest_of(compiled: Compiled) -> str:
-    """A short text of everything that must be the same on all ranks."""
-    graphs: list[GraphModule | None] = []
-    text = compiled.plan.to_json()
-    if compiled.pipeline is None:
-        graphs = [compiled.steps.forward, compiled.steps.backward]
-    else:
-        text += compiled.pipeline.order.text()
-        for part in compiled.pipeline.parts:
-            graphs += [part.forward.graph, part.backward.graph if part.backward is not None else None]
-    text += "\n".join(g.code for g in graphs if g is not None)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

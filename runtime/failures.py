@@ -48,8 +48,9 @@ class FailureBoard:
         self.rank, self._keys = rank, keys
         self._everybody = [r for r in range(world) if r != rank]
         self._told: dict[str, str] = {}  # what we say, by kind
+        self.doing = ""  # the call of autopar that this rank is in, unless it waits for others there
         self._line = Line(store)
-        self._heartbeat = Heartbeat(store, rank, world, keys) if self._everybody else None
+        self._heartbeat = Heartbeat(store, rank, world, keys, lambda: self.doing) if self._everybody else None
 
     def close(self) -> None:
         """This rank ends: because it has finished, or with the error that it told, which is a verdict for all. A rank
@@ -101,6 +102,15 @@ class FailureBoard:
             except StoreError:  # its own error tells more than this one
                 return
 
+    @contextmanager
+    def at(self, doing: str) -> Iterator[None]:
+        """What this rank does in the block, for those that wait for it; empty: it waits for others."""
+        before, self.doing = self.doing, doing
+        try:
+            yield
+        finally:
+            self.doing = before
+
     # --- what it hears --------------------------------------------------------------------------------
 
     def ask(self, question: Callable[[dist.Store], T], limit: float = 0.0) -> T:
@@ -140,6 +150,13 @@ class FailureBoard:
             return self._line.ask(lambda store: self._known(store, others, others))
         except StoreError as error:
             return self._verdict() or str(error)
+
+    def at_work(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Which of ``ranks`` are in a call of autopar and do not wait for others there, and in which call."""
+        try:
+            return self._line.ask(lambda store: self._texts(store, "doing", ranks))
+        except StoreError:
+            return {}
 
     def _verdict(self) -> str:
         return self._heartbeat.verdict if self._heartbeat is not None else ""
@@ -244,7 +261,8 @@ def reporting(action: str = "a collective") -> Iterator[None]:
     mine = board()
     mine.clear()
     try:
-        yield
+        with mine.at(mine.doing or action):
+            yield
     except BaseException as error:
         found = mine.translated(error, action)
         mine.report(found)
@@ -276,11 +294,12 @@ def within(limit: float, call: Callable[[], T], what: str, ranks: Sequence[int])
         return call()
 
     threading.Thread(target=answer.run, args=(run,), name="autopar-join", daemon=True).start()
-    while not answer.wait(0.25):
-        waited = time.monotonic() - start
-        if waited > limit + BEAT or (waited > look and board().trouble(ranks)):
-            raise board().failed(what, ranks)
-        look += BEAT if waited > look else 0.0
+    with board().at(""):
+        while not answer.wait(0.25):
+            waited = time.monotonic() - start
+            if waited > limit + BEAT or (waited > look and board().trouble(ranks)):
+                raise board().failed(what, ranks)
+            look += BEAT if waited > look else 0.0
     if answer.error is not None:
         raise board().translated(answer.error, what)
     found: T = answer.value

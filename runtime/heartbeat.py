@@ -5,6 +5,8 @@ given a verdict. A count that stands still for `SILENT` seconds is one: the rank
 waits for it can end. So is a store that does not answer, and the word of the launcher, which sees its processes die. On
 a verdict the connections of this rank's process groups are broken: every wait becomes an error, wherever it is.
 
+With the beat a rank shows which call of autopar it is in (``doing/<rank>``), so that a slow compile is waited for.
+
 Three questions a second and rank, whatever the number of ranks. A rank that held the interpreter's lock for so long,
 without a bytecode in between, would be taken for dead; $AUTOPAR_SILENCE sets the seconds.
 """
@@ -14,6 +16,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -28,11 +31,11 @@ LAUNCHER = "autopar/launcher"  # what the launcher saw, beside all prefixes
 
 
 class Heartbeat:
-    """The beat of one rank. ``verdict``: why nothing can go on, or empty."""
+    """The beat of one rank. ``verdict``: why nothing can go on, or empty. ``doing``: what this rank is at."""
 
-    def __init__(self, store: dist.Store, rank: int, world: int, keys: str) -> None:
-        self.verdict = ""
-        self._keys = keys
+    def __init__(self, store: dist.Store, rank: int, world: int, keys: str, doing: Callable[[], str]) -> None:
+        self.verdict = self._shown = ""
+        self._keys, self._doing = keys, doing
         self._rank, self._world = rank, world
         self._watched = (rank + 1) % world
         self._count = self._still = 0
@@ -65,6 +68,9 @@ class Heartbeat:
 
     def _look(self, store: dist.Store) -> str:
         store.add(f"{self._keys}/alive/{self._rank}", 1)
+        if (doing := self._doing()) != self._shown:
+            store.set(f"{self._keys}/doing/{self._rank}", doing)
+            self._shown = doing
         for where, key in ((store, f"{self._keys}/verdict"), (root_store(store), LAUNCHER)):
             if where.check([key]):
                 return where.get(key).decode()

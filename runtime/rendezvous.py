@@ -6,15 +6,20 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from math import inf
 
 import torch.distributed as dist
 
 from autopar.adapters.distributed import hosted_by_launcher, root_store, store_host
-from autopar.runtime.failures import CollectiveError, board
+from autopar.runtime.failures import CollectiveError, FailureBoard, board
 from autopar.runtime.heartbeat import BEAT, LAUNCHER
 from autopar.runtime.store_line import Answer, Line, StoreError
+
+PATIENCE = 10  # times the timeout, that an agreement waits for ranks which beat and are at work in a call of autopar
+BETWEEN = 5 * BEAT  # seconds that they may be between two calls
 
 
 def world_store(rank: int, world: int, timeout: timedelta) -> dist.Store:
@@ -76,10 +81,12 @@ def show(scope: str, count: int, rank: int, ranks: Sequence[int], text: str, lim
     """Show a text (what it is about, then the rest, by lines) and wait for those of all ``ranks`` in this round.
 
     Raises CollectiveError that names the ranks which do not come: after ``limit`` seconds, or as soon as it is known
-    that they cannot.
+    that they cannot. Ranks that beat and are at work within autopar (a slow compile) are waited for `PATIENCE` times
+    as long, with a warning.
     """
     what, mine = f"agreeing on {text.partition(chr(10))[0]}", board()
     keys, start, look = [f"{scope}/{count}/{r}" for r in ranks], time.monotonic(), BEAT
+    patience = _Patience(mine, limit, what)
 
     def poll(store: dist.Store, seconds: float) -> list[str] | None:
         end, pause = time.monotonic() + seconds, 0.0002
@@ -97,17 +104,47 @@ def show(scope: str, count: int, rank: int, ranks: Sequence[int], text: str, lim
         store.set(f"{scope}/{count}/{rank}", text)
         return poll(store, 0.05)
 
+    def absent(store: dist.Store) -> list[int]:
+        return [r for r, key in zip(ranks, keys) if not store.check([key])]
+
     try:
-        found = mine.ask(set_and_poll)
-        while found is None:
-            waited = time.monotonic() - start
-            if waited > limit or (waited > look and mine.trouble(ranks)):
-                raise mine.failed(what, ranks)
-            look += BEAT if waited > look else 0.0
-            found = mine.ask(lambda store: poll(store, 0.25))
+        with mine.at(""):
+            found = mine.ask(set_and_poll)
+            while found is None:
+                waited = time.monotonic() - start
+                ended = waited > limit and patience.ended(waited, mine.ask(absent))
+                if ended or (waited > look and mine.trouble(ranks)):
+                    raise mine.failed(what, ranks)
+                look += BEAT if waited > look else 0.0
+                found = mine.ask(lambda store: poll(store, 0.25))
     except StoreError as error:
         raise mine.failed(what, ranks, error) from error
     return found
+
+
+class _Patience:
+    """With ranks that beat and are at work within autopar: a slow compile is no failure."""
+
+    def __init__(self, mine: FailureBoard, limit: float, what: str) -> None:
+        self._mine, self._limit, self._what = mine, limit, what
+        self._seen = -inf  # when all that were absent were at work
+
+    def ended(self, waited: float, absent: Sequence[int]) -> bool:
+        """Whether to give up on ranks that have not come after ``waited`` seconds, the limit or more."""
+        found = self._mine.at_work(absent)
+        if len(found) == len(absent):
+            if absent and self._seen == -inf:
+                self._warn(found)
+            self._seen = waited
+        return waited - self._seen > BETWEEN or waited > PATIENCE * self._limit
+
+    def _warn(self, found: Mapping[int, str]) -> None:
+        who = ", ".join(f"rank {r} in {call}" for r, call in found.items())
+        warnings.warn(
+            f"comm: {self._what} on rank {self._mine.rank} has waited {self._limit:.0f} s for others that are alive "
+            f"and at work ({who}); it waits on, up to {PATIENCE * self._limit:.0f} s",
+            stacklevel=2,
+        )
 
 
 def differences(ranks: Sequence[int], values: Sequence[str]) -> str:

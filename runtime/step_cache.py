@@ -18,10 +18,11 @@ from autopar.plan import Plan
 from autopar.runtime.agreement import Claim, agree_on, everywhere
 from autopar.runtime.ambient import Surroundings
 from autopar.runtime.batches import claim_contents, claim_shapes, facts_of, shapes_of
-from autopar.runtime.executor import Executor, digest_of
-from autopar.runtime.groups import Groups
+from autopar.runtime.executor import Executor
+from autopar.runtime.groups import Groups, exchange
 from autopar.runtime.module_watch import ModuleWatch
 from autopar.runtime.pipeline import PipelineExecutor
+from autopar.runtime.step_facts import step_facts
 from autopar.runtime.tree import Tree
 from autopar.steps import Compiled
 
@@ -84,7 +85,7 @@ class StepCache:
         known = self._steps.get(key)
         # a store round trip per step: a rank with another batch would otherwise end in a hang
         claims = [claim_shapes(self._groups, batch, {"all of it": f"{step}{key}"})]
-        agree_on(self._groups, claims + (self._contents(batch, known.runner) if known else []), "the batch")
+        agree_on(self._groups, claims + (self._contents(batch, known.runner.compiled) if known else []), "the batch")
         if known is None:
             self._steps[key] = self._compiled(kind, batch, surroundings)
         self.last = self._steps[key].runner
@@ -106,20 +107,21 @@ class StepCache:
         how = {**kind._asdict(), "fixed": self.plan, "autocast": surroundings.autocast}
         with torch.inference_mode(False), torch.enable_grad():  # a backward may be what asks for this step
             compiled = self._compiler(structure, batch, **how)
-        run = Executor if compiled.pipeline is None else PipelineExecutor
-        runner = run(compiled, self._groups, self._backend)
         same = Claim(
             everywhere(self._groups),
-            {"digest": digest_of(compiled)},
+            step_facts(compiled),
             "agree: the compiled step must be the same on all ranks",
             "give every rank the same model, mesh, options and batch shapes",
         )
-        agree_on(self._groups, [same, *self._contents(batch, runner)], "the compiled step")
+        agree_on(self._groups, [same, *self._contents(batch, compiled)], "the compiled step")
+        run = Executor if compiled.pipeline is None else PipelineExecutor
+        runner = run(compiled, self._groups, self._backend)
+        exchange(self._groups, "", "the bound step")  # one that binds slowly (inductor) would be missed in a collective
         return _Step(runner, watch, structure, shapes_of(batch), how)
 
-    def _contents(self, batch: dict[str, Any], runner: Runner) -> list[Claim]:
+    def _contents(self, batch: dict[str, Any], compiled: Compiled) -> list[Claim]:
         """What must be equal of a batch on several ranks."""
-        return claim_contents(self._groups, batch, runner.compiled.plan.inputs) if self._check_batches else []
+        return claim_contents(self._groups, batch, compiled.plan.inputs) if self._check_batches else []
 
     def dump(self, folder: str | Path, runner: Runner | None = None, **how: Any) -> None:
         """Compile a step (default: the last one) once more and write its levels to a folder."""

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 import autopar
 from autopar.runtime.contents import CHUNK, word_of, words_of
+from autopar.steps import Compiled
 from tests.plain_models import EXACT, Metric, Net, Normed, Tied, build, gap, gradients, numbers, part, tokens
 from tests.ranks import run_ranks
 
@@ -151,3 +156,101 @@ def synchronised_buffers() -> None:
 
 def test_sync_takes_the_buffers_too() -> None:
     run_ranks(2, synchronised_buffers)
+
+
+# --- compiled steps ---------------------------------------------------------------------------------------
+
+
+class Masked(nn.Module):
+    """A mean over the labels that count, which micro-batches share: a prologue. Its table is a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 12), nn.Linear(12, 16)
+        self.table = torch.full((12,), 0.5, dtype=torch.float64)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(torch.tanh(self.embed(tokens)) * self.table)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def bent(graph: GraphModule) -> None:
+    """Its last operator is done to the first operand's negative."""
+    node = next(n for n in reversed(graph.graph.nodes) if n.op == "call_function" and n.all_input_nodes)
+    with graph.graph.inserting_before(node):
+        other = graph.graph.call_function(torch.ops.aten.neg.default, (node.all_input_nodes[0],))
+    node.replace_input_with(node.all_input_nodes[0], other)
+    graph.recompile()
+
+
+def swap_last_actions(compiled: Compiled) -> None:
+    assert compiled.pipeline is not None
+    first, *others = compiled.pipeline.order.ranks
+    order = dataclasses.replace(compiled.pipeline.order, ranks=((*first[:-2], first[-1], first[-2]), *others))
+    compiled.pipeline.order = order
+
+
+def lift_constant(compiled: Compiled) -> None:
+    constants = compiled.local.meta["constants"]
+    constants["table"] = constants["table"] + 1e-12
+
+
+PLANTED: dict[str, Callable[[Any], Any]] = {
+    "forward": lambda c: bent(c.graphs.forward),
+    "backward": lambda c: bent(c.graphs.backward),
+    "backward_local": lambda c: bent(c.graphs.backward_local),
+    "prologue": lambda c: bent(c.prologue.graph),
+    "losses": lambda c: c.graphs.losses.append(0),
+    "the contents of the constant table": lift_constant,
+}
+IN_PIPELINES: dict[str, Callable[[Any], Any]] = {
+    "order": swap_last_actions,
+    "hops": lambda c: c.pipeline.hops.pop(),
+    "prologue": lambda c: bent(c.prologue.graph),
+    "part 0 backward_weight": lambda c: bent(c.pipeline.parts[0].backward_weight.graph),
+    "part 1 backward_input": lambda c: bent(c.pipeline.parts[1].backward_input.graph),
+    "part 1 reduce": lambda c: bent(c.pipeline.parts[1].reduce.graph),
+    "part 0 gather": lambda c: bent(c.pipeline.parts[0].gather.graph),
+    "part 1 losses": lambda c: c.pipeline.parts[1].losses.clear(),
+}
+
+
+def one_compiles_otherwise(sizes: dict[str, int], options: dict[str, Any], pipeline: bool) -> dict[str, str]:
+    """Planted on the last rank, in what its compiler makes; nothing may be sent or stored. Then an honest step."""
+    batch, me = tokens(), dist.get_rank()
+    mine = {k: v.chunk(2)[me % 2] for k, v in batch.items()}
+    module = autopar.parallelize(build(Masked), autopar.init_mesh("cpu", 30.0, **sizes), example_batch=mine, **options)
+    honest, made = module._cache._compiler, []
+    found = {}
+    for name, plant in (IN_PIPELINES if pipeline else PLANTED).items():
+
+        def compiler(*args: Any, plant: Callable[[Any], Any] = plant, **how: Any) -> Compiled:
+            if not made:
+                made.append(honest(*args, **how))
+            mine = copy.deepcopy(made[0])
+            if me == dist.get_world_size() - 1:
+                plant(mine)
+            return mine
+
+        module._cache._compiler = compiler
+        found[name] = message(module.train_step, **mine)
+        assert not module.traffic() and all(p.grad is None for p in module.parameters())
+    module._cache._compiler = lambda *args, **how: made[0]
+    module.train_step(**mine)
+    return found
+
+
+def check_planted(every: list[dict[str, str]]) -> None:
+    last = len(every) - 1
+    for name, text in every[0].items():
+        assert all(found[name] == text for found in every)
+        assert f"the compiled step must be the same on all ranks, found {name}: rank {last}" in text, (name, text)
+
+
+def test_a_rank_that_compiled_something_else_is_stopped_before_anything_runs() -> None:
+    check_planted(run_ranks(2, one_compiles_otherwise, {"dp": 2}, {"micro_batches": 2}, False, timeout=200))
+
+
+def test_a_rank_that_compiled_another_pipeline_is_stopped_before_anything_runs() -> None:
+    options = {"micro_batches": 2, "schedule": "zb_h1", "zero": 3}
+    check_planted(run_ranks(4, one_compiles_otherwise, {"pp": 2, "dp": 2}, options, True, timeout=300))

@@ -105,11 +105,12 @@ def _copied(
 
 def _put_back(model: nn.Module, made: nn.Module, tensors: Mapping[int, Tensor]) -> None:
     """A module may say itself how it is copied, and then its copy has tensors of its own: the wanted ones go there.
+    (Those that are not wanted are copies, such as parameters that only other ranks hold.)
 
     Raises ValueError where the copy is the original, or has other names.
     """
     wanted = {
-        name: tensors[id(t)]
+        name: tensors.get(id(t))
         for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
         for name, t in named
     }
@@ -124,8 +125,9 @@ def _put_back(model: nn.Module, made: nn.Module, tensors: Mapping[int, Tensor]) 
                 "__deepcopy__ that copies its attributes with copy.deepcopy(attribute, memo)"
             )
         for name, full in names.items():
-            if entries[name] is not wanted[full]:
-                (module._parameters if name in module._parameters else module._buffers)[name] = wanted[full]
+            tensor = wanted[full]
+            if tensor is not None and entries[name] is not tensor:
+                (module._parameters if name in module._parameters else module._buffers)[name] = tensor
 
 
 # --- tensors that belong to the model ------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
+import warnings
 from contextlib import suppress
 from typing import Any
 
@@ -165,6 +166,23 @@ def agree_without(rank: int) -> str:
 def test_an_absent_rank_is_named() -> None:
     out = rank_outcomes(2, agree_without, 1, timeout=20)
     assert "rank 1 did not respond: alive, but never joined" in out[0].value
+
+
+def agree_late(seconds: float) -> tuple[list[str], float]:
+    """With rank 1, which is at work in a call of ours: longer than the timeout."""
+    groups, start = Groups(init_mesh(dp=2)), time.monotonic()
+    with warnings.catch_warnings(record=True) as caught, reporting("train_step"):
+        if groups.rank == 1:
+            time.sleep(seconds)
+        agree(groups, "x", "the plan", timeout=2)
+    return [str(w.message) for w in caught if "has waited" in str(w.message)], time.monotonic() - start
+
+
+def test_a_rank_at_work_is_waited_for() -> None:
+    (told, waited), (silent, _) = run_ranks(2, agree_late, 5.0)
+    assert waited > 4 and not silent and len(told) == 1
+    assert "agreeing on the plan on rank 0 has waited 2 s" in told[0] and "(rank 1 in train_step)" in told[0]
+    assert "it waits on, up to 20 s" in told[0]
 
 
 def told_and_handled() -> tuple[str, str, str]:

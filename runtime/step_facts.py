@@ -1,0 +1,63 @@
+"""What a compiled step consists of, as facts that ranks compare before one of them binds it.
+
+Compiling is the same computation on every rank, pipelines included: each compiles all parts, and runs some. So every
+graph, the order of a pipeline and the constants must be the same on all ranks, whatever their coordinates. (What is
+made of them when they are bound, such as the index of a device, is a rank's own, and not compared.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+from torch import Tensor
+from torch.fx import GraphModule
+
+from autopar.graph import placeholders
+from autopar.runtime.contents import words_of
+from autopar.steps import Compiled, StepGraph
+
+
+def step_facts(compiled: Compiled) -> dict[str, str]:
+    """Name of a part -> digest: two ranks run the same step exactly if all are equal."""
+    found = {name: _digest(_text(part)) for name, part in _parts(compiled)}
+    constants: dict[str, Tensor] = compiled.local.meta.get("constants", {})
+    words = words_of({name: x for name, x in constants.items() if not x.is_meta})
+    return found | {f"the contents of the constant {name}": word for name, word in words.items()}
+
+
+def _parts(compiled: Compiled) -> Iterator[tuple[str, Any]]:
+    yield "plan", compiled.plan.to_json()
+    yield "parameters", compiled.parameters
+    yield "outputs", [(s.kind, s.name) for s in compiled.signature.outputs]
+    for what in (compiled.graphs, compiled.prologue):
+        yield from _fields("", what)
+    if compiled.pipeline is None:
+        return
+    yield from _fields("", compiled.pipeline, but=("parts", "notes"))
+    for k, part in enumerate(compiled.pipeline.parts):
+        yield from _fields(f"part {k} ", part)
+
+
+def _fields(of: str, what: Any, but: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Those of a dataclass, by name; a field more is compared as well."""
+    for field in fields(what) if what is not None else ():
+        if field.name not in but:
+            name = "prologue" if field.name == "graph" else field.name
+            yield of + name, getattr(what, field.name)
+
+
+def _text(part: Any) -> str:
+    if isinstance(part, StepGraph):
+        return f"{part.inputs} {part.outputs} {_text(part.graph)}"
+    if isinstance(part, GraphModule):
+        values = [node.meta.get("val") for node in placeholders(part)]
+        shapes = [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in values]
+        return f"{shapes} {part.code}"
+    return repr(part)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
