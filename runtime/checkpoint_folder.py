@@ -1,7 +1,8 @@
 """A folder that holds one checkpoint, and how another one takes its place: in one moment.
 
-transformers, and `load_pretrained`, read model.safetensors if it is there, else the parts that the index names. So a
-single operation decides which checkpoint is read, and what is written before it disturbs nobody:
+transformers, and `load_pretrained`, read the file that config.json names (``transformers_weights``), which as a rule
+none does; else model.safetensors if it is there; else the parts that the index names. So a single operation decides
+which checkpoint is read, and what is written before it disturbs nobody:
 
     .saving/...                         everything is written and synced here
     model-2-00001-of-00002.safetensors  parts move to names that no file had; nothing names them yet
@@ -10,9 +11,15 @@ single operation decides which checkpoint is read, and what is written before it
     model.safetensors removed           ... or this, where the old one was in one file
     old parts, old index, .saving       removed
 
-A process that dies on the way leaves the old checkpoint or the new one; the next save removes its traces. Weights and
-config.json are two files: where the config changes, the old one is removed first, so that in between nothing can be
-read, rather than weights under the config of another model.
+Weights and config.json are two files. Where the config changes, the new one names its weights until both are in place:
+
+    model.next1.safetensors             the new weights (or the new index) once more, under a name that no file had
+    config.json replaced                the moment: the new config, which names model.next1.safetensors
+    model.safetensors, index            as above; nobody reads them
+    config.json replaced                the new config as it is to stay
+    model.next1.safetensors             removed
+
+A process that dies on the way leaves the old checkpoint or the new one; the next save removes its traces.
 """
 
 from __future__ import annotations
@@ -31,7 +38,18 @@ from torch import Tensor
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 BESIDE = ".saving"
+WEIGHTS = "transformers_weights"  # what a config.json says which names its weights
 PART = re.compile(r"model(-\d+)?-\d{5}-of-\d{5}\.safetensors")
+NEXT = re.compile(r"model\.next\d+\.safetensors(\.index\.json)?")
+
+
+def named_weights(folder: Path) -> Any:
+    """The file that config.json names as the weights (or as their index); None if it names none."""
+    try:
+        found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):  # it may be no config of transformers
+        return None
+    return found.get(WEIGHTS) if isinstance(found, dict) else None
 
 
 class Draft:
@@ -69,29 +87,49 @@ class Draft:
         ``configs``: objects with ``save_pretrained(folder)``."""
         assert len(self._added) == len(self._names), "every part is written"
         single = self._names == [SINGLE]
+        head = SINGLE if single else INDEX
         if not single:
             (self._beside / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-        weights = {*self._names, INDEX}
-        for config in configs:
-            config.save_pretrained(self._beside)
-        small = [name for name in sorted(os.listdir(self._beside)) if name not in weights]
+        changed = self._changed(configs)
         for name in os.listdir(self._beside):
             _sync(self._beside / name)
-        changed = [name for name in small if not _same(self._beside / name, self._folder / name)]
         if not single:
             for name in self._names:
                 os.rename(self._beside / name, self._folder / name)
-        if changed:
-            _remove(self._folder / CONFIG)
+        if CONFIG in changed and (self._folder / CONFIG).exists():
+            self._name_in_config(head)
         _sync(self._folder)
-        self._move(SINGLE if single else INDEX)
+        self._move(head)
         if not single:
             _remove(self._folder / SINGLE)
-        for name in sorted(changed, key=lambda n: n == CONFIG):  # config.json at last: it makes the folder readable
+        _sync(self._folder)
+        for name in sorted(changed, key=lambda n: n == CONFIG):  # config.json at last: it makes a new folder readable
             self._move(name)
         _sync(self._folder)
         self._remove_old()
         self.discard()
+
+    def _changed(self, configs: Iterable[Any]) -> list[str]:
+        """Write the configs; the names of those files that are not in the folder as they are."""
+        weights = set(os.listdir(self._beside))
+        for config in configs:
+            config.save_pretrained(self._beside)
+        if not (self._beside / CONFIG).exists() and named_weights(self._folder) is not None:
+            old = json.loads((self._folder / CONFIG).read_text(encoding="utf-8"))
+            _write_json(self._beside / CONFIG, {k: v for k, v in old.items() if k != WEIGHTS})
+        small = sorted({*os.listdir(self._beside)} - weights)
+        return [name for name in small if not _same(self._beside / name, self._folder / name)]
+
+    def _name_in_config(self, head: str) -> None:
+        """From now on config.json is the new one, and names the new weights by a file of their own."""
+        numbered = (head.replace("model.", f"model.next{n}.", 1) for n in itertools.count(1))
+        name = next(name for name in numbered if not os.path.lexists(self._folder / name))
+        _duplicate(self._beside / head, self._folder / name)
+        new = json.loads((self._beside / CONFIG).read_text(encoding="utf-8"))
+        _write_json(self._beside / f"{CONFIG}.next", {**new, WEIGHTS: name})
+        for path in (self._folder / name, self._beside / f"{CONFIG}.next", self._folder):
+            _sync(path)
+        os.replace(self._beside / f"{CONFIG}.next", self._folder / CONFIG)
 
     def discard(self) -> None:
         """Remove what lies beside, of this draft or of one that was cut off."""
@@ -104,7 +142,7 @@ class Draft:
     def _remove_old(self) -> None:
         kept = {*self._names, *([] if self._names == [SINGLE] else [INDEX])}
         for name in os.listdir(self._folder):
-            if name not in kept and (name == INDEX or PART.fullmatch(name)):
+            if name not in kept and (name == INDEX or PART.fullmatch(name) or NEXT.fullmatch(name)):
                 _remove(self._folder / name)
 
 
@@ -118,6 +156,18 @@ def _free_names(folder: Path, parts: int) -> Sequence[str]:
         if not any(os.path.lexists(folder / name) for name in names):
             return names
     raise AssertionError
+
+
+def _duplicate(source: Path, target: Path) -> None:
+    """The same file under a second name; a copy where the file system has no links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def _write_json(path: Path, data: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _sync(path: Path) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from autopar.parameter import ParameterSpec
 from autopar.reading import parse
-from autopar.runtime.checkpoint_folder import INDEX, SINGLE, Draft
+from autopar.runtime.checkpoint_folder import CONFIG, INDEX, SINGLE, Draft, named_weights
 from autopar.runtime.groups import Groups, agree
 from autopar.runtime.sharded_tensor import boxes, cuts_of
 from autopar.runtime.state import STEPS, fetch_whole, other_kind
@@ -95,17 +95,29 @@ def _listed(word: str, names: Sequence[str]) -> str:
     return f"{word} {', '.join(names[:6])}{more}" if names else ""
 
 
-def _sources(folder: Path) -> dict[str, _Source]:
-    """Name in the files -> where it lies. A single file comes before an index, as in transformers."""
-    index, single = folder / INDEX, folder / SINGLE
-    if single.is_file():
-        with _Files() as files:
-            return {name: _Source(single, name) for name in files.open(single).keys()}  # noqa: SIM118 - no mapping
-    if not index.is_file():
+def _head(folder: Path) -> Path:
+    """The file to begin with, as in transformers: what config.json names, else a single file, else an index."""
+    named = named_weights(folder)
+    chosen = [folder / SINGLE, folder / INDEX] if named is None else [_within(folder, named, CONFIG)]
+    for file in chosen:
+        if file.is_file():
+            return file
+    if named is not None:
         raise ValueError(
-            f"load_pretrained: {folder} needs {SINGLE} or {INDEX}, found neither; save it as safetensors first"
+            f"load_pretrained: {folder / CONFIG} names the file {named!r}, found no such file; put it there"
         )
-    weights = _weight_map(index)
+    raise ValueError(
+        f"load_pretrained: {folder} needs {SINGLE} or {INDEX}, found neither; save it as safetensors first"
+    )
+
+
+def _sources(folder: Path) -> dict[str, _Source]:
+    """Name in the files -> where it lies."""
+    head = _head(folder)
+    if head.suffix != ".json":
+        with _Files() as files:
+            return {name: _Source(head, name) for name in files.open(head).keys()}  # noqa: SIM118 - no mapping
+    weights = _weight_map(head)
     texts = [file for file in weights.values() if isinstance(file, str)]
     files_of = {file: _within(folder, file) for file in dict.fromkeys(texts)}
     return {
@@ -129,9 +141,10 @@ def _weight_map(index: Path) -> dict[str, Any]:
     return found
 
 
-def _within(folder: Path, file: Any) -> Path:
-    """The file that an index names. It must lie in the folder itself, or be a link of the Hugging Face cache, whose
-    snapshots/<revision>/ links to ../../blobs/: an index comes from elsewhere and must not say what is read here."""
+def _within(folder: Path, file: Any, by: str = INDEX) -> Path:
+    """The file that an index or a config names. It must lie in the folder itself, or be a link of the Hugging Face
+    cache, whose snapshots/<revision>/ links to ../../blobs/: such a text comes from elsewhere and must not say what is
+    read here."""
     inside = isinstance(file, str) and file and not Path(file).is_absolute() and ".." not in Path(file).parts
     if inside:
         root, found = folder.resolve(), (folder / file).resolve()
@@ -140,7 +153,7 @@ def _within(folder: Path, file: Any) -> Path:
         if found == root / file or cached:
             return folder / file
     raise ValueError(
-        f"load_pretrained: {folder / INDEX} names the file {file!r}, which is absolute, outside of the folder or "
+        f"load_pretrained: {folder / by} names the file {file!r}, which is absolute, outside of the folder or "
         "reached through a link; put the files into the folder and name them by their path in it"
     )
 

@@ -11,18 +11,27 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from autopar.runtime import checkpoint_folder
+from autopar.runtime import checkpoint_folder, safetensors_io
 from autopar.runtime.checkpoint_folder import INDEX, PART, SINGLE, Draft
 
-OPERATIONS = ("fsync", "mkdir", "rename", "replace", "rmdir", "unlink")
+OPERATIONS = ("fsync", "link", "mkdir", "rename", "replace", "rmdir", "unlink")
 CONFIG = LlamaConfig(
     hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8, pad_token_id=0
 )
-SHAPES = {name: value.shape for name, value in LlamaForCausalLM(CONFIG).state_dict().items()}
+WIDER = LlamaConfig(**{**CONFIG.to_dict(), "vocab_size": 12, "rms_norm_eps": 0.5})
+Shapes = dict[str, torch.Size]
+
+
+def shapes_of(config: LlamaConfig) -> Shapes:
+    with torch.device("meta"):
+        return {name: value.shape for name, value in LlamaForCausalLM(config).state_dict().items()}
+
+
+SHAPES, WIDER_SHAPES = shapes_of(CONFIG), shapes_of(WIDER)
 MIDDLE = len(SHAPES) // 2
 
 
@@ -65,12 +74,13 @@ def killed_at(moment: int, patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 def save(folder: Path, value: float, parts: int, config: LlamaConfig = CONFIG) -> None:
     """A checkpoint whose weights are all ``value``."""
-    names = list(SHAPES)
+    shapes = WIDER_SHAPES if config is WIDER else SHAPES
+    names = list(shapes)
     groups = [names] if parts == 1 else [names[:MIDDLE], names[MIDDLE:]]
     files: dict[str, str] = {}
     with Draft(folder, parts) as draft:
         for group in groups:
-            tensors = {n: torch.full(SHAPES[n], value) for n in group}
+            tensors = {n: torch.full(shapes[n], value) for n in group}
             files |= dict.fromkeys(group, draft.add(tensors, {"format": "pt"}))
         draft.publish({"metadata": {}, "weight_map": files}, [config])
 
@@ -126,20 +136,62 @@ def test_a_kill_leaves_the_old_or_the_new_one(
         assert len(parts) == (0 if after == 2 else 2)
 
 
-def test_weights_are_never_read_under_another_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = LlamaConfig(**{**CONFIG.to_dict(), "rope_theta": 5.0, "rms_norm_eps": 0.5})
-    found, moment = [], 0
+def read_by_us(folder: Path) -> float:
+    """As `load_pretrained` finds it."""
+    sources = safetensors_io._sources(folder)
+    (value,) = {float(x) for s in sources.values() for x in load_file(s.file)[s.name].unique()}
+    return value
+
+
+@pytest.mark.parametrize(("before", "after", "links"), [(1, 1, True), (1, 2, True), (2, 2, False), (2, 1, False)])
+def test_a_kill_leaves_the_weights_under_their_own_config(
+    before: int, after: int, links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another vocabulary: nothing loads that is not whole. ``links``: whether the file system has hard links."""
+    found, seen, moment = [], {}, 0
+    if not links:
+        monkeypatch.setattr(os, "link", refuse_link)
     while True:
         folder = tmp_path / str(moment)
-        save(folder, 1.0, 1)
+        save(folder, 1.0, before)
         with killed_at(moment, monkeypatch) as done, suppress(Killed):
-            save(folder, 2.0, 1, other)
-        config = folder / "config.json"
-        found.append((read(folder), json.loads(config.read_text())["rms_norm_eps"] if config.exists() else None))
+            save(folder, 2.0, after, WIDER)
+        state = state_of(folder)
+        if state not in seen:
+            seen[state] = read_by_transformers(folder), folder
+            assert read_by_us(folder) == seen[state][0]
+        found.append(seen[state][0])
         if len(done) < moment:
             break
         moment += 1
-    assert list(dict.fromkeys(found)) == [(1.0, CONFIG.rms_norm_eps), (1.0, None), (2.0, None), (2.0, 0.5)]
+    assert found == sorted(found) and set(found) == {1.0, 2.0} and moment > 14
+    for value, folder in seen.values():  # the next save, with the first config or the second
+        save(folder, 3.0, 3 - after, CONFIG if value == 2.0 else WIDER)
+        assert read_by_transformers(folder) == read_by_us(folder) == 3.0
+        names = {p.name for p in folder.iterdir() if not PART.fullmatch(p.name)}
+        assert names == {"config.json", SINGLE if after == 2 else INDEX}
+
+
+def refuse_link(*args: Any, **kwargs: Any) -> None:
+    raise OSError("no links here")
+
+
+def test_a_config_that_names_its_weights(tmp_path: Path) -> None:
+    """Ours until a save has ended; anybody's otherwise. A save without a config takes the name away."""
+    save(tmp_path, 1.0, 1)
+    os.rename(tmp_path / SINGLE, tmp_path / "other.safetensors")
+    save_file({n: torch.zeros(s) for n, s in SHAPES.items()}, tmp_path / SINGLE)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "transformers_weights": "other.safetensors"}))
+    assert read_by_transformers(tmp_path) == read_by_us(tmp_path) == 1.0
+    with Draft(tmp_path, 1) as draft:
+        draft.add({n: torch.full(s, 2.0) for n, s in SHAPES.items()}, {"format": "pt"})
+        draft.publish({}, [])
+    assert read_by_transformers(tmp_path) == read_by_us(tmp_path) == 2.0
+    for named, words in (("gone.safetensors", "found no such file"), ("../x.safetensors", "outside of the folder")):
+        config.write_text(json.dumps({"transformers_weights": named}))
+        with pytest.raises(ValueError, match=rf"config.json names the file .*{words}"):
+            read_by_us(tmp_path)
 
 
 def test_an_error_keeps_the_old_one(tmp_path: Path) -> None:
