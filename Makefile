@@ -29,6 +29,7 @@ bench: $(STAMP)
 docs: $(STAMP)
 	$(PY) docs/make_passes.py
 	$(PY) -m tests.planted_page
+	$(PY) -m tests.habit_page
 	$(PY) docs/make_pictures.py
 	$(PY) docs/run_pages.py
 

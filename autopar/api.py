@@ -30,6 +30,7 @@ from autopar.runtime.failures import reporting
 from autopar.runtime.groups import Groups
 from autopar.runtime.inputs import by_name, check_values
 from autopar.runtime.module import ParallelModule
+from autopar.runtime.old_optimizers import note_parameters
 from autopar.steps import Compiled
 
 
@@ -99,6 +100,7 @@ def parallelize(
         )  # fmt: skip
         agree_on_plan(groups, made)
         compiler = _compiler(groups, chosen, exact, dump)
+        note_parameters(model.parameters())
         return ParallelModule(
             skeleton,
             compiler,

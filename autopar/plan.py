@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.fx import GraphModule
@@ -156,6 +156,16 @@ class Plan:
         """Stored placements of a parameter, Invariant axes left out."""
         return {a: p.stored for a, p in self.parameters.get(name, {}).items() if p.stored != INVARIANT}
 
+    def of_parameters(self, names: Collection[str]) -> Plan:
+        """The decisions for these parameters alone, for a model in which they may have other dtypes."""
+        kept = {n: axes for n, axes in self.parameters.items() if n in names}
+        gone = self.parameters.keys() - kept.keys()
+        overrides = {n: axes for n, axes in self.overrides.items() if n not in gone}
+        pipeline = self.pipeline
+        if pipeline is not None:
+            pipeline = replace(pipeline, holders={n: r for n, r in pipeline.holders.items() if n in names})
+        return replace(self, graph="", parameters=kept, overrides=overrides, pipeline=pipeline)
+
     def override(self, changes: Mapping[str, Mapping[str, Placement | str]]) -> Plan:
         """Change single decisions: ``plan.override({"lm_head.weight": {"tp": "I"}, "mask": {"dp": "S(1)"}})``.
 
@@ -182,7 +192,7 @@ class Plan:
         kept = {name: dict(axes) for name, axes in self.overrides.items()}
         for name, axes in changes.items():
             kept.setdefault(name, {}).update({axis: str(p) for axis, p in axes.items()})
-        changed = dataclasses.replace(self, parameters=parameters, inputs=inputs, overrides=kept, batch_dims=dims)
+        changed = replace(self, parameters=parameters, inputs=inputs, overrides=kept, batch_dims=dims)
         check_plan(changed)
         return changed
 

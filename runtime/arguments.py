@@ -48,6 +48,12 @@ def check_model(model: Any) -> None:
         for wrapper, inside in WRAPPERS.items():
             if isinstance(module, wrapper):
                 raise ValueError(f"parallelize: replaces {wrapper.__name__}, found one{at}; pass its model{inside}")
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            raise ValueError(
+                f"parallelize: parameter {name} has a gradient already, to which the first step would add; call "
+                "model.zero_grad() before"
+            )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise ValueError(

@@ -23,7 +23,7 @@ from autopar.plan import Plan
 from autopar.runtime import state
 from autopar.runtime.ambient import Surroundings, outside
 from autopar.runtime.clipping import clip_gradients
-from autopar.runtime.comm import Ledger, add_ledgers
+from autopar.runtime.comm import Ledger
 from autopar.runtime.differentiable import Forward, attach, refuse
 from autopar.runtime.executor import Executor, has_losses
 from autopar.runtime.failures import reporting
@@ -103,7 +103,7 @@ class ParallelModule(Stateful):
 
     def traffic(self) -> Ledger:
         """Calls and bytes sent by this rank so far, by (axis, kind)."""
-        return add_ledgers(*(e.traffic for e in self._cache.runners))
+        return self._cache.traffic()
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -175,6 +175,7 @@ class ParallelModule(Stateful):
                     "model before parallelize, which traces them, or remove them"
                 )
             _need_gradients()
+            _no_anomalies()
             executor, values = self._prepare(args, batch, Kind(True, ()), surroundings)
             if not has_losses(executor.compiled):
                 raise ValueError(
@@ -194,6 +195,7 @@ class ParallelModule(Stateful):
         with reporting("the forward"), outside(self._groups.device) as surroundings:
             if reason := self._cannot_differentiate():
                 raise ValueError(reason)
+            _no_anomalies()
             kind = Kind(True, None, self._tangents)
             executor, values = self._prepare(args, batch, kind, surroundings)
             assert isinstance(executor, Executor)
@@ -240,6 +242,7 @@ class ParallelModule(Stateful):
             executor, values = self._prepare(args, batch, Kind(False, None), surroundings)
             outputs, _ = executor.run_forward(values)
             self._watch.settle(self.training_steps)
+            self._store_buffers(executor.compiled, outputs)
             if torch.is_grad_enabled():
                 refuse(outputs, self._cannot_differentiate(), self._groups.device)
             return rebuild(executor.compiled, outputs, self._groups)
@@ -282,8 +285,9 @@ class ParallelModule(Stateful):
         return found | dict(self.named_buffers())
 
     def _store_gradients(self, executor: Runner, gradients: Mapping[str, Tensor]) -> None:
+        own = self._tree.own
         names = {executor.specs[node].name: gradient.contiguous() for node, gradient in gradients.items()}
-        state.set_gradients((name, self._tree.own[name], g) for name, g in names.items())
+        state.set_gradients((name, own[name], g) for name, g in names.items())
 
     def _store_buffers(self, compiled: Compiled, outputs: list[Any]) -> dict[str, Tensor]:
         """Returns copies of what they held before."""
@@ -330,6 +334,14 @@ def _need_gradients() -> None:
         raise ValueError(
             "train_step: makes gradients, found grad mode off (no_grad or inference_mode around the step); "
             "leave it, or use eval_step(**batch)"
+        )
+
+
+def _no_anomalies() -> None:
+    if torch.is_anomaly_enabled():
+        raise ValueError(
+            "detect_anomaly: watches the operators of an eager backward, found a step on a mesh, which has none; "
+            "look for NaN in the gradients after the step, or run the model on one process"
         )
 
 

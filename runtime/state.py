@@ -24,7 +24,7 @@ from torch.distributed.tensor.placement_types import Shard as TorchShard
 
 from autopar.adapters.dtensor import alike, local_of, writes_to
 from autopar.adapters.hooks import accumulate, has_gradient_hooks
-from autopar.adapters.state_dict import EXTRA, note, noted
+from autopar.adapters.state_dict import EXTRA, IncompatibleKeys, note, noted
 from autopar.parameter import ParameterSpec
 from autopar.placement import nested_piece
 from autopar.runtime.groups import Groups
@@ -78,7 +78,16 @@ def wrap(local: Tensor, spec: ParameterSpec, groups: Groups) -> DTensor:
 
 def make_parameter(local: Tensor, spec: ParameterSpec, groups: Groups) -> nn.Parameter:
     """A parameter that optimizers and checkpoints see whole, over this rank's piece (same storage)."""
-    return nn.Parameter(wrap(local, spec, groups), requires_grad=spec.requires_grad)
+    parameter = nn.Parameter(wrap(local, spec, groups), requires_grad=spec.requires_grad)
+    parameter.share_memory_ = _not_shared  # type: ignore[method-assign] # torch's own crashes the interpreter
+    return parameter
+
+
+def _not_shared() -> Any:
+    raise ValueError(
+        "share_memory: a parameter on a mesh lies in the memory of its own rank, other processes cannot open it; "
+        "share the model before parallelize, or pass them full_state_dict()"
+    )
 
 
 def make_parameters(
@@ -306,20 +315,21 @@ def load_state_dict(
     groups: Groups,
     buffers: Mapping[str, Tensor] | None = None,
     strict: bool = True,
-) -> None:
-    """Copy whole tensors, by original name, into this rank's pieces. Not collective.
+) -> IncompatibleKeys:
+    """Copy whole tensors, by original name, into this rank's pieces. Not collective. Returns what was missing and what
+    unexpected, as torch does.
 
     A tied parameter may come under any of its names. Raises ValueError listing missing names, unexpected names and
     tensors of another shape or kind, before anything is written; ``strict=False`` allows missing and unexpected names.
     """
     specs, buffers = list(specs), dict(buffers or {})
     found: list[tuple[ParameterSpec, Tensor]] = []
-    problems, known = [], {*buffers}
+    problems, missing, known = [], [], {*buffers}
     for spec in specs:
         known |= {spec.name, *spec.aliases}
         name = next((n for n in (spec.name, *spec.aliases) if n in state), None)
         if name is None:
-            problems += [f"missing {spec.name}"] if strict else []
+            missing.append(spec.name)
         elif tuple(state[name].shape) != tuple(spec.shape):
             problems.append(f"{name} has shape {tuple(state[name].shape)}, needs {tuple(spec.shape)}")
         elif other_kind(state[name].dtype, spec.dtype):
@@ -328,13 +338,14 @@ def load_state_dict(
             found.append((spec, state[name]))
     for name, buffer in buffers.items():
         if name not in state:
-            problems += [f"missing {name}"] if strict else []
+            missing.append(name)
         elif state[name].shape != buffer.shape:
             problems.append(f"{name} has shape {tuple(state[name].shape)}, needs {tuple(buffer.shape)}")
         elif other_kind(state[name].dtype, buffer.dtype):
             problems.append(f"{name} is {state[name].dtype}, needs {buffer.dtype}")
+    unexpected = [name for name in state if name not in known]
     if strict:
-        problems += [f"unexpected {name}" for name in state if name not in known]
+        problems = [f"missing {n}" for n in missing] + problems + [f"unexpected {n}" for n in unexpected]
     if problems:
         listed = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
         raise ValueError(f"load_state_dict: {listed}; pass a state of the same model, or strict=False for a part of it")
@@ -345,3 +356,4 @@ def load_state_dict(
         for name, buffer in buffers.items():
             if name in state:
                 buffer.copy_(whole_tensor(state[name]))
+    return IncompatibleKeys(missing, unexpected)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.adapters.state_dict import EXTRA
+from autopar.adapters.state_dict import EXTRA, IncompatibleKeys
 from autopar.runtime import state
 from autopar.runtime.agreement import agree_on_pieces
 from autopar.runtime.failures import reporting
@@ -49,24 +49,33 @@ class Stateful(nn.Module):
         """With pipeline stages: parameter -> the coordinate on pp from which others get it."""
         return {s.name: s.ranks[0] for s in self._tree.specs} if self._cache.plan.pipeline is not None else None
 
-    def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True, assign: bool = False) -> None:
-        """Load whole tensors, or the DTensors of a `state_dict` of this mesh, by original names.
+    def load_state_dict(
+        self, state_dict: Mapping[str, Tensor], strict: bool = True, assign: bool = False
+    ) -> IncompatibleKeys:
+        """Load whole tensors, or the DTensors of a `state_dict` of this mesh, by original names. Returns what was
+        missing and what unexpected (``strict=False``), as torch does.
 
         Raises ValueError listing what is missing, unexpected or of another shape or kind (integers into floats), and
         for values that differ between ranks. Collective.
         """
+        if assign:
+            raise ValueError(
+                "load_state_dict: assign=True would put whole tensors in the place of this rank's pieces; "
+                "leave it out, values are copied"
+            )
         with reporting("load_state_dict"):
             tensors, steps = state.split_steps(state_dict)
             own, specs = self._tree.own, self._tree.specs
             if any(isinstance(v, torch.distributed.tensor.DTensor) for v in tensors.values()):
                 now = super().state_dict()
                 state.check_kinds(tensors, now)
-                super().load_state_dict({**tensors, EXTRA: now[EXTRA]}, strict=strict)
+                found = super().load_state_dict({**tensors, EXTRA: now[EXTRA]}, strict=strict)
             else:
-                state.load_state_dict(tensors, own, specs, self._groups, self._persistent(), strict)
+                found = state.load_state_dict(tensors, own, specs, self._groups, self._persistent(), strict)
             if steps is not None:
                 self.training_steps = steps
             self._finish_loading("load_state_dict")
+        return found
 
     def _finish_loading(self, who: str) -> None:
         """Ranks that hold the same piece must hold the same contents."""

@@ -5,7 +5,7 @@ runner = cache.runner(Kind(train=True, outputs=()), batch, surroundings)      co
 
 from __future__ import annotations
 
-import itertools
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from autopar.plan import Plan
 from autopar.runtime.agreement import Claim, agree_on, everywhere
 from autopar.runtime.ambient import Surroundings
 from autopar.runtime.batches import claim_contents, claim_shapes, facts_of, shapes_of
+from autopar.runtime.comm import Ledger, add_ledgers
 from autopar.runtime.executor import Executor
 from autopar.runtime.groups import Groups, exchange
 from autopar.runtime.module_watch import ModuleWatch
@@ -25,6 +26,8 @@ from autopar.runtime.pipeline import PipelineExecutor
 from autopar.runtime.step_facts import step_facts
 from autopar.runtime.tree import Tree
 from autopar.steps import Compiled
+
+STATES = 8  # of the modules that compiled steps are kept for, for each kind of step and batch
 
 Compiler = Callable[..., Compiled]
 Runner = Executor | PipelineExecutor
@@ -66,7 +69,12 @@ class StepCache:
         self._compiler, self._tree, self._groups, self._backend = compiler, tree, groups, backend
         self.plan, self.micro_batches, self._check_batches = plan, micro_batches, check_batches
         self._steps: dict[tuple[Any, ...], _Step] = {}
+        self._past = add_ledgers()  # traffic of steps that are no longer kept
         self.last: Runner | None = None  # that was asked for
+
+    def traffic(self) -> Ledger:
+        """Of all steps so far, by (axis, kind)."""
+        return add_ledgers(self._past, *(runner.traffic for runner in self.runners))
 
     @property
     def runners(self) -> list[Runner]:
@@ -87,24 +95,37 @@ class StepCache:
         claims = [claim_shapes(self._groups, batch, {"all of it": f"{step}{key}"})]
         agree_on(self._groups, claims + (self._contents(batch, known.runner.compiled) if known else []), "the batch")
         if known is None:
+            self._make_room(key)
             self._steps[key] = self._compiled(kind, batch, surroundings)
         self.last = self._steps[key].runner
         return self.last
 
     def _key(self, facts: tuple[Any, ...]) -> tuple[Any, ...]:
         """The facts, and a number for the state that the modules are in: the same on all ranks that did the same."""
-        for number in itertools.count():
-            step = self._steps.get((*facts, number))
-            if step is None or step.watch.holds():
-                return (*facts, number)
-        raise AssertionError
+        numbers = [k[-1] for k in self._steps if k[:-1] == facts]
+        held = (n for n in reversed(numbers) if self._steps[*facts, n].watch.holds())
+        return (*facts, next(held, max(numbers, default=-1) + 1))
+
+    def _make_room(self, key: tuple[Any, ...]) -> None:
+        """The oldest state of a step is forgotten; whoever changes something at every step is told so."""
+        states = [k for k in self._steps if k[:-1] == key[:-1]]
+        if key[-1] == STATES:
+            warnings.warn(
+                f"train_step: compiled for the {STATES + 1}th time for the same batch, now because of "
+                f"{self._steps[states[-1]].watch.changed()}; what changes from step to step belongs into a buffer or "
+                "an input, or outside of the model",
+                stacklevel=2,
+            )
+        if len(states) >= STATES:
+            self._past = add_ledgers(self._past, self._steps.pop(states[0]).runner.traffic)
 
     def _compiled(self, kind: Kind, batch: dict[str, Any], surroundings: Surroundings) -> _Step:
         self._tree.refresh()
         watch, structure = ModuleWatch(self._tree.root, modes=kind.train), self._tree.structure()
         if not kind.train:
             structure.eval()
-        how = {**kind._asdict(), "fixed": self.plan, "autocast": surroundings.autocast}
+        fixed = self.plan.of_parameters({spec.name for spec in self._tree.specs})
+        how = {**kind._asdict(), "fixed": fixed, "autocast": surroundings.autocast}
         with torch.inference_mode(False), torch.enable_grad():  # a backward may be what asks for this step
             compiled = self._compiler(structure, batch, **how)
         same = Claim(

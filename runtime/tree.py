@@ -14,7 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
+import operator
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +39,8 @@ class Tree:
         buffers: Mapping[str, Tensor],
     ) -> None:
         """``skeleton``: with parameters and buffers on the meta device; not changed."""
-        self.specs, self.own = tuple(specs), dict(own)
-        tied = {name: s.name for s in self.specs for name in (s.name, *s.aliases)}
+        self._specs, self._own = tuple(specs), dict(own)
+        tied = {name: s.name for s in self._specs for name in (s.name, *s.aliases)}
         memo: dict[int, Tensor] = {}  # whatever refers to a parameter, such as a list of them, gets its piece
         for name, parameter in skeleton.named_parameters(remove_duplicate=False):
             if tied[name] in own:
@@ -54,7 +57,35 @@ class Tree:
         for module, parameters in self._elsewhere:
             for key in [k for k, p in parameters.items() if p is not None and p.is_meta]:
                 del module._parameters[key]
-        self._places = {name: _place(p) for name, p in self.own.items()}
+        self._places = {name: _place(p) for name, p in self._own.items()}
+        self._remember()
+
+    @property
+    def own(self) -> dict[str, nn.Parameter]:
+        """This rank's pieces by name, as the modules have them now. Raises ValueError as `refresh`."""
+        if self._moved():
+            self.refresh()
+        return self._own
+
+    @property
+    def specs(self) -> tuple[ParameterSpec, ...]:
+        """All parameters of the model. Raises ValueError as `refresh`."""
+        if self._moved():
+            self.refresh()
+        return self._specs
+
+    def _remember(self) -> None:
+        self._children = [(m._modules, dict(m._modules)) for m in self.root.modules()]
+        self._owners = [m._parameters for m in self.root.modules()]
+        self._ids = self._ids_now()
+
+    def _moved(self) -> bool:
+        """Whether modules or parameters are others than before."""
+        return any(itertools.starmap(operator.ne, self._children)) or self._ids_now() != self._ids
+
+    def _ids_now(self) -> list[Any]:
+        parameters = [p for p in itertools.chain.from_iterable(map(dict.values, self._owners)) if p is not None]
+        return [*map(id, parameters), *map(storage_of, parameters)]
 
     def structure(self) -> nn.Module:
         """A copy with everything as it is now, parameters (whole) and buffers on the meta device."""
@@ -90,13 +121,13 @@ class Tree:
         """
         now = dict(self.root.named_parameters(remove_duplicate=False))
         left = []
-        for spec in self.specs:
-            if spec.name not in self.own:  # it lives on other ranks
+        for spec in self._specs:
+            if spec.name not in self._own:  # it lives on other ranks
                 left.append(spec)
                 continue
             found = {name: now.pop(name) for name in (spec.name, *spec.aliases) if name in now}
             if not found:
-                del self.own[spec.name], self._places[spec.name]
+                del self._own[spec.name], self._places[spec.name]
                 continue
             left.append(self._taken(spec, found))
         for name in now:
@@ -104,11 +135,22 @@ class Tree:
                 f"parallelize: parameter {name} was added to the model after parallelize, so it lies on no mesh; "
                 "change the model before, and parallelize it then"
             )
-        self.specs = tuple(left)
+        self._specs = tuple(left)
+        self._check_ties()
+        self._remember()
+
+    def _check_ties(self) -> None:
+        names: dict[int, str] = {}
+        for name, parameter in self._own.items():
+            if (first := names.setdefault(id(parameter), name)) != name:
+                raise ValueError(
+                    f"parallelize: {first} and {name} were two parameters and are now one; "
+                    "tie them before, and parallelize the model then"
+                )
 
     def _taken(self, spec: ParameterSpec, found: Mapping[str, nn.Parameter]) -> ParameterSpec:
         """The spec of a parameter as it is now."""
-        name, own = spec.name, self.own[spec.name]
+        name, own = spec.name, self._own[spec.name]
         parameter = next(iter(found.values()))
         if any(p is not parameter for p in found.values()):
             raise ValueError(
@@ -128,7 +170,7 @@ class Tree:
             )
         if _place(parameter)[1].device.type != self._places[name][1].device.type:
             raise ValueError(f"parallelize: parameter {name} must stay on its mesh, found it on {parameter.device}")
-        self.own[name], self._places[name] = parameter, _place(parameter)
+        self._own[name], self._places[name] = parameter, _place(parameter)
         return dataclasses.replace(spec, dtype=parameter.dtype, requires_grad=parameter.requires_grad)
 
 

@@ -14,10 +14,19 @@ torch.set_num_threads(1)
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "full: a whole product of cases; runs only with -m full")
     # An op without a backward gives a silently wrong gradient: never only a warning.
     config.addinivalue_line("filterwarnings", "error:.*an autograd kernel was not registered.*:UserWarning")
     # torch 2.13 renamed the *_tensor collectives; the old names are the ones older torch knows too.
     config.addinivalue_line("filterwarnings", "ignore:.*(all_gather_into_tensor|reduce_scatter_tensor).*:FutureWarning")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "full" in (config.getoption("markexpr") or ""):
+        return
+    full = [item for item in items if item.get_closest_marker("full")]
+    config.hook.pytest_deselected(items=full)
+    items[:] = [item for item in items if item not in set(full)]
 
 
 @pytest.fixture

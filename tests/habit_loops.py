@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.habit_models import batch
 from tests.habits import Habit, Run, full
 
 LOOPS: list[Habit] = []
@@ -162,6 +163,11 @@ def evaluated_and_trained(run: Run) -> None:
     run.train_step(1)
 
 
+def smaller(run: Run) -> None:
+    """Half of the whole batch."""
+    run.losses.append(float(run.model(**run.part({k: v[:4] for k, v in batch(1).items()}))["loss"]))
+
+
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Any:
     torch.set_default_dtype(dtype)
@@ -187,7 +193,8 @@ loop("enable_grad around train_step", lambda r: around(r, torch.enable_grad()))
 loop("use_deterministic_algorithms around a step", lambda r: around(r, deterministic()))
 loop("set_default_dtype(float64) around a step", lambda r: around(r, default_dtype(torch.float64)))
 loop("autocast(enabled=False) around a step", lambda r: around(r, torch.autocast("cpu", enabled=False)))
-loop("detect_anomaly around forward and backward", lambda r: anomaly(r))
+loop("detect_anomaly around a step", lambda r: around(r, torch.autograd.detect_anomaly()), "detect_anomaly: watches")
+loop("detect_anomaly around forward and backward", lambda r: anomaly(r), "detect_anomaly: watches")
 loop("torch.device('cpu') around a step", lambda r: around(r, torch.device("cpu")))
 loop("set_detect_anomaly, then off", lambda r: (torch.autograd.set_detect_anomaly(False), r.train_step(1)))
 loop("manual_seed before a step", lambda r: (torch.manual_seed(3), r.train_step(1)))
@@ -246,7 +253,7 @@ loop(
 )
 loop("a hook on the loss", lambda r: backward(r, lambda x: (x.register_hook(lambda g: g * 2), x)[1]))
 loop("loss.requires_grad, loss.grad_fn", lambda r: (x := plain(r)).requires_grad and x.grad_fn is not None)
-loop("inputs that require a gradient", lambda r: leaf_inputs(r), "gradients of inputs are not made")
+loop("inputs that require a gradient", lambda r: leaf_inputs(r), "x requires a gradient, which only parameters get")
 
 
 def leaf_inputs(run: Run) -> None:
@@ -268,7 +275,6 @@ loop(
     lambda r: written(r, lambda r, o: [p.add_(1) for p in r.model.parameters()]),
     INPLACE,
 )
-loop("a buffer of batch norm is written between", lambda r: written(r, lambda r, o: r.model.bn.running_mean.fill_(1)))
 loop("a buffer that the forward writes, between", lambda r: written(r, lambda r, o: r.model.mean.fill_(1)))
 loop("the bias that nobody reads is written between", lambda r: written(r, lambda r, o: r.model.first.bias.add_(1)))
 loop("model.eval() between forward and backward", lambda r: written(r, lambda r, o: r.model.eval()))
@@ -334,6 +340,4 @@ loop("eval(), gradients on", lambda r: in_eval(r, contextlib.nullcontext))
 loop("eval(), forward, train(), a step", evaluated_and_trained)
 loop("eval() and a training step", lambda r: (r.model.eval(), r.train_step(1)) and None)
 loop("loss.backward() in eval mode", lambda r: (r.model.eval(), backward(r)) and None)
-loop(
-    "another batch size", lambda r: r.losses.append(float(r.model(**{k: v[:2] for k, v in r.batch().items()})["loss"]))
-)
+loop("another batch size", smaller)

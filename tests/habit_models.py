@@ -39,7 +39,7 @@ class Model(nn.Module):
         self.mean: Tensor
 
     def forward(self, x: Tensor, target: Tensor) -> dict[str, Tensor]:
-        h = self.act(self.bn(self.first(x)))
+        h = self.act(self.bn(torch.tanh(self.first(x))))  # no bias just before a norm: its gradient is only noise
         with torch.no_grad():
             self.mean.mul_(0.9).add_(h.mean(0), alpha=0.1)
         h = self.block(h - self.mean) * self.config.gain

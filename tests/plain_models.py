@@ -108,6 +108,7 @@ def part(batch: dict[str, Tensor], sizes: dict[str, int]) -> dict[str, Tensor]:
 
 def put(model: nn.Module, batch: dict[str, Tensor], sizes: dict[str, int], **options: Any) -> autopar.ParallelModule:
     mesh = autopar.init_mesh("cpu", 30.0, **sizes)
+    model.zero_grad()  # of a comparison before
     return autopar.parallelize(model, mesh, example_batch=part(batch, sizes), **options)
 
 

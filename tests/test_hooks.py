@@ -67,8 +67,15 @@ def hooks_of_parameters() -> None:
     assert all(p.grad is None for p in trained.values())
     assert gap({n: now[n] for n in expected}, {n: before[n] - 0.5 * g for n, g in expected.items()}) < EXACT
 
-    with pytest.raises(ValueError, match="hold parameters and are not called"):
-        parallel.get_submodule("first").register_forward_hook(print)
+    parallel.zero_grad()
+    traced = parallel.get_submodule("first").register_forward_hook(lambda m, given, out: out * 2)
+    traced_too = model.get_submodule("first").register_forward_hook(lambda m, given, out: out * 2)
+    model.zero_grad()
+    model.load_state_dict(now)
+    expected_loss = model(**batch)["loss"]
+    assert abs(parallel.train_step(**mine).item() - expected_loss.item()) < EXACT  # compiled once more, with the hook
+    traced.remove(), traced_too.remove()
+    assert abs(parallel.train_step(**mine).item() - model(**batch)["loss"].item()) > 1e-3
     with pytest.raises(ValueError, match="has its own backward"):
         parallel.register_full_backward_hook(print)
     handle = parallel.register_forward_hook(lambda *_: None)

@@ -24,6 +24,11 @@ def has_forward_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
+def hooks_of_all() -> list[dict[int, Any]]:
+    """The live dicts of hooks for the forwards of all modules."""
+    return [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
+
+
 def accumulate(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     """Add to ``.grad`` of leaves as one backward does: through their hooks, in torch's own order."""
     with torch.enable_grad():

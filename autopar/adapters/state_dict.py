@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+IncompatibleKeys = torch.nn.modules.module._IncompatibleKeys  # what load_state_dict gives back
 EXTRA = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX  # what get_extra_state of the outermost module is filed under
 
 
