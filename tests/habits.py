@@ -226,8 +226,17 @@ habit("before", "parametrized, then removed", lambda m: (
     nn.utils.parametrize.register_parametrization(m.block.fc, "weight", nn.Tanh()),
     nn.utils.parametrize.remove_parametrizations(m.block.fc, "weight")))  # fmt: skip
 habit("before", "prune.l1_unstructured", lambda m: prune.l1_unstructured(m.block.fc, "weight", 0.5))
-habit("before", "a forward and backward: .grad is there", lambda m: m(**batch(5))["loss"].backward(), "has a gradient already")
-habit("before", "a forward, backward and zero_grad()", lambda m: (m(**batch(5))["loss"].backward(), m.zero_grad()) and None)
+habit(
+    "before",
+    "a forward and backward: .grad is there",
+    lambda m: m(**batch(5))["loss"].backward(),
+    "has a gradient already",
+)
+habit(
+    "before",
+    "a forward, backward and zero_grad()",
+    lambda m: (m(**batch(5))["loss"].backward(), m.zero_grad()) and None,
+)
 habit("before", "del model.bn.num_batches_tracked", lambda m: m.bn.register_buffer("num_batches_tracked", None))
 
 # --- between: parameters that are replaced --------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -108,7 +109,8 @@ def part(batch: dict[str, Tensor], sizes: dict[str, int]) -> dict[str, Tensor]:
 
 def put(model: nn.Module, batch: dict[str, Tensor], sizes: dict[str, int], **options: Any) -> autopar.ParallelModule:
     mesh = autopar.init_mesh("cpu", 30.0, **sizes)
-    model.zero_grad()  # of a comparison before
+    if any(p.grad is not None for p in model.parameters()):
+        model = copy.deepcopy(model)  # has none
     return autopar.parallelize(model, mesh, example_batch=part(batch, sizes), **options)
 
 

@@ -94,7 +94,7 @@ runs = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=25, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+@settings(max_examples=15, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 @given(models, st.sampled_from(["tp=2", "tp=3", "tp=4", "dp=2", "dp=2,tp=2", "dp=4"]), runs)
 def test_random_transformer(config: dict[str, Any], mesh: str, options: dict[str, Any]) -> None:
     torch.manual_seed(0)

@@ -366,6 +366,7 @@ def inductor() -> None:
     assert gap(found[0], found[1]) < EXACT
 
 
+@pytest.mark.full  # compiles for minutes; tests/runtime/test_bind.py has inductor on single graphs
 def test_inductor_equals_eager() -> None:
     run_ranks(2, inductor, timeout=250)
 

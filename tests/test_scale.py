@@ -80,6 +80,7 @@ def test_four_layers(zero: int, sequence_parallel: bool) -> None:
     check(4, in_own_process(4, zero, sequence_parallel), zero)
 
 
+@pytest.mark.full
 def test_llama_3_8b() -> None:
     """All 32 layers, with what makes the largest graphs."""
     found = in_own_process(32, 3, True)

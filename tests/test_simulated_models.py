@@ -1,7 +1,7 @@
 """Whole models on all ranks of a mesh in one process: loss and every gradient equal eager within 1e-10.
 
-Each model meets a covering subset of meshes and options: every model is cut over tp and over dp; every option meets
-several architectures. Other modules than transformers, and the corners of batches, follow.
+Five models meet a covering subset of meshes and options; the others, which run on real ranks (tests/hf), are played
+here with ``-m full``. Other modules than transformers, and the corners of batches, follow.
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ OPTIONS = {
     "one": [BOTH],
 }
 MOST = {"llama": "whole", "gpt2": "whole", "t5": "two", "mixtral": "two", "bert": "two"}
-CASES = [(name, *case) for name in TINY for case in OPTIONS[MOST.get(name, "one")]]
+CASES = [
+    pytest.param(name, *case, marks=() if name in MOST else pytest.mark.full)
+    for name in TINY
+    for case in OPTIONS[MOST.get(name, "one")]
+]
 
 
 @pytest.mark.parametrize("name, mesh, zero, sequence_parallel, micro_batches", CASES)
