@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -187,7 +188,7 @@ def sequence_first(tp: int) -> list[str]:
     loss, logits = model(**whole)
     loss.backward()
     mesh, mine = autopar.init_mesh("cpu", 30.0, dp=2, tp=tp), part_of_batch(whole, dims, 2, rank // tp)
-    put = lambda **how: autopar.parallelize(model, mesh, example_batch=mine, micro_batches=2, **how)  # noqa: E731
+    put = lambda **how: autopar.parallelize(copy.deepcopy(model), mesh, example_batch=mine, micro_batches=2, **how)  # noqa: E731
     parallel, loose = put(), put(check_batches=False, batch_dims=dims)
     assert abs(float(parallel.train_step(**mine)) - float(loss)) < EXACT
     assert dict(parallel.plan.batch_dims) == dims

@@ -5,6 +5,7 @@ python -m torch.distributed.run --nproc-per-node 2 tests/torchrun_script.py FOLD
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def main(folder: Path) -> None:
     expected.backward()
     mesh = autopar.init_mesh("cpu", timeout=30, dp=2)
     part = x.chunk(2)[dist.get_rank()]
-    parallel = autopar.parallelize(model, mesh, example_batch={"x": part}, zero=3)
+    parallel = autopar.parallelize(copy.deepcopy(model), mesh, example_batch={"x": part}, zero=3)
     loss = parallel.train_step(part)
     torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-12)
     for name, gradient in parallel.full_gradients().items():
