@@ -171,9 +171,8 @@ def test_micro_batches_change_nothing(count: int, sizes: dict[str, int], zero: i
 
 def several_losses(sizes: dict[str, int], count: int) -> None:
     model, batch = build(Losses), numbers()
-    left, right = model(**batch)
-    (left + right).backward()
-    both = gradients(model)
+    sum(losses := model(**batch)).backward()
+    left, right, both = *losses, gradients(model)
     parallel = put(model, batch, sizes, micro_batches=count)
     found = parallel.train_step(**part(batch, sizes))
     assert isinstance(found, tuple) and torch.allclose(torch.stack(found), torch.stack([left, right]), atol=EXACT)
@@ -185,8 +184,8 @@ def several_losses(sizes: dict[str, int], count: int) -> None:
         model.zero_grad()
         model(**batch)[1].backward()
         own = parallel.full_gradients()
-        zero = {n: torch.zeros_like(g) for n, g in both.items()}  # the other loss's head has a gradient of 0
-        assert gap(zero | own, zero | gradients(model)) < EXACT
+        zero = {n: torch.zeros_like(g) for n, g in both.items()}
+        assert gap(zero | own, zero | gradients(model)) < EXACT  # the other loss's head has a gradient of 0
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -366,7 +365,7 @@ def inductor() -> None:
     assert gap(found[0], found[1]) < EXACT
 
 
-@pytest.mark.full  # compiles for minutes; tests/runtime/test_bind.py has inductor on single graphs
+@pytest.mark.full  # takes minutes; tests/runtime/test_bind.py has inductor on single graphs
 def test_inductor_equals_eager() -> None:
     run_ranks(2, inductor, timeout=250)
 
