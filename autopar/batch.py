@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from autopar.adapters.export import flatten, paths, unflatten
 
 BatchDims = Mapping[str, int | None]
+UNCLEAR = "has as many rows as the batch, and nothing in the graph tells whether they are its rows"  # a note of plans
 
 
 def tensors_of(batch: Any) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from autopar.adapters.lazy import lazy_code
-from autopar.batch import BatchDims, check_batch_dims, likely_dims, tensors_of, whole_batch
+from autopar.batch import UNCLEAR, BatchDims, check_batch_dims, likely_dims, tensors_of, whole_batch
 from autopar.capture import adapter_for, capture
 from autopar.graph import (
     copy_graph,
@@ -57,7 +57,10 @@ def plan_model(
     check_batch_dims(model, batch, dict(options.batch_dims))
     gm = _planning_graph(model, batch, Context(mesh))
     plan = _with_pipeline(make_plan(gm, mesh, lean, fixed), gm, options, fixed)
-    plan = dataclasses.replace(plan, batch_dims=batch_dims(gm, mesh, options, fixed) | dict(plan.batch_dims))
+    dims = batch_dims(gm, mesh, options, fixed) | dict(plan.batch_dims)
+    unclear = gm.meta.get("unclear_batch_dims", []) if mesh.size("dp") > 1 else []
+    notes = tuple((f"input {name}", UNCLEAR) for name in unclear)
+    plan = dataclasses.replace(plan, batch_dims=dims, notes=(*plan.notes, *notes))
     return plan, parameter_specs(gm, plan)
 
 

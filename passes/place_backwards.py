@@ -9,6 +9,9 @@ value without gradient: a norm over a cut dim finds a pending sum, and a convers
 - an input is taken with that placement for which its gradient is least to convert.
 
 Over micro-batches nothing of a backward is converted: the others' gradients are not there yet.
+
+An operator of others with a registered backward is one node, whose backward nobody sees. Where it is not linear, the
+operator runs on whole values, Invariant: then the gradient is whole as well.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from collections.abc import Callable, Mapping
 
 from torch.fx import Graph, Node
 
+from autopar.adapters.custom_ops import has_nonlinear_backward
 from autopar.conversions import is_conversion
 from autopar.graph import describe
 from autopar.own_backward import OwnBackward, function_of, inside_of, is_linear, own_backwards
@@ -58,6 +62,18 @@ class Backwards:
                 f"micro-batches at once at {describe(before)}, so cutting the batch would change the result; use "
                 "micro_batches=1"
             )
+
+    def needs_whole_gradient(self, node: Node) -> bool:
+        """Whether a call is of an operator whose own backward is not linear: the gradient that it takes must be that
+        of all ranks. Raises ValueError over micro-batches."""
+        if not has_nonlinear_backward(node):
+            return False
+        if self.axis == "mb":
+            raise ValueError(
+                f"micro_batches: the backward that is registered for {node.target} is not linear in the gradient, so "
+                f"it needs that of all micro-batches at once at {describe(node)}; use micro_batches=1"
+            )
+        return True
 
 
 def best_input(

@@ -162,6 +162,11 @@ class _Sweep:
         if node.target in (HOLE, OWN_BACKWARD, RESULT):
             self._visit_backward(node)
             return
+        if self.backwards.needs_whole_gradient(node):
+            for x in operands:
+                replace_operand(node, x, self._converted(x, INVARIANT, node))
+            set_results(node, self.axis, [INVARIANT for _ in values(node)])
+            return
         if not has_rule(node) and str(node.target) not in self.whole:
             if any(not matches(placement(x, self.axis), INVARIANT, has_gradient(x)) for x in operands):
                 raise ValueError(missing_rule(node, self.axis))

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from autopar.adapters.export import flatten, one_level, unflatten
-from autopar.batch import tensors_of
+from autopar.batch import UNCLEAR, tensors_of
 from autopar.placement import Placements, Shard
+from autopar.plan import Plan
 from autopar.runtime.agreement import Claim, everywhere
 from autopar.runtime.contents import words_of
-from autopar.runtime.groups import Groups
+from autopar.runtime.groups import Groups, exchange
 
 
 def facts_of(batch: Mapping[str, Any]) -> tuple[str, ...]:
@@ -91,3 +93,30 @@ def claim_contents(groups: Groups, batch: Mapping[str, Any], inputs: Mapping[str
             "check_batches=False skips this check",
         ),
     ]
+
+
+def check_unclear(groups: Groups, batch: Mapping[str, Any], plan: Plan, contents: bool) -> None:
+    """Inputs of which the plan does not know whether they are part of the batch, and takes them for it: parts differ
+    from one dp rank to the next, a table that all are given does not. Collective. Without ``contents``, a warning.
+
+    Raises ValueError, on all ranks, where the ranks of dp were given the same.
+    """
+    noted = {subject.removeprefix("input ") for subject, reason in plan.notes if reason == UNCLEAR}
+    tensors = {name: x for name, x in tensors_of(batch).items() if name in noted and x.numel()}
+    if not tensors:
+        return
+    if not contents:
+        warnings.warn(_unclear(list(tensors), "check_batches=False"), stacklevel=2)
+        return
+    words = words_of(tensors)
+    told = [text.split("\n")[1:] for text in exchange(groups, "\n".join(words.values()), "the batch")]
+    same = [name for name, found in zip(words, zip(*told)) if len(set(found)) == 1]
+    if same:
+        raise ValueError(_unclear(same, "the same on all ranks"))
+
+
+def _unclear(names: Sequence[str], found: str) -> str:
+    return (
+        f"batch: input {', '.join(names)} {UNCLEAR}, found {found}; say batch_dims={{{names[0]!r}: None}} if every "
+        f"rank is given all of it, batch_dims={{{names[0]!r}: 0}} if each rank of 'dp' is given its own part"
+    )

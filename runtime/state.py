@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import Replicate as TorchReplicate
 from torch.distributed.tensor.placement_types import Shard as TorchShard
 
 from autopar.adapters.dtensor import alike, local_of, writes_to
-from autopar.adapters.hooks import accumulate, has_gradient_hooks
+from autopar.adapters.hooks import accumulate, observed
 from autopar.adapters.state_dict import EXTRA, IncompatibleKeys, note, noted
 from autopar.parameter import ParameterSpec
 from autopar.placement import nested_piece
@@ -151,11 +151,12 @@ def set_gradient(name: str, parameter: nn.Parameter, local: Tensor) -> None:
 
 
 def set_gradients(found: Iterable[tuple[str, nn.Parameter, Tensor]]) -> None:
-    """`set_gradient` for all of a step. Hooks of the parameters are called, as by one backward, with the gradient as a
-    tensor like its parameter."""
-    hooked = []
-    for name, parameter, local in found:
-        if has_gradient_hooks(parameter):
+    """`set_gradient` for all of a step. Hooks of the parameters, and of the nodes that add up their gradients, are
+    called, as by one backward, with the gradient as a tensor like its parameter."""
+    hooked, all_of_them = [], list(found)
+    watched = observed([parameter for _, parameter, _ in all_of_them])
+    for (name, parameter, local), someone in zip(all_of_them, watched, strict=True):
+        if someone:
             hooked.append((parameter, gradient_of(parameter, local)))
         else:
             set_gradient(name, parameter, local)

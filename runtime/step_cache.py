@@ -17,7 +17,7 @@ from torch import nn
 from autopar.plan import Plan
 from autopar.runtime.agreement import Claim, agree_on, everywhere
 from autopar.runtime.ambient import Surroundings
-from autopar.runtime.batches import claim_contents, claim_shapes, facts_of, shapes_of
+from autopar.runtime.batches import check_unclear, claim_contents, claim_shapes, facts_of, shapes_of
 from autopar.runtime.comm import Ledger, add_ledgers
 from autopar.runtime.executor import Executor
 from autopar.runtime.groups import Groups, exchange
@@ -135,6 +135,7 @@ class StepCache:
             "give every rank the same model, mesh, options and batch shapes",
         )
         agree_on(self._groups, [same, *self._contents(batch, compiled)], "the compiled step")
+        check_unclear(self._groups, batch, self.plan, self._check_batches)
         run = Executor if compiled.pipeline is None else PipelineExecutor
         runner = run(compiled, self._groups, self._backend)
         exchange(self._groups, "", "the bound step")  # one that binds slowly (inductor) would be missed in a collective

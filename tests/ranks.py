@@ -5,7 +5,8 @@
 ``body`` is a module-level function of a test module; it is sent by name and runs with the default process
 group in place (gloo), one intra-op thread, and the same seed on every rank. A pool is forked once (0.1 s)
 and reused; any failure or timeout retires it, because a failed gloo collective poisons the next ones. A test
-that catches such a failure on the ranks must retire the pool itself: `close_pools`.
+that catches such a failure on the ranks must retire the pool itself: `close_pools`. Ranks that still compute when
+the timeout comes are not hung, the machine is slow: they get more time.
 
 Arguments and results travel as plain pickles, so tensors are copied, never shared. The store is hosted by a
 process of its own. It outlives any rank, which tests of dying ranks need; and its threads are not in the parent:
@@ -30,7 +31,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -43,6 +45,8 @@ from autopar.runtime import failures
 
 GROUP_TIMEOUT = 30.0  # seconds until a collective whose peer is absent fails
 GRACE = 2.0  # seconds the other ranks get to report after the first failure
+PATIENCE = 5  # times the timeout, for ranks that compute: the machine is slow
+LOOK, IDLE = 10.0, 0.5  # after the timeout, ranks that compute less than IDLE s in LOOK s stand still
 PR_SET_PDEATHSIG = 1
 
 
@@ -119,6 +123,52 @@ def close_pools() -> None:
         _retire(n)
 
 
+class _Deadline:
+    """When ranks that have not answered are given up: after ``timeout`` seconds, if they stand still; ranks that
+    compute, on a machine that others use, get up to `PATIENCE` times as long."""
+
+    def __init__(self, timeout: float, processes: Sequence[int]) -> None:
+        self._start, self._timeout, self._processes = time.monotonic(), timeout, processes
+        self._end = self._start + timeout
+        self._before = self._used = _cpu_seconds(processes)
+        self._grace: float | None = None
+
+    def next_look(self) -> float:
+        """Seconds to wait for answers."""
+        return max(0.0, self._end - time.monotonic())
+
+    def is_over(self) -> bool:
+        """At the end of ``next_look``: whether they stand still, or have had their time."""
+        now, before = time.monotonic(), self._used
+        self._used = _cpu_seconds(self._processes)
+        if self._grace is not None or self._used - before < IDLE or now > self._start + PATIENCE * self._timeout:
+            return True
+        self._end = now + LOOK
+        return False
+
+    def shorten(self, grace: float) -> None:
+        """A rank has failed: the others get so many seconds."""
+        if self._grace is None:
+            self._grace, self._end = grace, min(self._end, time.monotonic() + grace)
+
+    def __str__(self) -> str:
+        if self._grace is not None:
+            return f"{self._grace:.0f} s after another rank failed"
+        seconds, load = time.monotonic() - self._start, os.getloadavg()[0]
+        used = _cpu_seconds(self._processes) - self._before
+        return f"after {seconds:.0f} s, in which the ranks computed for {used:.0f} s (load {load:.0f})"
+
+
+def _cpu_seconds(processes: Sequence[int]) -> float:
+    """What they have computed so far."""
+    found = 0.0
+    for process in processes:
+        with suppress(OSError):
+            fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+            found += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return found
+
+
 class _Pool:
     def __init__(self, n: int):
         assert not torch.cuda.is_initialized(), "a process that has initialised CUDA cannot be forked"
@@ -159,10 +209,10 @@ class _Pool:
                 pending[pipe] = rank
             except OSError:
                 outcomes[rank].lost = self._fate(rank)
-        deadline, shortened = time.monotonic() + timeout, False
+        clock = _Deadline(timeout, [p.pid for p in self.processes if p.pid is not None])
         while pending:
-            ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
-            if not ready:
+            ready = wait(list(pending), clock.next_look())
+            if not ready and clock.is_over():
                 break
             for pipe in ready:
                 assert isinstance(pipe, Connection)
@@ -172,11 +222,10 @@ class _Pool:
                     outcome.value, outcome.error = (value, None) if ok else (None, value)
                 except (EOFError, OSError):
                     outcome.lost = self._fate(outcome.rank)
-                if not outcome.ok and not shortened:
-                    deadline, shortened = min(deadline, time.monotonic() + grace), True
+                if not outcome.ok:
+                    clock.shorten(grace)
         for rank in pending.values():
-            after = f"{grace:.0f} s after another rank failed" if shortened else f"after {timeout:.0f} s"
-            outcomes[rank].lost = f"was still running {after}\n{self._stack(rank)}"
+            outcomes[rank].lost = f"was still running {clock}\n{self._stack(rank)}"
         return outcomes
 
     def _fate(self, rank: int) -> str:
@@ -253,7 +302,7 @@ def _answer(task: bytes) -> bytes:
         fn = _find(*where)
         args = pickle.loads(packed)
         failures.clear()  # what an earlier test caught explains nothing here
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # torch.manual_seed also formats a stack trace, for CUDA
         random.seed(0)
         torch.set_default_dtype(torch.float32)
         return pickle.dumps((True, fn(*args)))

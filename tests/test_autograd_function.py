@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -212,6 +213,26 @@ class Untraceable(torch.autograd.Function):
         return grad * float(grad.sum())
 
 
+class Remade(torch.autograd.Function):
+    """An activation checkpoint of its own, with the state of the random numbers."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Any, x: Tensor) -> Tensor:
+        ctx.run, ctx.seeds = run, torch.get_rng_state()
+        ctx.save_for_backward(x)
+        made: Tensor = run(x)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (x,) = (t.detach().requires_grad_() for t in ctx.saved_tensors)
+        torch.set_rng_state(ctx.seeds)
+        with torch.enable_grad():
+            out = ctx.run(x)
+        torch.autograd.backward((out,), (grad,))
+        return None, x.grad
+
+
 class Dirty(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -240,6 +261,7 @@ REFUSED: list[tuple[Any, str]] = [
     (lambda x, net: Dirty.apply(x), "Dirty writes into its inputs"),
     (lambda x, net: Few.apply(x, x), "Few cannot be traced .it returns 1 gradients for 2 inputs"),
     (lambda x, net: torch.func.vmap(own.TotalNorm.apply)(x), "TotalNorm is called under a transform of torch.func"),
+    (lambda x, net: Remade.apply(net.up, x), "Remade calls torch.autograd.backward .*use torch.utils.checkpoint"),
     (penalty, "torch.autograd.grad and backward cannot be captured"),
 ]
 
@@ -271,13 +293,29 @@ def test_a_result_that_is_not_used() -> None:
         check(One(lambda x, net: Either.apply(x, False)[0]), "dp=1")  # type: ignore[no-untyped-call]
 
 
-def test_checkpoints_are_differentiated() -> None:
-    for reentrant in (True, False):
+class Checkpointed(nn.Module):
+    """Blocks in checkpoints of torch. The first one has no gradient in torch either, where a reentrant checkpoint
+    is given none."""
 
-        def run(x: Tensor, net: Any, reentrant: bool = reentrant) -> Any:
-            return torch.utils.checkpoint.checkpoint(lambda h: net.up(h).tanh(), x, use_reentrant=reentrant)
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.blocks = nn.Linear(8, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
 
-        check(One(run), "dp=1")
+    def forward(self, x: Tensor) -> Tensor:
+        checkpoint = torch.utils.checkpoint.checkpoint
+        h = checkpoint(self.first, x, use_reentrant=True)
+        for block, reentrant in zip(self.blocks, (False, True, True)):
+            h = h + checkpoint(lambda h, b=block: b(h).tanh(), h, use_reentrant=reentrant)
+        loss: Tensor = h.square().mean()
+        return loss
+
+
+@pytest.mark.parametrize(("mesh", "options"), [("dp=2", {"micro_batches": 2}), ("tp=2", {})])
+def test_checkpoints_are_differentiated(mesh: str, options: dict[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # said by torch
+        check(Checkpointed(), mesh, **options)
 
 
 def test_functions_are_left_alone_afterwards() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -178,6 +179,33 @@ def error_of(call: Any, *args: Any, **kwargs: Any) -> str:
     except ValueError as error:
         return str(error)
     return "no error"
+
+
+def table_of_as_many_rows() -> list[str]:
+    """Whether the rows of the table are those of the batch is for the user to say, unless what ranks are given does."""
+    torch.manual_seed(0)
+    model, rank = Scores().double(), dist.get_rank()
+    g = torch.Generator().manual_seed(1)
+    x, table = torch.randn(8, D, generator=g).double(), torch.randn(8, D, generator=g).double()
+    mine, mesh = {"x": x.chunk(2)[rank], "table": table[:4]}, autopar.init_mesh("cpu", 30.0, dp=2)
+
+    def step(batch: dict[str, Tensor], **how: Any) -> float:
+        return float(autopar.parallelize(model, mesh, example_batch=mine, **how).train_step(**batch))
+
+    refused = error_of(step, mine)
+    assert abs(step(mine, batch_dims={"table": None}) - float(model(x=x, table=table[:4]))) < EXACT
+    parts = {**mine, "table": table.chunk(2)[rank]}
+    assert abs(step(parts) - float(model(x=x, table=table))) < EXACT
+    with warnings.catch_warnings(record=True) as caught:
+        step(parts, check_batches=False)
+    return [refused, *(str(w.message) for w in caught if "has as many rows" in str(w.message))]
+
+
+def test_a_table_of_as_many_rows_as_the_batch_is_asked_about() -> None:
+    for refused, warned in run_ranks(2, table_of_as_many_rows, timeout=200):
+        assert refused.startswith("batch: input table has as many rows as the batch, and nothing in the graph tells")
+        assert "found the same on all ranks; say batch_dims={'table': None} if" in refused
+        assert "found check_batches=False; say" in warned
 
 
 def sequence_first(tp: int) -> list[str]:

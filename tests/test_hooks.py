@@ -13,6 +13,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.tensor import DTensor
 
 from autopar.adapters.fake import skeleton_of
+from autopar.adapters.hooks import observed
 from autopar.capture import capture
 from tests.plain_models import EXACT, Net, build, gap, gradients, numbers, part, put
 from tests.ranks import run_ranks
@@ -52,6 +53,8 @@ def hooks_of_parameters() -> None:
     parallel.train_step(**mine)
     assert gap(parallel.full_gradients(), expected) < EXACT and len(calls) == 6
 
+    hooks_of_nodes(parallel, mine, expected)
+
     optimizers = {p: torch.optim.SGD([p], 0.5) for p in trained.values()}  # the optimizer within the backward
 
     def step(p: Tensor) -> None:
@@ -84,6 +87,32 @@ def hooks_of_parameters() -> None:
     handle.remove()
 
 
+def hooks_of_nodes(parallel: Any, mine: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """As libraries put them there that reduce gradients while a backward runs: they hold the node, or a graph."""
+    weight, bias = parallel.first.weight, parallel.first.bias
+    calls: list[str] = []
+    node = node_of(weight)
+    node.register_prehook(lambda grads: (grads[0] * 2,))
+    node.register_hook(lambda *_: calls.append("weight"))
+    graph = bias.expand_as(bias)
+    graph.grad_fn.next_functions[0][0].register_hook(lambda *_: calls.append("bias"))
+    wanted = {n: g * (2 if n == "first.weight" else 1) for n, g in expected.items()}
+    for run in (lambda: parallel.train_step(**mine), lambda: parallel(**mine)["loss"].backward()):
+        parallel.zero_grad()
+        run()
+        assert gap(parallel.full_gradients(), wanted) < EXACT
+    assert sorted(calls) == ["bias", "bias", "weight", "weight"]
+    assert observed([weight, bias, parallel.head.weight]) == [True, True, False]
+    del node, graph  # the hooks go with them, as in torch
+    parallel.zero_grad()
+    parallel.train_step(**mine)
+    assert gap(parallel.full_gradients(), expected) < EXACT and len(calls) == 4
+
+
+def node_of(parameter: Tensor) -> Any:
+    return parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
 def test_hooks_of_parameters() -> None:
     run_ranks(2, hooks_of_parameters)
 
@@ -108,9 +137,21 @@ def after_a_parameter(m: Net) -> Any:
     return m.first.weight.register_post_accumulate_grad_hook(lambda p: None)
 
 
+class OnANode:
+    """A hook on the node that adds up a gradient, which goes when nobody holds the node."""
+
+    def __init__(self, model: Net) -> None:
+        self.node = node_of(model.first.weight)
+        self.node.register_hook(lambda *_: None)
+
+    def remove(self) -> None:
+        del self.node
+
+
 @pytest.mark.parametrize(
     "register, message",
     [
+        (OnANode, "hooks: parameter first.weight has a hook on the node that adds up its gradient, .*parallelize ret"),
         (on_a_module, r"hooks: module first has a backward hook \(on_a_module"),
         (before_a_module, "hooks: module first has a backward hook"),
         (on_all_modules, "backward hook for all modules"),

@@ -40,6 +40,13 @@ def die_on(rank: int) -> str:
     return "alive"
 
 
+def compute(seconds: float) -> str:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+    return "done"
+
+
 def stall_on(rank: int) -> None:
     if dist.get_rank() == rank:
         time.sleep(60)
@@ -69,3 +76,11 @@ def test_a_dead_and_a_stuck_rank_are_named() -> None:
     assert outcomes[0].value == "alive" and outcomes[1].lost == "died with exit code 7"
     with pytest.raises(RankError, match=r"(?s)rank 0 was still running after 1 s.*stall_on"):
         run_ranks(2, stall_on, 0, timeout=1)
+
+
+def test_ranks_that_compute_get_more_time() -> None:
+    assert run_ranks(2, compute, 2.0, timeout=1.5) == ["done", "done"]
+    with pytest.raises(
+        RankError, match=r"(?s)rank 0 was still running after \d+ s, in which the ranks computed.*compute"
+    ):
+        run_ranks(2, compute, 30.0, timeout=0.5)

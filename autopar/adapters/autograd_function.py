@@ -41,8 +41,7 @@ def own_backwards() -> Iterator[None]:
         if cls.__module__.startswith("torch._"):  # the machinery of operators: below what is captured
             return original.__get__(None, cls)(*args, **kwargs)
         if cls is CheckpointFunction:
-            function, _, *rest = args
-            return function(*rest)
+            return _called(*args)
         if torch._C._are_functorch_transforms_active():
             raise ValueError(
                 f"the autograd function {cls.__qualname__} is called under a transform of torch.func (vmap), where its "
@@ -59,6 +58,15 @@ def own_backwards() -> Iterator[None]:
         torch.autograd.grad, torch.autograd.backward = _GRAD, _BACKWARD
 
 
+def _called(function: Any, preserve: bool, *args: Any) -> Any:
+    """A reentrant checkpoint: its function, called. As in torch, where none of the arguments has a gradient, nothing
+    within gets one."""
+    if any(isinstance(x, Tensor) and x.requires_grad for x in args):
+        return function(*args)
+    with torch.no_grad():
+        return function(*args)
+
+
 class _DerivativeError(ValueError):
     """A derivative is asked for while a graph is captured."""
 
@@ -68,6 +76,20 @@ def _no_derivative(*args: Any, **kwargs: Any) -> Any:
         "torch.autograd.grad and backward cannot be captured in a forward (a gradient penalty); write the derivative "
         "out, or compute the penalty outside of the model"
     )
+
+
+class _CheckpointError(ValueError):
+    """A backward runs a backward of its own, as one that makes activations again does."""
+
+
+def _check_no_checkpoint(cls: Any) -> None:
+    code = getattr(cls.backward, "__code__", None)
+    if code is not None and {"autograd", "backward"} <= {*code.co_names}:
+        raise _CheckpointError(
+            f"the autograd function {cls.__qualname__} calls torch.autograd.backward in its backward, as an activation "
+            "checkpoint does: what this adds to .grad of parameters is no gradient that it returns, and cannot be "
+            "captured; use torch.utils.checkpoint.checkpoint instead"
+        )
 
 
 class _Ctx:
@@ -115,6 +137,7 @@ def _has_setup(cls: Any) -> bool:
 
 
 def _captured(cls: Any, *args: Any) -> Any:
+    _check_no_checkpoint(cls)
     needs = [isinstance(x, Tensor) and x.requires_grad for x in args]
     ctx = _Ctx(needs, cls.__qualname__)
     with torch.no_grad():

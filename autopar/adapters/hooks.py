@@ -6,6 +6,7 @@ differentiates a graph, no module is called, and gradients exist for parameters 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,6 +18,41 @@ from torch import Tensor, nn
 def has_gradient_hooks(parameter: Tensor) -> bool:
     """Whether somebody is called when the gradient of a leaf arrives, or has been added up."""
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+class _Touch(torch.autograd.Function):
+    """A node of autograd with leaves as its inputs, whatever kind of tensor they are; computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, *leaves: Tensor) -> Tensor:
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise AssertionError("nobody differentiates this")
+
+
+def _accumulators(leaves: Sequence[Tensor]) -> list[Any]:
+    """The node of each leaf at which its gradient is added up; made here if nobody holds one."""
+    if not leaves:
+        return []
+    with torch.enable_grad():
+        return [node for node, _ in _Touch.apply(*leaves).grad_fn.next_functions]
+
+
+def observed(leaves: Sequence[Tensor]) -> list[bool]:
+    """Whether somebody may be called when the gradient of a leaf arrives: it has hooks, or somebody holds its node,
+    as those do who put hooks there. Nothing tells how many a node has; one that is held still has our mark at a second
+    look. About 2 us per leaf."""
+    if not all(x.requires_grad for x in leaves):
+        return [x.requires_grad and observed([x])[0] for x in leaves]
+    for node in _accumulators(leaves):
+        node.metadata[_MARK] = True
+        del node
+    return [has_gradient_hooks(x) or bool(node.metadata) for x, node in zip(leaves, _accumulators(leaves))]
+
+
+_MARK = "autopar"
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
@@ -53,6 +89,11 @@ def _backward_hooks(model: nn.Module) -> Iterator[tuple[str, str, str]]:
         if has_gradient_hooks(parameter):
             move = "register it on the parameter of the same name that parallelize returns, a DTensor"
             yield f"parameter {name}", "gradient hook", move
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for name, node in zip(trained, _accumulators(list(trained.values()))):
+        if any(isinstance(x, dict) for x in gc.get_referents(node)):
+            move = "register it on that of the parameter of the same name that parallelize returns"
+            yield f"parameter {name}", "hook on the node that adds up its gradient", move
 
 
 def _name(hook: Any) -> str:

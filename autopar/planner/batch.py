@@ -29,12 +29,14 @@ def decide_batch_dims(gm: GraphModule, given: BatchDims, known: BatchDims) -> di
 
     ``given`` by the user, then ``known`` from an earlier plan, then ``gm.meta["batch_dims"]`` from an adapter; the
     others follow from those, or from the graph alone. Raises ValueError, asking for them, where it is ambiguous.
+    ``gm.meta["unclear_batch_dims"]`` gets those that are only likely.
     """
     nodes = {n.name: n for n in gm.graph.nodes if n.op == "placeholder"}
     inputs = {s.name: nodes[s.node] for s in gm.meta["signature"].inputs if s.kind == "input"}
     shapes = {name: tuple(global_shape(node)) for name, node in inputs.items()}
     said = {**gm.meta.get("batch_dims", {}), **known, **given}
     said = {name: dim for name, dim in said.items() if name in inputs}
+    gm.meta["unclear_batch_dims"] = []
     likely = likely_dims(shapes, said)
     free = [name for name, shape in shapes.items() if name not in said and shape]
     if not free:
@@ -46,7 +48,12 @@ def decide_batch_dims(gm: GraphModule, given: BatchDims, known: BatchDims) -> di
         dims = [(n, d) for n in free for d, size in enumerate(shapes[n]) if size > 1]
         chosen = _chosen(inputs, [_Candidate.of(gm, n, inputs[n], d) for n, d in dims], likely)
         found = [chosen] if chosen is not None else []
-    return _followed(found, inputs, likely, free)
+    decided = _followed(found, inputs, likely, free)
+    reached = {node for c in found for node in c.labels}
+    gm.meta["unclear_batch_dims"] = [
+        n for n in free if decided[n] is not None and inputs[n] not in reached and inputs[n].users
+    ]
+    return decided
 
 
 @dataclass(frozen=True)
@@ -118,7 +125,9 @@ def _followed(
     found: list[_Candidate], inputs: Mapping[str, Node], likely: BatchDims, free: list[str]
 ) -> dict[str, int | None]:
     """The dims of the inputs that the graph reaches from the chosen one. Of others, that of batch first inputs with as
-    many rows; else they are no part of the batch (if ranks then feed different ones, they are told)."""
+    many rows; else they are no part of the batch (if ranks then feed different ones, they are told). Nothing tells such
+    a batch from a table of so many rows, as the texts of a contrastive loss from the rows of a memory; what the ranks
+    are given does (`runtime.batches`)."""
     dims = dict(likely)
     for name in free if found else ():
         label = next((c.labels[inputs[name]] for c in found if inputs[name] in c.labels), None)
