@@ -191,6 +191,8 @@ class Attend:
         }
         if facts.bias is not None:
             changes["bias"] = _pick(self._own_rows(facts.bias, block), 3, block.columns)
+        if facts.lift is not None:
+            changes["lift"] = self._own_rows(facts.lift, block)
         if facts.key_mask is not None:
             changes["key_mask"] = _pick(facts.key_mask, 1, block.columns)
         if device.type != "meta":

@@ -45,7 +45,8 @@ class Facts:
     offset    where the queries stand among the keys: row r is query i = r + offset (0: top-left aligned)
     softcap   0, or the cap
 
-    mask is no argument of the operator: a further mask for a block of a larger attention (`autopar.ops.attend`).
+    mask and lift are no arguments of the operator: a further mask for a block of a larger attention, and what is taken
+    off the scores of each row so that numbers remain (`autopar.ops.context`).
     """
 
     bias: Tensor | None
@@ -64,6 +65,7 @@ class Facts:
     index: Sequence[Tensor]
     shape: Sequence[int]
     mask: Tensor | None = None  # bool [B|1, 1, Sq, Sk], True = attend
+    lift: Tensor | None = None  # [B|1, Hq|1, Sq|1, 1]
 
     def allowed(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
         """Bool mask [B|1, 1, Sq, Sk], True = attend; None if everything is allowed."""

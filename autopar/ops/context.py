@@ -13,6 +13,7 @@ came out of the exchanges and nothing else.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from autopar.conversions import exchange
 from autopar.ops.attend import Attend, wide
 from autopar.ops.attention import FACTS, Facts, rows_first, sinks_grad
 from autopar.ops.kernels import note_blocked_rows, with_sinks
+from autopar.ops.kernels.kernel import HUGE, NEVER
 from autopar.placement import REPLICATE, Placement, Shard
 
 HOW = "str forward, str backward, int[] query_blocks, int[] key_blocks, str axis, int size"
@@ -67,8 +69,9 @@ def problem_of(
 def forward(comm: Comm, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """`autopar::context_attention` over a Comm: out [B, Hq, s, Dv] and lse [B, Hq, s] of this rank's queries."""
     facts, (name, _, query_blocks, key_blocks, _, size) = _split(rest)
-    problem = problem_of(q, k, v, facts, query_blocks, key_blocks, size)
-    note_blocked_rows(facts.bias)
+    problem, facts = problem_of(q, k, v, facts, query_blocks, key_blocks, size), _lifted(facts)
+    if facts.lift is None:
+        note_blocked_rows(facts.bias)
     out, lse = ALGORITHMS[name].forward(q, k, v, Attend(problem, facts, comm.rank), comm)
     out, lse = with_sinks(out, lse, facts.sinks)
     return rows_first(out.to(q.dtype)), lse.contiguous()
@@ -82,6 +85,7 @@ def backward(
     *rest_, bias_needs_grad = rest
     facts, (_, name, query_blocks, key_blocks, _, size) = _split(rest_)
     problem = problem_of(q, k, v, facts, query_blocks, key_blocks, size, bias_needs_grad)
+    facts = _lifted(facts)
     found = ALGORITHMS[name].backward(grad, q, k, v, out, lse, Attend(problem, facts, comm.rank), comm)
     to_bias = q.new_empty(0)
     if bias_needs_grad:
@@ -89,6 +93,21 @@ def backward(
         to_bias = found.bias.to(facts.bias.dtype).reshape(facts.bias.shape)
     grads = (rows_first(g.to(x.dtype)) for g, x in ((found.q, q), (found.k, k), (found.v, v)))
     return *grads, to_bias, sinks_grad(grad, out, lse, facts)  # type: ignore[return-value]
+
+
+def _lifted(facts: Facts) -> Facts:
+    """Rows in which a bias blocks every key by a large finite number: that number is taken off their scores, once it
+    has rounded them as it does in one process. Else their log-sum-exp would be that number, and would say nothing of
+    the keys.
+
+    A rank has all columns of its rows, so it sees which these are. Accelerators are not asked: it would make them wait.
+    """
+    bias = facts.bias
+    if bias is None or bias.device.type != "cpu" or not bias.numel() or facts.sinks is not None:
+        return facts
+    most = bias.detach().amax(-1, keepdim=True)
+    blocked = (most <= HUGE) & (most > NEVER)
+    return dataclasses.replace(facts, lift=most.masked_fill(~blocked, 0.0)) if bool(blocked.any()) else facts
 
 
 def _split(rest: Sequence[Any]) -> tuple[Facts, tuple[str, str, list[int], list[int], str, int]]:

@@ -89,6 +89,7 @@ def _shares(attend: Attend, device: torch.device) -> Iterator[_Share]:
             dataclasses.replace(
                 facts,
                 bias=_heads(facts.bias, of_q),
+                lift=_heads(facts.lift, of_q),
                 index=[batch, heads[of_q]],
                 shape=facts.shape or [problem.batch, problem.heads, problem.queries, problem.keys],
             ),

@@ -51,6 +51,8 @@ def using(name: str) -> Iterator[None]:
 
 def choose(q: Tensor, k: Tensor, v: Tensor, facts: Facts, bias_gradient: bool = False) -> Kernel:
     """The kernel for these tensors and facts; with ``bias_gradient`` one that differentiates the bias."""
+    if facts.lift is not None:
+        return KERNELS["math"]
     for kernel in _forced[-1:] or (kernel for _, kernel in KERNELS.items()):
         if (kernel.bias_gradient or not bias_gradient) and kernel.applies(q, k, v, facts):
             return kernel

@@ -26,6 +26,8 @@ class _Scores:
         scores = raw if self.tanh is None else self.tanh * facts.softcap
         if facts.bias is not None:
             scores = scores + facts.bias.to(self.wide)
+        if facts.lift is not None:
+            scores = scores - facts.lift.to(self.wide)
         allowed = facts.allowed(self.shape[2], self.shape[3], q.device)
         self.scores = scores if allowed is None else scores.masked_fill(~allowed, NEVER)
 
