@@ -135,7 +135,7 @@ def backward(it: Whole, out: Tensor, lse: Tensor) -> Gradients:
 
 def arguments(facts: Facts) -> list[Any]:
     """Those of the operator."""
-    return [getattr(facts, f.name) for f in dataclasses.fields(facts) if f.name != "mask"]
+    return [getattr(facts, f.name) for f in dataclasses.fields(facts) if f.name not in ("mask", "lift")]
 
 
 def reference(it: Whole) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:

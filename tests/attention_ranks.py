@@ -86,7 +86,7 @@ class Result:
 
 def on_the_whole(case: Case) -> Result:
     """The same by the operator on whole tensors."""
-    facts = [getattr(case.facts, f.name) for f in dataclasses.fields(Facts) if f.name != "mask"]
+    facts = [getattr(case.facts, f.name) for f in dataclasses.fields(Facts) if f.name not in ("mask", "lift")]
     out, lse = torch.ops.autopar.attention(case.q, case.k, case.v, *facts)
     q, k, v, bias, _ = torch.ops.autopar.attention_backward(
         case.grad, case.q, case.k, case.v, out, lse, *facts, case.problem.bias_gradient
