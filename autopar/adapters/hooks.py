@@ -91,7 +91,7 @@ def _backward_hooks(model: nn.Module) -> Iterator[tuple[str, str, str]]:
             yield f"parameter {name}", "gradient hook", move
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for name, node in zip(trained, _accumulators(list(trained.values()))):
-        if any(isinstance(x, dict) for x in gc.get_referents(node)):
+        if any(isinstance(x, dict) and x for x in gc.get_referents(node)):  # hooks, by their numbers
             move = "register it on that of the parameter of the same name that parallelize returns"
             yield f"parameter {name}", "hook on the node that adds up its gradient", move
 
