@@ -5,6 +5,7 @@ runner = cache.runner(Kind(train=True, outputs=()), batch, surroundings)      co
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ class _Step:
 
     runner: Runner
     watch: ModuleWatch
+    flags: tuple[tuple[bool, str], ...]  # of parameters that only other ranks hold
     structure: nn.Module
     batch: dict[str, Any]
     how: dict[str, Any]
@@ -70,6 +72,7 @@ class StepCache:
         self.plan, self.micro_batches, self._check_batches = plan, micro_batches, check_batches
         self._steps: dict[tuple[Any, ...], _Step] = {}
         self._past = add_ledgers()  # traffic of steps that are no longer kept
+        self._told_last: list[str] = []  # by rank
         self.last: Runner | None = None  # that was asked for
 
     def traffic(self) -> Ledger:
@@ -88,7 +91,29 @@ class StepCache:
 
         Raises ValueError, on all ranks, when they are to run different ones.
         """
-        key = self._key((kind, facts_of(batch), surroundings))
+        facts = kind, facts_of(batch), surroundings
+        try:
+            return self._agreed(facts, batch, number)
+        except ValueError:
+            if not self._told():
+                raise
+            return self._agreed(facts, batch, number)
+
+    def _told(self) -> bool:
+        """With pipeline stages: what each rank tells of its parameters, which others may hold no part of. Whether
+        something was new to any of them."""
+        if self._groups.mesh.size("pp") == 1:
+            return False
+        told = [
+            text.partition("\n")[2] for text in exchange(self._groups, json.dumps(self._tree.flags()), "parameters")
+        ]
+        self._tree.take({name: (wants, dtype) for text in told for name, (wants, dtype) in json.loads(text).items()})
+        self._told_last, before = told, self._told_last
+        return told != before
+
+    def _agreed(self, facts: tuple[Any, ...], batch: dict[str, Any], number: int | None) -> Runner:
+        key = self._key(facts)
+        kind, _, surroundings = facts
         step = "" if number is None else f"step {number}: "
         known = self._steps.get(key)
         # a store round trip per step: a rank with another batch would otherwise end in a hang
@@ -103,7 +128,9 @@ class StepCache:
     def _key(self, facts: tuple[Any, ...]) -> tuple[Any, ...]:
         """The facts, and a number for the state that the modules are in: the same on all ranks that did the same."""
         numbers = [k[-1] for k in self._steps if k[:-1] == facts]
-        held = (n for n in reversed(numbers) if self._steps[*facts, n].watch.holds())
+        flags = self._tree.flags_elsewhere()
+        steps = {n: self._steps[*facts, n] for n in reversed(numbers)}
+        held = (n for n, step in steps.items() if step.flags == flags and step.watch.holds())
         return (*facts, next(held, max(numbers, default=-1) + 1))
 
     def _make_room(self, key: tuple[Any, ...]) -> None:
@@ -121,6 +148,7 @@ class StepCache:
 
     def _compiled(self, kind: Kind, batch: dict[str, Any], surroundings: Surroundings) -> _Step:
         self._tree.refresh()
+        self._told()
         watch, structure = ModuleWatch(self._tree.root, modes=kind.train), self._tree.structure()
         if not kind.train:
             structure.eval()
@@ -139,7 +167,7 @@ class StepCache:
         run = Executor if compiled.pipeline is None else PipelineExecutor
         runner = run(compiled, self._groups, self._backend)
         exchange(self._groups, "", "the bound step")  # one that binds slowly (inductor) would be missed in a collective
-        return _Step(runner, watch, structure, shapes_of(batch), how)
+        return _Step(runner, watch, self._tree.flags_elsewhere(), structure, shapes_of(batch), how)
 
     def _contents(self, batch: dict[str, Any], compiled: Compiled) -> list[Claim]:
         """What must be equal of a batch on several ranks."""

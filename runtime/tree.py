@@ -54,6 +54,9 @@ class Tree:
             for m in self.root.modules()
             if any(p is not None and p.is_meta for p in m._parameters.values())
         ]
+        self._meta = {
+            tied[n]: p for n, p in self.root.named_parameters(remove_duplicate=False) if tied[n] not in self._own
+        }
         for module, parameters in self._elsewhere:
             for key in [k for k, p in parameters.items() if p is not None and p.is_meta]:
                 del module._parameters[key]
@@ -138,6 +141,27 @@ class Tree:
         self._specs = tuple(left)
         self._check_ties()
         self._remember()
+
+    def flags(self) -> dict[str, tuple[bool, str]]:
+        """Of the parameters that this rank holds: whether they want a gradient, and their dtypes."""
+        return {n: (p.requires_grad, str(p.dtype)) for n, p in self.own.items()}
+
+    def flags_elsewhere(self) -> tuple[tuple[bool, str], ...]:
+        """Of those that only other ranks hold, as far as they told."""
+        return tuple((p.requires_grad, str(p.dtype)) for p in self._meta.values())
+
+    def take(self, flags: Mapping[str, tuple[bool, str]]) -> None:
+        """What other ranks told of theirs."""
+        for name, parameter in self._meta.items():
+            wants, dtype = flags.get(name, (parameter.requires_grad, str(parameter.dtype)))
+            parameter.data = parameter.data.to(getattr(torch, dtype.removeprefix("torch.")))
+            parameter.requires_grad_(wants)
+        self._specs = tuple(
+            dataclasses.replace(s, dtype=m.dtype, requires_grad=m.requires_grad)
+            if (m := self._meta.get(s.name)) is not None
+            else s
+            for s in self._specs
+        )
 
     def _check_ties(self) -> None:
         names: dict[int, str] = {}
