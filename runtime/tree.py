@@ -151,9 +151,10 @@ class Tree:
         return tuple((p.requires_grad, str(p.dtype)) for p in self._meta.values())
 
     def take(self, flags: Mapping[str, tuple[bool, str]]) -> None:
-        """What other ranks told of theirs."""
+        """What all ranks told of theirs; what none has is gone."""
+        self._meta = {name: p for name, p in self._meta.items() if name in flags}
         for name, parameter in self._meta.items():
-            wants, dtype = flags.get(name, (parameter.requires_grad, str(parameter.dtype)))
+            wants, dtype = flags[name]
             parameter.data = parameter.data.to(getattr(torch, dtype.removeprefix("torch.")))
             parameter.requires_grad_(wants)
         self._specs = tuple(
@@ -161,6 +162,7 @@ class Tree:
             if (m := self._meta.get(s.name)) is not None
             else s
             for s in self._specs
+            if s.name in flags
         )
 
     def _check_ties(self) -> None:
