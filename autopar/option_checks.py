@@ -9,12 +9,14 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from autopar.adapters.operators import OpOverload
 from autopar.attention import ALGORITHMS, LAYOUTS
+from autopar.mesh import Mesh
 from autopar.schedule import SCHEDULES
 from autopar.topology import Topologies
 
@@ -46,6 +48,24 @@ def byte_count(name: str, value: Any) -> int:
     """A whole number; 80e9 is one, too."""
     whole = isinstance(value, float) and value.is_integer()
     return whole_number(name, int(value) if whole else value)
+
+
+def number(name: str, value: Any, least: float = -math.inf) -> float:
+    """A number that is none of torch's and no bool, nor nan."""
+    expected = "a number" if least == -math.inf else f"a number of at least {least:g}"
+    if isinstance(value, (bool, complex, str, bytes, torch.Tensor)) or not hasattr(value, "__float__"):
+        raise refuse(name, expected, value)
+    found = float(value)
+    if not found >= least:
+        raise refuse(name, expected, value)
+    return found
+
+
+def a_path(name: str, value: Any) -> Path:
+    """The path of a file or folder."""
+    if not isinstance(value, (str, Path)) or not str(value) or "\0" in str(value):
+        raise refuse(name, "a path", value if isinstance(value, str) else type(value).__name__)
+    return Path(value)
 
 
 def yes_or_no(name: str, value: Any) -> bool:
@@ -133,6 +153,36 @@ def check_names(options: Any) -> None:
     for name in options.whole_ops:
         if not _is_operator(name):
             raise ValueError(f"whole_ops: no operator {name!r}; their names are such as 'aten.cumsum.default'")
+
+
+# The axes with which an option counts; without any of them it would be ignored.
+AXES_OF = {
+    "zero": ("dp", "cp"),
+    "sequence_parallel": ("tp",),
+    **dict.fromkeys(("schedule", "cuts", "chunks", "slices", "gathers", "memory_limit"), ("pp",)),
+    **dict.fromkeys(("attention", "layout", "topology"), ("cp",)),
+}
+
+
+def check_used(options: Any, mesh: Mesh) -> None:
+    """Options without an axis that they are about: whoever sets one expects that it does something. An axis of one rank
+    will do, so that a script runs on meshes of all sizes. Raises ValueError."""
+    default = type(options)()
+    for name, axes in AXES_OF.items():
+        value = getattr(options, name)
+        if value != getattr(default, name) and not any(axis in mesh.sizes for axis in axes):
+            raise ValueError(
+                f"{name}: counts with an axis {' or '.join(axes)} only, found {name}={value!r} on the mesh {mesh}; "
+                f"leave it out, or add such an axis"
+            )
+    if options.gathers != default.gathers and options.zero == 0:
+        raise ValueError(
+            f"gathers: says when parameters that ZeRO cuts are gathered, found gathers={options.gathers!r} with "
+            "zero=0; leave it out, or set zero=3"
+        )
+    for axis in Topologies.parse(options.topology).axes:
+        if axis != "*" and axis not in mesh.sizes:
+            raise ValueError(f"topology: names links of the axis {axis!r}, found the mesh {mesh}; leave that axis out")
 
 
 def _is_operator(name: str) -> bool:

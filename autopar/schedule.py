@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from autopar.reading import parse, read
 from autopar.registry import Registry
 
 COMPUTE = ("F", "B", "W", "BW")
@@ -86,6 +87,9 @@ def parse_row(text: str) -> tuple[Action, ...]:
     return tuple(Action.parse(word) for word in text.replace("&", "& ").split())
 
 
+_Rows = tuple[tuple[Action, ...], ...]
+
+
 @dataclass(frozen=True)
 class Order:
     """What every rank does, in order.
@@ -95,7 +99,7 @@ class Order:
     """
 
     name: str
-    ranks: tuple[tuple[Action, ...], ...]
+    ranks: _Rows
     chains: tuple[tuple[int, ...], ...]
     rank_of: tuple[int, ...]
     chain_of: tuple[int, ...]
@@ -155,18 +159,17 @@ class Order:
     @staticmethod
     def from_json(text: str) -> Order:
         """Inverse of `to_json`. Raises ValueError."""
-        data = json.loads(text)
         try:
-            return Order(
-                data["name"],
-                tuple(parse_row(row) for row in data["ranks"]),
-                tuple(tuple(chain) for chain in data["chains"]),
-                tuple(data["rank_of"]),
-                tuple(data["chain_of"]),
-                data["slices"],
-            )
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"schedule: this JSON is no order: {error!r}; write orders with Order.to_json") from error
+            order: Order = read(Order, parse(text), "the order", {_Rows: _rows})
+        except ValueError as error:
+            raise ValueError(
+                f"schedule: expected the JSON of an order: {error}; write it with order.to_json()"
+            ) from error
+        return order
+
+
+def _rows(value: Any, at: str) -> _Rows:
+    return tuple(parse_row(row) for row in read(tuple[str, ...], value, at, {}))
 
 
 def _window(actions: Sequence[Action], mark: int | None, around: int | None) -> list[str]:

@@ -36,7 +36,9 @@ from autopar.capture import adapter_for
 from autopar.compile import known_batch_dims, plan_model
 from autopar.exact import LiftFloat32
 from autopar.mesh import Mesh
+from autopar.option_checks import number, yes_or_no
 from autopar.plan import Options
+from autopar.runtime.arguments import check_model
 from autopar.runtime.failures import reporting
 from autopar.runtime.groups import init_mesh, mesh_of
 from autopar.runtime.launch import launch
@@ -163,6 +165,16 @@ def verify(
     The tolerance relates to the largest value of each tensor, not to each element: a sum whose true value is zero has
     no relative accuracy. Raises ValueError as `parallelize` does. Collective.
     """
+    check_model(model)
+    yes_or_no("exact", exact)
+    if not isinstance(batch, Mapping):
+        raise ValueError(
+            f"verify: needs the whole batch, the keyword arguments of the forward, found a {type(batch).__name__}; pass "
+            "a dict such as {'input_ids': ..., 'labels': ...}"
+        )
+    for name, value in (("rtol", rtol), ("atol", atol)):
+        if value is not None:
+            number(name, value, 0.0)
     copied, whole = _prepared(model, batch, exact)
     sizes = mesh_of(mesh)
     part = _part(copied, whole, sizes, dist.get_rank(), options)

@@ -7,6 +7,7 @@ batch = batch_of(model, batch=8, seq=8192)          {"input_ids": [8, 8192], "la
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ AUTO_CLASSES = (
 )
 _BY_TOKEN = ("input_ids", "labels", "decoder_input_ids")
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions")
+_CLASS = re.compile(r"<class '([^']*)'>")
+_MOST_SAID = 600  # characters
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -46,8 +49,12 @@ def dtype_named(name: str) -> torch.dtype:
 def load_config(path: str | Path) -> PreTrainedConfig:
     """The config of a config.json, or of a folder that holds one. Raises ValueError for what is none."""
     file = Path(path)
-    file = file / "config.json" if file.is_dir() else file
-    if not file.is_file():
+    try:
+        file = file / "config.json" if file.is_dir() else file
+        there = file.is_file()
+    except (OSError, ValueError):  # no name that a file may have, or a circle of links
+        there = False
+    if not there:
         raise ValueError(f"config: no file {str(file)!r}; give the path of a transformers config.json")
     try:
         data: Any = parse(file.read_text(encoding="utf-8"))
@@ -60,13 +67,22 @@ def load_config(path: str | Path) -> PreTrainedConfig:
         raise ValueError(f"config: {str(file)!r} has no model_type; it must be the config.json of a transformers model")
     try:
         return AutoConfig.for_model(kind, **data)
-    except (ValueError, KeyError) as error:
+    except Exception as error:  # whatever the class of the config trips over
         if kind in transformers.CONFIG_MAPPING:
-            raise ValueError(f"config: {kind} does not take the values of {str(file)!r}: {error}") from error
+            raise ValueError(f"config: {kind} does not take the values of {str(file)!r}: {_said(error)}") from error
         raise ValueError(
             f"config: transformers {transformers.__version__} has no model_type {kind!r}, named in {str(file)!r}; "
             f"{_similar(kind)}"
         ) from error
+
+
+def _said(error: Exception) -> str:
+    """An error of transformers in one line, without the names of Python's types."""
+    lines = [line.strip().removeprefix("TypeError: ").removeprefix("ValueError: ") for line in str(error).splitlines()]
+    text = " ".join(filter(None, lines))
+    if isinstance(error, (AttributeError, KeyError, TypeError, IndexError)):
+        return "a value of another type, or a name, that it does not know"
+    return _CLASS.sub(lambda found: found[1].rpartition(".")[2], text)[:_MOST_SAID]
 
 
 def _similar(kind: str) -> str:
@@ -83,15 +99,26 @@ def build(config: PreTrainedConfig, dtype: torch.dtype, device: str = "meta") ->
     try:
         with torch.device(device):
             model: PreTrainedModel = make(config, dtype)
-    except (ValueError, RuntimeError, AssertionError) as error:
-        raise ValueError(f"config: {type(config).__name__} cannot be built: {error}") from error
+    except Exception as error:  # whatever the class of the model trips over
+        raise ValueError(
+            f"config: {type(config).__name__} cannot be built: {_said(error)}; compare with the config.json of a "
+            "model that works"
+        ) from error
     return model.train()
 
 
 def _maker(config: PreTrainedConfig) -> Any:
-    named = [getattr(transformers, name, None) for name in config.architectures or ()]
-    if any(named):
-        return lambda config, dtype: named[0]._from_config(config, dtype=dtype)  # type: ignore[union-attr]
+    names = config.architectures or ()
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"config: architectures needs a list of names of classes, found {names!r}")
+    named = [found for name in names if hasattr(found := getattr(transformers, name, None), "_from_config")]
+    for found in named:
+        takes = getattr(found, "config_class", None)
+        if isinstance(takes, type) and not isinstance(config, takes):
+            raise ValueError(
+                f"config: architectures names {found.__name__}, which is no model of type {config.model_type!r}"
+            )
+        return lambda config, dtype: found._from_config(config, dtype=dtype)
     for name in AUTO_CLASSES:
         auto = getattr(transformers, name)
         if type(config) in auto._model_mapping:

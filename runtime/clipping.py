@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from autopar.option_checks import number, refuse
 from autopar.parameter import ParameterSpec
 from autopar.runtime.comm import all_reduce, finish
 from autopar.runtime.groups import Groups
@@ -24,8 +25,11 @@ def clip_gradients(
     """Scale the gradients of this rank's parameters such that the norm of all gradients is at most ``max_norm``.
 
     Returns the norm before, the same on all ranks (float64). A tied weight that several stages hold counts once.
-    Collective.
+    Collective. Raises ValueError for a ``max_norm`` below 0 and for norms that are none.
     """
+    max_norm, norm_type = number("max_norm", max_norm, 0.0), number("norm_type", norm_type)
+    if norm_type <= 0.0:
+        raise refuse("norm_type", "a number above 0, such as 2.0 or math.inf", norm_type)
     gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
     here = groups.coordinate.get("pp", 0)
     counted = [s.name for s in specs if s.ranks[0] == here and s.name in gradients]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from autopar.adapters.hooks import has_forward_hooks
 from autopar.batch import tensors_of
+from autopar.option_checks import a_path
 from autopar.parameter import ParameterSpec
 from autopar.pipeline_dump import per_rank
 from autopar.plan import Plan
@@ -181,8 +182,8 @@ class ParallelModule(Stateful):
                 raise ValueError(
                     "train_step: the model returns no scalar with a gradient; pass what makes it return a loss (labels)"
                 )
-            result = executor.train_step(values)
-            self._watch.settle(self.training_steps)
+            with self._watch.step(self.training_steps):
+                result = executor.train_step(values)
             self._store_gradients(executor, result.gradients)
             self._store_buffers(executor.compiled, result.outputs)
             return result.losses[0] if len(result.losses) == 1 else tuple(result.losses)  # type: ignore[return-value]
@@ -199,8 +200,8 @@ class ParallelModule(Stateful):
             kind = Kind(True, None, self._tangents)
             executor, values = self._prepare(args, batch, kind, surroundings)
             assert isinstance(executor, Executor)
-            outputs, saved = executor.run_forward(values)
-            self._watch.settle(self.training_steps)
+            with self._watch.step(self.training_steps):
+                outputs, saved = executor.run_forward(values)
             before = self._store_buffers(executor.compiled, outputs)
             run = None
             if torch.is_grad_enabled():
@@ -240,8 +241,8 @@ class ParallelModule(Stateful):
     def _evaluated(self, args: tuple[Any, ...], batch: dict[str, Any]) -> Any:
         with reporting("the evaluation"), outside(self._groups.device) as surroundings:
             executor, values = self._prepare(args, batch, Kind(False, None), surroundings)
-            outputs, _ = executor.run_forward(values)
-            self._watch.settle(self.training_steps)
+            with self._watch.step(self.training_steps):
+                outputs, _ = executor.run_forward(values)
             self._store_buffers(executor.compiled, outputs)
             if torch.is_grad_enabled():
                 refuse(outputs, self._cannot_differentiate(), self._groups.device)
@@ -303,6 +304,7 @@ class ParallelModule(Stateful):
 
     def dump(self, folder: str | Path) -> None:
         """Write every level of the last compiled step, the plan and a report to a folder. Compiles it once more."""
+        folder = a_path("folder", folder)
         if not self._cache.runners:
             raise ValueError("dump: nothing is compiled before the first step; run one, or set AUTOPAR_DUMP before it")
         self._cache.dump(folder)

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from autopar.option_checks import refuse, whole_number
 from autopar.parameter import ParameterSpec
 from autopar.reading import parse
 from autopar.runtime.checkpoint_folder import CONFIG, INDEX, SINGLE, Draft, named_weights
@@ -86,7 +87,7 @@ def saved_steps(folder: str | Path) -> int | None:
     with _Files() as files:
         for source in _sources(Path(folder)).values():
             text = (files.open(source.file).metadata() or {}).get(STEPS, "")
-            return int(text) if text.isdigit() else None
+            return int(text) if re.fullmatch("[0-9]{1,12}", text) else None
     return None
 
 
@@ -97,11 +98,14 @@ def _listed(word: str, names: Sequence[str]) -> str:
 
 def _head(folder: Path) -> Path:
     """The file to begin with, as in transformers: what config.json names, else a single file, else an index."""
-    named = named_weights(folder)
-    chosen = [folder / SINGLE, folder / INDEX] if named is None else [_within(folder, named, CONFIG)]
-    for file in chosen:
-        if file.is_file():
-            return file
+    try:
+        named = named_weights(folder)
+        chosen = [folder / SINGLE, folder / INDEX] if named is None else [_within(folder, named, CONFIG)]
+        found = [file for file in chosen if file.is_file()]
+    except OSError as error:
+        raise ValueError(f"load_pretrained: needs a folder that can be read, found {folder}: {error}") from error
+    if found:
+        return found[0]
     if named is not None:
         raise ValueError(
             f"load_pretrained: {folder / CONFIG} names the file {named!r}, found no such file; put it there"
@@ -146,16 +150,22 @@ def _within(folder: Path, file: Any, by: str = INDEX) -> Path:
     cache, whose snapshots/<revision>/ links to ../../blobs/: such a text comes from elsewhere and must not say what is
     read here."""
     inside = isinstance(file, str) and file and not Path(file).is_absolute() and ".." not in Path(file).parts
-    if inside:
-        root, found = folder.resolve(), (folder / file).resolve()
-        blobs = root.parent.parent / "blobs"
-        cached = root.parent.name == "snapshots" and found.parent == blobs and (folder / file).parent.resolve() == root
-        if found == root / file or cached:
-            return folder / file
+    if inside and _is_own(folder, file):
+        return folder / file
     raise ValueError(
         f"load_pretrained: {folder / by} names the file {file!r}, which is absolute, outside of the folder or "
         "reached through a link; put the files into the folder and name them by their path in it"
     )
+
+
+def _is_own(folder: Path, file: str) -> bool:
+    """Whether a path in the folder ends in the folder, or is a link of the cache. A circle of links ends nowhere."""
+    try:
+        root, found, parent = folder.resolve(), (folder / file).resolve(), (folder / file).parent.resolve()
+    except (OSError, RuntimeError, ValueError):
+        return False
+    cached = root.parent.name == "snapshots" and found.parent == root.parent.parent / "blobs" and parent == root
+    return found == root / file or cached
 
 
 def _rename(sources: Mapping[str, _Source], known: Sequence[str], prefix: str) -> tuple[dict[str, _Source], list[str]]:
@@ -291,11 +301,11 @@ def _whole(
 
 def _parse_size(size: int | str) -> int:
     """'5GB' -> 5 * 10**9"""
-    if isinstance(size, int):
-        return size
-    match = re.fullmatch(r"(\d+)\s*([KMGT]?)(i?)B", size.strip(), re.IGNORECASE)
-    if not match:
-        raise ValueError(f"save_pretrained: expected a size such as '5GB' or '500MB', found {size!r}")
+    if not isinstance(size, str):
+        return whole_number("max_shard_size", size, 1)
+    match = re.fullmatch(r"([0-9]{1,12})\s*([KMGT]?)(i?)B", size.strip(), re.IGNORECASE)
+    if not match or not int(match[1]):
+        raise refuse("max_shard_size", "bytes, or a size such as '5GB' or '500MB'", size)
     return int(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " ")
 
 

@@ -25,6 +25,7 @@ from torch.distributed.tensor.placement_types import Shard as TorchShard
 from autopar.adapters.dtensor import alike, local_of, writes_to
 from autopar.adapters.hooks import accumulate, observed
 from autopar.adapters.state_dict import EXTRA, IncompatibleKeys, note, noted
+from autopar.option_checks import whole_number
 from autopar.parameter import ParameterSpec
 from autopar.placement import nested_piece
 from autopar.runtime.groups import Groups
@@ -204,11 +205,15 @@ class StepCount:
 
     def set(self, steps: Any) -> None:
         """From a number, a tensor or a DTensor."""
-        value = int(local_tensor(steps) if isinstance(steps, Tensor) else steps)
+        given = local_tensor(steps) if isinstance(steps, Tensor) else steps
+        if isinstance(given, Tensor) and given.numel() == 1 and not given.is_meta:
+            given = given.item()
+        value = whole_number("training_steps", given, 0, MOST_STEPS)
         local_of(self.tensor).fill_(value)
         self._value, self._seen = value, writes_to(self.tensor)
 
 
+MOST_STEPS = 2**40  # seeds of dropout are made of them
 STEPS = "autopar_steps"  # beside the tensors of a whole state, and in the headers of files
 
 
@@ -298,6 +303,24 @@ def fetch_whole(
     return value
 
 
+def check_tensors(state: Any) -> None:
+    """Raises ValueError for what is no state dict, or has something else than dense tensors with values in it."""
+    if not isinstance(state, Mapping):
+        raise ValueError(
+            f"load_state_dict: needs names with tensors, found a {type(state).__name__}; pass what full_state_dict(), "
+            "state_dict() or torch.load gives"
+        )
+    for name, value in state.items():
+        if not isinstance(name, str) or (name != EXTRA and not isinstance(value, Tensor)):
+            raise ValueError(
+                f"load_state_dict: needs a tensor for each name, found a {type(value).__name__} for {name!r}; pass the "
+                "state of the model alone"
+            )
+        if isinstance(value, Tensor) and name != EXTRA and (value.is_meta or value.layout != torch.strided):
+            what = "a tensor on the meta device, which has no values" if value.is_meta else "a sparse tensor"
+            raise ValueError(f"load_state_dict: {name} needs values of each entry, found {what}; load it on the CPU")
+
+
 def check_kinds(state: Mapping[str, Any], own: Mapping[str, Tensor]) -> None:
     """Raises ValueError for tensors of another kind than those that they are to be copied into."""
     wrong = [
@@ -323,6 +346,7 @@ def load_state_dict(
     A tied parameter may come under any of its names. Raises ValueError listing missing names, unexpected names and
     tensors of another shape or kind, before anything is written; ``strict=False`` allows missing and unexpected names.
     """
+    check_tensors(state)
     specs, buffers = list(specs), dict(buffers or {})
     found: list[tuple[ParameterSpec, Tensor]] = []
     problems, missing, known = [], [], {*buffers}

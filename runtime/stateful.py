@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.adapters.state_dict import EXTRA, IncompatibleKeys
+from autopar.option_checks import a_path, yes_or_no
 from autopar.runtime import state
 from autopar.runtime.agreement import agree_on_pieces
 from autopar.runtime.failures import reporting
@@ -37,12 +38,14 @@ class Stateful(nn.Module):
         """Original name (tied names too) -> whole tensor on the CPU. Collective."""
         persistent, own, specs = self._persistent(), self._tree.own, self._tree.specs
         with reporting("full_state_dict"):
+            yes_or_no("rank0_only", rank0_only)
             whole = state.full_state_dict(own, specs, self._groups, persistent, rank0_only, self._owners())
         return state.note_steps(whole, self.training_steps)
 
     def full_gradients(self, rank0_only: bool = False) -> dict[str, Tensor]:
         """Original name -> whole gradient on the CPU, for parameters that have one. Collective."""
         with reporting("full_gradients"):
+            yes_or_no("rank0_only", rank0_only)
             return state.full_gradients(self._tree.own, self._tree.specs, self._groups, rank0_only, self._owners())
 
     def _owners(self) -> dict[str, int] | None:
@@ -64,6 +67,8 @@ class Stateful(nn.Module):
                 "leave it out, values are copied"
             )
         with reporting("load_state_dict"):
+            state.check_tensors(state_dict)
+            yes_or_no("strict", strict)
             tensors, steps = state.split_steps(state_dict)
             own, specs = self._tree.own, self._tree.specs
             if any(isinstance(v, torch.distributed.tensor.DTensor) for v in tensors.values()):
@@ -110,6 +115,7 @@ class Stateful(nn.Module):
         own, specs = self._tree.own, self._tree.specs
         ignore = getattr(skeleton, "_keys_to_ignore_on_load_unexpected", None) or ()
         with reporting("load_pretrained"):
+            folder = a_path("folder", folder)
             pieces = load_pretrained(
                 folder, specs, self._groups, self._persistent(), prefix, tuple(ignore), names=list(own)
             )
@@ -125,6 +131,7 @@ class Stateful(nn.Module):
         skeleton, own, specs = self._tree.root, self._tree.own, self._tree.specs
         configs = [c for name in ("config", "generation_config") if (c := getattr(skeleton, name, None)) is not None]
         with reporting("save_pretrained"):
+            folder = a_path("folder", folder)
             save_pretrained(
                 folder,
                 own,

@@ -9,7 +9,8 @@ watch.settle(7)      on the CPU: at once.     Else: the ranges start for the hos
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from autopar.batch import tensors_of
 from autopar.ops.watch import Note, take_notes
 from autopar.runtime.groups import Groups
+from autopar.runtime.op_errors import OpError
 
 
 @dataclass
@@ -38,6 +40,15 @@ class Watch:
     groups: Groups
     _arriving: list[Arriving] = field(default_factory=list)
     _said: set[str] = field(default_factory=set)
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Around the run of a step: an operator's error gets its number, and what kernels noted is taken."""
+        try:
+            yield
+        except OpError as error:
+            raise ValueError(f"step {number}: {error.said}") from error.__cause__
+        self.settle(number)
 
     def settle(self, step: int) -> None:
         """Take the notes of a step that has run. Raises ValueError for the first error among those that are here, with

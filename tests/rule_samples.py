@@ -44,6 +44,9 @@ def _products() -> Iterator[Sample]:
         ((2, 4, 6), (6,)),
     ):
         yield call(aten.matmul.default, normal(*left), normal(*right))
+    yield call(aten.mv.default, normal(6, 4), normal(4))
+    for op in (aten.dot.default, aten.vdot.default):
+        yield call(op, normal(6), normal(6))
     x = normal(2, 6, 4)
     for equation, operands in (
         ("bij,bjk->bik", (normal(2, 6, 4), normal(2, 4, 6))),
@@ -237,10 +240,55 @@ def _spans() -> Iterator[Sample]:
         yield call(op, normal(6, 6, 6), [2, 2])
     for op in (aten.adaptive_avg_pool2d.default, aten._adaptive_avg_pool2d.default, aten.adaptive_max_pool2d.default):
         yield call(op, normal(2, 6, 6, 6), [2, 6])
+    for op in (aten.max_pool3d.default, aten.max_pool3d_with_indices.default, aten.avg_pool3d.default):
+        yield call(op, normal(2, 2, 2, 2, 2), [2, 1, 2])
+    yield call(aten.adaptive_avg_pool3d.default, normal(2, 2, 2, 2, 2), [1, 2, 1])
     yield call(aten.upsample_nearest2d.default, normal(2, 6, 3, 3), [6, 6])
     yield call(aten.upsample_nearest2d.vec, normal(2, 6, 3, 3), None, [2.0, 2.0])
     yield call(aten.upsample_bilinear2d.default, normal(2, 6, 3, 3), [6, 6], False)
     yield call(aten.upsample_bilinear2d.vec, normal(2, 6, 3, 3), [6, 6], False, None)
+
+
+def _matrices() -> Iterator[Sample]:
+    a, spd = normal(6, 3, 3), _definite(6, 3)
+    for op in (
+        aten.linalg_inv,
+        aten.inverse,
+        aten.linalg_inv_ex,
+        aten.linalg_qr,
+        aten._linalg_svd,
+        aten.linalg_matrix_exp,
+        aten._linalg_det,
+        aten._linalg_slogdet,
+        aten.linalg_lu,
+        aten.linalg_lu_factor,
+        aten.linalg_lu_factor_ex,
+    ):
+        yield call(op.default, a)
+    for op in (aten.linalg_cholesky, aten.cholesky, aten.linalg_cholesky_ex, aten._linalg_eigh, aten.cholesky_inverse):
+        yield call(op.default, spd)
+    for op in (aten.linalg_eig, aten._linalg_eigvals):  # the phase of an eigenvector is anybody's
+        yield call(op.default, a, gradients=False)
+    yield call(aten.linalg_pinv.atol_rtol_tensor, spd)
+    for shape in ((6, 3, 2), (1, 3, 2), (6, 3), (2, 6, 3, 3)):
+        yield call(aten.linalg_solve.default, a, normal(*shape))
+    yield call(aten.linalg_solve.default, normal(6, 3, 3), normal(3, 3))
+    yield call(aten.linalg_solve.default, normal(3, 3), normal(6, 3, 2))
+    yield call(aten._linalg_solve_ex.default, a, normal(6, 2, 3), left=False)
+    yield call(aten.linalg_solve_triangular.default, a, normal(2, 1, 3, 2), upper=True)
+    yield call(aten.cholesky_solve.default, normal(6, 3, 2), spd)
+    yield call(aten.triangular_solve.default, normal(6, 3, 2), a)
+    lu, pivots = torch.linalg.lu_factor(a)
+    yield call(aten.linalg_lu_solve.default, lu, pivots, normal(6, 3, 2))
+    yield call(aten.lu_unpack.default, lu, pivots)
+    yield call(aten.linalg_householder_product.default, a, normal(6, 2))
+    yield call(aten.linalg_cross.default, normal(6, 3), normal(6, 3))
+    yield call(aten.linalg_cross.default, normal(3, 6), normal(3, 1), dim=0)
+
+
+def _definite(count: int, size: int) -> Tensor:
+    x = normal(count, size, size)
+    return x @ x.mT + torch.eye(size, dtype=torch.float64)
 
 
 def _made() -> Iterator[Sample]:
@@ -386,7 +434,19 @@ DYNAMIC = (aten.nonzero.default, aten.unique_consecutive.default, aten.bincount.
 
 def _all() -> dict[Any, list[Sample]]:
     found: dict[Any, list[Sample]] = {}
-    for maker in (_products, _views, _picks, _reductions, _spans, _made, _casts, _selections, _attention, _losses):
+    for maker in (
+        _products,
+        _views,
+        _picks,
+        _reductions,
+        _spans,
+        _matrices,
+        _made,
+        _casts,
+        _selections,
+        _attention,
+        _losses,
+    ):
         for sample in maker():
             found.setdefault(sample.steps[0].target, []).append(sample)
     for op in EXPERTS:

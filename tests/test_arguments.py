@@ -271,7 +271,15 @@ def refused_by_operators() -> None:
         "text": (lambda: net.train_step(x="x", target=target), f"capture: .* at {here}"),
         "rows": (lambda: net.train_step(x=x[:4], target=target), f"capture: .* at {here}"),
         "floating ids": (lambda: tied.train_step(tokens=ids.double(), labels=ids), f"capture: .* at {here}"),
-        "ids": (lambda: tied.train_step(tokens=ids + 16, labels=ids), f"step: {here}index out of range in self; "),
+        "ids": (
+            lambda: tied.train_step(tokens=ids + 16, labels=ids),
+            r'step 1: ids of "tokens" must lie in 0 \.\. 15, '
+            f"the rows of its embedding, found .* \\(aten.embedding.default at {here[:-2]}\\); correct the batch",
+        ),
+        "labels": (
+            lambda: tied.train_step(tokens=ids, labels=ids - 1),
+            r'step 2: labels of "labels" must lie in 0 \.\. 15, or be -100, found -1 ',
+        ),
     }
     for name, text in refusals({name: case for name, (case, _) in cases.items()}).items():
         assert re.match(f"ValueError: {cases[name][1]}", text), text

@@ -11,6 +11,7 @@ from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
+from autopar.adapters.effects import without_tokens
 from autopar.ops.gradient import OWN_BACKWARD, RESULT
 from autopar.own_backward import OwnBackward, inside_of, own_backwards
 
@@ -102,6 +103,14 @@ def joint_graph(gm: GraphModule, differentiable: Sequence[bool]) -> GraphModule:
         with torch.fx.traceback.preserve_node_meta():
             return _Tagging(gm).run(*inputs)
 
-    traced = aot_export_joint_simple(function, tuple(args), trace_joint=any(differentiable))
+    try:
+        traced = aot_export_joint_simple(function, tuple(args), trace_joint=any(differentiable))
+    except (RuntimeError, NotImplementedError) as error:
+        if "derivative" not in str(error) and "differentia" not in str(error):
+            raise
+        raise ValueError(
+            f"differentiate: {(str(error).splitlines() or ['?'])[0].rstrip('. ')}; torch has no backward here: detach "
+            "what it is applied to, or compute it in another way"
+        ) from error
     assert isinstance(traced, GraphModule)
-    return traced
+    return without_tokens(traced)

@@ -1,9 +1,9 @@
 """torch.export as a function from a module to one flat functional graph.
 
-    module, kwargs --torch.export(strict=False)--> training graph --`_prepare`, run_decompositions({})--> flat graph
+    module, kwargs --torch.export(strict=False)--> training graph --`_prepare`, run_decompositions--> flat graph
 
-`run_decompositions({})` makes in-place operators functional and inlines grad-mode regions, and keeps linear,
-layer_norm, sdpa, cross_entropy_loss ... whole. It forgets that a region was no-grad; so what leaves such a region
+`run_decompositions` makes in-place operators functional and inlines grad-mode regions, and keeps linear,
+layer_norm, sdpa, cross_entropy_loss ... whole. It forgets that a region was no-grad; so what enters such a region
 and would carry a gradient is detached before. It also leaves out a factory's dtype where it equals the default of the
 moment; so the dtype is written down before.
 """
@@ -28,6 +28,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 from autopar.adapters.autograd_function import own_backwards
+from autopar.adapters.decompositions import DECOMPOSITIONS
 from autopar.adapters.watch import Refused
 
 _NO_GRAD_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
@@ -43,7 +44,7 @@ def export(model: nn.Module, kwargs: Mapping[str, Any], autocast: torch.dtype | 
             warnings.simplefilter("ignore")
             program = torch.export.export(model, (), dict(kwargs), strict=False)
             _prepare(program)
-            flat: ExportedProgram = program.run_decompositions({})
+            flat: ExportedProgram = program.run_decompositions(DECOMPOSITIONS)
     except Exception as error:
         refused = _refusal(error)
         if refused is not None:
@@ -162,15 +163,17 @@ def _parameter_nodes(program: ExportedProgram) -> set[str]:
 
 
 def _detach_no_grad(graph: Graph, parameters: set[str]) -> None:
-    """no_grad(f)(x) --> detach(no_grad(f)(x)), where x depends on a parameter."""
+    """no_grad(f)(x) --> no_grad(f)(detach(x)), where x depends on a parameter: what comes out of the region, and what
+    it writes to a buffer (the vectors of a spectral norm), depends on none."""
     carries: set[Node] = {node for node in graph.nodes if node.name in parameters}
     for node in list(graph.nodes):
         if node.op != "call_function" or not any(i in carries for i in node.all_input_nodes):
             continue
         region = node.target is _NO_GRAD_REGION
         if region and node.args[0] is False:
-            for out in list(node.users):
-                _detach(graph, out)
+            for x in node.all_input_nodes:
+                if x in carries and not _is_integer(x.meta.get("val")):
+                    _detach(graph, x, node)
         elif node.target is not torch.ops.aten.detach.default and not _is_integer(node.meta.get("val")):
             carries.add(node)
 
@@ -179,14 +182,11 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
 
 
-def _detach(graph: Graph, node: Node) -> None:
-    value = node.meta.get("val")
-    if not isinstance(value, Tensor) or _is_integer(value):
-        return
-    with graph.inserting_after(node):
-        detached = graph.call_function(torch.ops.aten.detach.default, (node,))
-    detached.meta = dict(node.meta)
-    node.replace_all_uses_with(detached, delete_user_cb=lambda user: user is not detached)
+def _detach(graph: Graph, x: Node, user: Node) -> None:
+    with graph.inserting_before(user):
+        detached = graph.call_function(torch.ops.aten.detach.default, (x,))
+    detached.meta = {**user.meta, "val": x.meta.get("val")}
+    user.replace_input_with(x, detached)
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._library.custom_ops import OPDEFS
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
@@ -15,6 +16,7 @@ from torch.fx.node import map_arg
 __all__ = [
     "OpOverload",
     "argument_defaults",
+    "check_factorisation",
     "is_composite",
     "kernel_of",
     "makes_tensors",
@@ -57,6 +59,11 @@ def kernel_of(op: OpOverload) -> Callable[..., Any] | None:
     if definition is None or set(definition._backend_fns) - {None}:
         return None
     return definition._init_fn
+
+
+def check_factorisation(info: Tensor, name: str, is_matrix: bool) -> None:
+    """Raises torch.linalg.LinAlgError, in the words of the function ``name``, for a matrix whose info is not 0."""
+    torch._linalg_check_errors(info, name, is_matrix=is_matrix)
 
 
 def is_composite(op: Any) -> bool:

@@ -6,6 +6,6 @@ Importing this package registers them under `torch.ops.autopar`.
 
 from __future__ import annotations
 
-from autopar.ops import attention, cache, cross_entropy, dropout, gradient, moe, watch
+from autopar.ops import attention, cache, checked, cross_entropy, dropout, gradient, moe, watch
 
-__all__ = ["attention", "cache", "cross_entropy", "dropout", "gradient", "moe", "watch"]
+__all__ = ["attention", "cache", "checked", "cross_entropy", "dropout", "gradient", "moe", "watch"]

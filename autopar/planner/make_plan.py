@@ -12,7 +12,7 @@ from autopar.batch import BatchDims
 from autopar.capture import InputSpec
 from autopar.graph import global_shape
 from autopar.mesh import Mesh
-from autopar.option_checks import check_names
+from autopar.option_checks import check_names, check_used
 from autopar.placement import INVARIANT, REPLICATE, Pieces, Placement, Shard, nested_shape
 from autopar.plan import Options, ParameterPlan, Plan, Stream, graph_digest
 from autopar.plan_checks import check_fits
@@ -37,6 +37,7 @@ def make_plan(
     """
     options, digest = options or Options(), graph_digest(gm)
     check_names(options)
+    check_used(options, mesh)
     _check(mesh, digest, fixed)
     if fixed is not None:
         check_fits(dataclasses.replace(fixed, inputs={}), gm)

@@ -27,6 +27,7 @@ from autopar.rules.builders import (
     words,
 )
 from autopar.rules.call import Call, RuleFunction
+from autopar.rules.matrices import cross, matrices, solve
 from autopar.vocabulary import cross_entropy_of_piece, embedding_of_piece
 
 RULES: dict[Any, RuleFunction] = {}
@@ -107,6 +108,9 @@ add("autopar::watch", pointwise())
 # Products.
 RULES[torch.ops.aten.linear.default] = einsum("... i, o i -> ... o", "input weight", bias="bias")
 add("matmul", _matmul)
+add("mv", einsum("m k, k -> m", "self vec"))
+add("dot", einsum("k, k ->", "self tensor"))
+add("vdot", einsum("k, k ->", "self other"))
 add("einsum.default", einsum_of_call)
 add("conv1d.default conv2d.default conv3d.default", sp.convolution)
 add("autopar::grouped_mm", sp.grouped_mm)
@@ -147,9 +151,24 @@ add("scatter.src scatter.value scatter_add", sp.scatter)
 add("tril triu", blocks_dims(lambda c: [len(c.shape("self")) - 2, len(c.shape("self")) - 1], "the op spans it"))
 add("layer_norm rms_norm", sp.layer_norm)
 add("group_norm", sp.group_norm)
+
+# Matrices, and batches of them.
+add(
+    "linalg_inv inverse linalg_inv_ex linalg_cholesky cholesky linalg_cholesky_ex cholesky_inverse linalg_qr "
+    "_linalg_svd _linalg_eigh linalg_eig _linalg_eigvals linalg_matrix_exp _linalg_det _linalg_slogdet linalg_lu "
+    "linalg_lu_factor linalg_lu_factor_ex",
+    matrices(2),
+)
+add("linalg_pinv.atol_rtol_tensor", matrices(2, 0, 0))
+add("linalg_solve_triangular cholesky_solve triangular_solve", matrices(2, 2))
+add("linalg_lu_solve", matrices(2, 1, 2))
+add("lu_unpack linalg_householder_product", matrices(2, 1))
+add("linalg_solve _linalg_solve_ex", solve)
+add("linalg_cross", cross)
 add(
     "max_pool1d max_pool2d avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d _adaptive_avg_pool2d "
-    "max_pool2d_with_indices upsample_nearest2d upsample_bilinear2d adaptive_max_pool2d",
+    "max_pool2d_with_indices upsample_nearest2d upsample_bilinear2d adaptive_max_pool2d "
+    "max_pool3d max_pool3d_with_indices avg_pool3d adaptive_avg_pool3d",
     sp.pooling,
 )
 

@@ -1,4 +1,8 @@
-"""Batch norm in training: sums over the batch as ordinary operators, new running statistics as further values."""
+"""Norms as ordinary operators.
+
+Batch norm in training: sums over the batch, and new running statistics as further values. Weight norm: a weight is its
+direction times its length.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +104,18 @@ def inference_batch_norm(node: Node, build: Build) -> Node | None:
     return None
 
 
+def weight_norm(node: Node, build: Build) -> Node | None:
+    """_weight_norm(v, g, 0) --> mul(v, div(g, linalg_vector_norm(v, 2, [1, ...], keepdim)))"""
+    known = arguments(node)
+    v, g, dim = known["v"], known["g"], known["dim"]
+    rank = len(shape_of(v))
+    others = [d for d in range(rank) if d != dim % rank] if dim != -1 else list(range(rank))
+    length = build(aten.linalg_vector_norm.default, v, 2, others, dim != -1)
+    return build(aten.mul.Tensor, v, build(aten.div.Tensor, g, length))
+
+
 TABLE: dict[Any, Rewrite] = {
+    aten._weight_norm.default: weight_norm,
     aten._native_batch_norm_legit_functional.default: functional_batch_norm,
     aten._native_batch_norm_legit.no_stats: functional_batch_norm,
     aten._native_batch_norm_legit_no_training.default: inference_batch_norm,
