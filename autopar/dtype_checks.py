@@ -41,8 +41,14 @@ NORMS = {aten.layer_norm.default, aten.group_norm.default}
 HALVES = (torch.bfloat16, torch.float16)
 
 
+# Losses of classes, whose labels are int64 or uint8; floating targets are probabilities.
+LABELLED = {aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default}
+LABELS = (torch.int64, torch.uint8)
+
+
 def check_dtypes(graph: Graph, names: Mapping[str, str]) -> None:
-    """Raises ValueError for a product or norm of operands with several dtypes. ``names``: of placeholders, as the user
+    """Raises ValueError for a product or norm of operands with several dtypes, and for labels of a dtype that torch's
+    losses refuse. ``names``: of placeholders, as the user
     knows them."""
     for node in graph.nodes:
         if node.target in PRODUCTS or node.target in NORMS:
@@ -51,6 +57,19 @@ def check_dtypes(graph: Graph, names: Mapping[str, str]) -> None:
             mixed = node.target in NORMS and dtypes in [{half, torch.float32} for half in HALVES]
             if len(dtypes) > 1 and not mixed:
                 raise ValueError(_differ(node, operands, names))
+        elif node.target in LABELLED:
+            _check_labels(node, names)
+
+
+def _check_labels(node: Node, names: Mapping[str, str]) -> None:
+    labels = node.args[1]
+    assert isinstance(labels, Node)
+    dtype = labels.meta["val"].dtype
+    if not dtype.is_floating_point and dtype not in LABELS:
+        raise ValueError(
+            f"capture: {line_of(node)}: needs labels of int64, found {_origin(labels, names)} {_word(dtype)}; pass "
+            "labels.long()"
+        )
 
 
 def _differ(node: Node, operands: list[Node], names: Mapping[str, str]) -> str:

@@ -169,8 +169,8 @@ def verify(
     yes_or_no("exact", exact)
     if not isinstance(batch, Mapping):
         raise ValueError(
-            f"verify: needs the whole batch, the keyword arguments of the forward, found a {type(batch).__name__}; pass "
-            "a dict such as {'input_ids': ..., 'labels': ...}"
+            f"verify: needs the whole batch, the keyword arguments of the forward, found a {type(batch).__name__}; "
+            "pass a dict such as {'input_ids': ..., 'labels': ...}"
         )
     for name, value in (("rtol", rtol), ("atol", atol)):
         if value is not None:

@@ -111,8 +111,9 @@ def _maker(config: PreTrainedConfig) -> Any:
     names = config.architectures or ()
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"config: architectures needs a list of names of classes, found {names!r}")
-    named = [found for name in names if hasattr(found := getattr(transformers, name, None), "_from_config")]
-    for found in named:
+    for found in (getattr(transformers, name, None) for name in names):
+        if found is None or not hasattr(found, "_from_config"):
+            continue
         takes = getattr(found, "config_class", None)
         if isinstance(takes, type) and not isinstance(config, takes):
             raise ValueError(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from autopar.adapters.export import paths
 
-CONSTANTS = (int, float, complex, bool, str, type(None), torch.dtype, torch.device)
+CONSTANTS = (int, float, complex, bool, str, type(None), torch.device)
 _MOST_NAMES = 8
 
 

@@ -105,7 +105,7 @@ def joint_graph(gm: GraphModule, differentiable: Sequence[bool]) -> GraphModule:
 
     try:
         traced = aot_export_joint_simple(function, tuple(args), trace_joint=any(differentiable))
-    except (RuntimeError, NotImplementedError) as error:
+    except RuntimeError as error:
         if "derivative" not in str(error) and "differentia" not in str(error):
             raise
         raise ValueError(

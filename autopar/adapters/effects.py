@@ -9,6 +9,8 @@ Tokens are inputs and outputs of a graph that only AOTAutograd's own runtime kno
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch._higher_order_ops.effects import with_effects
 from torch.fx import GraphModule, Node
@@ -27,11 +29,12 @@ def without_tokens(gm: GraphModule) -> GraphModule:
         return gm
     for call in calls:
         _write_out(call)
-    tokens = {t for call in calls for t in (call.args[0], *call.users)}
+    tokens: set[Any] = {t for call in calls for t in (call.args[0], *call.users)}
     out = gm.graph.output_node()
-    out.args = (tuple(value for value in out.args[0] if value not in tokens),)
+    results: Any = out.args[0]
+    out.args = (tuple(value for value in results if value not in tokens),)
     for node in sorted(tokens | set(calls), reverse=True):
-        gm.graph.erase_node(node)  # type: ignore[arg-type]
+        gm.graph.erase_node(node)
     gm.graph.lint()
     gm.recompile()
     return gm

@@ -33,6 +33,8 @@ from autopar.adapters.watch import Refused
 
 _NO_GRAD_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
 _NOISE = (torch.ops.aten._assert_tensor_metadata.default,)
+_PLAIN = (TypeError, AttributeError, IndexError)  # their words tell all
+_ATTRIBUTE = re.compile(r"'(\w+)' object has no attribute '(\w+)'")
 _TORCH = str(Path(torch.__file__).parent)
 
 
@@ -119,7 +121,8 @@ def _refusal(error: BaseException | None) -> Refused | None:
 
 def _reason(error: BaseException) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0].strip() if lines else ''}"
+    text = _ATTRIBUTE.sub(r"a \1 has no \2", lines[0].strip() if lines else "")
+    return text if text and isinstance(error, _PLAIN) else f"{type(error).__name__}: {text}"
 
 
 def _way_out(error: BaseException) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from autopar.models.hf_configs import build, load_config
-from tests.malformed.judge import JSON, Case, broken, failures
+from tests.malformed.judge import Case, broken, failures
 
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 16, "intermediate_size": 32,
