@@ -360,7 +360,7 @@ def _all() -> dict[Any, list[Sample]]:
         _picks,
         _reductions,
         _spans,
-        _matrices,
+        matrices,
         _made,
         _casts,
         _selections,

@@ -322,7 +322,7 @@ def structures() -> None:
         assert abs(float(found) - float(loss)) < EXACT and gap(parallel.full_gradients(), gradients(model)) < EXACT
     assert len(parallel.compiled()) == 2  # constants are part of the graph
     other = {**mine, "pair": tuple(mine["pair"])}  # no pair.left
-    with pytest.raises(ValueError, match=r"capture: .*'tuple' object has no attribute 'left'"):
+    with pytest.raises(ValueError, match=r"capture: .*a tuple has no left"):
         parallel.train_step(**other)
     expected = r"rank 1: .*'pair: \(float64 \[2, 12\], float64 \[4, 8\]\)'.*against rank 0: .*Pair.*float64 \[4, 12\]"
     if torch.distributed.get_rank():

@@ -67,7 +67,7 @@ def test_what_is_no_action(text: str) -> None:
 def test_order_as_json() -> None:
     order = lower(order_of(TWO_RANKS), [Hop("x", 0, 1)], gathers={0}, reductions={1})
     assert Order.from_json(order.to_json()) == order
-    with pytest.raises(ValueError, match="expected the JSON of an order: .* found no 'ranks'"):
+    with pytest.raises(ValueError, match=r"expected the JSON of an order: .* found no 'ranks'"):
         Order.from_json('{"name": "x"}')
 
 

@@ -6,6 +6,9 @@ import typing
 from typing import Any
 
 import autopar
+from autopar.mesh import Mesh
+from autopar.option_checks import AXES_OF, check_used
+from tests.malformed import judge
 from tests.malformed.judge import ANY, Case, failures
 
 KINDS = typing.get_type_hints(autopar.Options)
@@ -26,3 +29,35 @@ def test_options() -> None:
     assert len(cases) >= 400
     found = failures(cases)
     assert not found, "\n".join(found)
+
+
+def test_options_without_the_axis_that_they_are_about() -> None:
+    """Each option on each mesh of one axis: refused, or an axis that it counts with is there (of any size)."""
+    values: dict[str, dict[str, Any]] = {
+        "zero": {"zero": 3}, "sequence_parallel": {"sequence_parallel": True}, "schedule": {"schedule": "1f1b"},
+        "cuts": {"cuts": ("a",)}, "chunks": {"chunks": 2}, "slices": {"slices": 2}, "memory_limit": {"memory_limit": 1},
+        "gathers": {"gathers": "layer", "zero": 3}, "attention": {"attention": "ring"}, "layout": {"layout": "zigzag"},
+        "topology": {"topology": "ring"},
+    }  # fmt: skip
+    assert values.keys() == AXES_OF.keys()
+    axes = ("pp", "dp", "cp", "tp")
+    for name, options in values.items():
+        for axis in axes:
+            mesh = Mesh.of(**{"dp": 2, axis: 1})
+            problem = _refusal(autopar.Options(**options), mesh)
+            if axis in AXES_OF[name] or "dp" in AXES_OF[name]:
+                assert problem == "", (name, mesh)
+            else:
+                assert problem.startswith(f"{name}: counts with an axis ") and judge.unclear(problem) == "", problem
+    assert _refusal(autopar.Options(zero=3), Mesh.of(tp=2)).startswith("zero: counts with an axis dp or cp only")
+    assert _refusal(autopar.Options(gathers="layer"), Mesh.of(pp=2)).startswith("gathers: says when parameters that ")
+    assert _refusal(autopar.Options(topology="tp=ring"), Mesh.of(cp=2)).startswith("topology: names links of the axis")
+    assert _refusal(autopar.Options(), Mesh.of(ep=2)) == ""
+
+
+def _refusal(options: autopar.Options, mesh: Mesh) -> str:
+    try:
+        check_used(options, mesh)
+    except ValueError as error:
+        return str(error)
+    return ""
