@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import autopar
 from autopar.runtime import failures
 from autopar.runtime.groups import Groups, agree, init_mesh
+from autopar.runtime.heartbeat import SILENT
 from autopar.runtime.launch import launch
 from tests.faults.campaign import _alive_with_parent, _free_port, _host
 
@@ -117,7 +118,7 @@ def test_a_stopped_host_of_the_store_is_named() -> None:
     assert found.keys() == {1, 2}
     for seconds, text in found.values():
         assert seconds < SOON and "rank 0, which hosts the store, did not respond for" in text, text
-    assert found[1][0] < 15 and "agreeing on the end failed on rank 1" in found[1][1]
+    assert found[1][0] < SILENT + 7 and "agreeing on the end failed on rank 1" in found[1][1]
 
 
 def one_does_not_come(rank: int) -> str:
