@@ -172,6 +172,11 @@ class Plan:
         Keys are parameter or input names, values axis -> placement (stored and used), I or S. Raises ValueError for
         names or axes that the plan does not know.
         """
+        if not isinstance(changes, Mapping) or not all(isinstance(axes, Mapping) for axes in changes.values()):
+            raise ValueError(
+                f'plan: changes are placements by name and axis, such as {{"lm_head.weight": {{"tp": "I"}}}}, '
+                f"found {changes!r}; give them so"
+            )
         parameters = {name: dict(axes) for name, axes in self.parameters.items()}
         inputs = {name: dict(axes) for name, axes in self.inputs.items()}
         dims = dict(self.batch_dims)

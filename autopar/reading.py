@@ -21,6 +21,8 @@ Readers = Mapping[Any, Callable[[Any, str], Any]]  # annotation -> reads (value,
 def parse(text: str) -> Any:
     """JSON; a name that stands twice in one object is refused, since readers differ in which one they take.
     Raises ValueError."""
+    if not isinstance(text, (str, bytes, bytearray)):
+        raise ValueError(f"needs a text, found a {type(text).__name__}")
     try:
         return json.loads(text, object_pairs_hook=_once)
     except json.JSONDecodeError as error:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopar.option_checks import whole_number
 from autopar.runtime import failures
 from autopar.runtime.heartbeat import LAUNCHER
 from autopar.runtime.settings import DEFAULT_TIMEOUT
@@ -56,10 +57,11 @@ def launch(
 
     Raises RuntimeError that names the ranks which failed, with the traceback of the first cause; the others are ended.
     """
+    if not callable(fn):
+        raise ValueError(f"launch: needs a function, found {fn!r}; pass a module-level one, and its arguments in args=")
     if "RANK" in os.environ:
         return [fn(*args)]
-    if nproc < 1:
-        raise ValueError(f"launch: nproc must be at least 1, found {nproc}")
+    whole_number("nproc", nproc, 1)
     if device == "cuda" and nproc > torch.cuda.device_count():
         raise ValueError(
             f"launch: {nproc} ranks need {nproc} GPUs, found {torch.cuda.device_count()}; use device='cpu'"

@@ -49,7 +49,8 @@ class ParallelModule(Stateful):
     ``eval_step(**batch)``: the same with all modules in eval mode, without gradients.
 
     Its submodules are copies of the model's own: modes, attributes and ``requires_grad`` of parameters may be changed
-    at any time. What the model has beside modules (config, methods) is there as well.
+    at any time. What the model has beside modules (config, methods) is there as well. Steps are compiled already:
+    `torch.compile` of a function that calls them leaves them as they are.
 
     Every rank of a dp group passes the same batch, its dp part of the whole; as with DistributedDataParallel.
     """
@@ -163,6 +164,7 @@ class ParallelModule(Stateful):
 
     # --- steps --------------------------------------------------------------------------------------------
 
+    @torch.compiler.disable
     def train_step(self, *args: Any, **batch: Any) -> Tensor:
         """Forward and backward of this rank's part of the batch, in all its micro-batches.
 
@@ -189,6 +191,7 @@ class ParallelModule(Stateful):
             self._store_buffers(executor.compiled, result.outputs)
             return result.losses[0] if len(result.losses) == 1 else tuple(result.losses)  # type: ignore[return-value]
 
+    @torch.compiler.disable
     def forward(self, *args: Any, **batch: Any) -> Any:
         """The model's outputs for this rank's part of the batch."""
         evaluates = not any(m.training for m in self._tree.root.modules())
@@ -234,6 +237,7 @@ class ParallelModule(Stateful):
         assert isinstance(executor, Executor)
         return executor
 
+    @torch.compiler.disable
     @torch.no_grad()
     def eval_step(self, *args: Any, **batch: Any) -> Any:
         """The model's outputs in eval mode (no dropout, running statistics), without gradients."""

@@ -7,8 +7,8 @@ writes. `transformers`' own from_pretrained reads the result.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -271,7 +271,7 @@ def save_pretrained(
     parts = _split(sizes, _parse_size(max_shard_size))
     by_name = {s.name: s for s in specs}
     files: dict[str, str] = {}  # tensor -> file
-    with Draft(folder, len(parts)) if groups.rank == 0 else nullcontext() as draft:
+    with _in_words(folder), Draft(folder, len(parts)) if groups.rank == 0 else nullcontext() as draft:
         for names in parts:
             content = {}
             for name in names:
@@ -283,6 +283,17 @@ def save_pretrained(
         if draft is not None:
             draft.publish(_index(files, sizes, specs, buffers), configs)
     agree(groups, "written", f"the checkpoint in {folder}")  # nobody reads before it is complete
+
+
+@contextmanager
+def _in_words(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"save_pretrained: needs a folder that can be written, found {folder}: {error.strerror or error}; an older "
+            "checkpoint there is as it was, name another folder or make room"
+        ) from error
 
 
 def _whole(

@@ -266,3 +266,5 @@ loop(
     lambda r: (lambda x: [round(x.item(), 10), round(float(x), 10), f"{x:.3f}"])(plain(r).detach()),
 )
 loop("positional arguments", lambda r: round(float(r.model(*r.batch().values())["loss"].detach()), 10))
+loop("torch.compile(model)", lambda r: (
+    torch.compile(r.model, backend="eager")(**r.batch())["loss"].backward(), r.optimizer.step())[1])  # fmt: skip

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.mesh import Mesh
+from autopar.plan import Plan
 from tests.plain_models import EXACT, Net, Tied, build, gap, gradients, numbers, part, tokens
 from tests.ranks import run_ranks
 
@@ -175,6 +176,19 @@ def test_options_take_what_means_the_same() -> None:
     options = autopar.Options(micro_batches=np.int64(2), memory_limit=80e9, slices=[4, 4], cuts=["a"])  # type: ignore[arg-type]
     assert options == autopar.Options(micro_batches=2, memory_limit=80 * 10**9, slices=(4, 4), cuts=("a",))
     assert type(options.micro_batches) is type(options.memory_limit) is int
+
+
+def test_calls_beside_parallelize() -> None:
+    plan = Plan(Mesh.of(tp=2), "", parameters={"w": {}})
+    for call, message in (
+        (lambda: autopar.launch(None), "launch: needs a function, found None"),  # type: ignore[arg-type]
+        (lambda: autopar.launch(print, "2"), "nproc: expected a whole number of at least 1, found '2'"),  # type: ignore[arg-type]
+        (lambda: Plan.from_json(3), "plan: expected the JSON of a plan: needs a text, found a int"),  # type: ignore[arg-type]
+        (lambda: plan.override(3), "plan: changes are placements by name and axis, .* found 3"),  # type: ignore[arg-type]
+        (lambda: plan.override({"w": "I"}), "plan: changes are placements by name and axis"),  # type: ignore[dict-item]
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 # --- batches ------------------------------------------------------------------------------------------
