@@ -25,7 +25,7 @@ from autopar.dump import check_writable, dumper_for
 from autopar.plan import Options, Plan
 from autopar.progress import Progress
 from autopar.runtime.agreement import agree_on_call, agree_on_model, agree_on_plan, check_source
-from autopar.runtime.arguments import check_arguments, check_model
+from autopar.runtime.arguments import check_arguments, check_model, check_no_gradients
 from autopar.runtime.failures import reporting
 from autopar.runtime.groups import Groups
 from autopar.runtime.inputs import by_name, check_values
@@ -77,6 +77,7 @@ def parallelize(
     with reporting("parallelize"):
         chosen = _options(options)
         check_model(model)
+        check_no_gradients(model)
         check_arguments(
             seed=seed, exact=exact, backend=backend, dump=dump, plan=plan, example_batch=example_batch, sync=sync,
             check_batches=check_batches,

@@ -48,12 +48,6 @@ def check_model(model: Any) -> None:
         for wrapper, inside in WRAPPERS.items():
             if isinstance(module, wrapper):
                 raise ValueError(f"parallelize: replaces {wrapper.__name__}, found one{at}; pass its model{inside}")
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            raise ValueError(
-                f"parallelize: parameter {name} has a gradient already, to which the first step would add; call "
-                "model.zero_grad() before"
-            )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise ValueError(
@@ -64,6 +58,16 @@ def check_model(model: Any) -> None:
             raise ValueError(
                 f"parallelize: needs whole parameters, found {name}, a DTensor; pass the model as it was before "
                 "fully_shard or parallelize_module"
+            )
+
+
+def check_no_gradients(model: nn.Module) -> None:
+    """torch's next backward would add to them. Raises ValueError."""
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            raise ValueError(
+                f"parallelize: parameter {name} has a gradient already, to which the first step would add; call "
+                "model.zero_grad() before"
             )
 
 

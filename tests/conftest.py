@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -30,6 +31,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     full = [item for item in items if item.get_closest_marker("full")]
     config.hook.pytest_deselected(items=full)
     items[:] = [item for item in items if item not in set(full)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _old_objects_rest() -> Iterator[None]:
+    """What a module leaves alive (caches of torch, compiled graphs) is never looked through again: compiling makes
+    objects by the million, and each full collection, here and in every forked rank, would walk over all of it."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -269,7 +269,7 @@ habit(
 habit("between", "model.new = nn.Linear(2, 2)", lambda m: put(m, new=nn.Linear(2, 2)), ADDED)
 habit("between", "model.first = nn.Linear(4, 6)", lambda m: put(m, first=nn.Linear(4, 6).double()), LAID)
 habit("between", "model.first.bias = None", lambda m: put(m.first, bias=None))
-habit("between", "del model.block", lambda m: delattr(m, "block"), "no attribute 'block'")
+habit("between", "del model.block", lambda m: delattr(m, "block"), "a Model has no block")
 habit(
     "between",
     "ties untied by a copy",

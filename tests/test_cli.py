@@ -214,7 +214,7 @@ BAD: list[tuple[str, list[object], str]] = [
     ("mesh", ["--mesh", "two"], "expected name=size pairs"),
     ("unplanned axis", ["--mesh", "ep=2,tp=2"], "nothing is cut over axis 'ep', found ep=2; the axes are pp"),
     ("schedule", ["--mesh", "pp=2", "--schedule", "1f2b"], "unknown name '1f2b'; known are gpipe, 1f1b"),
-    ("schedule without pp", ["--mesh", "tp=2", "--schedule", "1f1b"], "need an axis pp of at least 2 ranks"),
+    ("schedule without pp", ["--mesh", "tp=2", "--schedule", "1f1b"], "schedule: counts with an axis pp only, found"),
     ("cuts", ["--mesh", "pp=2", "--schedule", "1f1b", "--cuts", "model.layers.9"], "no operation belongs to"),
     ("slices", ["--mesh", "pp=2", "--slices", "8,x"], "--slices: expected a positive whole number, found 'x'"),
     ("memory limit", ["--mesh", "pp=2", "--memory-limit", "all"], "expected a number of bytes such as 80e9"),

@@ -99,6 +99,8 @@ runs = st.fixed_dictionaries(
 def test_random_transformer(config: dict[str, Any], mesh: str, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = Net(config).double().train()
+    options["zero"] *= "dp" in mesh
+    options["sequence_parallel"] &= "tp" in mesh
     ids = torch.randint(config["vocabulary"], (8, 6), generator=torch.Generator().manual_seed(1))
     try:
         result = check_model(model, {"ids": ids}, Mesh.parse(mesh), Options(**options))

@@ -46,7 +46,7 @@ def test_more_parts_than_operations() -> None:
 
 
 def test_a_schedule_needs_the_axis() -> None:
-    with pytest.raises(ValueError, match="need an axis pp of at least 2 ranks, found the mesh dp=2"):
+    with pytest.raises(ValueError, match="counts with an axis pp only, found schedule='1f1b' on the mesh dp=2"):
         plan_model(LLAMA, BATCH, Mesh.of(dp=2), Options(schedule="1f1b"))
 
 
