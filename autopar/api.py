@@ -103,19 +103,9 @@ def parallelize(
         compiler = _compiler(groups, chosen, exact, dump)
         note_parameters(model.parameters())
         return ParallelModule(
-            skeleton,
-            compiler,
-            groups,
-            made,
-            specs,
-            values,
-            buffers,
-            backend,
-            seed,
-            sync,
-            check_batches,
+            skeleton, compiler, groups, made, specs, values, buffers, backend, seed, sync, check_batches,
             chosen.micro_batches,
-        )
+        )  # fmt: skip
 
 
 def _compiler(groups: Groups, options: Options, exact: bool, dump: str | Path | None) -> Callable[..., Compiled]:

@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate as TorchReplicate
 from torch.distributed.tensor.placement_types import Shard as TorchShard
 
-from autopar.adapters.dtensor import alike, local_of, writes_to
+from autopar.adapters.autograd import version_of
+from autopar.adapters.dtensor import alike, local_of
 from autopar.adapters.hooks import accumulate, observed
 from autopar.adapters.state_dict import EXTRA, IncompatibleKeys, note, noted
 from autopar.option_checks import whole_number
@@ -195,12 +196,12 @@ class StepCount:
     def __init__(self, groups: Groups) -> None:
         spec = ParameterSpec("steps", (), torch.int64, requires_grad=False)
         self.tensor = wrap(torch.zeros((), dtype=torch.int64, device=groups.device), spec, groups)
-        self._value, self._seen = 0, writes_to(self.tensor)
+        self._value, self._seen = 0, version_of(local_of(self.tensor))
 
     def get(self) -> int:
         """The number of steps."""
-        if writes_to(self.tensor) != self._seen:
-            self._value, self._seen = int(local_of(self.tensor)), writes_to(self.tensor)
+        if version_of(local_of(self.tensor)) != self._seen:
+            self._value, self._seen = int(local_of(self.tensor)), version_of(local_of(self.tensor))
         return self._value
 
     def set(self, steps: Any) -> None:
@@ -210,7 +211,7 @@ class StepCount:
             given = given.item()
         value = whole_number("training_steps", given, 0, MOST_STEPS)
         local_of(self.tensor).fill_(value)
-        self._value, self._seen = value, writes_to(self.tensor)
+        self._value, self._seen = value, version_of(local_of(self.tensor))
 
 
 MOST_STEPS = 2**40  # seeds of dropout are made of them

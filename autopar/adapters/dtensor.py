@@ -37,11 +37,6 @@ def alike(local: Tensor, x: DTensor) -> DTensor:
     return out
 
 
-def writes_to(x: DTensor) -> int:
-    """How often the piece was written in place: changes when someone else writes to it."""
-    return x._local_tensor._version
-
-
 def storage_of(x: Tensor) -> int:
     """A number for the storage that torch's core holds of a tensor; that of a DTensor is none of its piece's."""
     number: int = torch._C._storage_id(x)  # type: ignore[attr-defined]
