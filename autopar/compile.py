@@ -130,13 +130,8 @@ def _planning_graph(model: nn.Module, batch: Mapping[str, Any], ctx: Context) ->
 
 
 def _with_pipeline(plan: Plan, gm: GraphModule, options: Options, fixed: Plan | None) -> Plan:
-    """The plan with the parts of a mesh with pp."""
+    """The plan with the parts of a mesh with several ranks on pp."""
     if plan.mesh.size("pp") == 1:
-        if options.schedule or options.cuts:
-            raise ValueError(
-                f"pipeline: a schedule and cuts need an axis pp of at least 2 ranks, found the mesh {plan.mesh}; "
-                "add pp, or leave them out"
-            )
         return plan
     known = fixed.pipeline if fixed is not None else None
     if options.schedule and SCHEDULES[options.schedule].sliced and plan.mesh.size("cp") > 1:

@@ -20,6 +20,7 @@ from autopar.runtime.store_line import Answer, Line, StoreError
 
 PATIENCE = 10  # times the timeout, that an agreement waits for ranks which beat and are at work in a call of autopar
 BETWEEN = 5 * BEAT  # seconds that they may be between two calls
+MOST_SHOWN = 200  # characters of what ranks differ in
 
 
 def world_store(rank: int, world: int, timeout: timedelta) -> dist.Store:
@@ -156,5 +157,19 @@ def differences(ranks: Sequence[int], values: Sequence[str]) -> str:
         return ""
     common = max(by_value, key=lambda v: len(by_value[v]))
     odd = {value: who for value, who in by_value.items() if value != common}
-    listed = "; ".join(f"rank {', '.join(map(str, who))}: {value.partition(chr(10))[2]}" for value, who in odd.items())
-    return f"{listed}; against rank {', '.join(map(str, by_value[common]))}: {common.partition(chr(10))[2]}"
+    told = {value: value.partition("\n")[2] for value in by_value}
+    shown = dict(zip(told, _where_they_differ(list(told.values())), strict=True))
+    listed = "; ".join(f"rank {', '.join(map(str, who))}: {shown[value]}" for value, who in odd.items())
+    return f"{listed}; against rank {', '.join(map(str, by_value[common]))}: {shown[common]}"
+
+
+def _where_they_differ(texts: list[str]) -> list[str]:
+    """Long texts are cut to what stands around the first difference."""
+    if max(map(len, texts)) <= MOST_SHOWN:
+        return texts
+    start = max(len(os.path.commonprefix(texts)) - MOST_SHOWN // 4, 0)
+    ends = [start + MOST_SHOWN < len(text) for text in texts]
+    return [
+        f"{'...' * (start > 0)}{text[start : start + MOST_SHOWN]}{'...' * more}"
+        for text, more in zip(texts, ends, strict=True)
+    ]

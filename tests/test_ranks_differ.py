@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 
 import autopar
 from autopar.runtime.contents import CHUNK, word_of, words_of
+from autopar.runtime.rendezvous import differences
 from autopar.steps import Compiled
 from tests.plain_models import EXACT, Metric, Net, Normed, Tied, build, gap, gradients, numbers, part, tokens
 from tests.ranks import run_ranks
@@ -64,6 +65,15 @@ def test_words_of_every_dtype_and_size() -> None:
     assert int(word_of(torch.zeros(0))) == 0 == int(word_of(torch.zeros(5)))
     conjugate = torch.tensor([1 + 2j]).conj()
     assert word_of(conjugate) == word_of(conjugate.resolve_conj()) != word_of(conjugate.conj())
+
+
+def test_long_texts_are_cut_to_where_they_differ() -> None:
+    long = [str(i) for i in range(2000)]
+    texts = ["\n" + " ".join(x) for x in (long, long, [*long[:900], "other", *long[901:]])]
+    assert differences([4, 5, 6], ["\nshort", "\nshort", "\nlong"]) == "rank 6: long; against rank 4, 5: short"
+    found = differences([4, 5, 6], texts)
+    assert "rank 6: ..." in found and "899 other 901" in found and "899 900 901" in found and len(found) < 500
+    assert differences([4, 5], [texts[0], texts[0] + "!"]).endswith("1998 1999")
 
 
 # --- weights ----------------------------------------------------------------------------------------------

@@ -6,10 +6,12 @@ import typing
 from typing import Any
 
 import autopar
+from autopar.compile import compile_model
 from autopar.mesh import Mesh
 from autopar.option_checks import AXES_OF, check_used
 from tests.malformed import judge
 from tests.malformed.judge import ANY, Case, failures
+from tests.plain_models import Net, build, numbers
 
 KINDS = typing.get_type_hints(autopar.Options)
 
@@ -53,6 +55,14 @@ def test_options_without_the_axis_that_they_are_about() -> None:
     assert _refusal(autopar.Options(gathers="layer"), Mesh.of(pp=2)).startswith("gathers: says when parameters that ")
     assert _refusal(autopar.Options(topology="tp=ring"), Mesh.of(cp=2)).startswith("topology: names links of the axis")
     assert _refusal(autopar.Options(), Mesh.of(ep=2)) == ""
+
+
+def test_a_script_for_pipelines_runs_on_an_axis_of_one_rank() -> None:
+    """The mesh of a test on one machine: nothing to cut, and nothing refused."""
+    model, batch = build(Net), numbers()
+    given = autopar.Options(schedule="tera_pipe", slices=2, chunks=2, cuts=("first",), memory_limit=10**9)
+    found = [compile_model(model, batch, Mesh.of(pp=1, dp=2), options) for options in (given, autopar.Options())]
+    assert found[0].pipeline is None and found[0].local.code == found[1].local.code
 
 
 def _refusal(options: autopar.Options, mesh: Mesh) -> str:
