@@ -167,7 +167,8 @@ def _where_they_differ(texts: list[str]) -> list[str]:
     """Long texts are cut to what stands around the first difference."""
     if max(map(len, texts)) <= MOST_SHOWN:
         return texts
-    start = max(len(os.path.commonprefix(texts)) - MOST_SHOWN // 4, 0)
+    same = next((i for i, found in enumerate(zip(*texts, strict=False)) if len(set(found)) > 1), min(map(len, texts)))
+    start = max(same - MOST_SHOWN // 4, 0)
     ends = [start + MOST_SHOWN < len(text) for text in texts]
     return [
         f"{'...' * (start > 0)}{text[start : start + MOST_SHOWN]}{'...' * more}"
