@@ -51,6 +51,17 @@ def check_batch_dims(model: nn.Module, batch: Mapping[str, Any], dims: BatchDims
             )
 
 
+def check_dims_exist(known: BatchDims, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Inputs have the dim that an earlier plan has found, or the user has named, as their batch. Raises ValueError."""
+    for name, shape in shapes.items():
+        dim = known.get(name)
+        if dim is not None and not -len(shape) <= dim < len(shape):
+            raise ValueError(
+                f"batch: the batch is dim {dim} of input {name}, found a tensor of shape {list(shape)}; pass a row for "
+                f"each example, or parallelize with batch_dims={{{name!r}: None}} if it is no part of the batch"
+            )
+
+
 def likely_dims(sizes: Mapping[str, tuple[int, ...]], known: BatchDims) -> dict[str, int | None]:
     """The dims as far as shapes tell: what is known, else dim 0 where its size is that of the batch.
 

@@ -13,7 +13,15 @@ from torch import nn
 from torch.fx import GraphModule
 
 from autopar.adapters.lazy import lazy_code
-from autopar.batch import UNCLEAR, BatchDims, check_batch_dims, likely_dims, tensors_of, whole_batch
+from autopar.batch import (
+    UNCLEAR,
+    BatchDims,
+    check_batch_dims,
+    check_dims_exist,
+    likely_dims,
+    tensors_of,
+    whole_batch,
+)
 from autopar.capture import adapter_for, capture
 from autopar.graph import (
     copy_graph,
@@ -83,6 +91,7 @@ def for_whole_batch(
     """
     ranks, known = mesh.size("dp"), known_batch_dims(model, batch, options, fixed)
     shapes = {name: tuple(x.shape) for name, x in tensors_of(batch).items()}
+    check_dims_exist(known, shapes)
     dims, tried = likely_dims(shapes, {n: d for n, d in known.items() if n in shapes}), []
     while dims not in tried:
         tried.append(dims)

@@ -280,7 +280,8 @@ class ParallelModule(Stateful):
         self._watch.check_size(named, self.training_steps)
         values["__seed__"] = torch.tensor(step_seed(self._seed, self.training_steps))
         for name, value in tensors_of(named).items():
-            values[name] = value.to(self._groups.device).contiguous()  # the step is compiled for no other strides
+            plain = value if type(value) is Tensor else value.as_subclass(Tensor)  # results would be of the subclass
+            values[name] = plain.to(self._groups.device).contiguous()  # the step is compiled for no other strides
         for spec in executor.specs.values():
             if spec.kind == "seed":
                 values[spec.name] = values["__seed__"]

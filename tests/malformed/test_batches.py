@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import autopar
-from tests.malformed.judge import Case, failures
+from autopar.runtime.failures import CollectiveError
+from tests.malformed.judge import Case, failures, unclear
 from tests.plain_models import EXACT, Net, Tied, build, numbers, tokens
 from tests.ranks import run_ranks
 
@@ -126,8 +130,10 @@ def _with(x: Tensor, value: Any) -> Tensor:
     return out
 
 
-def case(name: str, model: torch.nn.Module, parallel: Any, batch: dict[str, Any]) -> Case:
-    """A step, and whether plain torch says the same: of the loss, and of every gradient."""
+def case(
+    name: str, model: torch.nn.Module, parallel: Any, batch: dict[str, Any], whole: Callable[[], dict[str, Any]]
+) -> Case:
+    """A step, and whether plain torch says the same of the whole batch: of the loss, and of every gradient."""
 
     def run() -> Any:
         parallel.zero_grad()
@@ -137,7 +143,7 @@ def case(name: str, model: torch.nn.Module, parallel: Any, batch: dict[str, Any]
     def right(found: Any) -> bool:
         plain = copy.deepcopy(model)
         try:
-            out = plain(**{n: x.clone() if isinstance(x, Tensor) else x for n, x in batch.items()})
+            out = plain(**{n: x.clone() if isinstance(x, Tensor) else x for n, x in whole().items()})
         except Exception:
             return False  # what torch refuses is not to be trained on
         expected = out["loss"] if isinstance(out, dict) else out
@@ -156,10 +162,70 @@ def judged() -> tuple[int, list[str]]:
         model = build(kind)
         parallel = autopar.parallelize(model, mesh, example_batch=batch)
         for name, wrong in cases_of(batch).items():
-            cases.append(case(f"{kind.__name__} {name}", model, parallel, wrong))
+            cases.append(case(f"{kind.__name__} {name}", model, parallel, wrong, partial(dict, wrong)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return len(cases), failures(cases)
+
+
+# --- two ranks --------------------------------------------------------------------------------------------
+
+
+def judged_alike(axis: str) -> tuple[int, list[str]]:
+    """As `judged`: both ranks are given what is wrong."""
+    mesh, cases, good = autopar.init_mesh("cpu", 30.0, **{axis: 2}), [], numbers()
+    mine = {k: x.chunk(2)[dist.get_rank()].contiguous() if axis == "dp" else x for k, x in good.items()}
+    others = {k: x.chunk(2)[1 - dist.get_rank()].contiguous() if axis == "dp" else x for k, x in good.items()}
+    model = build(Net)
+    parallel = autopar.parallelize(model, mesh, example_batch=mine)
+    for (name, wrong), other in zip(cases_of(mine).items(), cases_of(others).values(), strict=True):
+        parts = [wrong, other] if dist.get_rank() == 0 else [other, wrong]
+        whole = partial(_joined, *parts) if axis == "dp" else partial(dict, wrong)
+        cases.append(case(name, model, parallel, wrong, whole))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return len(cases), failures(cases)
+
+
+def _joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """What both ranks were given, as one batch where that can be."""
+    return {k: torch.cat([x, second[k]]).detach() if isinstance(x, Tensor) else x for k, x in first.items()}
+
+
+def given_to_one(axis: str, what: Sequence[str]) -> list[str]:
+    """Rank 1 is given what is wrong; what any rank made of that, if it was no error that tells why."""
+    found = []
+    for name in what:
+        mesh, good = autopar.init_mesh("cpu", 30.0, **{axis: 2}), tokens()
+        mine = {k: x.chunk(2)[dist.get_rank()].contiguous() if axis == "dp" else x for k, x in good.items()}
+        parallel = autopar.parallelize(build(Tied), mesh, example_batch=mine)
+        try:
+            parallel.train_step(**(cases_of(mine)[name] if dist.get_rank() else mine))
+            found.append(f"{name}: accepted")
+        except ValueError as error:
+            problem = unclear(str(error))
+            found += [f"{name}: {problem}"] if problem else []
+        except CollectiveError as error:
+            if dist.get_rank() or "rank 1 failed: ValueError: batch: " not in str(error):
+                found.append(f"{name}: {error}")
+        dist.barrier()  # a rank that goes on has no error any more
+    return found
+
+
+ONE = ("tokens: a set", "tokens: numpy", "tokens: meta", "labels: sparse", "labels: fewer rows", "tokens: turned")
+ALONE = (*ONE, "tokens: a list", "labels: missing", "an extra tensor", "tokens: a number", "tokens: torch.int32")
+
+
+@pytest.mark.parametrize("axis", ["dp", pytest.param("tp", marks=pytest.mark.full)])
+def test_both_ranks_are_given_what_is_wrong(axis: str) -> None:
+    count, found = run_ranks(2, judged_alike, axis, timeout=400)[0]
+    assert count >= 100 and not found, f"{count} batches\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize("axis, what", [("dp", ALONE), ("tp", (*ALONE, "tokens: flipped", "labels: zeros"))])
+def test_one_rank_is_given_what_is_wrong(axis: str, what: tuple[str, ...]) -> None:
+    found = run_ranks(2, given_to_one, axis, what, timeout=400)
+    assert not any(found), found
 
 
 def test_batches() -> None:
