@@ -27,7 +27,7 @@ from autopar import ops as ops  # registers the operators that adapters put into
 from autopar.adapters.export import export, flatten, paths, unflatten
 from autopar.adapters.fake import fake_like, new_mode, owned_by, structure_copy
 from autopar.adapters.frozen import frozen_facts
-from autopar.adapters.lazy import lazy_code
+from autopar.adapters.lazy import graph_module, lazy_code
 from autopar.adapters.watch import Watch
 from autopar.dtype_checks import check_dtypes
 from autopar.exact import LiftFloat32
@@ -191,7 +191,7 @@ def _finish(program: ExportedProgram, replica: nn.Module, arguments: Mapping[str
     node.args = (tuple(values),)
     _write_out_scalars(program, inputs)
     kept = _drop_unused(program, inputs)
-    gm = GraphModule(nn.Module(), graph)
+    gm = graph_module(graph)
     gm.meta["signature"] = Signature(kept, tuple(outputs), program.call_spec.out_spec, tuple(leaves))
     check_contained(gm)
     constants = {spec.name for spec in kept if spec.kind == "constant"}

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from autopar.adapters.lazy import graph_module
 from autopar.adapters.operators import OpOverload, argument_defaults
 from autopar.mesh import Mesh
 from autopar.ops.gradient import HOLE
@@ -243,7 +244,7 @@ def copy_graph(gm: GraphModule) -> GraphModule:
     graph = Graph()
     copies: dict[Node, Node] = {}
     graph.output(graph.graph_copy(gm.graph, copies))
-    output_node(gm_copy := GraphModule(gm, graph)).meta = dict(output_node(gm).meta)
+    output_node(gm_copy := graph_module(graph, root=gm)).meta = dict(output_node(gm).meta)
     for old, new in copies.items():
         new.meta = dict(old.meta)
     gm_copy.meta = dict(gm.meta)

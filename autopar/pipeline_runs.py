@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
+from autopar.adapters.lazy import graph_module
 from autopar.graph import ancestors, outputs, placeholders
 from autopar.lowering import lower
 from autopar.mesh import Mesh
@@ -101,7 +102,7 @@ def restricted(step: StepGraph | None, wanted: Collection[str]) -> StepGraph | N
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in made.values()))
     inputs = [name for name, node in zip(step.inputs, placeholders(step.graph), strict=True) if node in needed]
-    return StepGraph(GraphModule(step.graph, graph), inputs, list(made))
+    return StepGraph(graph_module(graph, root=step.graph), inputs, list(made))
 
 
 # --- what goes between stages --------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from autopar.adapters.lazy import graph_module
 from autopar.flow import Flow
 from autopar.graph import add_placeholder, ancestors, copy_node, has_gradient, is_call, outputs
 from autopar.ops.gradient import OWN_BACKWARD
@@ -126,7 +127,7 @@ class _Cutter:
         graph.output(tuple(copy_node(graph, value, copies) for _, _, value in results))
         for token in (n for n in copies if is_call(n, OWN_BACKWARD)):
             self.backwards.setdefault(token, []).append(k)
-        gm = GraphModule(torch.nn.Module(), graph, f"Part{k}")
+        gm = graph_module(graph, f"Part{k}")
         gm.meta["signature"] = self.gm.meta["signature"]
         mutated = self.gm.meta["signature"].outputs
         return PartGraph(
@@ -195,6 +196,6 @@ class _Cutter:
             if node in needed:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
         graph.output(tuple(copies[n] for n in wanted))
-        gm = GraphModule(torch.nn.Module(), graph, title)
+        gm = graph_module(graph, title)
         gm.meta["results"] = [n.name for n in wanted]
         return gm

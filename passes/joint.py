@@ -17,6 +17,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.aot import joint_graph
+from autopar.adapters.lazy import graph_module
 from autopar.graph import add_placeholder, ancestors, copy_node, is_call, output_node, outputs, placeholders
 from autopar.passes.own_gradients import own_gradients
 from autopar.steps import StepGraph
@@ -135,7 +136,7 @@ class Joint:
             if node.op == "call_function" and node in needed:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
         graph.output(tuple(copies[n] if isinstance(n, Node) else n for n in results))
-        return GraphModule(torch.nn.Module(), graph, "Forward")
+        return graph_module(graph, "Forward")
 
     def graph_of(
         self,
@@ -162,7 +163,7 @@ class Joint:
         for node in run:
             copy_node(graph, node, copies)
         graph.output(tuple(copy_node(graph, n, copies) if n is not None else None for _, n in results))
-        gm = GraphModule(torch.nn.Module(), graph, title)
+        gm = graph_module(graph, title)
         gm.meta["owned"] = [i for i, (name, _) in enumerate(results) if not name.startswith("stash:")]
         own_gradients(gm)
         return StepGraph(gm, [known[n] for n in given], [name if n is not None else None for name, n in results])

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from autopar.adapters.lazy import graph_module
 from autopar.conversions import exchange, is_conversion
 from autopar.graph import add_placeholder, placeholders
 from autopar.passes.differentiate import lowered
@@ -53,7 +54,7 @@ def gather_graph(used: Mapping[Node, Node]) -> tuple[StepGraph | None, dict[str,
             if node not in copies:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[u] for u in moved))
-    gm = GraphModule(torch.nn.Module(), graph, "Gather")
+    gm = graph_module(graph, "Gather")
     inputs = [n.name for n in placeholders(gm)]
     return StepGraph(lowered(gm), inputs, [u.name for u in moved]), aliases
 
@@ -82,7 +83,7 @@ def reduce_graph(used: Mapping[Node, Node], available: Iterable[str | None]) -> 
             total = reduced if total is None else graph.call_function(torch.ops.aten.add.Tensor, (total, reduced))
         results.append(total)
     graph.output(tuple(results))
-    gm = GraphModule(torch.nn.Module(), graph, "Reduce")
+    gm = graph_module(graph, "Reduce")
     _run_fake(gm)
     gm = lowered(gm)
     gm.meta["owned"] = list(range(len(targets)))

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from autopar.adapters.lazy import graph_module
 from autopar.collectives import COLLECTIVES, LOCAL
 from autopar.graph import add_placeholder, describe
 from autopar.mesh import TokenSlice
@@ -95,7 +96,7 @@ class _Merge:
             new = self.graph.create_node(row[0].op, row[0].target, args, kwargs, name=row[0].name)
             new.meta = dict(row[0].meta)
             self.copies[row] = new
-        merged = GraphModule(self.first, self.graph, type(self.first).__name__)
+        merged = graph_module(self.graph, type(self.first).__name__, self.first)
         merged.meta = dict(self.first.meta)
         return merged
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from autopar.adapters.lazy import graph_module
 from autopar.capture import InputSpec
 from autopar.conversions import conversion_of, is_conversion
 from autopar.graph import add_placeholder, ancestors, describe, has_gradient, placeholders, remove_dead_code
@@ -107,7 +108,7 @@ def _extract(gm: GraphModule, cuts: list[Node]) -> Prologue:
         after = total
     added = tuple(InputSpec(name, "total", name) for name in totals)
     gm.meta["signature"] = dataclasses.replace(signature, inputs=(*signature.inputs, *added))
-    return Prologue(GraphModule(torch.nn.Module(), graph, "Prologue"), [n.name for n in inputs], totals)
+    return Prologue(graph_module(graph, "Prologue"), [n.name for n in inputs], totals)
 
 
 def _slice_by_index(gm: GraphModule, node: Node, count: int, dst: Shard) -> None:

@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch import nn
+from torch.fx import Graph, GraphModule
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
+
+
+def graph_module(graph: Graph, name: str = "GraphModule", root: nn.Module | None = None) -> GraphModule:
+    """A graph as a module; ``root`` holds its attributes, and its ``meta`` where it is a graph module itself."""
+    return _LazyGraphModule(nn.Module() if root is None else root, graph, name)
 
 
 @contextmanager
 def lazy_code() -> Iterator[None]:
-    """Within: graph modules are made lazy, which is a sixth of the time to compile a model."""
+    """Within: the graph modules that torch makes are lazy, which is a sixth of the time to compile a model."""
     with _use_lazy_graph_module(True):
         yield
