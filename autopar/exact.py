@@ -48,6 +48,6 @@ class LiftFloat32(TorchFunctionMode):
 
 def _lift(value: Any) -> Any:
     """float32 -> float64, as a dtype or as the name that `Tensor.type` takes."""
-    if value is torch.float32 or value == "torch.FloatTensor":
+    if value is torch.float32 or (type(value) is str and value == "torch.FloatTensor"):  # a tensor's == is slow
         return torch.float64
     return value

@@ -28,6 +28,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 from autopar.adapters.autograd_function import own_backwards
+from autopar.adapters.decompose import decompose
 from autopar.adapters.decompositions import DECOMPOSITIONS
 from autopar.adapters.watch import Refused
 
@@ -46,7 +47,7 @@ def export(model: nn.Module, kwargs: Mapping[str, Any], autocast: torch.dtype | 
             warnings.simplefilter("ignore")
             program = torch.export.export(model, (), dict(kwargs), strict=False)
             _prepare(program)
-            flat: ExportedProgram = program.run_decompositions(DECOMPOSITIONS)
+            flat = run_decompositions(program, autocast)
     except Exception as error:
         refused = _refusal(error)
         if refused is not None:
@@ -54,6 +55,14 @@ def export(model: nn.Module, kwargs: Mapping[str, Any], autocast: torch.dtype | 
         raise ValueError(f"capture: {_where(error)}: {_reason(error)}{_way_out(error)}") from error
     _refuse_sizes_of_values(flat.graph)
     return flat
+
+
+def run_decompositions(program: ExportedProgram, autocast: torch.dtype | None) -> ExportedProgram:
+    """The flat graph. Within an autocast all of it is traced again: the training graph has no casts."""
+    if autocast is not None:
+        found: ExportedProgram = program.run_decompositions(DECOMPOSITIONS)
+        return found
+    return decompose(program, DECOMPOSITIONS)
 
 
 @contextlib.contextmanager
