@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,13 +53,18 @@ def agree_on(groups: Groups, claims: Sequence[Claim], what: str) -> None:
     if groups.mesh.world_size == 1 or not claims:
         return
     told = [t.split("\n") for t in exchange(groups, "\n".join(c.digest for c in claims), what)]
-    if apart := differences(range(len(told)), [f"\n{t[0]}" for t in told]):
-        raise ValueError(
-            f"agree: all ranks must take the same steps, found {apart}; run the same program on every rank"
-        )
     for i, claim in enumerate(claims, 1):
         if any(len({told[r][i] for r in ranks}) > 1 for ranks in _parts(groups.mesh, claim.axes)):
             raise ValueError(_explained(groups, claim, what))
+
+
+def agree_on_arguments(groups: Groups, who: str, arguments: Mapping[str, Any], names: Iterable[str] = ()) -> None:
+    """A call that all ranks must make alike: its ``arguments``, and the ``names`` of the parameters that it is about,
+    which stages do not share. Raises ValueError."""
+    stage = tuple(axis for axis in groups.mesh.sizes if axis != "pp")
+    need, way_out = f"{who}: every rank must be given the same", "call it alike on every rank"
+    told = Claim(everywhere(groups), {k: repr(v) for k, v in arguments.items()}, f"{need} arguments", way_out)
+    agree_on(groups, [told, Claim(stage, dict.fromkeys(names, "given"), f"{need} tensors", way_out)], who)
 
 
 @functools.cache

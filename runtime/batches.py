@@ -60,7 +60,7 @@ def claim_shapes(groups: Groups, batch: Mapping[str, Any], further: Mapping[str,
     return Claim(
         everywhere(groups),
         facts | {name: str(value) for name, value in further.items()},
-        "agree: the shapes of the batch must be the same on all ranks",
+        "agree: the step and the shapes of the batch must be the same on all ranks",
         "give every rank the same model, mesh, options and batch shapes: drop or pad a last batch that is uneven",
     )
 

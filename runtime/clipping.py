@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from autopar.option_checks import number, refuse
 from autopar.parameter import ParameterSpec
+from autopar.runtime.agreement import agree_on_arguments
 from autopar.runtime.comm import all_reduce, finish
 from autopar.runtime.groups import Groups
 from autopar.runtime.state import local_tensor, whole_tensor
@@ -31,6 +32,7 @@ def clip_gradients(
     if norm_type <= 0.0:
         raise refuse("norm_type", "a number above 0, such as 2.0 or math.inf", norm_type)
     gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    agree_on_arguments(groups, "clip_grad_norm_", {"max_norm": max_norm, "norm_type": norm_type}, gradients)
     here = groups.coordinate.get("pp", 0)
     counted = [s.name for s in specs if s.ranks[0] == here and s.name in gradients]
     norms = [whole_tensor(torch.linalg.vector_norm(gradients[name], norm_type)) for name in counted]

@@ -362,8 +362,8 @@ def agree(
 def exchange(groups: Groups, text: str, what: str, axis: str | None = None, timeout: float | None = None) -> list[str]:
     """ "what", a line break and the text of every rank (or of those of my group on ``axis``), in their order.
 
-    Raises RuntimeError naming the ranks that do not come within the timeout. Goes through the store: no device, no
-    process group.
+    Raises RuntimeError naming the ranks that do not come within the timeout, ValueError where ranks are at different
+    steps. Goes through the store: no device, no process group.
     """
     ranks = groups.ranks(axis) if axis else list(range(groups.mesh.world_size))
     mine = f"{what}\n{text}"
@@ -373,4 +373,9 @@ def exchange(groups: Groups, text: str, what: str, axis: str | None = None, time
     count = groups._agreed.get(scope, 0)
     groups._agreed[scope] = count + 1
     limit = groups.timeout.total_seconds() if timeout is None else timeout
-    return show(scope, count, groups.rank, ranks, mine, limit)
+    found = show(scope, count, groups.rank, ranks, mine, limit)
+    if apart := differences(ranks, [f"\n{text.partition(chr(10))[0]}" for text in found]):
+        raise ValueError(
+            f"agree: all ranks must take the same steps, found {apart}; run the same program on every rank"
+        )
+    return found

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from autopar.adapters.state_dict import EXTRA, IncompatibleKeys
 from autopar.option_checks import a_path, yes_or_no
 from autopar.runtime import state
-from autopar.runtime.agreement import agree_on_pieces
+from autopar.runtime.agreement import agree_on_arguments, agree_on_pieces
 from autopar.runtime.failures import reporting
 from autopar.runtime.groups import Groups
 from autopar.runtime.safetensors_io import load_pretrained, save_pretrained, saved_steps
@@ -39,6 +39,7 @@ class Stateful(nn.Module):
         persistent, own, specs = self._persistent(), self._tree.own, self._tree.specs
         with reporting("full_state_dict"):
             yes_or_no("rank0_only", rank0_only)
+            agree_on_arguments(self._groups, "full_state_dict", {"rank0_only": rank0_only})
             whole = state.full_state_dict(own, specs, self._groups, persistent, rank0_only, self._owners())
         return state.note_steps(whole, self.training_steps)
 
@@ -46,6 +47,8 @@ class Stateful(nn.Module):
         """Original name -> whole gradient on the CPU, for parameters that have one. Collective."""
         with reporting("full_gradients"):
             yes_or_no("rank0_only", rank0_only)
+            has = [name for name, p in self._tree.own.items() if p.grad is not None]
+            agree_on_arguments(self._groups, "full_gradients", {"rank0_only": rank0_only}, has)
             return state.full_gradients(self._tree.own, self._tree.specs, self._groups, rank0_only, self._owners())
 
     def _owners(self) -> dict[str, int] | None:
@@ -71,6 +74,7 @@ class Stateful(nn.Module):
             yes_or_no("strict", strict)
             tensors, steps = state.split_steps(state_dict)
             own, specs = self._tree.own, self._tree.specs
+            agree_on_arguments(self._groups, "load_state_dict", {"strict": strict}, tensors)
             if any(isinstance(v, torch.distributed.tensor.DTensor) for v in tensors.values()):
                 now = super().state_dict()
                 state.check_kinds(tensors, now)
@@ -132,6 +136,8 @@ class Stateful(nn.Module):
         configs = [c for name in ("config", "generation_config") if (c := getattr(skeleton, name, None)) is not None]
         with reporting("save_pretrained"):
             folder = a_path("folder", folder)
+            how = {"folder": str(folder), "max_shard_size": max_shard_size}
+            agree_on_arguments(self._groups, "save_pretrained", how)
             save_pretrained(
                 folder,
                 own,

@@ -42,6 +42,10 @@ class Kind(NamedTuple):
     outputs: tuple[str, ...] | None
     tangents: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        call = "train_step" if self.outputs is not None else "model(**batch)"
+        return f"{call if self.train else 'eval_step'}{f' for {self.tangents}' if self.tangents else ''}"
+
 
 @dataclass(frozen=True)
 class _Step:
@@ -114,10 +118,11 @@ class StepCache:
     def _agreed(self, facts: tuple[Any, ...], batch: dict[str, Any], number: int | None) -> Runner:
         key = self._key(facts)
         kind, _, surroundings = facts
-        step = "" if number is None else f"step {number}: "
+        told = {"the call": kind, "the number of the step": number, **surroundings._asdict(), "the batch": facts[1]}
+        told["the state that the modules are in"] = key[-1]
         known = self._steps.get(key)
         # a store round trip per step: a rank with another batch would otherwise end in a hang
-        claims = [claim_shapes(self._groups, batch, {"all of it": f"{step}{key}"})]
+        claims = [claim_shapes(self._groups, batch, told)]
         agree_on(self._groups, claims + (self._contents(batch, known.runner.compiled) if known else []), "the batch")
         if known is None:
             self._make_room(key)

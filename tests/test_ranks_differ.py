@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ import autopar
 from autopar.runtime.contents import CHUNK, word_of, words_of
 from autopar.runtime.rendezvous import differences
 from autopar.steps import Compiled
-from tests.plain_models import EXACT, Metric, Net, Normed, Tied, build, gap, gradients, numbers, part, tokens
+from tests.plain_models import EXACT, Metric, Net, Normed, Tied, build, gap, gradients, numbers, part, put, tokens
 from tests.ranks import run_ranks
 
 
@@ -166,6 +167,43 @@ def synchronised_buffers() -> None:
 
 def test_sync_takes_the_buffers_too() -> None:
     run_ranks(2, synchronised_buffers)
+
+
+# --- calls ------------------------------------------------------------------------------------------------
+
+
+def calls_differ(sizes: dict[str, int], folder: str) -> dict[str, str]:
+    """Two ranks that do not do the same: what each was told. Nothing is changed, and the same calls work afterwards."""
+    last = dist.get_rank() == 1
+    module, mine = put(build(Net), numbers(), sizes), part(numbers(), sizes)
+    module.train_step(**mine)
+    before, state = module.full_gradients(), module.full_state_dict()
+    found = {
+        "max_norm": message(module.clip_grad_norm_, 0.1 if last else 0.01),
+        "norm_type": message(module.clip_grad_norm_, 0.1, 1.0 if last else 2.0),
+        "full_gradients": message(module.full_gradients if last else module.full_state_dict),
+        "folder": message(module.save_pretrained, f"{folder}/{last}"),
+        "first.bias: rank 1: nothing": message(
+            module.load_state_dict, {n: x + 1 for n, x in state.items() if not (last and n == "first.bias")}, False
+        ),
+    }
+    call = module.train_step if last else module.eval_step
+    found["found the call: rank 1: train_step; against rank 0: eval_step"] = message(call, **mine)
+    kept, module.first.bias.grad = module.first.bias.grad, None if last else module.first.bias.grad
+    found["first.bias: rank 1: nothing; "] = message(module.full_gradients)
+    module.first.bias.grad = kept
+    assert not any(Path(folder).iterdir())
+    assert all(torch.equal(x, before[n]) for n, x in module.full_gradients().items())
+    assert all(torch.equal(x, state[n]) for n, x in module.full_state_dict().items())
+    module.clip_grad_norm_(0.1)
+    return found
+
+
+def test_ranks_that_make_different_calls_are_told(tmp_path: Path) -> None:
+    for sizes in ({"dp": 2}, {"tp": 2}):
+        first, second = run_ranks(2, calls_differ, sizes, str(tmp_path))
+        for what, text in first.items():
+            assert what in text and "rank 1" in text and second[what] == text, (what, text, second[what])
 
 
 # --- compiled steps ---------------------------------------------------------------------------------------
