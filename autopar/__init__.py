@@ -6,7 +6,8 @@ loss  = model.train_step(**batch)
 """
 
 from autopar.api import parallelize
-from autopar.plan import Options, Plan
+from autopar.options import Options
+from autopar.plan import Plan
 from autopar.runtime.failures import reporting
 from autopar.runtime.groups import init_mesh
 from autopar.runtime.launch import launch

@@ -1,10 +1,10 @@
-"""``python -m autopar``: the command line, see `autopar.cli`."""
+"""``python -m autopar``: the command line, see `autopar.cli.main`."""
 
 from __future__ import annotations
 
 import sys
 
-from autopar.cli import main
+from autopar.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -20,10 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.adapters.fake import skeleton_of
 from autopar.capture import adapter_for
-from autopar.compile import compile_model, for_whole_batch, plan_model
-from autopar.dump import check_writable, dumper_for
-from autopar.plan import Options, Plan
-from autopar.progress import Progress
+from autopar.compile.model import compile_model
+from autopar.compile.parameters import for_whole_batch, plan_model
+from autopar.options import Options
+from autopar.plan import Plan
+from autopar.report.dump import check_writable, dumper_for
+from autopar.report.progress import Progress
 from autopar.runtime.agreement import agree_on_call, agree_on_model, agree_on_plan, check_source
 from autopar.runtime.arguments import check_arguments, check_model, check_no_gradients
 from autopar.runtime.failures import reporting
@@ -31,7 +33,7 @@ from autopar.runtime.groups import Groups
 from autopar.runtime.inputs import by_name, check_values
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.old_optimizers import note_parameters
-from autopar.steps import Compiled
+from autopar.steps.graphs import Compiled
 
 
 def parallelize(
@@ -66,7 +68,7 @@ def parallelize(
             device. Otherwise the ranks' weights are compared, and those that differ refused.
         check_batches: compare at every step what several ranks must be given alike (all inputs over tp, pp and cp,
             those that are no part of the batch over dp), by a hash made where the tensors are.
-        options: fields of `autopar.plan.Options`: zero, sequence_parallel, micro_batches, whole_ops, bucket_bytes;
+        options: fields of `autopar.options.Options`: zero, sequence_parallel, micro_batches, whole_ops, bucket_bytes;
             with an axis pp: schedule, cuts, chunks, slices, gathers, memory_limit; batch_dims={"x": 1, "table": None}
             says which dim of an input is the batch where the plan cannot tell, or is wrong.
 

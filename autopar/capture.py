@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -27,57 +26,14 @@ from autopar import ops as ops  # registers the operators that adapters put into
 from autopar.adapters.export import export, flatten, paths, unflatten
 from autopar.adapters.fake import fake_like, new_mode, owned_by, structure_copy
 from autopar.adapters.frozen import frozen_facts
+from autopar.adapters.function_watch import FunctionWatch
 from autopar.adapters.lazy import graph_module, lazy_code
-from autopar.adapters.watch import Watch
-from autopar.dtype_checks import check_dtypes
 from autopar.exact import LiftFloat32
-from autopar.own_backward import check_contained
+from autopar.ir.dtype_checks import check_dtypes
+from autopar.ir.own_backward import check_contained
+from autopar.ir.signature import ConstantLeaf, InputSpec, OutputSpec, Signature
 
 __all__ = ["ADAPTERS", "Adapter", "InputSpec", "LiftFloat32", "OutputSpec", "Signature", "adapter_for", "capture"]
-
-
-@dataclass(frozen=True)
-class InputSpec:
-    """One placeholder: ``kind`` is parameter, buffer, constant, input or seed; ``name`` the original fully qualified
-    name, or the path of the input ("input_ids", "past.0"); ``aliases`` further names tied to it; ``persistent``
-    tells of a buffer whether it is in the state dict."""
-
-    node: str
-    kind: str
-    name: str
-    aliases: tuple[str, ...] = ()
-    requires_grad: bool = False
-    persistent: bool = True
-
-
-@dataclass(frozen=True)
-class OutputSpec:
-    """One output: ``kind`` "output" with the path in the user's structure ("loss", "hidden_states.1"), or "mutation"
-    with the name of the buffer whose new value this is."""
-
-    kind: str
-    name: str
-
-
-@dataclass(frozen=True)
-class Signature:
-    """Inputs in placeholder order, outputs in the order of the graph's output tuple (outputs before mutations)."""
-
-    inputs: tuple[InputSpec, ...]
-    outputs: tuple[OutputSpec, ...]
-    # The user's structure: its spec, and per leaf the place in `outputs` or the constant to restore.
-    spec: Any = field(default=None, repr=False, compare=False)
-    leaves: tuple[int | _Constant, ...] = field(default=(), repr=False)
-
-    def rebuild(self, values: Sequence[Any]) -> Any:
-        """Flat "output" values (tensors or anything else) -> the user's structure, with None and constant leaves."""
-        filled = [leaf.value if isinstance(leaf, _Constant) else values[leaf] for leaf in self.leaves]
-        return unflatten(filled, self.spec)
-
-
-@dataclass(frozen=True)
-class _Constant:
-    value: Any
 
 
 class Adapter(Protocol):
@@ -160,7 +116,7 @@ def capture(
             stack.enter_context(adapter.context(batch))
         if exact:
             stack.enter_context(LiftFloat32())
-        watch = stack.enter_context(Watch(replica, owned_by(model)))
+        watch = stack.enter_context(FunctionWatch(replica, owned_by(model)))
         changed = stack.enter_context(frozen_facts(replica))
         program = export(replica, unflatten(fakes, spec), autocast)
         if watch.refused is not None:  # the forward has caught it
@@ -235,14 +191,14 @@ def _inputs(program: ExportedProgram, replica: nn.Module, paths: list[str]) -> l
     return out
 
 
-def _outputs(program: ExportedProgram) -> tuple[list[OutputSpec], list[Node], list[int | _Constant]]:
+def _outputs(program: ExportedProgram) -> tuple[list[OutputSpec], list[Node], list[int | ConstantLeaf]]:
     """(specs, nodes) of the flat tensor outputs, then mutations; and per leaf of the user's structure its place."""
     nodes: Any = program.graph.output_node().args[0]
     spec = program.call_spec.out_spec
     names = iter(path for path, _ in paths(unflatten([_LEAF] * spec.num_leaves, spec)))
     specs: list[OutputSpec] = []
     values: list[Node] = []
-    leaves: list[int | _Constant] = []
+    leaves: list[int | ConstantLeaf] = []
     mutations: list[tuple[OutputSpec, Node]] = []
     for node, entry in zip(nodes, program.graph_signature.output_specs, strict=True):
         if entry.kind == OutputKind.USER_OUTPUT:
@@ -252,7 +208,7 @@ def _outputs(program: ExportedProgram) -> tuple[list[OutputSpec], list[Node], li
                 specs.append(OutputSpec("output", name))
                 values.append(node)
             else:
-                leaves.append(_Constant(node))
+                leaves.append(ConstantLeaf(node))
         elif entry.kind == OutputKind.BUFFER_MUTATION:
             mutations.append((OutputSpec("mutation", str(entry.target)), node))
         else:

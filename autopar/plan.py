@@ -5,65 +5,23 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.fx import GraphModule
 
-from autopar.mesh import Mesh
-from autopar.option_checks import checked
-from autopar.placement import INVARIANT, Placement, Shard, parse_placement
-from autopar.plan_checks import check_plan
-from autopar.reading import parse, read
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the user may ask for.
-
-    zero: 0 (parameters whole on dp) or 3 (cut over dp, gathered for use).
-    sequence_parallel: cut the residual stream along the sequence on tp.
-    micro_batches: number of gradient accumulation steps of one `train_step`.
-    whole_ops: operators without a rule (or with one) that shall run on whole values, by name ("aten.foo.default").
-    bucket_bytes: size of a gradient bucket.
-
-    With pipeline stages (axis pp):
-    schedule: a name of `autopar.schedule.SCHEDULES`; "" lets the plan choose.
-    cuts: the module with which each part but the first begins; () lets the plan choose.
-    chunks: parts per rank, for schedules that take several; 0: as many as the schedule takes by default.
-    slices: for schedules over token slices: their number, or their lengths; 0 lets the plan choose.
-    gathers: "step" gathers parameters that ZeRO cuts once per step, "layer" for each use.
-    memory_limit: bytes that one rank may hold, for the cut and for schedules that search; 0: no limit.
-
-    With a sequence that is cut over ranks (axis cp):
-    attention: an algorithm of `autopar.attention.ALGORITHMS`, "FORWARD+BACKWARD", or "auto": the fastest by estimate.
-    layout: how causal sequences are dealt, "contiguous" or "zigzag"; "auto" lets the plan choose.
-    topology: links per axis, such as "cp=ring:50e9:5e-6,tp=switch:450e9" (`autopar.topology`); "": a default.
-
-    batch_dims: which dim of an input is the batch, over dp and micro-batches: ``{"x": 1, "table": None}``, None for an
-    input that is no part of it. Names of nested inputs are paths ("past.0"). What is left out is decided by the plan.
-    """
-
-    zero: int = 0
-    sequence_parallel: bool = False
-    micro_batches: int = 1
-    whole_ops: tuple[str, ...] = ()
-    bucket_bytes: int = 25 * 2**20
-    schedule: str = ""
-    cuts: tuple[str, ...] = ()
-    chunks: int = 0
-    slices: int | tuple[int, ...] = 0
-    gathers: str = "step"
-    memory_limit: int = 0
-    attention: str = "auto"
-    layout: str = "auto"
-    topology: str = ""
-    batch_dims: tuple[tuple[str, int | None], ...] = ()
-
-    def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
-            object.__setattr__(self, name, checked(name, getattr(self, name)))
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import (
+    INVARIANT,
+    Invariant,
+    Partial,
+    Placement,
+    Shard,
+    parse_placement,
+)
+from autopar.options import Options
+from autopar.values import parse, read
 
 
 @dataclass(frozen=True)
@@ -80,7 +38,7 @@ class Stream:
     """Values that are cut along their sequence on an axis: where they start, the dim, and how it is dealt.
 
     axis tp: a residual stream under sequence parallelism, from the value ``node``. axis cp: the tokens of an attention,
-    from its operand ``node`` ("attention_1.q"). ``blocks`` as in `autopar.placement.Shard`; their ratios count.
+    from its operand ``node`` ("attention_1.q"). ``blocks`` as in `autopar.ir.placement.Shard`; their ratios count.
     """
 
     node: str
@@ -299,3 +257,62 @@ def graph_digest(gm: GraphModule) -> str:
         if s.kind == "parameter"
     ]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
+
+
+def check_plan(plan: Plan) -> None:
+    """Axes are axes of the mesh; parameters and inputs are stored whole or cut. Raises ValueError.
+
+    Of the four placements two are no way to store a value: Replicate says that each rank has a gradient of its own,
+    Partial that a sum is pending. Nobody would add them up.
+    """
+    for name, axis, stored in _stored(plan):
+        if axis not in plan.mesh.sizes and axis != "mb":
+            raise ValueError(f"plan: {name}: no axis {axis!r} in the mesh {plan.mesh}; make a plan for this mesh")
+        if axis == "pp":
+            raise ValueError(f"plan: {name}: nothing is cut over 'pp', its ranks hold different layers; leave it out")
+        if not isinstance(stored, (Invariant, Shard)):
+            raise ValueError(
+                f"plan: {name} is stored as {stored} on axis {axis!r}, values are stored whole (I) or cut (S); "
+                f"use I: what a rank computes with it follows from that"
+            )
+    for name, axes in plan.parameters.items():
+        if any(isinstance(p.used, Partial) for p in axes.values()):
+            raise ValueError(
+                f"plan: {name} is used as P, a pending sum; use R, or the placement that it is stored with"
+            )
+        if isinstance(axes["mb"].stored if "mb" in axes else None, Shard):
+            raise ValueError(f"plan: {name} is cut on axis 'mb': micro-batches cut the batch, no parameter; use I")
+    _check_parts(plan)
+
+
+def _stored(plan: Plan) -> Iterator[tuple[str, str, Placement]]:
+    """(what, axis, placement) of everything that a plan stores."""
+    for name, axes in plan.parameters.items():
+        yield from ((f"parameter {name}", axis, p.stored) for axis, p in axes.items())
+    for name, placed in plan.inputs.items():
+        yield from ((f"input {name}", axis, p) for axis, p in placed.items())
+    for name, p in plan.slices.items():
+        yield f"slice {name}", "tp", p
+    for stream in plan.streams:
+        yield f"stream {stream.node}", stream.axis, Shard(max(stream.dim, 0))
+
+
+def _check_parts(plan: Plan) -> None:
+    """Streams, and decisions for axes that a mesh may lack: attention over cp, stages over pp."""
+    for stream in plan.streams:
+        if stream.dim < 0:
+            raise ValueError(f"plan: stream {stream.node}: dims count from 0, found {stream.dim}; use an existing dim")
+    if plan.attention and plan.mesh.size("cp") == 1:
+        name = next(iter(plan.attention))
+        raise ValueError(f"plan: attention {name}: no axis 'cp' in the mesh {plan.mesh}; make a plan for this mesh")
+    pipeline = plan.pipeline
+    if pipeline is None:
+        return
+    if plan.mesh.size("pp") == 1:
+        raise ValueError(f"plan: a pipeline needs an axis 'pp', found the mesh {plan.mesh}; make a plan for this mesh")
+    for name, parts in pipeline.holders.items():
+        if not parts or not all(0 <= part < pipeline.parts for part in parts):
+            raise ValueError(
+                f"plan: {name} is held by the parts {list(parts)} of a pipeline, it has 0..{pipeline.parts - 1}; "
+                "make a plan for this model"
+            )

@@ -27,22 +27,22 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.adapters.dropout import shared_dropout
+from autopar.adapters.eager_dropout import shared_dropout
 from autopar.adapters.export import flatten, unflatten
 from autopar.adapters.fake import skeleton_of, twin_of
 from autopar.api import load_adapters, parallelize
-from autopar.batch import part_of_batch, tensors_of
 from autopar.capture import adapter_for
-from autopar.compile import known_batch_dims, plan_model
+from autopar.compile.parameters import known_batch_dims, plan_model
 from autopar.exact import LiftFloat32
-from autopar.mesh import Mesh
-from autopar.option_checks import number, yes_or_no
-from autopar.plan import Options
+from autopar.ir.batch import part_of_batch, tensors_of
+from autopar.ir.mesh import Mesh
+from autopar.options import Options
 from autopar.runtime.arguments import check_model
 from autopar.runtime.failures import reporting
 from autopar.runtime.groups import init_mesh, mesh_of
 from autopar.runtime.launch import launch
 from autopar.runtime.module import step_seed
+from autopar.values import number, yes_or_no
 
 EXACT = 1e-10
 # dtype -> (rtol, atol): an error may reach max(rtol * largest value of the tensor, atol). bfloat16 has 8 bits, float16
@@ -56,7 +56,7 @@ TOLERANCES = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class Compared:
     """One compared tensor.
 
     ``error``: largest absolute difference; ``reference``: largest absolute value in one process; ``allowed``: the
@@ -92,12 +92,12 @@ class Report:
     exact: bool
     loss: float
     reference_loss: float
-    loss_error: Entry
-    parameters: tuple[Entry, ...]
+    loss_error: Compared
+    parameters: tuple[Compared, ...]
     without_gradient: tuple[str, ...] = ()
 
     @property
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[Compared, ...]:
         """The loss and all parameters, worst first."""
         return tuple(sorted((self.loss_error, *self.parameters), key=lambda e: -e.ratio))
 
@@ -262,17 +262,17 @@ def _scalar(x: float) -> Tensor:
     return torch.tensor(x, dtype=torch.float64)
 
 
-def _compared(name: str, found: Tensor | None, expected: Tensor | None, limits: tuple[float, float]) -> Entry:
+def _compared(name: str, found: Tensor | None, expected: Tensor | None, limits: tuple[float, float]) -> Compared:
     """One tensor against the reference."""
     if found is None or expected is None:
         there = found if found is not None else expected
         assert there is not None
         largest = float(there.abs().max()) if there.numel() else 0.0
         note = "no gradient on the mesh" if found is None else "no gradient in one process"
-        return Entry(name, math.nan, largest, limits[1], note)
+        return Compared(name, math.nan, largest, limits[1], note)
     largest = float(expected.abs().max()) if expected.numel() else 0.0
     error = float((found.double() - expected.double()).abs().max()) if expected.numel() else 0.0
-    return Entry(name, error, largest, max(limits[0] * largest, limits[1]))
+    return Compared(name, error, largest, max(limits[0] * largest, limits[1]))
 
 
 def _worst(report: Report) -> Report:
@@ -283,7 +283,7 @@ def _worst(report: Report) -> Report:
     with reporting("verify"):
         dist.all_gather_object(reports, report)
 
-    def worst(entries: list[Entry]) -> Entry:
+    def worst(entries: list[Compared]) -> Compared:
         return max(entries, key=lambda e: e.ratio)
 
     parameters = tuple(worst(list(entries)) for entries in zip(*(r.parameters for r in reports), strict=True))
@@ -295,7 +295,7 @@ def _worst(report: Report) -> Report:
 # --- the command --------------------------------------------------------------------------------------
 
 
-def main(
+def verify_config(
     config: Any,
     mesh: Mesh,
     options: Options | None = None,

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import ModuleType
 
 from autopar import passes
-from autopar.pass_manager import Pass
-from autopar.passes import GLOBAL_PASSES, PLACEMENT_PASSES, STEP_PASSES
+from autopar.passes.in_order import GLOBAL_PASSES, PLACEMENT_PASSES, STEP_PASSES
+from autopar.rewrite.pass_manager import Pass
 
 GROUPS = {"global": GLOBAL_PASSES, "typed": PLACEMENT_PASSES, "step": STEP_PASSES}
 PAGE = Path(__file__).resolve().parent / "passes.md"

@@ -16,14 +16,16 @@ import torch
 
 import autopar.passes.attention  # (fills the table of algorithms)
 import autopar.runtime.schedules  # noqa: F401  (fills the table of schedules)
-from autopar.attention import ALGORITHMS, Mask, Problem
-from autopar.attention_picture import timeline_svg
-from autopar.flops import A100
-from autopar.picture import svg
-from autopar.pipeline_report import describe, run
-from autopar.planner.attention import PASSES, dealt, timeline_of
-from autopar.schedule import SCHEDULES, Costs, Request
-from autopar.topology import Topology
+from autopar.attention.algorithm_table import ALGORITHMS
+from autopar.attention.problem import Mask, Problem
+from autopar.cost.attention_costs import PASSES, pass_timeline
+from autopar.cost.hardware import A100
+from autopar.cost.topology import Topology
+from autopar.planner.attention_choice import dealt
+from autopar.report.attention_picture import timeline_svg
+from autopar.report.schedule_picture import svg
+from autopar.report.schedule_summary import run_schedule, timeline_facts
+from autopar.schedule.request import SCHEDULES, Costs, Request
 
 FOLDER = Path(__file__).resolve().parent / "pictures"
 RANKS, MICRO_BATCHES, SLICES = 4, 8, 2
@@ -39,8 +41,8 @@ def draw(name: str) -> str:
     """The picture of one schedule."""
     entry = SCHEDULES[name]
     slices = SLICES if entry.sliced else 1
-    timeline = run(name, Request(RANKS, MICRO_BATCHES, entry.chunks, slices), COSTS)
-    notes = " · ".join(f"{what} {value}" for what, value in describe(timeline))
+    timeline = run_schedule(name, Request(RANKS, MICRO_BATCHES, entry.chunks, slices), COSTS)
+    notes = " · ".join(f"{what} {value}" for what, value in timeline_facts(timeline))
     return svg(timeline, title=f"{name}: {entry.summary}", notes=notes)
 
 
@@ -49,7 +51,7 @@ def draw_attention(name: str) -> str:
     algorithm = ALGORITHMS[name]
     layout = algorithm.layouts[0]
     problem = dealt(ATTENTION, layout)
-    panels = {way: timeline_of(algorithm, problem, way, LINKS, A100) for way in PASSES}
+    panels = {way: pass_timeline(algorithm, problem, way, LINKS, A100) for way in PASSES}
     notes = f"{problem.queries} tokens, causal, {layout} · {problem.heads} heads · {LINKS} · {A100.name}"
     return timeline_svg(panels, f"{name}: {algorithm.title}", notes)
 

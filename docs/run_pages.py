@@ -28,12 +28,12 @@ import torch
 import autopar.models.hf
 import autopar.passes.attention
 import autopar.runtime.schedules  # noqa: F401
-from autopar.attention import ALGORITHMS
+from autopar.attention.algorithm_table import ALGORITHMS
 from autopar.capture import ADAPTERS
 from autopar.ops.kernels import KERNELS
 from autopar.passes.normalize import REWRITES
 from autopar.rules import RULES
-from autopar.schedule import SCHEDULES
+from autopar.schedule.request import SCHEDULES
 
 DOCS = Path(__file__).resolve().parent
 PAGES = (DOCS / "walkthrough.md", DOCS / "adding.md", DOCS / "pipelines.md", DOCS / "context_parallel.md")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.batch import tensors_of
+from autopar.ir.batch import tensors_of
 
 MAIN_INPUTS = ("input_ids", "inputs_embeds", "decoder_input_ids", "pixel_values", "input_features", "input_values")
 WITHOUT_BATCH = ("cache_position", "head_mask", "decoder_head_mask", "cross_attn_head_mask")

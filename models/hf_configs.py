@@ -18,7 +18,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from autopar.models import hf as hf  # registers the adapter
 from autopar.models.hf_batches import example_batch
-from autopar.reading import parse
+from autopar.values import parse
 
 # Tried in order for a config that names no class: a BERT is in the lists of masked and of causal models.
 AUTO_CLASSES = (

@@ -41,7 +41,7 @@ def positions_from_user(given: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class MaskFacts:
-    """Who may attend to whom; see `autopar.ops.attention.Facts`. ``tensor`` is a materialised mask that replaces all
+    """Who may attend to whom; see `autopar.ops.facts.Facts`. ``tensor`` is a materialised mask that replaces all
     other facts: bool (True = attend) or additive. ``make`` makes one that says the same, bool [B, 1, Sq, Sk]."""
 
     causal: bool = False

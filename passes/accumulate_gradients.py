@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.graph import add_placeholder, copy_graph, insert_call, is_call, output_node, outputs, remove_dead_code
+from autopar.ir.graph import add_placeholder, copy_graph, insert_call, is_call, output_node, outputs, remove_dead_code
 from autopar.passes.own_gradients import own_gradients
 
 aten, ops = torch.ops.aten, torch.ops.autopar

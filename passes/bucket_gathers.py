@@ -23,9 +23,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.operators import OpOverload
-from autopar.graph import arguments, insert_call, is_call, nbytes, output_node, shape
-from autopar.pass_manager import Context
+from autopar.ir.graph import arguments, insert_call, is_call, nbytes, output_node, shape
 from autopar.passes.prefetch_gathers import is_parameter_gather
+from autopar.rewrite.compilation import Compilation
 
 aten = torch.ops.aten
 LONE_BYTES = 2**20
@@ -41,7 +41,7 @@ class BucketGathers:
     requires: ClassVar[tuple[str, ...]] = ()
     ensures: ClassVar[tuple[str, ...]] = ()
 
-    def apply(self, gm: GraphModule, ctx: Context) -> GraphModule:
+    def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
         for chains in _runs(gm):
             _join_gathers(gm, chains)
         for chains in _waves(gm):

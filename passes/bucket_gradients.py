@@ -21,9 +21,9 @@ from typing import ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.graph import insert_call, is_call, nbytes, output_node, shape
-from autopar.pass_manager import Context
-from autopar.plan import Options
+from autopar.ir.graph import insert_call, is_call, nbytes, output_node, shape
+from autopar.options import Options
+from autopar.rewrite.compilation import Compilation
 
 aten = torch.ops.aten
 LONE_BYTES = 2**20
@@ -37,7 +37,7 @@ class BucketGradients:
     requires: ClassVar[tuple[str, ...]] = ()
     ensures: ClassVar[tuple[str, ...]] = ()
 
-    def apply(self, gm: GraphModule, ctx: Context) -> GraphModule:
+    def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
         while True:  # one pass per axis of a chain: sums over tp first, then over dp
             waves = _buckets(gm, ctx.plan.options.bucket_bytes if ctx.plan is not None else Options().bucket_bytes)
             if not waves:

@@ -24,13 +24,13 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.lazy import graph_module
-from autopar.flow import Flow
-from autopar.graph import add_placeholder, ancestors, copy_node, has_gradient, is_call, outputs
+from autopar.ir.flow import Flow
+from autopar.ir.graph import add_placeholder, ancestors, copy_node, has_gradient, is_call, outputs
+from autopar.ir.own_backward import parts_of_token
 from autopar.ops.gradient import OWN_BACKWARD
-from autopar.own_backward import parts_of_token
 from autopar.passes.joint import VIEWS, part_of_view
 from autopar.passes.slice_tokens import of_slice
-from autopar.schedule import Hop
+from autopar.schedule.order import Hop
 
 
 @dataclass

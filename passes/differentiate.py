@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.conversions import is_conversion
-from autopar.graph import ancestors, has_gradient, output_node, outputs, placeholders
+from autopar.ir.conversions import is_conversion
+from autopar.ir.graph import ancestors, has_gradient, output_node, outputs, placeholders
+from autopar.ir.placement import conversion, parse_placement
 from autopar.passes.joint import VIEWS, Joint, part_of_view
-from autopar.placement import conversion, parse_placement
-from autopar.steps import Stage, StepGraph, StepGraphs
+from autopar.steps.graphs import Stage, StepGraph, StepGraphs
 
 aten = torch.ops.aten
 # Products of values with more than two dims end in a view of a product of matrices.

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.graph import (
+from autopar.ir.graph import (
     arguments,
     fake_mode,
     insert_call,
@@ -33,7 +33,7 @@ from autopar.graph import (
     shape,
     tensor_operands,
 )
-from autopar.pass_manager import Context
+from autopar.rewrite.compilation import Compilation
 
 aten = torch.ops.aten
 
@@ -46,7 +46,7 @@ class ExpandKvHeads:
     requires: ClassVar[tuple[str, ...]] = ("functional",)
     ensures: ClassVar[tuple[str, ...]] = ()
 
-    def apply(self, gm: GraphModule, ctx: Context) -> GraphModule:
+    def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
         ranks = ctx.mesh.size("tp")
         for node in list(gm.graph.nodes):
             if not is_call(node, torch.ops.autopar.attention.default):

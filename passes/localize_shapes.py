@@ -19,9 +19,10 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.attention import ALGORITHMS
-from autopar.conversions import conversion_of, exchange, exchange_slice, is_conversion
-from autopar.graph import (
+from autopar.attention.algorithm_table import ALGORITHMS
+from autopar.attention.operator import FACT_NAMES, attention_of_piece, problem_of_pieces
+from autopar.ir.conversions import conversion_of, exchange, exchange_slice, is_conversion
+from autopar.ir.graph import (
     ancestors,
     arguments,
     describe,
@@ -34,14 +35,13 @@ from autopar.graph import (
     tensor_operands,
     values,
 )
-from autopar.mesh import Mesh
-from autopar.ops.attention import Facts
-from autopar.ops.context import FACT_NAMES, attention_of_piece, problem_of
-from autopar.pass_manager import Context
-from autopar.placement import INVARIANT, Pieces, Placement, Shard, local_shape
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import INVARIANT, Pieces, Placement, Shard, local_shape
+from autopar.ops.facts import Facts
+from autopar.ops.vocabulary import cross_entropy_of_piece, embedding_of_piece
 from autopar.plan import Plan
+from autopar.rewrite.compilation import Compilation
 from autopar.rules import local_shapes
-from autopar.vocabulary import cross_entropy_of_piece, embedding_of_piece
 
 aten = torch.ops.aten
 
@@ -54,7 +54,7 @@ class LocalizeShapes:
     requires: ClassVar[tuple[str, ...]] = ("placements",)
     ensures: ClassVar[tuple[str, ...]] = ("local_shapes",)
 
-    def apply(self, gm: GraphModule, ctx: Context) -> GraphModule:
+    def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
         for node in list(gm.graph.nodes):
             if node.op == "output":
                 continue
@@ -268,7 +268,7 @@ def _context_attention(local: _Local) -> None:
     chosen, size = local.plan.attention[node.name], local.mesh.size("cp")
     given = [args[name] for name in ("q", "k", "v", *FACT_NAMES)]
     q, k, v, *facts = torch.fx.node.map_arg(given, lambda n: n.meta["val"])
-    problem = problem_of(q, k, v, Facts(*facts), chosen.query_blocks, chosen.key_blocks, size)
+    problem = problem_of_pieces(q, k, v, Facts(*facts), chosen.query_blocks, chosen.key_blocks, size)
     ranks = ALGORITHMS[chosen.forward].head_ranks(problem)
     how = (chosen.forward, chosen.backward, list(chosen.query_blocks), list(chosen.key_blocks), "cp", size, ranks)
     node.target, node.args, node.kwargs = attention_of_piece, (*given, *how), {}

@@ -16,9 +16,9 @@ from typing import ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.graph import insert_call, output_node, outputs
-from autopar.pass_manager import Context
-from autopar.storages import shared_outputs
+from autopar.ir.graph import insert_call, output_node, outputs
+from autopar.ir.storages import shared_outputs
+from autopar.rewrite.compilation import Compilation
 
 aten = torch.ops.aten
 
@@ -31,7 +31,7 @@ class OwnGradients:
     requires: ClassVar[tuple[str, ...]] = ()
     ensures: ClassVar[tuple[str, ...]] = ("owned",)
 
-    def apply(self, gm: GraphModule, ctx: Context) -> GraphModule:
+    def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
         own_gradients(gm)
         return gm
 

@@ -17,12 +17,12 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.lazy import graph_module
-from autopar.conversions import exchange, is_conversion
-from autopar.graph import add_placeholder, placeholders
+from autopar.ir.conversions import exchange, is_conversion
+from autopar.ir.graph import add_placeholder, placeholders
+from autopar.ir.placement import conversion, dual, parse_placement
 from autopar.passes.differentiate import lowered
 from autopar.passes.own_gradients import own_gradients
-from autopar.placement import conversion, dual, parse_placement
-from autopar.steps import StepGraph
+from autopar.steps.graphs import StepGraph
 
 
 def chain_of(node: Node) -> list[Node]:

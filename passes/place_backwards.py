@@ -21,10 +21,10 @@ from collections.abc import Callable, Mapping
 from torch.fx import Graph, Node
 
 from autopar.adapters.custom_ops import has_nonlinear_backward
-from autopar.conversions import is_conversion
-from autopar.graph import describe
-from autopar.own_backward import OwnBackward, function_of, inside_of, is_linear, own_backwards
-from autopar.placement import INVARIANT, PARTIAL, REPLICATE, Invariant, Partial, Placement, Replicate, Shard
+from autopar.ir.conversions import is_conversion
+from autopar.ir.graph import describe
+from autopar.ir.own_backward import OwnBackward, function_of, inside_of, is_linear, own_backwards
+from autopar.ir.placement import INVARIANT, PARTIAL, REPLICATE, Invariant, Partial, Placement, Replicate, Shard
 from autopar.rules import Rule
 
 

@@ -25,8 +25,8 @@ from typing import ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.conversions import convert
-from autopar.graph import (
+from autopar.ir.conversions import convert
+from autopar.ir.graph import (
     arguments,
     copy_graph,
     describe,
@@ -40,11 +40,10 @@ from autopar.graph import (
     shape,
     tensor_operands,
 )
+from autopar.ir.own_backward import function_of
+from autopar.ir.placement import INVARIANT, PARTIAL, REPLICATE, Invariant, Partial, Placement, Shard
 from autopar.ops.gradient import HOLE
-from autopar.own_backward import function_of
-from autopar.pass_manager import Context
-from autopar.placement import INVARIANT, PARTIAL, REPLICATE, Invariant, Partial, Placement, Shard
-from autopar.planner.sequence import spread_label
+from autopar.rewrite.compilation import Compilation
 from autopar.rules import (
     Rule,
     RuleError,
@@ -56,6 +55,7 @@ from autopar.rules import (
     rule_of,
     set_results,
 )
+from autopar.rules.follow import spread_label
 
 ATTENTION = torch.ops.autopar.attention.default
 AXIS = "sl"
@@ -70,16 +70,16 @@ class PlaceTokenSlices:
     requires: ClassVar[tuple[str, ...]] = ("functional",)
     ensures: ClassVar[tuple[str, ...]] = ()
 
-    def apply(self, gm: GraphModule, ctx: Context) -> GraphModule:
+    def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
         if ctx.mesh.slice is not None:
             total = token_count(gm)
             assert ctx.mesh.slice.total == total, f"a slice of {ctx.mesh.slice.total} tokens, the graph has {total}"
-            _Sweep(gm, ctx).run()
+            _SliceSweep(gm, ctx).run()
             gm.recompile()
         return gm
 
 
-def check_sliceable(gm: GraphModule, ctx: Context) -> int:
+def check_sliceable(gm: GraphModule, ctx: Compilation) -> int:
     """Raises ValueError, naming the op, for a normalised global graph whose tokens cannot be sliced. Returns their
     number. The types do not depend on which slice it is: one that shares no divisor with the whole stands for all."""
     total = token_count(gm)
@@ -107,10 +107,10 @@ def token_count(gm: GraphModule) -> int:
     return causal.pop()
 
 
-class _Sweep:
+class _SliceSweep:
     """One pass over the graph, in execution order."""
 
-    def __init__(self, gm: GraphModule, ctx: Context) -> None:
+    def __init__(self, gm: GraphModule, ctx: Compilation) -> None:
         self.gm, self.mesh = gm, ctx.mesh
         self.pieces = ctx.mesh.pieces(AXIS)
         self.whole_ops = ctx.plan.options.whole_ops if ctx.plan is not None else ()

@@ -18,8 +18,8 @@ from typing import ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.graph import is_call, layer_of
-from autopar.pass_manager import Context
+from autopar.ir.graph import is_call, layer_of
+from autopar.rewrite.compilation import Compilation
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class PrefetchGathers:
     requires: ClassVar[tuple[str, ...]] = ()
     ensures: ClassVar[tuple[str, ...]] = ()
 
-    def apply(self, gm: GraphModule, ctx: Context) -> GraphModule:
+    def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
         groups = _by_layer(gm)
         anchors = [_first_compute(group[0]) for group in groups]
         for i, group in enumerate(groups):

@@ -21,8 +21,8 @@ from typing import ClassVar
 
 from torch.fx import GraphModule, Node
 
-from autopar.conversions import convert
-from autopar.graph import (
+from autopar.ir.conversions import convert
+from autopar.ir.graph import (
     describe,
     has_gradient,
     insert_call,
@@ -34,11 +34,8 @@ from autopar.graph import (
     tensor_operands,
     values,
 )
-from autopar.ops.gradient import HOLE, OWN_BACKWARD, RESULT
-from autopar.own_backward import parts_of_token
-from autopar.pass_manager import Context
-from autopar.passes.place_backwards import Backwards, best_input, dual_of, source_of
-from autopar.placement import (
+from autopar.ir.own_backward import parts_of_token
+from autopar.ir.placement import (
     INVARIANT,
     PARTIAL,
     REPLICATE,
@@ -49,8 +46,10 @@ from autopar.placement import (
     Shard,
     conversion,
 )
+from autopar.ops.gradient import HOLE, OWN_BACKWARD, RESULT
+from autopar.passes.place_backwards import Backwards, best_input, dual_of, source_of
 from autopar.plan import Plan
-from autopar.planner.sequence import stream_labels
+from autopar.rewrite.compilation import Compilation
 from autopar.rules import (
     Rule,
     RuleError,
@@ -62,6 +61,7 @@ from autopar.rules import (
     set_results,
     type_of,
 )
+from autopar.rules.follow import stream_labels
 
 # Axes that cut the batch or its tokens: weights are whole for use there, and activations decide. On tp and ep weights
 # decide.
@@ -76,10 +76,10 @@ class PropagatePlacements:
     requires: ClassVar[tuple[str, ...]] = ("functional",)
     ensures: ClassVar[tuple[str, ...]] = ("placements", "planned_shards")
 
-    def apply(self, gm: GraphModule, ctx: Context) -> GraphModule:
+    def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
         assert ctx.plan is not None
         for axis in (a for a in ctx.mesh.cut_order if a != "sl"):
-            _Sweep(gm, ctx, ctx.plan, axis).run()
+            _PlacementSweep(gm, ctx, ctx.plan, axis).run()
         gm.recompile()
         return gm
 
@@ -94,10 +94,10 @@ class _Choice:
     cost: float = 0.0
 
 
-class _Sweep:
+class _PlacementSweep:
     """One axis over the whole graph, in execution order."""
 
-    def __init__(self, gm: GraphModule, ctx: Context, plan: Plan, axis: str) -> None:
+    def __init__(self, gm: GraphModule, ctx: Compilation, plan: Plan, axis: str) -> None:
         self.gm, self.plan, self.axis, self.mesh = gm, plan, axis, ctx.mesh
         self.ranks = ctx.mesh.size(axis)
         self.whole = plan.options.whole_ops

@@ -21,8 +21,8 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.graph import insert_call, is_call, remove_dead_code
-from autopar.pass_manager import Context
+from autopar.ir.graph import insert_call, is_call, remove_dead_code
+from autopar.rewrite.compilation import Compilation
 
 aten = torch.ops.aten
 
@@ -39,7 +39,7 @@ class SimplifyArithmetic:
     requires: ClassVar[tuple[str, ...]] = ()
     ensures: ClassVar[tuple[str, ...]] = ()
 
-    def apply(self, gm: GraphModule, ctx: Context) -> GraphModule:
+    def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
         for node in list(gm.graph.nodes):
             for rule in RULES:
                 new = rule(gm, node)

@@ -18,8 +18,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from autopar.adapters.operators import OpOverload, returns_alias
-from autopar.graph import is_call, remove_dead_code
-from autopar.pass_manager import Context
+from autopar.ir.graph import is_call, remove_dead_code
+from autopar.rewrite.compilation import Compilation
 
 aten = torch.ops.aten
 
@@ -36,7 +36,7 @@ class SimplifyViews:
     requires: ClassVar[tuple[str, ...]] = ()
     ensures: ClassVar[tuple[str, ...]] = ()
 
-    def apply(self, gm: GraphModule, ctx: Context) -> GraphModule:
+    def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
         for node in list(gm.graph.nodes):
             if _changes_nothing(node):
                 _bypass(node)

@@ -23,12 +23,12 @@ from typing import ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.checks import PlacementError, check_types
-from autopar.conversions import conversion_of, convert, is_conversion
-from autopar.graph import getitem_index, has_gradient, insert_call, placement, tensor_operands
-from autopar.mesh import IN_TIME
-from autopar.pass_manager import Context
-from autopar.placement import Invariant, Placement, Replicate, Shard
+from autopar.ir.conversions import conversion_of, convert, is_conversion
+from autopar.ir.graph import getitem_index, has_gradient, insert_call, placement, tensor_operands
+from autopar.ir.mesh import IN_TIME
+from autopar.ir.placement import Invariant, Placement, Replicate, Shard
+from autopar.rewrite.checks import PlacementError, check_types
+from autopar.rewrite.compilation import Compilation
 from autopar.rules import RuleError, has_rule, rule_of, set_results, type_of
 
 
@@ -40,7 +40,7 @@ class SliceEarly:
     requires: ClassVar[tuple[str, ...]] = ("placements",)
     ensures: ClassVar[tuple[str, ...]] = ()
 
-    def apply(self, gm: GraphModule, ctx: Context) -> GraphModule:
+    def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
         for axis in (a for a in ctx.mesh.cut_order if a not in IN_TIME):
             moves = _Moves(gm, ctx, axis)
             for node in reversed(list(gm.graph.nodes)):  # users first: their slices come before
@@ -52,7 +52,7 @@ class SliceEarly:
 class _Moves:
     """One axis. ``slices``: those on this axis, by what they slice and how."""
 
-    def __init__(self, gm: GraphModule, ctx: Context, axis: str) -> None:
+    def __init__(self, gm: GraphModule, ctx: Compilation, axis: str) -> None:
         self.gm, self.ctx, self.axis = gm, ctx, axis
         self.whole_ops = ctx.plan.options.whole_ops if ctx.plan is not None else ()
         self.slices: dict[tuple[Node, Placement], Node] = {}

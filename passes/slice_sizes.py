@@ -21,9 +21,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.lazy import graph_module
-from autopar.collectives import COLLECTIVES, LOCAL
-from autopar.graph import add_placeholder, describe
-from autopar.mesh import TokenSlice
+from autopar.ir.graph import add_placeholder, describe
+from autopar.ir.mesh import TokenSlice
+from autopar.ops.collectives import COLLECTIVES, LOCAL
 
 LENGTH, START = "slice_length", "slice_start"
 _COLLECTIVES = (*COLLECTIVES, *LOCAL)

@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.capture import InputSpec, OutputSpec
-from autopar.conversions import conversion_of, exchange_slice, is_conversion
-from autopar.graph import (
+from autopar.ir.conversions import conversion_of, exchange_slice, is_conversion
+from autopar.ir.graph import (
     add_placeholder,
     arguments,
     fake_mode,
@@ -34,16 +33,17 @@ from autopar.graph import (
     set_argument,
     tensor_operands,
 )
-from autopar.mesh import TokenSlice
-from autopar.pass_manager import Context
-from autopar.placement import Partial, Shard, parse_placement
-from autopar.steps import Cache
+from autopar.ir.mesh import TokenSlice
+from autopar.ir.placement import Partial, Shard, parse_placement
+from autopar.ir.signature import InputSpec, OutputSpec
+from autopar.rewrite.compilation import Compilation
+from autopar.steps.graphs import Cache
 
 aten = torch.ops.aten
 _ATTENTION = torch.ops.autopar.attention.default
 
 
-def slice_tokens(gm: GraphModule, ctx: Context) -> tuple[GraphModule, list[Cache]]:
+def slice_tokens(gm: GraphModule, ctx: Compilation) -> tuple[GraphModule, list[Cache]]:
     """Remove the axis "sl" from a local graph. The caches are placeholders and outputs of the graph, by name."""
     if ctx.mesh.slice is None:
         return gm, []

@@ -16,9 +16,9 @@ from typing import ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.graph import arguments, insert_call, is_call, set_argument, shape
-from autopar.pass_manager import Context
-from autopar.placement import Placement, Shard
+from autopar.ir.graph import arguments, insert_call, is_call, set_argument, shape
+from autopar.ir.placement import Placement, Shard
+from autopar.rewrite.compilation import Compilation
 
 aten = torch.ops.aten
 CONVOLUTIONS = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
@@ -33,7 +33,7 @@ class SplitBiases:
     requires: ClassVar[tuple[str, ...]] = ("functional",)
     ensures: ClassVar[tuple[str, ...]] = ()
 
-    def apply(self, gm: GraphModule, ctx: Context) -> GraphModule:
+    def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
         assert ctx.plan is not None
         names = {s.node: s.name for s in gm.meta["signature"].inputs if s.kind == "parameter"}
         for node in list(gm.graph.nodes):

@@ -23,15 +23,15 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.lazy import graph_module
-from autopar.capture import InputSpec
-from autopar.conversions import conversion_of, is_conversion
-from autopar.graph import add_placeholder, ancestors, describe, has_gradient, placeholders, remove_dead_code
-from autopar.pass_manager import Context
-from autopar.placement import Invariant, Partial, Replicate, Shard
-from autopar.steps import Prologue
+from autopar.ir.conversions import conversion_of, is_conversion
+from autopar.ir.graph import add_placeholder, ancestors, describe, has_gradient, placeholders, remove_dead_code
+from autopar.ir.placement import Invariant, Partial, Replicate, Shard
+from autopar.ir.signature import InputSpec
+from autopar.rewrite.compilation import Compilation
+from autopar.steps.graphs import Prologue
 
 
-def split_prologue(gm: GraphModule, ctx: Context) -> tuple[GraphModule, Prologue | None]:
+def split_prologue(gm: GraphModule, ctx: Compilation) -> tuple[GraphModule, Prologue | None]:
     """Remove the axis "mb" from a local graph."""
     if ctx.mesh.size("mb") == 1:
         return gm, None

@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from autopar.option_checks import one_of, refuse, whole_number, yes_or_no
 from autopar.plan import Plan
 from autopar.runtime.bind import BACKENDS
 from autopar.runtime.module import ParallelModule
+from autopar.values import one_of, refuse, whole_number, yes_or_no
 
 MOST_SEED = 2**62
 # Modules that run another one in a way of their own, and how to get at the one inside.

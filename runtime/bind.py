@@ -5,7 +5,7 @@
     z = add(x, y)                                 x = finish(pending); z = add(x, y)
 
 A collective starts where its node stands and is waited for right before its first user, so independent work in between
-overlaps with it. Attention over cut sequences runs its exchanges within its node (`autopar.runtime.context`). The
+overlaps with it. Attention over cut sequences runs its exchanges within its node (`autopar.runtime.attention_comm`). The
 function takes ONE list of inputs and empties it: a saved activation dies after its last use.
 """
 
@@ -21,14 +21,14 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
 
 from autopar.adapters.operators import OpOverload, argument_defaults, name_of, returns_alias
-from autopar.collectives import COLLECTIVES, LOCAL
+from autopar.ops.collectives import COLLECTIVES, LOCAL
 from autopar.runtime import comm
+from autopar.runtime.attention_comm import OPERATORS, Comms
 from autopar.runtime.calls import shorten
 from autopar.runtime.comm import Ledger, Traffic, finish, traffic_of
-from autopar.runtime.context import OPERATORS, Comms
 from autopar.runtime.functional import LOWERINGS
 from autopar.runtime.groups import Groups
-from autopar.runtime.op_errors import explained
+from autopar.runtime.op_errors import operator_explained
 
 BACKENDS = ("eager", "inductor")
 
@@ -52,7 +52,7 @@ class Bound:
         try:
             return self.run(inputs)
         except (RuntimeError, IndexError) as error:
-            said = explained(error, self.graph) if self.graph is not None else None
+            said = operator_explained(error, self.graph) if self.graph is not None else None
             if said is None:
                 raise
             raise said from error
@@ -68,9 +68,9 @@ def bind(gm: GraphModule, groups: Groups, backend: str = "eager") -> Bound:
         raise ValueError(f"bind: expected a backend out of {', '.join(BACKENDS)}, found {backend!r}")
     traffic, comms = traffic_of_graph(gm, groups), Comms(groups)
     if backend == "inductor":
-        from autopar.adapters.inductor import compile_graph  # a slow import that only this backend needs
+        from autopar.adapters.inductor import compile_step  # a slow import that only this backend needs
 
-        return Bound(compile_graph(comms.compilable(gm), groups, LOWERINGS), traffic, gm.code, comms)
+        return Bound(compile_step(comms.compilable(gm), groups, LOWERINGS), traffic, gm.code, comms)
     lowered = _lower(gm, groups, comms)
     return Bound(lowered.forward, traffic, lowered.code, comms, lowered.graph)
 

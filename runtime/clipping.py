@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from autopar.option_checks import number, refuse
-from autopar.parameter import ParameterSpec
+from autopar.ir.parameter import ParameterSpec
 from autopar.runtime.agreement import agree_on_arguments
 from autopar.runtime.comm import all_reduce, finish
 from autopar.runtime.groups import Groups
 from autopar.runtime.state import local_tensor, whole_tensor
+from autopar.values import number, refuse
 
 
 def clip_gradients(

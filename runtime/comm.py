@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.placement import Shard, piece, place_in_block, scaled_blocks
+from autopar.ir.placement import Shard, piece, place_in_block, scaled_blocks
 from autopar.runtime.failures import CollectiveError, board
 from autopar.runtime.groups import Groups
 from autopar.runtime.layout import from_rows, rows_of, to_rows
@@ -59,7 +59,7 @@ class Work(Protocol):
 
 
 @dataclass
-class Pending:
+class PendingCollective:
     """A collective on its way: ``done(buffer)`` is the result once ``work`` has finished."""
 
     work: Work
@@ -88,15 +88,15 @@ class Collective:
         buffer: Tensor,
         done: Callable[[Tensor], Tensor] | None = None,
         **kwargs: Any,
-    ) -> Pending:
+    ) -> PendingCollective:
         try:
             work = call(*args, **kwargs, group=self.groups.group(self.axis), async_op=True)
         except RuntimeError as error:
             raise self.failed(error) from error
-        return Pending(work, buffer, done, self)
+        return PendingCollective(work, buffer, done, self)
 
 
-def finish(pending: Pending) -> Tensor:
+def finish(pending: PendingCollective) -> Tensor:
     """Wait for a collective. Raises CollectiveError (a RuntimeError) that names the ranks which failed."""
     try:
         pending.work.wait()
@@ -105,7 +105,7 @@ def finish(pending: Pending) -> Tensor:
     return pending.buffer if pending.done is None else pending.done(pending.buffer)
 
 
-Start = Callable[[Tensor], Pending]
+Start = Callable[[Tensor], PendingCollective]
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -114,7 +114,7 @@ def all_reduce(groups: Groups, node: str, axis: str, op: str, in_place: bool = F
     """``in_place``: the tensor given is a temporary that may be overwritten."""
     collective, reduction = Collective(groups, "all_reduce", axis, node), _OPS[op]
 
-    def start_all_reduce(x: Tensor) -> Pending:
+    def start_all_reduce(x: Tensor) -> PendingCollective:
         keep = in_place and x.is_contiguous()
         out = x if keep else x.clone(memory_format=torch.contiguous_format)
         return collective.launch(dist.all_reduce, out, op=reduction, buffer=out)
@@ -126,7 +126,7 @@ def broadcast(groups: Groups, node: str, axis: str, source: int) -> Start:
     """The tensor of the rank at coordinate ``source``, written into that of the others."""
     collective, rank = Collective(groups, "broadcast", axis, node), groups.ranks(axis)[source]
 
-    def start_broadcast(x: Tensor) -> Pending:
+    def start_broadcast(x: Tensor) -> PendingCollective:
         out = x.contiguous()
         return collective.launch(dist.broadcast, out, src=rank, buffer=out)
 
@@ -137,7 +137,7 @@ def all_gather(groups: Groups, node: str, dim: int, blocks: list[int], axis: str
     """Pieces along ``dim`` -> the whole."""
     collective, ranks = Collective(groups, "all_gather", axis, node), groups.size(axis)
 
-    def start_all_gather(x: Tensor) -> Pending:
+    def start_all_gather(x: Tensor) -> PendingCollective:
         rows = x.new_empty((ranks, *x.shape))
         return collective.launch(
             dist.all_gather_single, _flat(rows), _flat(x), buffer=rows, done=lambda r: from_rows(r, dim, blocks)
@@ -150,7 +150,7 @@ def reduce_scatter(groups: Groups, node: str, dim: int, blocks: list[int], axis:
     """Addends of the whole -> this rank's piece of the sum."""
     collective, ranks = Collective(groups, "reduce_scatter", axis, node), groups.size(axis)
 
-    def start_reduce_scatter(x: Tensor) -> Pending:
+    def start_reduce_scatter(x: Tensor) -> PendingCollective:
         rows = to_rows(x, dim, blocks, ranks)
         out = x.new_empty(rows.shape[1:])
         return collective.launch(dist.reduce_scatter_single, _flat(out), _flat(rows), buffer=out)
@@ -166,7 +166,7 @@ def all_to_all(
         return _regroup(groups, node, src_dim, src_blocks, dst_blocks, axis)
     collective, ranks = Collective(groups, "all_to_all", axis, node), groups.size(axis)
 
-    def start_all_to_all(x: Tensor) -> Pending:
+    def start_all_to_all(x: Tensor) -> PendingCollective:
         rows = to_rows(x, dst_dim, dst_blocks, ranks)
         out = torch.empty_like(rows)
         return collective.launch(
@@ -184,7 +184,7 @@ def _regroup(groups: Groups, node: str, dim: int, src: list[int], dst: list[int]
     """Shard(d, src) -> Shard(d, dst): the same dim cut otherwise. Each position goes to its new rank."""
     collective, ranks, me = Collective(groups, "all_to_all", axis, node), groups.size(axis), groups.index(axis)
 
-    def start_all_to_all(x: Tensor) -> Pending:
+    def start_all_to_all(x: Tensor) -> PendingCollective:
         before, after = (rows_of(x.shape[dim] * ranks, blocks, ranks) for blocks in (src, dst))
         sent = [torch.isin(before[me], after[r]).nonzero()[:, 0] for r in range(ranks)]
         received = [torch.isin(after[me], before[r]).nonzero()[:, 0] for r in range(ranks)]

@@ -21,11 +21,11 @@ from torch.distributed.tensor import DTensor
 
 from autopar.adapters.autograd import keeps_graph, version_of
 from autopar.adapters.dtensor import local_of
-from autopar.graph import outputs
-from autopar.placement import Replicate
+from autopar.ir.graph import outputs
+from autopar.ir.placement import Replicate
 from autopar.runtime.executor import Executor
 from autopar.runtime.results import placements_of
-from autopar.runtime.state import gradient_of
+from autopar.runtime.state import local_gradient
 
 Again = Callable[[tuple[str, ...]], Executor]  # names of outputs -> the step that has gradients for them
 
@@ -128,21 +128,21 @@ def attach(forward: Forward, results: list[Any]) -> None:
     """Outputs that depend on a parameter become outputs of a node of autograd. ``results``: the outputs; changed."""
     chosen = [results[k] for k in forward.differentiable]
     if chosen:
-        attached = _Step.apply(forward, chosen, *forward.trained.values())
+        attached = _StepFunction.apply(forward, chosen, *forward.trained.values())
         for k, x in zip(forward.differentiable, attached, strict=True):
             results[k] = x
 
 
-def refuse(results: list[Any], words: str, device: torch.device) -> None:
+def refuse_gradients(results: list[Any], words: str, device: torch.device) -> None:
     """Outputs without gradients, where torch would have some: with ``words`` for whoever asks for them."""
     places = [k for k, x in enumerate(results) if isinstance(x, Tensor) and x.is_floating_point()]
     anchor = torch.zeros((), requires_grad=True, device=device)
-    refused = _Refused.apply(words, anchor, *(results[k] for k in places))
+    refused = _RefusedGradient.apply(words, anchor, *(results[k] for k in places))
     for k, x in zip(places, refused, strict=True):
         results[k] = x
 
 
-class _Step(torch.autograd.Function):
+class _StepFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, forward: Forward, results: list[Tensor], *parameters: nn.Parameter) -> Any:
         ctx.set_materialize_grads(False)
@@ -164,10 +164,10 @@ class _Step(torch.autograd.Function):
         }
         found = run.gradients(given, keeps_graph())
         wanted = zip(run.trained.items(), ctx.needs_input_grad[2:], strict=True)
-        return (None, None, *(gradient_of(p, found[n]) if need and n in found else None for (n, p), need in wanted))
+        return (None, None, *(local_gradient(p, found[n]) if need and n in found else None for (n, p), need in wanted))
 
 
-class _Refused(torch.autograd.Function):
+class _RefusedGradient(torch.autograd.Function):
     """Outputs that would have a gradient in torch, with words where it is asked for."""
 
     @staticmethod

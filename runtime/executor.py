@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.graph import set_device
+from autopar.ir.graph import set_device
 from autopar.runtime.bind import Bound, bind
 from autopar.runtime.comm import Ledger, add_ledgers
 from autopar.runtime.feed import Feed
 from autopar.runtime.groups import Groups
-from autopar.steps import Compiled
+from autopar.steps.graphs import Compiled
 
 
 @dataclass

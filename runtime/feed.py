@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.placement import Placement, Shard
-from autopar.steps import Compiled
+from autopar.ir.placement import Placement, Shard
+from autopar.steps.graphs import Compiled
 
 
 class Feed:

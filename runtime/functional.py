@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-import autopar.collectives  # noqa: F401 - defines the operators
-from autopar.placement import Shard, piece, place_in_block, scaled_blocks
+import autopar.ops.collectives  # noqa: F401 - defines the operators
+from autopar.ir.placement import Shard, piece, place_in_block, scaled_blocks
 
 
 class Collectives(Protocol):
@@ -47,23 +47,23 @@ def _in_order(rows: Tensor, block: int) -> Tensor:
     return rows if block > 0 else rows.flip(0)
 
 
-def all_reduce(c: Collectives, x: Tensor, axis: str, op: str) -> Tensor:
+def functional_all_reduce(c: Collectives, x: Tensor, axis: str, op: str) -> Tensor:
     """The sum (or maximum) over the axis, on every rank."""
     return c.all_reduce(x.contiguous(), axis, op)
 
 
-def all_gather(c: Collectives, x: Tensor, dim: int, blocks: list[int], axis: str, size: int) -> Tensor:
+def functional_all_gather(c: Collectives, x: Tensor, dim: int, blocks: list[int], axis: str, size: int) -> Tensor:
     """Every rank's piece joined along ``dim``, on every rank."""
     gathered = c.all_gather(x.contiguous().unsqueeze(0), axis)
     return from_stack(gathered, dim, blocks).contiguous()
 
 
-def reduce_scatter(c: Collectives, x: Tensor, dim: int, blocks: list[int], axis: str, size: int) -> Tensor:
+def functional_reduce_scatter(c: Collectives, x: Tensor, dim: int, blocks: list[int], axis: str, size: int) -> Tensor:
     """The sum over the axis, each rank keeping its piece along ``dim``."""
     return c.reduce_scatter(to_stack(x, dim, blocks, size).contiguous(), axis).squeeze(0)
 
 
-def all_to_all(
+def functional_all_to_all(
     c: Collectives,
     x: Tensor,
     src_dim: int,
@@ -75,19 +75,19 @@ def all_to_all(
 ) -> Tensor:
     """From pieces along one dim to pieces along another."""
     if src_dim == dst_dim:
-        whole = all_gather(c, x, src_dim, src_blocks, axis, size)
-        return shard_slice(c, whole, dst_dim, dst_blocks, axis, size)
+        whole = functional_all_gather(c, x, src_dim, src_blocks, axis, size)
+        return functional_shard_slice(c, whole, dst_dim, dst_blocks, axis, size)
     rows = to_stack(x, dst_dim, dst_blocks, size).contiguous()
     return from_stack(c.all_to_all(rows, [1] * size, [1] * size, axis), src_dim, src_blocks).contiguous()
 
 
-def shard_slice(c: Collectives, x: Tensor, dim: int, blocks: list[int], axis: str, size: int) -> Tensor:
+def functional_shard_slice(c: Collectives, x: Tensor, dim: int, blocks: list[int], axis: str, size: int) -> Tensor:
     """This rank's piece of a whole value."""
     mine = piece(x, Shard(dim, scaled_blocks(blocks, x.shape[dim])), size, c.groups.index(axis))
     return torch.cat([mine], dim)  # no view of the whole
 
 
-def shard_pad(c: Collectives, x: Tensor, dim: int, blocks: list[int], axis: str, size: int) -> Tensor:
+def functional_shard_pad(c: Collectives, x: Tensor, dim: int, blocks: list[int], axis: str, size: int) -> Tensor:
     """This rank's piece in its place in zeros."""
     me = c.groups.index(axis)
     padded = []
@@ -100,10 +100,10 @@ def shard_pad(c: Collectives, x: Tensor, dim: int, blocks: list[int], axis: str,
 
 _RAW = torch.ops.autopar
 LOWERINGS: dict[Any, Callable[..., Tensor]] = {
-    _RAW.all_reduce.default: all_reduce,
-    _RAW.all_gather.default: all_gather,
-    _RAW.reduce_scatter.default: reduce_scatter,
-    _RAW.all_to_all.default: all_to_all,
-    _RAW.shard_slice.default: shard_slice,
-    _RAW.shard_pad.default: shard_pad,
+    _RAW.all_reduce.default: functional_all_reduce,
+    _RAW.all_gather.default: functional_all_gather,
+    _RAW.reduce_scatter.default: functional_reduce_scatter,
+    _RAW.all_to_all.default: functional_all_to_all,
+    _RAW.shard_slice.default: functional_shard_slice,
+    _RAW.shard_pad.default: functional_shard_pad,
 }

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.adapters.distributed import default_store, rank_table
-from autopar.attention import WAYS
-from autopar.mesh import Mesh
+from autopar.attention.exchanges import WAYS
+from autopar.ir.mesh import Mesh
 from autopar.runtime import connections
 from autopar.runtime.failures import board, within
 from autopar.runtime.rendezvous import differences, show, world_store
@@ -351,15 +351,17 @@ def agree(
     """All ranks (or those of my group on ``axis``) must hold the same digest.
 
     Raises the same ValueError on each of them that says the need, the ranks which differ and the way out, and
-    RuntimeError as `exchange` does.
+    RuntimeError as `exchange_objects` does.
     """
     ranks = groups.ranks(axis) if axis else list(range(groups.mesh.world_size))
-    found = differences(ranks, exchange(groups, digest, what, axis, timeout))
+    found = differences(ranks, exchange_objects(groups, digest, what, axis, timeout))
     if found:
         raise ValueError(f"{need or f'agree: {what} must be the same on all ranks'}, found {found}; {way_out}")
 
 
-def exchange(groups: Groups, text: str, what: str, axis: str | None = None, timeout: float | None = None) -> list[str]:
+def exchange_objects(
+    groups: Groups, text: str, what: str, axis: str | None = None, timeout: float | None = None
+) -> list[str]:
     """ "what", a line break and the text of every rank (or of those of my group on ``axis``), in their order.
 
     Raises RuntimeError naming the ranks that do not come within the timeout, ValueError where ranks are at different

@@ -2,7 +2,7 @@
 
     slots = [None] * size        Instruction(apply, reads, writes): slots[writes] = apply(slots[reads])
 
-The list is made once, when a pipeline is bound. `finish` then finds out after which instruction nobody reads a slot any
+The list is made once, when a pipeline is bound. `finish_sums` then finds out after which instruction nobody reads a slot any
 more: it is emptied before the instruction runs, so a graph that empties its list of inputs frees them in between.
 """
 
@@ -26,7 +26,7 @@ class Instruction:
     """``apply`` takes the values of ``reads`` as one list and returns those of ``writes``.
 
     dead: slots of ``reads`` that nobody reads later. stores: (index of the result, slot) of what somebody reads. Both
-    are set by `finish`.
+    are set by `finish_sums`.
     """
 
     apply: Callable[[list[Any]], Sequence[Any]]
@@ -44,7 +44,7 @@ class Instruction:
             slots[i] = found[k]
 
 
-def finish(instructions: Sequence[Instruction], kept: Collection[int]) -> None:
+def finish_sums(instructions: Sequence[Instruction], kept: Collection[int]) -> None:
     """Set ``dead`` and ``stores``; slots in ``kept`` are read at the end."""
     later = set(kept)
     for instruction in reversed(instructions):

@@ -23,17 +23,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.option_checks import whole_number
 from autopar.runtime import failures
 from autopar.runtime.heartbeat import LAUNCHER
 from autopar.runtime.settings import DEFAULT_TIMEOUT
+from autopar.values import whole_number
 
 LEAVE = 5.0  # seconds for a rank that has reported to clean up
 GRACE = failures.SILENCE + 3.0  # seconds the others get, after a rank has failed, to say what they saw
 
 
 @dataclass(frozen=True)
-class _Report:
+class _RankReport:
     """What a rank sends back."""
 
     value: Any = None
@@ -136,14 +136,16 @@ def _rank_main(task: bytes, pipe: Connection, environment: dict[str, str], devic
         torch.cuda.set_device(int(environment["LOCAL_RANK"]))
     try:
         fn, args = pickle.loads(task)
-        report = _Report(fn(*args))
+        report = _RankReport(fn(*args))
         message = pickle.dumps(report)
     except BaseException as error:
         error = failures.named(error)
         first = (str(error).splitlines() or [""])[0]
         consequence = isinstance(error, failures.CollectiveError)
         message = pickle.dumps(
-            _Report(None, f"{type(error).__name__}: {first}", "".join(traceback.format_exception(error)), consequence)
+            _RankReport(
+                None, f"{type(error).__name__}: {first}", "".join(traceback.format_exception(error)), consequence
+            )
         )
     pipe.send_bytes(message)
     pipe.close()
@@ -153,7 +155,7 @@ def _rank_main(task: bytes, pipe: Connection, environment: dict[str, str], devic
 
 
 def _collect(processes: list[BaseProcess], pipes: list[Connection], store: dist.Store) -> list[Any]:
-    reports: list[_Report | None] = [None] * len(pipes)
+    reports: list[_RankReport | None] = [None] * len(pipes)
     pending = {pipe: rank for rank, pipe in enumerate(pipes)}
     deadline: float | None = None
     while pending:
@@ -165,10 +167,10 @@ def _collect(processes: list[BaseProcess], pipes: list[Connection], store: dist.
             assert isinstance(pipe, Connection)
             rank = pending.pop(pipe)
             try:
-                report: _Report = pickle.loads(pipe.recv_bytes())
+                report: _RankReport = pickle.loads(pipe.recv_bytes())
             except (EOFError, OSError):
                 processes[rank].join(5)
-                report = _Report(None, f"died with exit code {_fate(processes[rank].exitcode)}")
+                report = _RankReport(None, f"died with exit code {_fate(processes[rank].exitcode)}")
             reports[rank] = report
             if report.error and not report.consequence:  # its peers need not wait for its silence
                 died = report.error.startswith("died")
@@ -190,7 +192,7 @@ def _fate(code: int | None) -> str:
     return f"{code} (killed by {name}{often})"
 
 
-def _story(failed: dict[int, _Report], ended: list[int]) -> str:
+def _story(failed: dict[int, _RankReport], ended: list[int]) -> str:
     causes = {rank: r for rank, r in failed.items() if not r.consequence} or failed
     lines = [
         f"launch: rank {rank} {'' if r.error.startswith('died') else 'failed: '}{r.error}" for rank, r in causes.items()

@@ -2,7 +2,7 @@
 
     whole [.., D, ..]  --to_rows-->  rows [n, .., D/n, ..]  --from_rows-->  whole
 
-The pieces are those of `autopar.placement.Shard`. Each direction copies at most once (a block dealt backwards twice),
+The pieces are those of `autopar.ir.placement.Shard`. Each direction copies at most once (a block dealt backwards twice),
 and not at all where the dim is the first one (or only dims of size 1 come before it) and has one block.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from autopar.placement import repetitions, scaled_blocks
+from autopar.ir.placement import repetitions, scaled_blocks
 
 
 def to_rows(x: Tensor, dim: int, blocks: Sequence[int], ranks: int) -> Tensor:

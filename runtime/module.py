@@ -16,27 +16,27 @@ import torch
 from torch import Tensor, nn
 
 from autopar.adapters.hooks import has_forward_hooks
-from autopar.batch import tensors_of
-from autopar.option_checks import a_path
-from autopar.parameter import ParameterSpec
-from autopar.pipeline_dump import per_rank
+from autopar.ir.batch import tensors_of
+from autopar.ir.parameter import ParameterSpec
 from autopar.plan import Plan
+from autopar.report.pipeline_dump import per_rank
 from autopar.runtime import state
 from autopar.runtime.ambient import Surroundings, outside
 from autopar.runtime.clipping import clip_gradients
 from autopar.runtime.comm import Ledger
-from autopar.runtime.differentiable import Forward, attach, refuse
+from autopar.runtime.differentiable import Forward, attach, refuse_gradients
 from autopar.runtime.executor import Executor, has_losses
 from autopar.runtime.failures import reporting
 from autopar.runtime.groups import Groups
 from autopar.runtime.inputs import by_name, check_values
-from autopar.runtime.pipeline import PipelineExecutor
-from autopar.runtime.results import rebuild
+from autopar.runtime.note_watch import NoteWatch
+from autopar.runtime.pipeline_executor import PipelineExecutor
+from autopar.runtime.results import rebuild_outputs
 from autopar.runtime.stateful import Stateful
 from autopar.runtime.step_cache import Compiler, Kind, Runner, StepCache
 from autopar.runtime.tree import Tree
-from autopar.runtime.watch import Watch
-from autopar.steps import Compiled
+from autopar.steps.graphs import Compiled
+from autopar.values import a_path
 
 
 class ParallelModule(Stateful):
@@ -73,7 +73,7 @@ class ParallelModule(Stateful):
         super().__init__()
         self._groups, self._seed = groups, seed
         self._steps = state.StepCount(groups)
-        self._watch = Watch(groups)
+        self._watch = NoteWatch(groups)
         self._tangents: tuple[str, ...] = ()  # outputs beside the losses that somebody has differentiated
         self._loaded = sync or all(values.get(s.name) is not None for s in specs)
         # with pipeline stages: what this rank's stages use; steps write to buffers
@@ -214,7 +214,7 @@ class ParallelModule(Stateful):
                 )
                 run = Forward(executor, values | before, saved, dict(self._tree.own), again)
                 attach(run, outputs)
-            return rebuild(executor.compiled, outputs, self._groups, run.watch if run is not None else None)
+            return rebuild_outputs(executor.compiled, outputs, self._groups, run.watch if run is not None else None)
 
     def _cannot_differentiate(self) -> str:
         """Why ``model(**batch)`` can make no graph of autograd, if it cannot."""
@@ -250,8 +250,8 @@ class ParallelModule(Stateful):
                 outputs, _ = executor.run_forward(values)
             self._store_buffers(executor.compiled, outputs)
             if torch.is_grad_enabled():
-                refuse(outputs, self._cannot_differentiate(), self._groups.device)
-            return rebuild(executor.compiled, outputs, self._groups)
+                refuse_gradients(outputs, self._cannot_differentiate(), self._groups.device)
+            return rebuild_outputs(executor.compiled, outputs, self._groups)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:

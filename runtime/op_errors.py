@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from autopar.adapters.export import line_of
-from autopar.graph import ancestors, tensor_operands
+from autopar.ir.graph import ancestors, tensor_operands
 
 GENERATED = "<eval_with_key>"
 
@@ -29,7 +29,7 @@ class OpError(ValueError):
         self.said = said
 
 
-def explained(error: BaseException, graph: Graph) -> Exception | None:
+def operator_explained(error: BaseException, graph: Graph) -> Exception | None:
     """The error of an operator in the generated code of ``graph``, in words; None for what was raised elsewhere. What
     torch.linalg says of a matrix stays a LinAlgError: callers try again with another matrix."""
     frames = [f for f in _frames(error) if f[0].filename.startswith(GENERATED)]

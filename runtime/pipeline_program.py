@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from autopar.graph import placeholders
+from autopar.ir.graph import placeholders
 from autopar.runtime.bind import Bound
 from autopar.runtime.feed import Feed
 from autopar.runtime.instructions import (
@@ -26,15 +26,15 @@ from autopar.runtime.instructions import (
     add_rows,
     cast_rows,
     filled,
-    finish,
+    finish_sums,
     rows,
     total,
     write_rows,
 )
 from autopar.runtime.pipeline_values import Unit, Values, backwards, unit_of
 from autopar.runtime.point_to_point import Channels, acknowledged
-from autopar.schedule import Action, Hop, Order
-from autopar.steps import Cache, Pipeline, Prologue, StepGraph
+from autopar.schedule.order import Action, Hop, Order
+from autopar.steps.graphs import Cache, Pipeline, Prologue, StepGraph
 
 Bind = Callable[[StepGraph], Bound]
 
@@ -119,7 +119,7 @@ class _Builder:
         for stage in values.stages():
             self._store(stage, entries[-1])
         kept = {*self.stored.values(), *self.losses.values(), *self.results.values()}
-        finish([i for entry in entries for i in (*entry.waits, *entry.does)], kept)
+        finish_sums([i for entry in entries for i in (*entry.waits, *entry.does)], kept)
         saved = [i for key, i in values.slots.items() if isinstance(key, tuple) and _is_saved(key[-1])]
         return Program(
             len(values.slots), entries, values.loads, values.constants, self.stored, self.losses, self.results,

@@ -14,10 +14,10 @@ from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
-from autopar.pipeline_runs import comes_back, restricted
 from autopar.runtime.feed import Feed
-from autopar.schedule import TRANSFERS, Action, Hop, Order
-from autopar.steps import Pipeline, Prologue, Stage, StepGraph
+from autopar.schedule.order import TRANSFERS, Action, Hop, Order
+from autopar.steps.graphs import Pipeline, Prologue, Stage, StepGraph
+from autopar.steps.of_rank import comes_back, restricted
 
 Unit = tuple[int, int, int]  # stage, micro-batch, slice
 

@@ -5,7 +5,7 @@
 
 There are two process groups: one for what goes to higher coordinates, one for what goes to lower ones. NCCL has one
 stream of transfers per group and pair of ranks and no tags, so a forward and a backward that cross would block each
-other in one group. Both ends list the transfers of a pair in the same order (`autopar.order_checks.check_channels`).
+other in one group. Both ends list the transfers of a pair in the same order (`autopar.schedule.order_checks.check_channels`).
 
 A send keeps its tensors until `arrived` says that the other side has them, at last until `flush`. gloo cannot be
 polled (``is_completed`` turns true in ``wait`` only) and drops a send whose work nobody holds.
@@ -19,17 +19,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autopar.order_checks import counterpart
 from autopar.runtime.comm import Ledger, Traffic, Work
 from autopar.runtime.failures import CollectiveError, board
 from autopar.runtime.groups import Groups
-from autopar.schedule import TRANSFERS, Action, Order
+from autopar.schedule.order import TRANSFERS, Action, Order
+from autopar.schedule.order_checks import counterpart
 
 AXIS = "pp"
 
 
 @dataclass(slots=True)
-class Pending:
+class PendingTransfer:
     """A transfer on its way: its tensors, and what to wait for. ``peer``: coordinate of the other end."""
 
     action: Action
@@ -46,7 +46,7 @@ class Channels:
         self._ranks = groups.ranks(AXIS)
         self._me = groups.coordinate[AXIS]
         self._up, self._down = groups.channel("up"), groups.channel("down")
-        self._sends: dict[Action, Pending] = {}
+        self._sends: dict[Action, PendingTransfer] = {}
         self._calls = self._bytes = 0
 
     @property
@@ -78,7 +78,7 @@ class Channels:
         """Start to send; the tensors must not change until it has arrived."""
         group = self._up if peer > self._me else self._down
         kept = [x.contiguous() for x in tensors]
-        pending = Pending(action, peer, [], kept)
+        pending = PendingTransfer(action, peer, [], kept)
         try:
             for x in kept:
                 pending.works.append(_started(group.send([x], peer, 0)))
@@ -88,16 +88,16 @@ class Channels:
         self._calls += len(kept)
         self._sends[action] = pending
 
-    def post(self, action: Action, peer: int, buffers: list[Tensor]) -> Pending:
+    def post(self, action: Action, peer: int, buffers: list[Tensor]) -> PendingTransfer:
         """Start to receive into the buffers."""
         group = self._up if peer < self._me else self._down
         try:
             works = [_started(group.recv([x], peer, 0)) for x in buffers]
         except RuntimeError as error:
             raise self._failed(action, peer, error) from error
-        return Pending(action, peer, works, buffers)
+        return PendingTransfer(action, peer, works, buffers)
 
-    def wait(self, pending: Pending) -> list[Tensor]:
+    def wait(self, pending: PendingTransfer) -> list[Tensor]:
         """Until the transfer is done. Raises CollectiveError that names the action and the rank it waited for."""
         try:
             for work in pending.works:

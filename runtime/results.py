@@ -8,16 +8,16 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar.graph import outputs
-from autopar.parameter import ParameterSpec
-from autopar.placement import PARTIAL, Placement, Placements, Shard
+from autopar.ir.graph import outputs
+from autopar.ir.parameter import ParameterSpec
+from autopar.ir.placement import PARTIAL, Placement, Placements, Shard
 from autopar.rules import result_placements
 from autopar.runtime import state
 from autopar.runtime.groups import Groups
-from autopar.steps import Compiled
+from autopar.steps.graphs import Compiled
 
 
-def rebuild(
+def rebuild_outputs(
     compiled: Compiled, values: list[Any], groups: Groups, watch: Callable[[str, DTensor], None] | None = None
 ) -> Any:
     """The user's structure. Tensors are DTensors as they are cut, through which gradients flow; scalars are plain.

@@ -28,8 +28,8 @@ from torch.distributed.tensor.placement_types import Replicate as TorchReplicate
 from torch.distributed.tensor.placement_types import Shard as TorchShard
 
 from autopar.adapters.dtensor import layout_record, local_of
-from autopar.mesh import AXES
-from autopar.placement import Placement, Shard, nested_piece
+from autopar.ir.mesh import AXES
+from autopar.ir.placement import Placement, Shard, nested_piece
 from autopar.runtime.failures import explained
 from autopar.runtime.layout import from_rows
 

@@ -24,13 +24,13 @@ from torch.distributed.tensor.placement_types import Shard as TorchShard
 
 from autopar.adapters.autograd import version_of
 from autopar.adapters.dtensor import alike, local_of
-from autopar.adapters.hooks import accumulate, observed
-from autopar.adapters.state_dict import EXTRA, IncompatibleKeys, note, noted
-from autopar.option_checks import whole_number
-from autopar.parameter import ParameterSpec
-from autopar.placement import nested_piece
+from autopar.adapters.hooks import accumulate_gradient, observed
+from autopar.adapters.state_dict import EXTRA, IncompatibleKeys, add_note, noted
+from autopar.ir.parameter import ParameterSpec
+from autopar.ir.placement import nested_piece
 from autopar.runtime.groups import Groups
 from autopar.runtime.sharded_tensor import ShardedTensor, cuts_of, from_local
+from autopar.values import whole_number
 
 
 def parameter_mesh(groups: Groups) -> DeviceMesh:
@@ -126,7 +126,7 @@ def local_tensor(x: Tensor) -> Tensor:
     return local_of(x).detach() if isinstance(x, DTensor) else x.detach()
 
 
-def gradient_of(parameter: Tensor, local: Tensor) -> DTensor:
+def local_gradient(parameter: Tensor, local: Tensor) -> DTensor:
     """This rank's piece of a gradient as a DTensor in the parameter's own layout."""
     assert isinstance(parameter, DTensor)
     own = local_of(parameter)
@@ -141,7 +141,7 @@ def set_gradient(name: str, parameter: nn.Parameter, local: Tensor) -> None:
     Raises ValueError for a ``.grad`` of another layout, which somebody else has put there.
     """
     if parameter.grad is None:
-        parameter.grad = gradient_of(parameter, local)
+        parameter.grad = local_gradient(parameter, local)
     elif not is_alike(parameter.grad, parameter):
         raise ValueError(
             f"train_step: .grad of parameter {name} must be a DTensor that is cut like it, "
@@ -159,11 +159,11 @@ def set_gradients(found: Iterable[tuple[str, nn.Parameter, Tensor]]) -> None:
     watched = observed([parameter for _, parameter, _ in all_of_them])
     for (name, parameter, local), someone in zip(all_of_them, watched, strict=True):
         if someone:
-            hooked.append((parameter, gradient_of(parameter, local)))
+            hooked.append((parameter, local_gradient(parameter, local)))
         else:
             set_gradient(name, parameter, local)
     if hooked:
-        accumulate([p for p, _ in hooked], [g for _, g in hooked])
+        accumulate_gradient([p for p, _ in hooked], [g for _, g in hooked])
 
 
 def is_alike(a: Tensor, b: Tensor) -> bool:
@@ -220,7 +220,7 @@ STEPS = "autopar_steps"  # beside the tensors of a whole state, and in the heade
 
 def note_steps(state: OrderedDict[str, Tensor], steps: int) -> OrderedDict[str, Tensor]:
     """The same state, with the number of training steps beside the tensors."""
-    note(state, STEPS, steps)
+    add_note(state, STEPS, steps)
     return state
 
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from autopar.adapters.state_dict import EXTRA, IncompatibleKeys
-from autopar.option_checks import a_path, yes_or_no
 from autopar.runtime import state
 from autopar.runtime.agreement import agree_on_arguments, agree_on_pieces
 from autopar.runtime.failures import reporting
@@ -23,6 +22,7 @@ from autopar.runtime.groups import Groups
 from autopar.runtime.safetensors_io import load_pretrained, save_pretrained, saved_steps
 from autopar.runtime.step_cache import StepCache
 from autopar.runtime.tree import Tree
+from autopar.values import a_path, yes_or_no
 
 
 class Stateful(nn.Module):

@@ -21,12 +21,12 @@ from autopar.runtime.ambient import Surroundings
 from autopar.runtime.batches import check_unclear, claim_contents, claim_shapes, facts_of, shapes_of
 from autopar.runtime.comm import Ledger, add_ledgers
 from autopar.runtime.executor import Executor
-from autopar.runtime.groups import Groups, exchange
+from autopar.runtime.groups import Groups, exchange_objects
 from autopar.runtime.module_watch import ModuleWatch
-from autopar.runtime.pipeline import PipelineExecutor
+from autopar.runtime.pipeline_executor import PipelineExecutor
 from autopar.runtime.step_facts import step_facts
 from autopar.runtime.tree import Tree
-from autopar.steps import Compiled
+from autopar.steps.graphs import Compiled
 
 STATES = 8  # of the modules that compiled steps are kept for, for each kind of step and batch
 
@@ -48,7 +48,7 @@ class Kind(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Step:
+class _CachedStep:
     """A bound step and all that it was made from."""
 
     runner: Runner
@@ -74,7 +74,7 @@ class StepCache:
     ) -> None:
         self._compiler, self._tree, self._groups, self._backend = compiler, tree, groups, backend
         self.plan, self.micro_batches, self._check_batches = plan, micro_batches, check_batches
-        self._steps: dict[tuple[Any, ...], _Step] = {}
+        self._steps: dict[tuple[Any, ...], _CachedStep] = {}
         self._past = add_ledgers()  # traffic of steps that are no longer kept
         self._told_last: list[str] = []  # by rank
         self.last: Runner | None = None  # that was asked for
@@ -109,7 +109,8 @@ class StepCache:
         if self._groups.mesh.size("pp") == 1:
             return False
         told = [
-            text.partition("\n")[2] for text in exchange(self._groups, json.dumps(self._tree.flags()), "parameters")
+            text.partition("\n")[2]
+            for text in exchange_objects(self._groups, json.dumps(self._tree.flags()), "parameters")
         ]
         self._tree.take({name: (wants, dtype) for text in told for name, (wants, dtype) in json.loads(text).items()})
         self._told_last, before = told, self._told_last
@@ -151,7 +152,7 @@ class StepCache:
         if len(states) >= STATES:
             self._past = add_ledgers(self._past, self._steps.pop(states[0]).runner.traffic)
 
-    def _compiled(self, kind: Kind, batch: dict[str, Any], surroundings: Surroundings) -> _Step:
+    def _compiled(self, kind: Kind, batch: dict[str, Any], surroundings: Surroundings) -> _CachedStep:
         self._tree.refresh()
         self._told()
         watch, structure = ModuleWatch(self._tree.root, modes=kind.train), self._tree.structure()
@@ -171,8 +172,10 @@ class StepCache:
         check_unclear(self._groups, batch, self.plan, self._check_batches)
         run = Executor if compiled.pipeline is None else PipelineExecutor
         runner = run(compiled, self._groups, self._backend)
-        exchange(self._groups, "", "the bound step")  # one that binds slowly (inductor) would be missed in a collective
-        return _Step(runner, watch, self._tree.flags_elsewhere(), structure, shapes_of(batch), how)
+        exchange_objects(
+            self._groups, "", "the bound step"
+        )  # one that binds slowly (inductor) would be missed in a collective
+        return _CachedStep(runner, watch, self._tree.flags_elsewhere(), structure, shapes_of(batch), how)
 
     def _contents(self, batch: dict[str, Any], compiled: Compiled) -> list[Claim]:
         """What must be equal of a batch on several ranks."""

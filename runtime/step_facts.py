@@ -15,9 +15,9 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule
 
-from autopar.graph import placeholders
+from autopar.ir.graph import placeholders
 from autopar.runtime.contents import words_of
-from autopar.steps import Compiled, StepGraph
+from autopar.steps.graphs import Compiled, StepGraph
 
 
 def step_facts(compiled: Compiled) -> dict[str, str]:

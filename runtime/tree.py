@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from autopar.adapters.dtensor import local_of, storage_of
 from autopar.adapters.fake import copy_with
-from autopar.parameter import ParameterSpec
+from autopar.ir.parameter import ParameterSpec
 from autopar.runtime.state import is_alike
 
 

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.attention import LAYOUTS, Gradients, Mask, Problem, Spans
+from autopar.attention.attend import Attend, Gradients, KernelCall, Partials, positions
+from autopar.attention.layouts import LAYOUTS
+from autopar.attention.problem import Mask, Problem, Spans
 from autopar.ops import kernels
-from autopar.ops.attend import Attend, Partials, Work, positions
-from autopar.ops.attention import Facts
+from autopar.ops.facts import Facts
 
 B, WIDTH, VALUES = 2, 8, 8
 CPU = torch.device("cpu")
@@ -82,7 +83,7 @@ def taken(x: Tensor, spans: Spans, dim: int = 2) -> Tensor:
     return x.index_select(dim, positions(spans, CPU))
 
 
-def of_rank(it: Whole, rank: int, observe: Callable[[Work], None] | None = None) -> Attend:
+def of_rank(it: Whole, rank: int, observe: Callable[[KernelCall], None] | None = None) -> Attend:
     bias = it.facts.bias
     if bias is not None and bias.shape[2] > 1:
         bias = taken(bias, it.problem.rows(rank))

@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from autopar.attention import ALGORITHMS, Gradients, Problem, Spans, inner_problem, kv_repeats
-from autopar.ops.attend import Attend, wide
-from autopar.ops.attention import Facts
+from autopar.attention.algorithm_table import ALGORITHMS
+from autopar.attention.attend import Attend, Gradients
+from autopar.attention.problem import Problem, Spans, inner_problem, kv_repeats
+from autopar.ops.facts import Facts
+from autopar.ops.kernels import wide
 from autopar.passes import attention as attention  # fills ALGORITHMS
 from tests.thread_comm import ThreadComm, run
 

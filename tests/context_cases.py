@@ -22,18 +22,18 @@ from torch.fx import GraphModule
 
 from autopar.adapters.operators import argument_defaults
 from autopar.capture import capture
-from autopar.compile import compile_graph
-from autopar.graph import copy_graph
-from autopar.mesh import Mesh
+from autopar.compile.model import compile_graph
+from autopar.ir.graph import copy_graph
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import nested_piece
 from autopar.models.tiny import TINY
-from autopar.placement import nested_piece
-from autopar.plan import Options
-from autopar.runtime.context import OPERATORS
+from autopar.options import Options
+from autopar.runtime.attention_comm import OPERATORS
 from autopar.runtime.executor import Executor
 from autopar.runtime.groups import Groups, init_mesh
 from autopar.runtime.module import step_seed
-from autopar.runtime.pipeline import PipelineExecutor
-from autopar.steps import Compiled
+from autopar.runtime.pipeline_executor import PipelineExecutor
+from autopar.steps.graphs import Compiled
 from autopar.verify import reference
 from tests.pipeline_cases import holds, values_of, with_schedule
 from tests.ranks import close_pools, run_ranks

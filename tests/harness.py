@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.compile import compile_model
+from autopar.compile.model import compile_model
 from autopar.exact import LiftFloat32
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import INVARIANT, Partial, Placement, Placements, join, nested_piece, piece
 from autopar.models.hf import exact_experts
-from autopar.placement import INVARIANT, Partial, Placement, Placements, join, nested_piece, piece
-from autopar.plan import Options
-from autopar.steps import Compiled
+from autopar.options import Options
+from autopar.steps.graphs import Compiled
 from tests.simulate import simulate
 
 

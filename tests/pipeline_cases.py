@@ -18,18 +18,18 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from autopar.capture import capture
-from autopar.compile import compile_graph
-from autopar.graph import copy_graph
-from autopar.mesh import Mesh
+from autopar.compile.model import compile_graph
+from autopar.ir.graph import copy_graph
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import nested_piece
 from autopar.models.tiny import TINY
-from autopar.placement import nested_piece
-from autopar.plan import Options
-from autopar.planner.pipeline import make_order
+from autopar.options import Options
+from autopar.planner.step_order import make_order
 from autopar.runtime.comm import Ledger
 from autopar.runtime.executor import Executor
 from autopar.runtime.groups import Groups, init_mesh
-from autopar.runtime.pipeline import PipelineExecutor
-from autopar.steps import Compiled
+from autopar.runtime.pipeline_executor import PipelineExecutor
+from autopar.steps.graphs import Compiled
 from tests.harness import eager
 from tests.ranks import close_pools, run_ranks
 

@@ -18,16 +18,17 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from autopar.capture import capture
-from autopar.checks import PlacementError, check_placements
-from autopar.compile import compile_graph
-from autopar.graph import copy_graph, output_node
-from autopar.mesh import Mesh
-from autopar.pass_manager import Context, PassManager
-from autopar.passes import STEP_PASSES
-from autopar.placement import nested_piece
-from autopar.plan import Options
-from autopar.step_checks import StepError, promise
-from autopar.steps import Compiled
+from autopar.compile.model import compile_graph
+from autopar.ir.graph import copy_graph, output_node
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import nested_piece
+from autopar.options import Options
+from autopar.passes.in_order import STEP_PASSES
+from autopar.rewrite.checks import PlacementError, check_placements
+from autopar.rewrite.compilation import Compilation
+from autopar.rewrite.pass_manager import PassManager
+from autopar.rewrite.step_checks import StepError, promise
+from autopar.steps.graphs import Compiled
 from tests.harness import Run, eager
 
 STOPPED = 1e-6  # an error above is seen by any test of numbers; those of right graphs are below 1e-10
@@ -69,7 +70,7 @@ class Subject:
     model: nn.Module
     captured: GraphModule
     expected: tuple[float, dict[str, Tensor | None]]
-    seen: dict[str, tuple[GraphModule, Context]] = field(default_factory=dict)
+    seen: dict[str, tuple[GraphModule, Compilation]] = field(default_factory=dict)
 
     def compile(self, observers: Any = ()) -> Compiled:
         return compile_graph(copy_graph(self.captured), self.mesh, self.options, outputs=(), observers=observers)
@@ -78,7 +79,7 @@ class Subject:
     def compiled(self) -> Compiled:
         """Without a fault; copies of the graphs on the way are kept in ``seen``."""
 
-        def keep(name: str, gm: GraphModule, ctx: Context) -> None:
+        def keep(name: str, gm: GraphModule, ctx: Compilation) -> None:
             if name == "propagate_placements" or name.endswith(".differentiate"):
                 self.seen[name] = copy_graph(gm), replace(ctx)
 
@@ -168,7 +169,7 @@ class _Changed:
         self.inner, self.change = inner, change
         self.name, self.requires, self.ensures = inner.name, inner.requires, inner.ensures
 
-    def apply(self, gm: GraphModule, ctx: Context) -> GraphModule:
+    def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
         gm = self.inner.apply(gm, ctx)
         self.change(gm)
         gm.recompile()

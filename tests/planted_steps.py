@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch.fx import GraphModule, Node
 
-import autopar.compile
-import autopar.conversions
+import autopar.compile.model
+import autopar.ir.conversions
 import autopar.passes.accumulate_gradients as accumulation
 import autopar.passes.normalize as normalize
 import autopar.passes.normalize.losses as losses
-from autopar.graph import insert_call, output_node, outputs, remove_dead_code
+from autopar.ir.graph import insert_call, output_node, outputs, remove_dead_code
 from autopar.passes.joint import Joint
 from tests.planted import (
     calls,
@@ -221,7 +221,7 @@ def _last(change: Callable[[GraphModule], None]) -> Callable[[pytest.MonkeyPatch
         change(last)
         return local, last
 
-    return patched(autopar.compile, "split_accumulation", split)
+    return patched(autopar.compile.model, "split_accumulation", split)
 
 
 def _earlier(gm: GraphModule) -> list[Node]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.fx import GraphModule
 
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
 from autopar.rules import RULES
 from tests.planted import (
     Subject,

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-import autopar.compile
-import autopar.conversions
+import autopar.compile.model
+import autopar.ir.conversions
 import autopar.passes.localize_shapes as localize
-from autopar.conversions import is_conversion
-from autopar.graph import set_placement
-from autopar.mesh import Mesh
-from autopar.placement import INVARIANT, REPLICATE, Invariant, Partial, Replicate, Shard
+from autopar.ir.conversions import is_conversion
+from autopar.ir.graph import set_placement
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import INVARIANT, REPLICATE, Invariant, Partial, Replicate, Shard
 from autopar.rules import Rule
 from autopar.rules import views as vw
-from autopar.rules.builders import blocks_dims, einsum, named_dims, pointwise, reduction
+from autopar.rules.builders import blocks_dims, einsum_rule, named_dims, pointwise, reduction
 from autopar.rules.call import Call
 from tests.planted import (
     calls,
@@ -33,7 +33,7 @@ aten, ours = torch.ops.aten, torch.ops.autopar
 
 def _relaxed(call: Call) -> Rule:
     call.relaxed = True
-    return einsum("... i, o i -> ... o", "input weight", bias="bias")(call)
+    return einsum_rule("... i, o i -> ... o", "input weight", bias="bias")(call)
 
 
 def _rows_anywhere(call: Call) -> Rule:
@@ -79,7 +79,11 @@ in_rule("a cast to integers of addends", aten._to_copy.default, pointwise("unary
 
 # --- conversions --------------------------------------------------------------------------------------------
 
-_run, _transpose, _exchange_over = autopar.conversions.run, autopar.conversions.transpose, localize.exchange_over
+_run, _transpose, _exchange_over = (
+    autopar.ir.conversions.run_conversion,
+    autopar.ir.placement.transpose,
+    localize.exchange_over,
+)
 
 
 def _unsummed(src: Any, dst: Any) -> Any:
@@ -113,11 +117,11 @@ def _other_axis(mesh: Mesh, x: Any, axis: str, src: Any, dst: Any) -> Any:
 
 
 for _name, _subject, _owner, _attribute, _value in (
-    ("I to R sums no gradient", "ddp", autopar.conversions, "transpose", _unsummed),
-    ("S to R slices the own gradient", "zero", autopar.conversions, "transpose", _sliced),
-    ("P to I takes the largest", "ddp", autopar.conversions, "run", _largest),
-    ("P to S slices without a sum", "zero", autopar.conversions, "run", _not_scattered),
-    ("S to R repeats the own piece", "zero", autopar.conversions, "run", _repeated),
+    ("I to R sums no gradient", "ddp", autopar.ir.conversions, "transpose", _unsummed),
+    ("S to R slices the own gradient", "zero", autopar.ir.conversions, "transpose", _sliced),
+    ("P to I takes the largest", "ddp", autopar.ir.conversions, "run_conversion", _largest),
+    ("P to S slices without a sum", "zero", autopar.ir.conversions, "run_conversion", _not_scattered),
+    ("S to R repeats the own piece", "zero", autopar.ir.conversions, "run_conversion", _repeated),
     ("sums go over the other axis", "both", localize, "exchange_over", _other_axis),
 ):
     in_code("conversions", _name, "numbers", _subject, patched(_owner, _attribute, _value))
@@ -169,11 +173,11 @@ in_types("a parameter is not stored as planned", "tp", _mark_stored)
 in_types("a cut product is marked whole", "tp", _mark_product)
 in_types("the loss leaves before it is summed", "ddp", _unsummed_loss)
 
-_mark = autopar.compile.mark_gradients
+_mark = autopar.ir.graph.mark_gradients
 _no_mean = {k: v for k, v in localize.LOCALIZERS.items() if "mean" not in str(k)}
 in_code(
     "propagation", "norms are taken for frozen", "numbers", "ddp",
-    patched(autopar.compile, "mark_gradients", lambda gm, names: _mark(gm, [n for n in names if "norm" not in n])),
+    patched(autopar.compile.model, "mark_gradients", lambda gm, names: _mark(gm, [n for n in names if "norm" not in n])),
 )  # fmt: skip
 in_code(
     "propagation", "a mean is that of each rank's rows", "numbers", "ddp", patched(localize, "LOCALIZERS", _no_mean)

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.conversions import convert, exchange, exchange_slice
-from autopar.ops.context import attention_of_piece
+from autopar.attention.operator import attention_of_piece
+from autopar.ir.conversions import convert, exchange, exchange_slice
+from autopar.ops.vocabulary import cross_entropy_of_piece, embedding_of_piece
 from autopar.rules import RULES
 from autopar.rules.table import overloads
-from autopar.vocabulary import cross_entropy_of_piece, embedding_of_piece
 from tests.matrix_samples import matrices, products
 from tests.pointwise_samples import GENERATOR, complex_, integer, normal, pointwise, real, truth
 from tests.soundness import Ref, Sample, Step, call

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.graph import arguments
-from autopar.mesh import Mesh
-from autopar.ops import context
-from autopar.placement import Shard, join, piece, scaled_blocks
+from autopar.attention import operator
+from autopar.ir.graph import arguments
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Shard, join, piece, scaled_blocks
 from tests.attention_ranks import run
 
 aten, ops = torch.ops.aten, torch.ops.autopar
@@ -100,8 +100,8 @@ def _shard_pad(xs: list[torch.Tensor], me: int, dim: int, blocks: list[int], axi
 
 
 CONTEXT: dict[Any, Callable[..., tuple[torch.Tensor, ...]]] = {
-    ops.context_attention.default: context.forward,
-    ops.context_attention_backward.default: context.backward,
+    ops.context_attention.default: operator.forward_over_ranks,
+    ops.context_attention_backward.default: operator.backward_over_ranks,
 }
 COLLECTIVE = {
     ops.all_reduce.default: (_all_reduce, 1),

@@ -16,26 +16,28 @@ from torch.fx import Graph, GraphModule
 
 from autopar.adapters.aot import joint_graph
 from autopar.capture import capture
-from autopar.compile import keep_outputs
-from autopar.graph import ancestors, copy_graph, has_gradient, mark_gradients, outputs, placeholders
-from autopar.mesh import Mesh, TokenSlice
-from autopar.pass_manager import Context, PassManager
-from autopar.passes import GLOBAL_PASSES, PLACEMENT_PASSES
+from autopar.compile.model import keep_outputs
+from autopar.ir.graph import ancestors, copy_graph, has_gradient, mark_gradients, outputs, placeholders
+from autopar.ir.mesh import Mesh, TokenSlice
+from autopar.ir.placement import nested_piece
+from autopar.options import Options
+from autopar.passes.in_order import GLOBAL_PASSES, PLACEMENT_PASSES
 from autopar.passes.place_token_slices import token_count
 from autopar.passes.slice_sizes import sample_slices, symbolic
 from autopar.passes.slice_tokens import slice_tokens
 from autopar.passes.split_prologue import split_prologue
-from autopar.placement import nested_piece
-from autopar.plan import Options, Plan
+from autopar.plan import Plan
 from autopar.planner import make_plan
-from autopar.steps import Cache
+from autopar.rewrite.compilation import Compilation
+from autopar.rewrite.pass_manager import PassManager
+from autopar.steps.graphs import Cache
 from tests.harness import _at, eager
 from tests.simulate import simulate
 
 
 def normalized(model: nn.Module, batch: Mapping[str, Any], mesh: Mesh | None = None) -> GraphModule:
     """The global graph with nothing but losses as outputs."""
-    gm = PassManager(GLOBAL_PASSES).run(capture(model, batch, exact=True), Context(mesh or Mesh.of()))
+    gm = PassManager(GLOBAL_PASSES).run(capture(model, batch, exact=True), Compilation(mesh or Mesh.of()))
     mark_gradients(gm, [s.node for s in gm.meta["signature"].inputs if s.kind == "parameter" and s.requires_grad])
     keep_outputs(gm, ())
     return gm
@@ -44,7 +46,7 @@ def normalized(model: nn.Module, batch: Mapping[str, Any], mesh: Mesh | None = N
 def sliced(gm: GraphModule, part: TokenSlice, plan: Plan) -> tuple[GraphModule, list[Cache]]:
     """The local graph of one slice of the tokens."""
     mesh = plan.mesh.with_micro_batches(plan.options.micro_batches)
-    ctx = Context(mesh.with_slice(part.length, part.start, part.total), plan=plan)
+    ctx = Compilation(mesh.with_slice(part.length, part.start, part.total), plan=plan)
     gm = PassManager(PLACEMENT_PASSES).run(copy_graph(gm), ctx, facts=("functional",))
     return slice_tokens(split_prologue(gm, ctx)[0], ctx)
 

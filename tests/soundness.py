@@ -20,14 +20,15 @@ from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.aot import joint_graph
 from autopar.adapters.fake import new_mode
-from autopar.capture import InputSpec, Signature
-from autopar.checks import PlacementError, check_types
-from autopar.conversions import conversion_of, is_conversion
-from autopar.graph import has_gradient, mark_gradients, output_node, placement, tensor_operands
-from autopar.mesh import Mesh
-from autopar.pass_manager import Context, Pass
+from autopar.ir.conversions import conversion_of, is_conversion
+from autopar.ir.graph import has_gradient, mark_gradients, output_node, placement, tensor_operands
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import INVARIANT, PARTIAL, REPLICATE, Placement, Shard, dual, extent
+from autopar.ir.signature import InputSpec, Signature
 from autopar.passes.localize_shapes import LocalizeShapes
-from autopar.placement import INVARIANT, PARTIAL, REPLICATE, Placement, Shard, dual, extent
+from autopar.rewrite.checks import PlacementError, check_types
+from autopar.rewrite.compilation import Compilation
+from autopar.rewrite.pass_manager import Pass
 from autopar.rules import RuleError, apply, rule_of, set_results, type_of
 from tests.harness import gather, scatter
 from tests.simulate import simulate
@@ -291,9 +292,9 @@ def compare(sample: Sample, placements: Typed, mesh: Mesh, whole: Whole, passes:
     try:
         gm = typed(sample, placements, mesh)
         for p in (*passes, LocalizeShapes()):
-            gm = p.apply(gm, Context(mesh))
+            gm = p.apply(gm, Compilation(mesh))
         results = [{a: placement(n, a) for a in mesh.cut_order} for n in output_node(gm).args[0]]  # type: ignore[union-attr]
-        check_types(gm, Context(mesh))
+        check_types(gm, Compilation(mesh))
         _clone_outputs(gm)
         joint = joint_graph(
             gm, [sample.wants(x) and any(t is not None for t in whole.tangents) for x in sample.tensors]

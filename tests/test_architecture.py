@@ -24,9 +24,9 @@ DOCUMENTED = {"torch._check"}
 KNOW_EVERYTHING = {
     "autopar/" + name for name in ("api.py", "cli.py", "verify.py", "__main__.py", "__init__.py", "demo.py")
 }
-KNOW_PASSES = {"autopar/compile.py", "autopar/pipeline.py"}  # the pure half of the story: no runtime
+KNOW_PASSES = {"autopar/compile/model.py", "autopar/compile/parts.py"}  # the pure half of the story: no runtime
 SCHEDULES = "autopar.runtime.schedules"  # data, without processes: all may read it
-KNOW_MODELS = {"autopar/cli.py", "autopar/demo.py"}
+KNOW_MODELS = {"autopar/cli/main.py", "autopar/cli/demo_command.py"}
 LOADS_MODELS_LAZILY = "autopar/api.py"
 
 SMALL_LIBRARIES = {"torch", "networkx", "sympy", "numpy", "safetensors", "rich", "tqdm", "autopar"}

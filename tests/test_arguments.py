@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
 from tests.plain_models import EXACT, Net, Tied, build, gap, gradients, numbers, part, tokens
 from tests.ranks import run_ranks

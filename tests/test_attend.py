@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from autopar.attention import LAYOUTS, Mask, Span
-from autopar.ops.attend import Attend, Partials, stand_in
+from autopar.attention.attend import Attend, Partials, stand_in
+from autopar.attention.layouts import LAYOUTS
+from autopar.attention.problem import Mask, Span
 from tests.attend_cases import (
     CASES,
     NO_FACTS,

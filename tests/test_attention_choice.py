@@ -9,20 +9,15 @@ import pytest
 import torch
 
 import autopar.passes.attention  # noqa: F401  (fills the table of algorithms)
-from autopar.attention import ALGORITHMS, LAYOUTS, Mask, Problem
-from autopar.attention_timeline import play
-from autopar.attention_trace import WHOLE, Compute, Trace, trace, traces
-from autopar.flops import A100, Device
-from autopar.planner.attention import (
-    AttentionChoice,
-    check_layout,
-    choose,
-    choose_layout,
-    dealt,
-    estimate,
-    timeline_of,
-)
-from autopar.topology import Topology
+from autopar.attention.algorithm_table import ALGORITHMS
+from autopar.attention.layouts import LAYOUTS
+from autopar.attention.problem import Mask, Problem
+from autopar.attention.program import WHOLE, ComputeEvent, Trace, trace, traces
+from autopar.cost.attention_costs import estimate, pass_timeline
+from autopar.cost.attention_timeline import play
+from autopar.cost.hardware import A100, Device
+from autopar.cost.topology import Topology
+from autopar.planner.attention_choice import AttentionChoice, check_layout, choose_algorithms, choose_layout, dealt
 
 FAST = Device("fast", 1e30, 1.0)  # only exchanges take time
 RING, MESH, SWITCH = (Topology(kind, 25e9, 0.0) for kind in ("ring", "mesh", "switch"))
@@ -86,7 +81,7 @@ def test_late_keys_and_early_queries_leave_a_zigzag_ring_early(n: int) -> None:
 @pytest.mark.parametrize("mask", [Mask(), CAUSAL, Mask(causal=True, window=700)], ids=str)
 def test_all_allowed_pairs_are_computed_once(name: str, layout: str, mask: Mask) -> None:
     p = dealt(problem(4, 8, 4, mask=mask), layout)
-    wanted = timeline_of(ALGORITHMS[name], p, "backward", SWITCH).ideal * 4 * A100.speed(p.dtype)
+    wanted = pass_timeline(ALGORITHMS[name], p, "backward", SWITCH).ideal * 4 * A100.speed(p.dtype)
     computed = sum(work.flops for found in traces(ALGORITHMS[name], p, True) for work in found.computes)
     assert computed == pytest.approx(wanted)
 
@@ -119,12 +114,12 @@ def test_the_profile_of_token_ring() -> None:
     always all of them, beside steps of 3.5 ms, and takes 27.5 ms; queries take 3.5 ms one way while results go the
     other way, which takes 16.2 ms. Bandwidths are those of the profile, too: it has 12.9 and 14 GB/s."""
     p = dealt(problem(4, tokens=6000, dtype=torch.float16, mask=CAUSAL), "zigzag")
-    step = timeline_of(ALGORITHMS["zigzag_ring"], p, "forward", MESH, A10).busy[0] / 4
+    step = pass_timeline(ALGORITHMS["zigzag_ring"], p, "forward", MESH, A10).busy[0] / 4
     assert step == pytest.approx(3.5e-3, rel=0.05)
     full = dataclasses.replace(p, mask=Mask())
     assert sent("ring", full, False) == {"up": 6.0}
     ring = play(p, False, [half(each) for each in traces(ALGORITHMS["ring"], full, False)], mesh(98.3e6 / 7.6e-3), A10)
-    token_ring = timeline_of(ALGORITHMS["token_ring"], p, "forward", mesh(49.2e6 / 3.5e-3), A10)
+    token_ring = pass_timeline(ALGORITHMS["token_ring"], p, "forward", mesh(49.2e6 / 3.5e-3), A10)
     assert ring.seconds == pytest.approx(3 * 7.6e-3 + step, rel=0.01)
     assert ring.seconds == pytest.approx(27.5e-3, rel=0.06)
     assert token_ring.seconds == pytest.approx(16.2e-3, rel=0.12)
@@ -139,7 +134,7 @@ def half(found: Trace) -> Trace:
     """As much sent, half as much computed: a causal ring that is not told of the mask."""
     return Trace(
         found.rank,
-        tuple(dataclasses.replace(e, flops=e.flops // 2) if isinstance(e, Compute) else e for e in found.events),
+        tuple(dataclasses.replace(e, flops=e.flops // 2) if isinstance(e, ComputeEvent) else e for e in found.events),
     )
 
 
@@ -150,7 +145,7 @@ def test_many_ranks_are_told_from_some() -> None:
         p = dealt(problem(12, tokens=1024, mask=mask), layout)
         for name in ("bi_ring", "hybrid"):
             some = estimate(ALGORITHMS[name], p, "forward", RING)
-            every = timeline_of(ALGORITHMS[name], p, "forward", RING)
+            every = pass_timeline(ALGORITHMS[name], p, "forward", RING)
             assert some.seconds == pytest.approx(every.seconds, rel=0.25), (name, mask)
 
 
@@ -158,7 +153,7 @@ def test_many_ranks_are_told_from_some() -> None:
 
 
 def chosen(p: Problem, topology: Topology, attention: str = "auto", device: Device = FAST) -> tuple[str, str]:
-    found = choose(p, attention, topology, device)
+    found = choose_algorithms(p, attention, topology, device)
     return found.forward, found.backward
 
 
@@ -186,7 +181,9 @@ def test_where_each_rank_reaches_each_other_queries_win_the_backward_only(
     p = problem(8, 32, kv_heads, tokens=4096)
     assert (seconds("token_ring", p, MESH) < seconds("bi_ring", p, MESH)) is forward
     assert (seconds("token_ring", p, MESH, "backward") < seconds("bi_ring", p, MESH, "backward")) is backward
-    pairs = {name: choose(p, name, MESH, FAST).seconds for name in ("bi_ring", "token_ring", "bi_ring+token_ring")}
+    pairs = {
+        name: choose_algorithms(p, name, MESH, FAST).seconds for name in ("bi_ring", "token_ring", "bi_ring+token_ring")
+    }
     assert (min(pairs, key=pairs.__getitem__) == "bi_ring+token_ring") is backward
 
 
@@ -211,7 +208,7 @@ def test_heads_for_sequence_through_a_switch(heads: int, kv_heads: int, forward:
     """Port bytes against those of a ring: (r + rho) / N forward, and better with the backward."""
     p = problem(8, heads, kv_heads, tokens=4096)
     assert seconds("ulysses", p, SWITCH) / seconds("ring", p, SWITCH) == pytest.approx(forward, rel=0.01)
-    both = [choose(p, name, SWITCH, FAST).seconds for name in ("ulysses", "ring")]
+    both = [choose_algorithms(p, name, SWITCH, FAST).seconds for name in ("ulysses", "ring")]
     assert both[0] / both[1] < training
 
 
@@ -240,13 +237,13 @@ def test_when_a_ring_is_hidden(kv_heads: int, tokens: int) -> None:
 
 
 def test_a_choice_says_why() -> None:
-    found = choose(problem(4, mask=CAUSAL), "auto", SWITCH)
+    found = choose_algorithms(problem(4, mask=CAUSAL), "auto", SWITCH)
     assert isinstance(found, AttentionChoice)
     assert "ms by estimate, of them" in found.reason and "would take" in found.reason
     assert [row[:2] for row in found.candidates[:2]] == [("all_gather", "forward"), ("all_gather", "backward")]
-    refused = choose(problem(4, 31, tokens=64), "auto", SWITCH)
+    refused = choose_algorithms(problem(4, 31, tokens=64), "auto", SWITCH)
     assert any("31 query heads do not divide" in cost for name, _, cost in refused.candidates if name == "ulysses")
-    asked = choose(problem(4), "bi_ring+token_ring", SWITCH)
+    asked = choose_algorithms(problem(4), "bi_ring+token_ring", SWITCH)
     assert (asked.forward, asked.backward, asked.reason) == ("bi_ring", "token_ring", "asked for")
     assert [row[0] for row in asked.candidates] == ["bi_ring", "token_ring"]
 
@@ -263,7 +260,7 @@ def test_a_choice_says_why() -> None:
 def test_names_that_cannot_be_chosen(attention: str, message: str) -> None:
     heads = 32 if "+" in attention else 31
     with pytest.raises(ValueError, match=message):
-        choose(problem(4, heads), attention, SWITCH)
+        choose_algorithms(problem(4, heads), attention, SWITCH)
 
 
 # --- layouts ----------------------------------------------------------------------------------------------

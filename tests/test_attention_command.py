@@ -12,12 +12,14 @@ import pytest
 import torch
 
 import autopar.passes.attention  # noqa: F401  (fills the table of algorithms)
-from autopar.attention import ALGORITHMS, Mask, Problem
-from autopar.attention_picture import MOST_RANKS, WAYS, timeline_svg
-from autopar.cli import main
-from autopar.cli_arguments import add_model
-from autopar.planner.attention import dealt, timeline_of
-from autopar.topology import Topology
+from autopar.attention.algorithm_table import ALGORITHMS
+from autopar.attention.problem import Mask, Problem
+from autopar.cli.main import main
+from autopar.cli.shared_arguments import add_model
+from autopar.cost.attention_costs import pass_timeline
+from autopar.cost.topology import Topology
+from autopar.planner.attention_choice import dealt
+from autopar.report.attention_picture import MOST_RANKS, WAYS, timeline_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 SMALL = ("--ranks", 4, "--seq", 4096, "--heads", 6, "--kv-heads", 2, "--head-dim", 64)
@@ -121,7 +123,7 @@ def test_the_picture_of_all_algorithms(capsys: pytest.CaptureFixture[str], tmp_p
 
 def test_every_event_has_a_box_in_its_lane() -> None:
     p = dealt(problem(4), "zigzag")
-    timeline = timeline_of(ALGORITHMS["token_ring"], p, "forward", Topology("mesh"))
+    timeline = pass_timeline(ALGORITHMS["token_ring"], p, "forward", Topology("mesh"))
     root = ET.fromstring(timeline_svg({"token_ring, forward": timeline}, "a <title>", "notes & more"))
     boxes = [group.find(SVG + "rect") for group in root.iter(SVG + "g")]
     assert len(boxes) == len(timeline.spans)
@@ -141,7 +143,7 @@ def test_every_event_has_a_box_in_its_lane() -> None:
 
 
 def test_labels_fit_their_boxes() -> None:
-    timeline = timeline_of(ALGORITHMS["bi_ring"], dealt(problem(4), "zigzag"), "backward", Topology("ring"))
+    timeline = pass_timeline(ALGORITHMS["bi_ring"], dealt(problem(4), "zigzag"), "backward", Topology("ring"))
     root = ET.fromstring(timeline_svg({"bi_ring, backward": timeline}))
     labelled = [(group.find(SVG + "rect"), group.find(SVG + "text")) for group in root.iter(SVG + "g")]
     shown = [(rect, text) for rect, text in labelled if rect is not None and text is not None]
@@ -151,6 +153,6 @@ def test_labels_fit_their_boxes() -> None:
 
 
 def test_many_ranks_are_drawn_in_part() -> None:
-    timeline = timeline_of(ALGORITHMS["ring"], problem(MOST_RANKS + 1), "forward", Topology())
+    timeline = pass_timeline(ALGORITHMS["ring"], problem(MOST_RANKS + 1), "forward", Topology())
     text = timeline_svg({"ring": timeline})
     assert f"the first {MOST_RANKS} of {MOST_RANKS + 1} ranks" in text and f">rank {MOST_RANKS}<" not in text

@@ -19,21 +19,21 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.nn.functional import scaled_dot_product_attention
 
-from autopar.attention import ALGORITHMS
-from autopar.attention_picture import MOST_RANKS
-from autopar.attention_report import SECTION, attention_sections, attention_summary, attentions_of
-from autopar.attention_trace import Exchange
+from autopar.attention.algorithm_table import ALGORITHMS
+from autopar.attention.program import ExchangeEvent
 from autopar.capture import capture
-from autopar.compile import compile_graph
-from autopar.cost import step_communication
-from autopar.dump import Dumper, plan_rows
-from autopar.graph import copy_graph
-from autopar.mesh import Mesh
-from autopar.plan import Options
-from autopar.planner.attention import PASSES, timeline_of
-from autopar.printing import human_bytes
-from autopar.steps import Compiled
-from autopar.summary import show, summarize
+from autopar.compile.model import compile_graph
+from autopar.cost.attention_costs import PASSES, pass_timeline
+from autopar.cost.step_traffic import step_communication
+from autopar.ir.graph import copy_graph
+from autopar.ir.mesh import Mesh
+from autopar.options import Options
+from autopar.report.attention_picture import MOST_RANKS
+from autopar.report.attention_section import SECTION, attention_sections, attention_summary, attentions_of
+from autopar.report.dump import Dumper, plan_rows
+from autopar.report.human_numbers import human_bytes
+from autopar.report.summary import show_summary, summarize
+from autopar.steps.graphs import Compiled
 
 SVG = "{http://www.w3.org/2000/svg}"
 WAYS = ("up", "down", "home")
@@ -167,7 +167,7 @@ def test_tables_say_what_runs() -> None:
     summary = summarize(hybrid(), "Net")
     console = Console(width=160, highlight=False)
     with console.capture() as text:
-        show(summary, console)
+        show_summary(summary, console)
     lines = [[cell.strip() for cell in line.strip("│ ").split("│")] for line in text.get().splitlines()]
     layers = summary["attention"][0]
     forward = next(line for line in lines if line[:5] == ["layers.{0,1}", "2", "zigzag", "forward", "hybrid"])
@@ -220,10 +220,10 @@ def test_pictures_show_every_exchange_of_both_passes() -> None:
         assert any(text.startswith("token_ring, backward") for text in texts)
         says = " | ".join(node.text or "" for node in svg.iter(f"{SVG}title"))
         ways = zip(("ring", "token_ring"), PASSES, strict=True)
-        spans = [s for name, way in ways for s in timeline_of(ALGORITHMS[name], a.problem, way, a.topology).spans]
+        spans = [s for name, way in ways for s in pass_timeline(ALGORITHMS[name], a.problem, way, a.topology).spans]
         assert says.count(" | ") + 1 == len(spans)
         for span in spans:
-            if isinstance(span.event, Exchange) and span.event.to >= 0:
+            if isinstance(span.event, ExchangeEvent) and span.event.to >= 0:
                 assert f"{span.event.what}: {span.rank} -> {span.event.to}, {span.event.sent} bytes" in says
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autopar.attention import Problem
-from autopar.attention_timeline import CALL, TILE, compute_seconds, efficiency, play
-from autopar.attention_trace import Collective, Compute, Event, Exchange, Trace, Wait
-from autopar.flops import Device
-from autopar.topology import Topology
+from autopar.attention.problem import Problem
+from autopar.attention.program import CollectiveEvent, ComputeEvent, Event, ExchangeEvent, Trace, WaitEvent
+from autopar.cost.attention_timeline import CALL, TILE, compute_seconds, efficiency, play
+from autopar.cost.hardware import Device
+from autopar.cost.topology import Topology
 
 # One second is 10 units of products (kernel overheads vanish), a link moves 1 byte per second.
 DEVICE = Device("test", 10e18, 1.0, efficiency=1.0)
@@ -21,8 +21,8 @@ def problem(size: int, queries: int = 64, **more: object) -> Problem:
     return Problem(**{**facts, "dtype": torch.bfloat16, "size": size, **more})  # type: ignore[arg-type]
 
 
-def work(seconds: float) -> Compute:
-    return Compute(HUGE, HUGE, 1, round(seconds * 10e18))
+def work(seconds: float) -> ComputeEvent:
+    return ComputeEvent(HUGE, HUGE, 1, round(seconds * 10e18))
 
 
 def seconds(topology: Topology, *programs: list[Event], size: int = 0) -> float:
@@ -35,10 +35,10 @@ def ring(rank: int, size: int, count: int, each: int, compute: float, back: int 
     up, down = (rank + 1) % size, (rank - 1) % size
     events: list[Event] = []
     for step in range(count):
-        events.append(Exchange(2 * step, "up", "k,v", up, each, down, each))
+        events.append(ExchangeEvent(2 * step, "up", "k,v", up, each, down, each))
         if back:
-            events.append(Exchange(2 * step + 1, "down", "k,v", down, back, up, back))
-        events += [work(compute), Wait(2 * step), *([Wait(2 * step + 1)] if back else [])]
+            events.append(ExchangeEvent(2 * step + 1, "down", "k,v", down, back, up, back))
+        events += [work(compute), WaitEvent(2 * step), *([WaitEvent(2 * step + 1)] if back else [])]
     return [*events, work(compute)]
 
 
@@ -65,7 +65,7 @@ def test_both_directions_share_only_a_port(wires: Topology, total: float) -> Non
 def test_a_message_over_a_distance_occupies_all_links_of_a_ring(wires: Topology, total: float) -> None:
     """Everybody sends 6 bytes to rank + 3 of 8: each link carries three messages."""
     programs: list[list[Event]] = [
-        [Exchange(0, "home", "out", (rank + 3) % 8, 6, (rank - 3) % 8, 6), Wait(0)] for rank in range(8)
+        [ExchangeEvent(0, "home", "out", (rank + 3) % 8, 6, (rank - 3) % 8, 6), WaitEvent(0)] for rank in range(8)
     ]
     assert seconds(wires, *programs) == pytest.approx(total)
     assert seconds(wires, programs[0], size=8) == pytest.approx(total)
@@ -73,7 +73,7 @@ def test_a_message_over_a_distance_occupies_all_links_of_a_ring(wires: Topology,
 
 def test_latency_counts_per_hop_on_a_ring() -> None:
     programs: list[list[Event]] = [
-        [Exchange(0, "home", "out", (rank + 2) % 5, 0, (rank - 2) % 5, 0), Wait(0)] for rank in range(5)
+        [ExchangeEvent(0, "home", "out", (rank + 2) % 5, 0, (rank - 2) % 5, 0), WaitEvent(0)] for rank in range(5)
     ]
     assert seconds(Topology("ring", 1.0, 0.25), *programs) == pytest.approx(0.5)
     assert seconds(Topology("switch", 1.0, 0.25), *programs) == pytest.approx(0.25)
@@ -83,9 +83,14 @@ def test_a_link_is_shared_equally() -> None:
     """On a ring of 4, 0 -> 2 (4 bytes) and 1 -> 2 (2 bytes) share a link: half speed until the short one is there."""
     ring4 = Topology("ring", 1.0, 0.0)
     programs: list[list[Event]] = [
-        [Exchange(0, "up", "x", 2, 4, -1, 0), Wait(0)],
-        [Exchange(0, "home", "y", 2, 2, -1, 0), Wait(0), work(1.0)],
-        [Exchange(0, "up", "x", -1, 0, 0, 4), Exchange(1, "home", "y", -1, 0, 1, 2), Wait(0), Wait(1)],
+        [ExchangeEvent(0, "up", "x", 2, 4, -1, 0), WaitEvent(0)],
+        [ExchangeEvent(0, "home", "y", 2, 2, -1, 0), WaitEvent(0), work(1.0)],
+        [
+            ExchangeEvent(0, "up", "x", -1, 0, 0, 4),
+            ExchangeEvent(1, "home", "y", -1, 0, 1, 2),
+            WaitEvent(0),
+            WaitEvent(1),
+        ],
         [],
     ]
     assert seconds(ring4, *programs) == pytest.approx(6.0)
@@ -100,9 +105,9 @@ def test_a_way_carries_one_exchange_at_a_time_and_ways_run_side_by_side() -> Non
     def program(rank: int, ways: tuple[str, str]) -> list[Event]:
         peers = [(rank + 1) % 3, (rank + 2) % 3]
         return [
-            *(Exchange(i, way, "x", peers[i], 3, peers[1 - i], 3) for i, way in enumerate(ways)),
-            Wait(1),
-            Wait(0),
+            *(ExchangeEvent(i, way, "x", peers[i], 3, peers[1 - i], 3) for i, way in enumerate(ways)),
+            WaitEvent(1),
+            WaitEvent(0),
         ]
 
     assert seconds(mesh, *(program(rank, ("home", "home")) for rank in range(3))) == pytest.approx(6.0)
@@ -111,8 +116,10 @@ def test_a_way_carries_one_exchange_at_a_time_and_ways_run_side_by_side() -> Non
 
 def test_a_message_waits_for_its_receiver() -> None:
     switch = Topology("switch", 1.0, 0.0)
-    late: list[Event] = [work(5.0), Exchange(0, "up", "x", -1, 0, 0, 2), Wait(0)]
-    assert seconds(switch, [Exchange(0, "up", "x", 1, 2, -1, 0), Wait(0)], late) == pytest.approx(7.0, rel=1e-4)
+    late: list[Event] = [work(5.0), ExchangeEvent(0, "up", "x", -1, 0, 0, 2), WaitEvent(0)]
+    assert seconds(switch, [ExchangeEvent(0, "up", "x", 1, 2, -1, 0), WaitEvent(0)], late) == pytest.approx(
+        7.0, rel=1e-4
+    )
 
 
 @pytest.mark.parametrize(
@@ -129,7 +136,7 @@ def test_a_message_waits_for_its_receiver() -> None:
 )
 def test_collectives(kind: str, wires: str, total: float) -> None:
     """Blocks of 2 bytes among 4 ranks."""
-    programs: list[list[Event]] = [[Collective(0, kind, "x", 2, (0, 1, 2, 3)), Wait(0)] for _ in range(4)]
+    programs: list[list[Event]] = [[CollectiveEvent(0, kind, "x", 2, (0, 1, 2, 3)), WaitEvent(0)] for _ in range(4)]
     assert seconds(Topology(wires, 1.0, 0.0), *programs) == pytest.approx(total)
     assert seconds(Topology(wires, 1.0, 0.0), programs[0], size=4) == pytest.approx(total)
 
@@ -137,7 +144,12 @@ def test_collectives(kind: str, wires: str, total: float) -> None:
 def test_ranks_that_wait_for_one_another_are_named() -> None:
     """Each sends first, over one way, and receives only afterwards."""
     programs: list[list[Event]] = [
-        [Exchange(0, "home", "x", 1 - rank, 1, -1, 0), Wait(0), Exchange(1, "home", "x", -1, 0, 1 - rank, 1), Wait(1)]
+        [
+            ExchangeEvent(0, "home", "x", 1 - rank, 1, -1, 0),
+            WaitEvent(0),
+            ExchangeEvent(1, "home", "x", -1, 0, 1 - rank, 1),
+            WaitEvent(1),
+        ]
         for rank in range(2)
     ]
     with pytest.raises(RuntimeError, match=r"wait for ever: rank 0 for Exchange.*; rank 1 for"):
@@ -147,6 +159,6 @@ def test_ranks_that_wait_for_one_another_are_named() -> None:
 def test_kernels_are_slow_on_small_blocks() -> None:
     assert efficiency(TILE, HUGE) == pytest.approx(0.5) and efficiency(TILE, TILE) == pytest.approx(0.25)
     assert efficiency(HUGE, HUGE) == pytest.approx(1.0)
-    assert compute_seconds(Compute(1, 1, 0, 0), DEVICE, torch.bfloat16) == CALL
+    assert compute_seconds(ComputeEvent(1, 1, 0, 0), DEVICE, torch.bfloat16) == CALL
     slow = Device("slow", 1e6, 1.0, ((torch.float32, 1e3),), efficiency=0.5, launch=1.0)
-    assert compute_seconds(Compute(HUGE, HUGE, 1, 1000), slow, torch.float32) == pytest.approx(3.0)
+    assert compute_seconds(ComputeEvent(HUGE, HUGE, 1, 1000), slow, torch.float32) == pytest.approx(3.0)

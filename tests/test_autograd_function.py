@@ -13,8 +13,8 @@ from torch.autograd.function import once_differentiable
 
 import autopar
 from autopar.capture import capture
-from autopar.mesh import Mesh
-from autopar.plan import Options
+from autopar.ir.mesh import Mesh
+from autopar.options import Options
 from autopar.runtime.groups import init_mesh
 from tests import own_functions as own
 from tests.harness import check_model

@@ -14,12 +14,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import autopar
-from autopar.batch import part_of_batch, whole_batch
-from autopar.compile import for_whole_batch, plan_model
-from autopar.mesh import Mesh
+from autopar.compile.parameters import for_whole_batch, plan_model
+from autopar.ir.batch import part_of_batch, whole_batch
+from autopar.ir.mesh import Mesh
 from autopar.models.hf_batches import batch_dims
 from autopar.models.tiny import TINY
-from autopar.plan import Options, Plan
+from autopar.options import Options
+from autopar.plan import Plan
 from tests.harness import check_model
 from tests.plain_models import EXACT, gap, gradients
 from tests.ranks import run_ranks

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.mesh import Mesh
-from autopar.plan import Options
+from autopar.ir.mesh import Mesh
+from autopar.options import Options
 from tests.harness import check_model
 
 B, H, S, D = 2, 2, 8, 4

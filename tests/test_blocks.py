@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autopar.attention import Gradients, Mask, Span, Spans
-from autopar.ops import attend as attend_module
+from autopar.attention import attend as attend_module
+from autopar.attention.attend import Gradients, KernelCall, Partials, positions
+from autopar.attention.blocks import blocks_of
+from autopar.attention.problem import Mask, Span, Spans
 from autopar.ops import kernels
-from autopar.ops.attend import Partials, Work, positions
-from autopar.ops.attention import Facts
-from autopar.ops.blocks import blocks_of
+from autopar.ops.facts import Facts
 from tests.attend_cases import (
     CASES,
     CPU,
@@ -108,14 +108,14 @@ def test_zigzag_steps_are_one_call_of_equal_work(case: str, ranks: int) -> None:
     for rank in range(ranks):
         rows = it.problem.rows(rank)
         for other in range(ranks):
-            seen: list[Work] = []
+            seen: list[KernelCall] = []
             columns = it.problem.columns(other)
             tensors = taken(it.q, rows), taken(it.k, columns), taken(it.v, columns)
             into = Partials.empty(tensors[0], VALUES)
             of_rank(it, rank, seen.append).forward(*tensors, rows, columns, into)
             shape = (2 * half, half) if other < rank else (half, 2 * half) if other > rank else (2 * half, 2 * half)
             pairs = half * (2 * half + 1) if other == rank else 2 * half**2
-            assert seen == [Work(*shape, pairs, it.problem.heads)]
+            assert seen == [KernelCall(*shape, pairs, it.problem.heads)]
 
 
 def test_calls_of_a_contiguous_window() -> None:
@@ -140,13 +140,13 @@ def test_calls_of_rows_with_all_columns() -> None:
 def test_documents_that_do_not_meet_are_skipped() -> None:
     it = whole(CASES["documents"], (4, 2), 4, "contiguous", 32)
     it.facts = dataclasses.replace(it.facts, segments=(torch.arange(32) // 8).expand(B, -1))
-    seen: list[Work] = []
+    seen: list[KernelCall] = []
     for rank in range(4):
         for other in range(4):
             rows, columns = it.problem.rows(rank), it.problem.columns(other)
             tensors = taken(it.q, rows), taken(it.k, columns), taken(it.v, columns)
             of_rank(it, rank, seen.append).forward(*tensors, rows, columns, Partials.empty(tensors[0], VALUES))
-    assert seen == [Work(8, 8, 36, it.problem.heads)] * 4
+    assert seen == [KernelCall(8, 8, 36, it.problem.heads)] * 4
 
 
 @pytest.mark.parametrize("name", ["window", "chunk", "documents", "padding", "all"])
@@ -177,9 +177,9 @@ def test_shapes_alone_are_counted_alike() -> None:
         if it.facts.key_mask is not None:
             it.facts.key_mask[:] = True
         rows, columns = it.problem.rows(1), it.problem.columns(0)
-        counts: list[list[Work]] = []
+        counts: list[list[KernelCall]] = []
         for device in ("cpu", "meta"):
-            seen: list[Work] = []
+            seen: list[KernelCall] = []
             attend = of_rank(it, 1, seen.append)
             tensors = {f.name: getattr(attend.facts, f.name) for f in dataclasses.fields(Facts)}
             moved = {n: x.to(device) for n, x in tensors.items() if isinstance(x, Tensor)}

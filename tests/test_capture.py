@@ -11,7 +11,9 @@ import transformers
 from torch import Tensor, nn
 
 from autopar.adapters.aot import _Tagging
-from autopar.capture import LiftFloat32, Signature, adapter_for, capture
+from autopar.capture import adapter_for, capture
+from autopar.exact import LiftFloat32
+from autopar.ir.signature import Signature
 from autopar.models.tiny import TINY, TinyModel
 from autopar.passes.normalize import Normalize
 

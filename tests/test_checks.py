@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
-from autopar.checks import PlacementError, check_functional, check_placements, check_types
-from autopar.compile import compile_model
-from autopar.conversions import is_conversion
-from autopar.graph import output_node, set_placement
-from autopar.mesh import Mesh
+from autopar.compile.model import compile_model
+from autopar.ir.conversions import is_conversion
+from autopar.ir.graph import output_node, set_placement
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import INVARIANT, PARTIAL
 from autopar.models.tiny import TINY
-from autopar.pass_manager import Context
-from autopar.placement import INVARIANT, PARTIAL
-from autopar.plan import Options
+from autopar.options import Options
+from autopar.rewrite.checks import PlacementError, check_functional, check_placements, check_types
+from autopar.rewrite.compilation import Compilation
 
 MODES: dict[str, tuple[str, dict[str, Any]]] = {
     "tp": ("tp=2", {}),
@@ -27,14 +27,14 @@ MODES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def typed(name: str, mesh: str, options: dict[str, Any]) -> tuple[GraphModule, Context]:
+def typed(name: str, mesh: str, options: dict[str, Any]) -> tuple[GraphModule, Compilation]:
     """The typed global graph of a tiny model, as the placement pass leaves it."""
-    seen: list[tuple[GraphModule, Context]] = []
+    seen: list[tuple[GraphModule, Compilation]] = []
 
     class Stop(Exception):
         pass
 
-    def stop(at: str, gm: GraphModule, ctx: Context) -> None:
+    def stop(at: str, gm: GraphModule, ctx: Compilation) -> None:
         if at == "propagate_placements":
             seen.append((gm, ctx))
             raise Stop
@@ -108,4 +108,4 @@ def test_in_place_operator_is_refused() -> None:
     x = graph.placeholder("x")
     graph.output((graph.call_function(torch.ops.aten.add_.Tensor, (x, x)),))
     with pytest.raises(PlacementError, match=r"aten\.add_\.Tensor .* writes in place"):
-        check_functional(GraphModule({}, graph), Context(Mesh.of()))
+        check_functional(GraphModule({}, graph), Compilation(Mesh.of()))

@@ -14,15 +14,15 @@ import pytest
 import torch
 from rich.console import Console
 
-from autopar.cli import main
-from autopar.grid import grid
-from autopar.mesh import Mesh
-from autopar.names import compressed
-from autopar.plan import Options
-from autopar.printing import human_bytes
-from autopar.schedule import SCHEDULES, Request
-from autopar.summary import show
-from autopar.timeline import simulate
+from autopar.cli.main import main
+from autopar.ir.mesh import Mesh
+from autopar.options import Options
+from autopar.report.human_numbers import human_bytes
+from autopar.report.layer_names import compressed
+from autopar.report.schedule_grid import grid
+from autopar.report.summary import show_summary
+from autopar.schedule.request import SCHEDULES, Request
+from autopar.schedule.simulate import simulate
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -141,7 +141,7 @@ def test_plan_of_a_pipeline(capsys: pytest.CaptureFixture[str], config: Path, tm
     assert len((tmp_path / "order.txt").read_text().splitlines()) == 2
     console = Console(width=160, highlight=False)
     with console.capture() as text:
-        show(found, console)
+        show_summary(found, console)
     for line in ("cuts model.layers.1: the user's choice", "model.layers.{1,2}, model.norm, lm_head", "Ranks of pp"):
         assert line in text.get()
     assert f"rank {pipeline['busiest']} of pp" in text.get()
@@ -183,7 +183,7 @@ def test_plan_of_a_cut_sequence(capsys: pytest.CaptureFixture[str], config: Path
         assert sent[f"send {way}"] == 3 * sum(row["sent"].get(way, 0) for row in entry["passes"])
     console = Console(width=160, highlight=False)
     with console.capture() as text:
-        show(found, console)
+        show_summary(found, console)
     for line in ("Attention over cp", "model.layers.{0..2}.self_attn", "zigzag_ring+token_ring", "--json, or"):
         assert line in text.get()
     for kind in sent:

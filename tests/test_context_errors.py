@@ -11,13 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.attention import ALGORITHMS
+from autopar.attention.algorithm_table import ALGORITHMS
 from autopar.capture import capture
-from autopar.compile import compile_graph, plan_model
-from autopar.graph import copy_graph
-from autopar.mesh import Mesh
+from autopar.compile.model import compile_graph
+from autopar.compile.parameters import plan_model
+from autopar.ir.graph import copy_graph
+from autopar.ir.mesh import Mesh
 from autopar.models.tiny import TINY
-from autopar.plan import Options
+from autopar.options import Options
 from tests.context_cases import Small, small_batch
 from tests.ranks import run_ranks
 

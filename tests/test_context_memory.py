@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.memory import Memory, memory
-from autopar.mesh import Mesh
+from autopar.cost.memory import Memory, memory
+from autopar.ir.mesh import Mesh
 from autopar.models.tiny import TINY
-from autopar.plan import Options
+from autopar.options import Options
 from autopar.runtime.executor import Executor
 from autopar.runtime.groups import Groups, init_mesh
 from tests.context_cases import LONG, LONG_ROWS, Case, captured, compiled, prepare, step_graphs, values_of

@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 
 import autopar
-from autopar.attention import ALGORITHMS, ZIGZAG
+from autopar.attention.algorithm_table import ALGORITHMS
+from autopar.attention.layouts import ZIGZAG
 from autopar.exact import LiftFloat32
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Shard, piece, scaled_blocks
 from autopar.models.tiny import TINY
-from autopar.placement import Shard, piece, scaled_blocks
-from autopar.plan import Options
+from autopar.options import Options
 from autopar.verify import Report
 from tests.context_cases import (
     LIMIT,

@@ -10,15 +10,16 @@ import pytest
 from torch.fx import GraphModule
 
 from autopar.capture import capture
-from autopar.compile import compile_graph
-from autopar.cost import communication
-from autopar.graph import outputs
-from autopar.mesh import Mesh
-from autopar.pass_manager import Context
-from autopar.placement import Shard
-from autopar.plan import Options, Plan
-from autopar.printing import format_graph
-from autopar.steps import Compiled
+from autopar.compile.model import compile_graph
+from autopar.cost.traffic import communication
+from autopar.ir.graph import outputs
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Shard
+from autopar.options import Options
+from autopar.plan import Plan
+from autopar.report.graph_text import format_graph
+from autopar.rewrite.compilation import Compilation
+from autopar.steps.graphs import Compiled
 from tests.context_cases import Case, Small, captured, compiled, small_batch, step_graphs
 
 ROWS, TOKENS, WIDTH = 2, 16, 8
@@ -29,7 +30,7 @@ def rewritten(layout: str, attention: str) -> tuple[Compiled, dict[str, str]]:
     """The small model over two ranks: what was made of it, and its text after every pass."""
     texts: dict[str, str] = {}
 
-    def watch(name: str, gm: GraphModule, ctx: Context) -> None:
+    def watch(name: str, gm: GraphModule, ctx: Compilation) -> None:
         texts[name] = format_graph(gm, Mesh.of(cp=2))
 
     graph = capture(Small(), small_batch(TOKENS), exact=True)

@@ -10,15 +10,17 @@ import torch
 import transformers
 from torch.fx import Graph, GraphModule, Node
 
-from autopar.compile import compile_model
-from autopar.cost import Volume, communication, runs, step_communication
-from autopar.memory import memory, optimizer_bytes, peak_of_values, saved_bytes, storages
-from autopar.mesh import Mesh
+from autopar.compile.model import compile_model
+from autopar.cost.memory import memory, optimizer_bytes
+from autopar.cost.step_traffic import graph_runs, step_communication
+from autopar.cost.traffic import Volume, communication
+from autopar.ir.mesh import Mesh
+from autopar.ir.parameter import ParameterSpec
+from autopar.ir.placement import Shard
+from autopar.ir.storages import peak_of_values, saved_bytes, storages
 from autopar.models import hf as hf
-from autopar.parameter import ParameterSpec
-from autopar.placement import Shard
-from autopar.plan import Options
-from autopar.steps import Compiled
+from autopar.options import Options
+from autopar.steps.graphs import Compiled
 
 aten = torch.ops.aten
 HIDDEN, HEADS, KEYS, INNER, VOCAB, SEQ, BATCH = 64, 8, 4, 128, 256, 32, 8
@@ -178,13 +180,13 @@ def test_zero_3_gathers_for_every_pass_and_scatters_once(micro_batches: int) -> 
 
 def test_a_step_counts_each_graph_as_often_as_it_runs() -> None:
     two = compiled(layers=1, zero=3, micro_batches=2)
-    assert {name: n for name, (_, n) in runs(two).items()} == {
+    assert {name: n for name, (_, n) in graph_runs(two).items()} == {
         "prologue": 2,
         "forward": 2,
         "backward_local": 1,
         "backward": 1,
     }
-    one = {name: communication(gm, two.plan.mesh) for name, (gm, _) in runs(two).items()}
+    one = {name: communication(gm, two.plan.mesh) for name, (gm, _) in graph_runs(two).items()}
     key = ("dp", "all_gather")
     sums = [one[name].get(key, Volume()) for name in ("forward", "forward", "backward_local", "backward")]
     assert step_communication(two)[key] == functools.reduce(operator.add, sums)

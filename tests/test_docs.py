@@ -15,7 +15,7 @@ from typing import ClassVar
 import pytest
 from torch.fx import GraphModule
 
-from autopar.pass_manager import Context
+from autopar.rewrite.compilation import Compilation
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -57,7 +57,7 @@ class Tidy:
     requires: ClassVar[tuple[str, ...]] = ("functional",)
     ensures: ClassVar[tuple[str, ...]] = ("tidy", "small")
 
-    def apply(self, gm: GraphModule, ctx: Context) -> GraphModule:
+    def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
         return gm
 
 

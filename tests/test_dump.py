@@ -9,17 +9,19 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from autopar import cost
-from autopar.capture import InputSpec, OutputSpec, Signature
-from autopar.conversions import convert
-from autopar.dump import Dumper, dumper_for
-from autopar.mesh import Mesh
-from autopar.parameter import ParameterSpec
-from autopar.pass_manager import Context
-from autopar.placement import PARTIAL, Placement, Shard
-from autopar.plan import Options, ParameterPlan, Plan
-from autopar.printing import diff, format_graph, format_type, human_bytes
-from autopar.report import Level, Report, Section, render
+from autopar.cost import traffic
+from autopar.ir.conversions import convert
+from autopar.ir.mesh import Mesh
+from autopar.ir.parameter import ParameterSpec
+from autopar.ir.placement import PARTIAL, Placement, Shard
+from autopar.ir.signature import InputSpec, OutputSpec, Signature
+from autopar.options import Options
+from autopar.plan import ParameterPlan, Plan
+from autopar.report.dump import Dumper, dumper_for
+from autopar.report.graph_text import diff, format_graph, format_type
+from autopar.report.human_numbers import human_bytes
+from autopar.report.page import Level, Page, Section, render
+from autopar.rewrite.compilation import Compilation
 
 aten, ops = torch.ops.aten, torch.ops.autopar
 MESH = Mesh.of(dp=2, tp=4)
@@ -95,20 +97,20 @@ def test_step_graph_shows_the_bytes_of_each_collective() -> None:
     [("all_reduce", 96), ("all_gather", 48), ("reduce_scatter", 48), ("all_to_all", 12), ("slice", 0), ("none", 0)],
 )
 def test_ring_formulas(kind: str, expected: int) -> None:
-    assert cost.collective_bytes(kind, 64, 4) == expected
-    assert cost.collective_bytes(kind, 64, 1) == 0
+    assert traffic.collective_bytes(kind, 64, 4) == expected
+    assert traffic.collective_bytes(kind, 64, 1) == 0
 
 
 def test_communication_counts_per_axis_and_kind() -> None:
-    assert cost.communication(step_graph(), MESH) == {
-        ("tp", "all_reduce"): cost.Volume(1, 96),
-        ("tp", "all_gather"): cost.Volume(1, 192),
-        ("tp", "reduce_scatter"): cost.Volume(1, 48),
-        ("tp", "all_to_all"): cost.Volume(1, 48),
+    assert traffic.communication(step_graph(), MESH) == {
+        ("tp", "all_reduce"): traffic.Volume(1, 96),
+        ("tp", "all_gather"): traffic.Volume(1, 192),
+        ("tp", "reduce_scatter"): traffic.Volume(1, 48),
+        ("tp", "all_to_all"): traffic.Volume(1, 48),
     }
-    assert cost.communication(step_graph(), Mesh.of(dp=2)) == {}
-    typed = cost.communication(typed_graph(), MESH)
-    assert cost.total([typed, typed]) == {("tp", "all_reduce"): cost.Volume(2, 3072)}
+    assert traffic.communication(step_graph(), Mesh.of(dp=2)) == {}
+    typed = traffic.communication(typed_graph(), MESH)
+    assert traffic.total_volume([typed, typed]) == {("tp", "all_reduce"): traffic.Volume(2, 3072)}
 
 
 def test_types_of_values() -> None:
@@ -130,7 +132,7 @@ def small_plan() -> Plan:
 
 def test_dumper_writes_every_level_and_the_report(tmp_path: Path) -> None:
     (tmp_path / "07-stale.txt").write_text("from a longer run")
-    ctx = Context(MESH, small_plan(), timings={"propagate": 0.25, "checks": 0.5})
+    ctx = Compilation(MESH, small_plan(), timings={"propagate": 0.25, "checks": 0.5})
     dumper = Dumper(tmp_path, title="tiny <model>")
     before = typed_graph()
     before.graph.erase_node(list(before.graph.nodes)[-1])
@@ -160,7 +162,7 @@ def test_only_rank_zero_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     dumper = Dumper(tmp_path / "dump")
     dumper.record("capture", typed_graph(), MESH)
     dumper.add_section("Order", "0F0")
-    dumper.finish(Context(MESH))
+    dumper.finish(Compilation(MESH))
     assert not (tmp_path / "dump").exists()
 
 
@@ -174,7 +176,7 @@ def test_environment_asks_for_a_dumper(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_report_is_self_contained_and_escaped() -> None:
     level = Level("normalize", "x: f32[2] = <a>  # p & q", "--- before\n+++ after\n@@ -1 +1 @@\n-a<\n+b>", 0.001, 1)
-    page = render(Report(levels=[level], sections=[Section("Timeline", "<svg></svg>")]))
+    page = render(Page(levels=[level], sections=[Section("Timeline", "<svg></svg>")]))
     assert not re.search(r"(src|href)=[\"']?(https?:)?//|@import|url\(", page)
     assert "<b>x</b>: f32[2] = &lt;a&gt;<i>  # p &amp; q</i>" in page
     assert "<del>-a&lt;</del>\n<ins>+b&gt;</ins>" in page and "--- before" not in page
@@ -183,4 +185,4 @@ def test_report_is_self_contained_and_escaped() -> None:
 
 
 def test_empty_report_renders() -> None:
-    assert "<!doctype html>" in render(Report())
+    assert "<!doctype html>" in render(Page())

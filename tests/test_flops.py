@@ -15,13 +15,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.adapters.operators import OpOverload, name_of
-from autopar.compile import compile_model
-from autopar.flops import A100, COUNTS, Device, flops, memory_bytes, pairs, seconds, seconds_of
-from autopar.graph import set_argument
-from autopar.mesh import Mesh
+from autopar.compile.model import compile_model
+from autopar.cost.flops import COUNTS, flops, memory_bytes, node_seconds, pairs, seconds_of
+from autopar.cost.hardware import A100, Device
+from autopar.ir.graph import set_argument
+from autopar.ir.mesh import Mesh
 from autopar.models import hf as hf
-from autopar.ops.attention import Facts
-from autopar.plan import Options
+from autopar.ops.facts import Facts
+from autopar.options import Options
 
 aten = torch.ops.aten
 
@@ -219,10 +220,10 @@ def test_the_roofline() -> None:
     launch."""
     (large,) = calls(traced(torch.mm, (400, 400), (400, 400)))
     (thin,) = calls(traced(torch.mm, (1, 4), (4, 4)))
-    assert seconds(large, DEVICE) == 2 * 400**3 / 25
-    assert seconds(thin, DEVICE) == (4 + 16 + 4) * 4 / 10
+    assert node_seconds(large, DEVICE) == 2 * 400**3 / 25
+    assert node_seconds(thin, DEVICE) == (4 + 16 + 4) * 4 / 10
     (half,) = calls(traced(torch.mm, (400, 400), (400, 400), dtype=torch.bfloat16))
-    assert seconds(half, DEVICE) == 2 * 400**3 / 50
+    assert node_seconds(half, DEVICE) == 2 * 400**3 / 50
     slow = Device("slow", 1e30, 1e30, launch=1.0)
     assert seconds_of([large, thin, half], slow) == 3.0
 

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from autopar.mesh import Mesh
-from autopar.plan import Options
+from autopar.ir.mesh import Mesh
+from autopar.options import Options
 from tests.harness import check_model
 
 ACTIVATIONS = {"gelu": F.gelu, "silu": F.silu, "relu": F.relu, "tanh": torch.tanh}

@@ -8,13 +8,13 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
 import autopar
-from autopar.checks import PlacementError, check_owned
-from autopar.mesh import Mesh
-from autopar.pass_manager import Context
+from autopar.ir.mesh import Mesh
+from autopar.ir.storages import shared_outputs
+from autopar.options import Options
 from autopar.passes.own_gradients import own_gradients
-from autopar.plan import Options
+from autopar.rewrite.checks import PlacementError, check_owned
+from autopar.rewrite.compilation import Compilation
 from autopar.runtime.state import local_tensor
-from autopar.storages import shared_outputs
 from tests.harness import check_alone, check_model
 from tests.ranks import run_ranks
 
@@ -111,8 +111,8 @@ def test_a_graph_whose_gradients_share_storage_is_refused() -> None:
     gm.meta["owned"] = [0, 1, 2, 3, 4]
     assert shared_outputs(gm, gm.meta["owned"]) == [1, 2, 3, 4]
     with pytest.raises(PlacementError, match=r"aten\.t\.default \(t.*aten\.slice.*placeholder \(w\)"):
-        check_owned(gm, Context(Mesh.of()))
+        check_owned(gm, Compilation(Mesh.of()))
     own_gradients(gm)
-    check_owned(gm, Context(Mesh.of()))
+    check_owned(gm, Compilation(Mesh.of()))
     given = [torch.randn(4, 4), torch.randn(4, 4)]
     check_alone(gm(*given)[:5], given)

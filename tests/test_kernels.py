@@ -18,7 +18,7 @@ from torch import Tensor
 
 from autopar.adapters import flash_attn
 from autopar.ops import kernels
-from autopar.ops.attention import Facts
+from autopar.ops.facts import Facts
 from autopar.ops.kernels import KERNELS, cuda
 
 B, HQ, HK, S, D = 2, 4, 2, 22, 8
@@ -105,16 +105,16 @@ def test_unknown_and_forced_names() -> None:
         pass
     q, k, v, grad = tensors()
     known = facts(bias=torch.zeros(1, 1, S, S))
-    assert kernels.choose(q, k, v, known).name == "cpu_flash"
-    assert kernels.choose(q, k, v, known, bias_gradient=True).name == "math"
+    assert kernels.choose_kernel(q, k, v, known).name == "cpu_flash"
+    assert kernels.choose_kernel(q, k, v, known, bias_gradient=True).name == "math"
     with kernels.using("math"):
-        assert kernels.choose(q, k, v, known).name == "math"
+        assert kernels.choose_kernel(q, k, v, known).name == "math"
         with kernels.using("cpu_flash"):
-            assert kernels.choose(q, k, v, known).name == "cpu_flash"
+            assert kernels.choose_kernel(q, k, v, known).name == "cpu_flash"
             with pytest.raises(ValueError, match="and a gradient of the bias; leave the choice open or use 'math'"):
                 kernels.backward(grad, q, k, v, q, q[..., 0], known, True)
-        assert kernels.choose(q, k, v, known).name == "math"
-    assert kernels.choose(q, k, v, known).name == "cpu_flash"
+        assert kernels.choose_kernel(q, k, v, known).name == "math"
+    assert kernels.choose_kernel(q, k, v, known).name == "cpu_flash"
 
 
 def test_the_operator_takes_its_kernel_from_the_table() -> None:
@@ -144,7 +144,7 @@ def test_gradient_of_a_bias() -> None:
 def test_meta_tensors() -> None:
     q, k, v, grad = tensors(dtype=torch.bfloat16, device="meta")
     known = facts(causal=True, bias=torch.zeros(1, HQ, S, S, device="meta"))
-    assert kernels.choose(q, k, v, known, bias_gradient=True).name == "meta"
+    assert kernels.choose_kernel(q, k, v, known, bias_gradient=True).name == "meta"
     out, lse = kernels.forward(q, k, v, known)
     assert out.shape == q.shape and (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
     grads = kernels.backward(grad, q, k, v, out, lse, known, True)
@@ -292,18 +292,18 @@ def test_cuda_kernels_as_played(name: str, case: str) -> None:
 def test_preference_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v, _ = tensors()
     taken = {
-        case: kernels.choose(q, k, v, facts(**CASES[case]())).name
+        case: kernels.choose_kernel(q, k, v, facts(**CASES[case]())).name
         for case in set(CASES) - {"later queries", "more keys"}
     }
     assert taken["causal"] == taken["window"] == taken["softcap"] == "flash_attn"
     assert taken["chunk"] == taken["bias"] == taken["documents"] == "cuda_efficient" and taken["dropout"] == "math"
     monkeypatch.setattr(flash_attn, "installed", lambda: False)
-    assert kernels.choose(q, k, v, facts(causal=True)).name == "cudnn"
-    assert kernels.choose(q, k, v, facts(causal=True, window=3)).name == "cuda_efficient"
+    assert kernels.choose_kernel(q, k, v, facts(causal=True)).name == "cudnn"
+    assert kernels.choose_kernel(q, k, v, facts(causal=True, window=3)).name == "cuda_efficient"
     monkeypatch.setattr(cuda, "_modern", lambda q: False)
-    assert kernels.choose(q, k, v, facts(causal=True)).name == "cuda_flash"
-    assert kernels.choose(q[..., :6], k[..., :6], v[..., :6], facts()).name == "cpu_flash", "no multiple of 8"
-    assert kernels.choose(q.float(), k.float(), v.float(), facts()).name == "cuda_efficient"
+    assert kernels.choose_kernel(q, k, v, facts(causal=True)).name == "cuda_flash"
+    assert kernels.choose_kernel(q[..., :6], k[..., :6], v[..., :6], facts()).name == "cpu_flash", "no multiple of 8"
+    assert kernels.choose_kernel(q.float(), k.float(), v.float(), facts()).name == "cuda_efficient"
 
 
 @pytest.mark.parametrize("case", ["plain", "causal", "padding", "bias"])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import autopar
 from autopar.ops.watch import Note, note, take_notes
-from autopar.runtime.watch import Watch
+from autopar.runtime.note_watch import NoteWatch
 from tests.plain_models import Tied, build, part, put, tokens
 from tests.ranks import run_ranks
 from tests.test_normalize import normalized
@@ -130,8 +130,8 @@ def test_notes_of_an_accelerator_are_told_when_they_have_arrived(monkeypatch: py
     """Nothing waits for them: a step that finds them still on their way leaves them to the next."""
     take_notes()
     there: list[bool] = []
-    watch = Watch(_Groups())  # type: ignore[arg-type]
-    monkeypatch.setattr(Watch, "_send", lambda self, notes, step: _later(self, notes, step, there))
+    watch = NoteWatch(_Groups())  # type: ignore[arg-type]
+    monkeypatch.setattr(NoteWatch, "_send", lambda self, notes, step: _later(self, notes, step, there))
     note(torch.tensor([3, 17]), 0, 15, "ids must lie in 0 .. 15, found {found}")
     watch.settle(4)
     note(torch.tensor([0]), 1, INF, "no label counts", fatal=False)
@@ -147,8 +147,8 @@ def test_notes_of_an_accelerator_are_told_when_they_have_arrived(monkeypatch: py
         watch.settle(6)
 
 
-def _later(watch: Watch, notes: list[Note], step: int, there: list[bool]) -> Any:
-    from autopar.runtime.watch import Arriving
+def _later(watch: NoteWatch, notes: list[Note], step: int, there: list[bool]) -> Any:
+    from autopar.runtime.note_watch import Arriving
 
     class Event:
         def query(self) -> bool:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.mesh import Mesh
-from autopar.placement import Shard, local_shape, nested_shape, rows_of_slice
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Shard, local_shape, nested_shape, rows_of_slice
 
 
 def test_parse_and_print() -> None:

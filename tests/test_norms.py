@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
 from tests.harness import check_model
 from tests.plain_models import EXACT, build, gap, part, put
 from tests.ranks import run_ranks

@@ -71,7 +71,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 
 
 def test_wheel_has_every_file(wheel: set[str]) -> None:
-    expected = {"autopar/py.typed", "autopar/report.html"}
+    expected = {"autopar/py.typed", "autopar/report/page.html"}
     for name, folder in FOLDERS.items():
         for file in folder.rglob("*.py"):
             path = file.relative_to(folder)

@@ -14,15 +14,18 @@ import pytest
 
 import autopar.passes.attention
 import autopar.runtime.schedules  # noqa: F401  (fills the table of schedules)
-from autopar.attention import ALGORITHMS
-from autopar.grid import grid, sequence
-from autopar.lowering import lower
-from autopar.picture import svg, ticks
-from autopar.pipeline_report import compare, describe, pipeline_section, run, sent
-from autopar.report import Report, render
-from autopar.schedule import SCHEDULES, Action, Costs, Hop, Request, parse_row
-from autopar.timeline import Timeline, simulate
-from autopar.trace import Event, chrome_trace, events_of, measured_events, transfers
+from autopar.attention.algorithm_table import ALGORITHMS
+from autopar.report.chrome_trace import Event, chrome_trace, events_of, measured_events, transfers
+from autopar.report.page import Page, render
+from autopar.report.pipeline_section import pipeline_section
+from autopar.report.schedule_grid import grid, sequence
+from autopar.report.schedule_picture import svg
+from autopar.report.schedule_summary import compare, run_schedule, sent, timeline_facts
+from autopar.report.svg import ticks
+from autopar.schedule.lowering import lower
+from autopar.schedule.order import Action, Hop, parse_row
+from autopar.schedule.request import SCHEDULES, Costs, Request
+from autopar.schedule.simulate import Timeline, simulate
 
 MS = Costs(F=18.5, B=18.1, W=9.3, comm=0.6, stash=0.5)
 SVG = "{http://www.w3.org/2000/svg}"
@@ -43,7 +46,7 @@ NAMES = (
 
 def made(name: str, ranks: int = 4, micro_batches: int = 8, costs: Costs = MS) -> Timeline:
     entry = SCHEDULES[name]
-    return run(name, Request(ranks, micro_batches, entry.chunks, 2 if entry.sliced else 1), costs)
+    return run_schedule(name, Request(ranks, micro_batches, entry.chunks, 2 if entry.sliced else 1), costs)
 
 
 def boxes(text: str) -> list[tuple[str, str, dict[str, float]]]:
@@ -267,7 +270,7 @@ def test_receives_that_were_only_posted_give_way_to_what_waits_for_them() -> Non
 def test_the_report_has_a_part_for_the_pipeline() -> None:
     timeline = made("zb_h2")
     section = pipeline_section(timeline, events_of(timeline), ["cut by time, <balanced>"], unit="ms")
-    page = render(Report(sections=[section]))
+    page = render(Page(sections=[section]))
     for fact in (
         "zb_h2",
         f"{timeline.makespan:,.6g} ms",
@@ -284,7 +287,7 @@ def test_the_report_has_a_part_for_the_pipeline() -> None:
 def test_a_step_may_be_shorter_than_the_makespan() -> None:
     """ZB-H2 staggers the ranks' starts."""
     timeline = made("zb_h2", costs=Costs())
-    assert dict(describe(timeline)) == {
+    assert dict(timeline_facts(timeline)) == {
         "makespan": "27", "step (each rank from its own start)": "24", "bubble": "0.00%", "peak memory": "7 (rank 0)",
     }  # fmt: skip
 

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.compile import compile_model, plan_model
-from autopar.mesh import Mesh
+from autopar.compile.model import compile_model
+from autopar.compile.parameters import plan_model
+from autopar.ir.mesh import Mesh
 from autopar.models.tiny import TINY
-from autopar.plan import Options
+from autopar.options import Options
 from autopar.runtime.groups import init_mesh
 from tests.ranks import run_ranks
 

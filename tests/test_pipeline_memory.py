@@ -7,14 +7,15 @@ import math
 
 import pytest
 
-from autopar.memory import storage_bytes
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
+from autopar.ir.storages import storage_bytes
 from autopar.models.tiny import TINY
-from autopar.plan import Options
-from autopar.planner.pipeline import make_order
-from autopar.schedule import SCHEDULES, Hop, Order
-from autopar.steps import Pipeline, Stage, StepGraph
-from autopar.timeline import simulate
+from autopar.options import Options
+from autopar.planner.step_order import make_order
+from autopar.schedule.order import Hop, Order
+from autopar.schedule.request import SCHEDULES
+from autopar.schedule.simulate import simulate
+from autopar.steps.graphs import Pipeline, Stage, StepGraph
 from tests.pipeline_cases import Case, Found, compiled, prepare, run_case
 
 MODEL, ROWS, TOKENS = "llama", 8, 16

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.mesh import Mesh
-from autopar.plan import Options
-from autopar.schedule import SCHEDULES
+from autopar.ir.mesh import Mesh
+from autopar.options import Options
+from autopar.schedule.request import SCHEDULES
 from tests.pipeline_cases import Case, prepare, run_case
 
 MODELS = ("llama", *(pytest.param(name, marks=pytest.mark.full) for name in ("gpt2", "vit", "t5")), "bert")

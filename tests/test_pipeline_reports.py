@@ -8,23 +8,24 @@ from pathlib import Path
 
 import pytest
 
-from autopar.cost import runs, step_communication
-from autopar.dump import STEP_GRAPHS, Dumper
-from autopar.lowering import lower
-from autopar.memory import memories, memory
-from autopar.mesh import Mesh
-from autopar.names import modules_of
-from autopar.pass_manager import Context
-from autopar.pipeline_dump import dump_pipeline, measured_costs, per_rank
-from autopar.pipeline_report import timeline_of
-from autopar.pipeline_runs import lowered_order
-from autopar.plan import Options
-from autopar.planner.pipeline import make_order, owners
+from autopar.cost.memory import memories, memory
+from autopar.cost.step_timeline import step_timeline
+from autopar.cost.step_traffic import graph_runs, step_communication
+from autopar.ir.mesh import Mesh
+from autopar.options import Options
+from autopar.planner.step_order import make_order, owners
+from autopar.report.chrome_trace import events_of, measured_events
+from autopar.report.dump import STEP_GRAPHS, Dumper
+from autopar.report.layer_names import modules_of
+from autopar.report.pipeline_dump import dump_pipeline, measured_costs, per_rank
+from autopar.rewrite.compilation import Compilation
 from autopar.runtime.pipeline_values import Routes
-from autopar.schedule import SCHEDULES, Costs, Request, parse_row
-from autopar.steps import Compiled
-from autopar.timeline import simulate
-from autopar.trace import events_of, measured_events
+from autopar.schedule.lowering import lower
+from autopar.schedule.order import parse_row
+from autopar.schedule.request import SCHEDULES, Costs, Request
+from autopar.schedule.simulate import simulate
+from autopar.steps.graphs import Compiled
+from autopar.steps.of_rank import lowered_order
 from tests.pipeline_cases import Case, compiled, run_case
 
 LLAMA = Case("llama", Mesh.of(pp=2), Options(micro_batches=4, schedule="1f1b"))
@@ -58,7 +59,7 @@ def test_ranks_send_and_keep_what_was_said(case: Case, schedules: list[str]) -> 
             assert sent == {key: (v.calls, v.bytes) for key, v in step_communication(made, pp).items()}, schedule
             assert of_rank.saved <= said[pp].saved <= of_rank.saved + said[pp].received, (schedule, rank)
             assert said[pp].received <= 0.1 * said[pp].saved
-            kept = timeline_of(made).memory[pp]
+            kept = step_timeline(made).memory[pp]
             assert 0.9 * of_rank.saved <= kept <= 1.1 * of_rank.saved, (schedule, rank)
 
 
@@ -80,12 +81,12 @@ def test_memory_of_ranks() -> None:
 
 
 def test_graphs_run_as_often_as_the_order_says() -> None:
-    times = [{name: n for name, (_, n) in runs(under(LLAMA, "zb_h1"), rank).items()} for rank in (0, 1)]
+    times = [{name: n for name, (_, n) in graph_runs(under(LLAMA, "zb_h1"), rank).items()} for rank in (0, 1)]
     for part, found in enumerate(times):
         names = {f"part{part}.{kind}": 4 for kind in ("forward", "backward_input", "backward_weight")}
         assert {name: n for name, n in found.items() if name.startswith("part")} == names
     assert "prologue" not in times[0] and times[1]["prologue"] == 4  # the count of labels: where the loss is
-    tied = {name: n for name, (_, n) in runs(compiled(TIED), 0).items()}
+    tied = {name: n for name, (_, n) in graph_runs(compiled(TIED), 0).items()}
     assert (tied["part0.gather"], tied["part0.backward"], tied["part0.reduce"]) == (1, 2, 1)
     assert step_communication(compiled(TIED)) in [step_communication(compiled(TIED), rank) for rank in (0, 1)]
 
@@ -122,7 +123,7 @@ def test_the_simulation_takes_medians_of_what_was_measured() -> None:
 
 def test_a_pipeline_is_dumped_with_its_trace(tmp_path: Path) -> None:
     made = compiled(LLAMA)
-    timeline = timeline_of(made)
+    timeline = step_timeline(made)
     recorded = [
         [(a, 100 + 2 * s, 100 + 2 * e) for rank, a, s, e in events_of(timeline) if rank == wanted] for wanted in (0, 1)
     ]
@@ -153,7 +154,7 @@ def test_levels_of_parts_are_step_graphs(tmp_path: Path) -> None:
     )
     assert not any(map(STEP_GRAPHS.fullmatch, ("part0.part", "part0.simplify_views", "forward.differentiate")))
     gm = compiled(LLAMA).local
-    dumper, ctx = Dumper(tmp_path), Context(LLAMA.mesh)
+    dumper, ctx = Dumper(tmp_path), Compilation(LLAMA.mesh)
     with ctx.within("part0."):
         dumper("part0.simplify_views", gm, ctx)
         dumper("part0.prefetch", gm, ctx)

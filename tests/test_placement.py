@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.conversions import exchange
-from autopar.mesh import Mesh
-from autopar.placement import (
+from autopar.ir.conversions import exchange
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import (
     CONVERSIONS,
     INVARIANT,
     PARTIAL,

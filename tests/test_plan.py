@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.checks import PlacementError, _check_inputs
-from autopar.compile import compile_model, plan_model
-from autopar.mesh import Mesh
-from autopar.placement import INVARIANT, PARTIAL, REPLICATE, Shard
-from autopar.plan import Options, ParameterPlan, Plan, Stream
+from autopar.compile.model import compile_model
+from autopar.compile.parameters import plan_model
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import INVARIANT, PARTIAL, REPLICATE, Shard
+from autopar.options import Options
+from autopar.plan import ParameterPlan, Plan, Stream
+from autopar.rewrite.checks import PlacementError, _check_inputs
 
 PLAN = Plan(
     Mesh.of(dp=2, tp=2),

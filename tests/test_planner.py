@@ -10,18 +10,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.capture import capture
-from autopar.graph import mark_gradients
-from autopar.mesh import Mesh
+from autopar.ir.graph import mark_gradients
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import INVARIANT
 from autopar.models.tiny import TINY
-from autopar.pass_manager import Context, PassManager
-from autopar.passes import GLOBAL_PASSES
-from autopar.placement import INVARIANT
-from autopar.plan import Options, Plan
+from autopar.options import Options
+from autopar.passes.in_order import GLOBAL_PASSES
+from autopar.plan import Plan
 from autopar.planner import make_plan
+from autopar.rewrite.compilation import Compilation
+from autopar.rewrite.pass_manager import PassManager
 
 
 def global_graph(model: nn.Module, batch: dict[str, Any], mesh: Mesh) -> torch.fx.GraphModule:
-    gm = PassManager(GLOBAL_PASSES).run(capture(model, batch), Context(mesh))
+    gm = PassManager(GLOBAL_PASSES).run(capture(model, batch), Compilation(mesh))
     mark_gradients(gm, [s.node for s in gm.meta["signature"].inputs if s.requires_grad])
     return gm
 

@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 import autopar
 from autopar.runtime.contents import CHUNK, word_of, words_of
 from autopar.runtime.rendezvous import differences
-from autopar.steps import Compiled
+from autopar.steps.graphs import Compiled
 from tests.plain_models import EXACT, Metric, Net, Normed, Tied, build, gap, gradients, numbers, part, put, tokens
 from tests.ranks import run_ranks
 

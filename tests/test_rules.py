@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.conversions import convert
-from autopar.mesh import Mesh
-from autopar.placement import INVARIANT, PARTIAL, REPLICATE, Placement, Shard
+from autopar.ir.conversions import convert
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import INVARIANT, PARTIAL, REPLICATE, Placement, Shard
 from autopar.rules import RULES, Rule, RuleError, apply, rule_of
 from autopar.rules import special as sp
-from autopar.rules.attention import attention as attention_rule
-from autopar.rules.builders import blocks_dims, einsum, factory, named_dims, pointwise, reduction
+from autopar.rules.attention_rules import attention_rule as attention_rule
+from autopar.rules.builders import blocks_dims, einsum_rule, factory, named_dims, pointwise, reduction
 from tests.pointwise_samples import complex_, integer, normal
 from tests.rule_samples import DYNAMIC, SAMPLES, STRUCTURE, attention, experts
 from tests.soundness import Ref, Sample, Step, Whole, call, candidates, compare, graph_of, typed, unsound
@@ -238,30 +238,33 @@ def linear_in_all(build: Callable[[Any], Rule]) -> Callable[[Any], Rule]:
 WRONG: dict[str, tuple[Sample, Callable[[Any], Rule]]] = {
     "attention with its sequence cut": (SAMPLES[ours.attention.default][0], without_blocks(attention_rule)),
     "softmax over a cut dim": (call(aten.softmax.int, normal(2, 6), -1), blocks_dims(lambda c: [], "")),
-    "norm over a cut dim": (call(aten.layer_norm.default, normal(2, 6), [6]), without_blocks(sp.layer_norm)),
+    "norm over a cut dim": (call(aten.layer_norm.default, normal(2, 6), [6]), without_blocks(sp.layer_norm_rule)),
     "maximum as a contraction": (call(aten.amax.default, normal(2, 6), [1]), reduction(linear=True)),
     "variance as a contraction": (call(aten.var.dim, normal(2, 6), [1]), reduction(linear=True)),
     "bias inside of a cut contraction": (
         call(aten.linear.default, normal(2, 6), normal(4, 6), normal(4)),
-        without_blocks(einsum("... i, o i -> ... o", "input weight", bias="bias")),
+        without_blocks(einsum_rule("... i, o i -> ... o", "input weight", bias="bias")),
     ),
     "gelu of a pending sum": (call(aten.gelu.default, normal(2, 6)), pointwise("unary")),
     "product of two pending sums": (call(aten.mul.Tensor, normal(2, 6), normal(2, 6)), pointwise("sum")),
     "quotient by a pending sum": (call(aten.div.Tensor, normal(2, 6), normal(2, 6)), pointwise("product")),
     "matmul with swapped factors": (
         call(aten.matmul.default, normal(4, 4), normal(4, 4)),
-        einsum("m k, n k -> m n", "self other"),
+        einsum_rule("m k, n k -> m n", "self other"),
     ),
     "shift as if nothing moved": (call(aten.constant_pad_nd.default, normal(2, 6), [1, -1]), pointwise("unary")),
     "reshape that mixes dims": (call(aten.view.default, normal(4, 6), [6, 4]), lambda c: _named(c)),
     "vocabulary in blocks": (
         call(aten.embedding.default, normal(12, 4), integer(6, high=12)),
-        without_blocks(sp.embedding),
+        without_blocks(sp.embedding_rule),
     ),
     "pairs of a complex number": (call(aten.view_as_real.default, complex_(2, 2)), pointwise()),
     "a copy whose operand does not matter": (call(aten.lift_fresh_copy.default, normal(6)), factory),
     "rounding of a pending sum": (call(aten.to.dtype, normal(6) * 5, torch.int64), pointwise("unary")),
-    "pooling over a cut window": (call(aten.max_pool1d.default, normal(2, 2, 8), [2], [1]), without_blocks(sp.pooling)),
+    "pooling over a cut window": (
+        call(aten.max_pool1d.default, normal(2, 2, 8), [2], [1]),
+        without_blocks(sp.pooling_rule),
+    ),
 }
 
 

@@ -31,11 +31,11 @@ def compile_llama(layers: int, zero: int, sequence_parallel: bool) -> dict[str, 
     import torch
     from transformers import LlamaConfig
 
-    from autopar.compile import compile_model
-    from autopar.memory import memory
-    from autopar.mesh import Mesh
+    from autopar.compile.model import compile_model
+    from autopar.cost.memory import memory
+    from autopar.ir.mesh import Mesh
     from autopar.models import hf_configs
-    from autopar.plan import Options
+    from autopar.options import Options
 
     model = hf_configs.build(LlamaConfig(num_hidden_layers=layers, **SHAPES), torch.bfloat16)
     batch = hf_configs.batch_of(model, 8, 8192)

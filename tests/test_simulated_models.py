@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
 from autopar.models.tiny import TINY
-from autopar.plan import Options
+from autopar.options import Options
 from tests.harness import Result, check_model
 
 CLOSE = 1e-10

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.flops import V100
+from autopar.cost.hardware import V100
 from autopar.planner.slice_costs import SliceTime
-from autopar.planner.slices import best_slices, pipeline_time, slice_times
+from autopar.planner.tera_pipe_slices import best_slices, pipeline_time, slice_times
 
 # Table 1 of the paper: setting -> (batch per pipeline, micro-batches as they were measured).
 TABLE = {

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from autopar.attention import Like
+from autopar.attention.exchanges import Like
 from tests.thread_comm import ThreadComm, run
 
 FOUR = Like((4,), torch.float32)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from autopar.topology import BANDWIDTH, LATENCY, Topologies, Topology
+from autopar.cost.topology import BANDWIDTH, LATENCY, Topologies, Topology
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.adapters.dropout import shared_dropout
-from autopar.mesh import Mesh
+from autopar.adapters.eager_dropout import shared_dropout
+from autopar.ir.mesh import Mesh
 from autopar.models.tiny import TINY
-from autopar.plan import Options
+from autopar.options import Options
 from autopar.runtime.module import ParallelModule
-from autopar.verify import TOLERANCES, Entry, Report, ignored_labels, main, random_batch
+from autopar.verify import TOLERANCES, Compared, Report, ignored_labels, random_batch, verify_config
 from tests.ranks import run_ranks
 
 
@@ -210,8 +210,8 @@ def test_bad_input(kind: str, pattern: str) -> None:
 
 
 def report_of(*errors: float) -> Report:
-    entries = tuple(Entry(f"layer.{i}.weight", e, 1.0, 1e-10) for i, e in enumerate(errors))
-    return Report("dp=2", True, 1.5, 1.5, Entry("loss", 0.0, 1.5, 1.5e-10), entries)
+    entries = tuple(Compared(f"layer.{i}.weight", e, 1.0, 1e-10) for i, e in enumerate(errors))
+    return Report("dp=2", True, 1.5, 1.5, Compared("loss", 0.0, 1.5, 1.5e-10), entries)
 
 
 def test_the_table_shows_the_worst_first_and_not_all() -> None:
@@ -231,12 +231,12 @@ def test_main_verifies_a_config_on_local_ranks(tmp_path: Path, capsys: pytest.Ca
     config = TINY["llama"].build().config.to_dict()
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**config, "num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"]}))
-    code = main(file, Mesh.of(dp=2), Options(zero=3), seq=8, batch=4, timeout=60)
+    code = verify_config(file, Mesh.of(dp=2), Options(zero=3), seq=8, batch=4, timeout=60)
     text = capsys.readouterr().out
     assert code == 0, text
     assert "mesh dp=2 equals one process" in text and "model.layers.0.mlp.down_proj.weight" in text
     with pytest.raises(ValueError, match="config"):
-        main(tmp_path / "nothing.json", Mesh.of(dp=2))
+        verify_config(tmp_path / "nothing.json", Mesh.of(dp=2))
 
 
 def test_random_batches_ignore_labels_unevenly() -> None:

@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from autopar.attention import WAYS, Expected, Like, Pending, Sent
+from autopar.attention.exchanges import WAYS, Expected, Like, Pending, Sent
 
 T = TypeVar("T")
 Line = tuple[int, int, str, int]  # source, target, way, number: the way of one message

@@ -12,8 +12,8 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
 from autopar.adapters.effects import without_tokens
+from autopar.ir.own_backward import OwnBackward, inside_of, own_backwards
 from autopar.ops.gradient import OWN_BACKWARD, RESULT
-from autopar.own_backward import OwnBackward, inside_of, own_backwards
 
 PROVENANCE = ("nn_module_stack", "stack_trace")
 
@@ -42,7 +42,7 @@ class _Tagging(Interpreter):
         """Sources of the results' gradients, by hole."""
         inputs, saved = [self.env[x] for x in own.inputs], [self.env[x].detach() for x in own.saved]
         shapes = [hole.meta["val"] for hole in own.holes]
-        sources = _OwnBackward.apply(own, shapes, len(inputs), *inputs, *saved)
+        sources = _DeferredBackward.apply(own, shapes, len(inputs), *inputs, *saved)
         return dict(zip(own.holes, sources, strict=True))
 
     def _result(self, n: Node) -> Tensor:
@@ -51,7 +51,7 @@ class _Tagging(Interpreter):
         return made
 
 
-class _OwnBackward(torch.autograd.Function):
+class _DeferredBackward(torch.autograd.Function):
     """Gives tensors without values; of their gradients it computes those of its inputs, by a part of a graph."""
 
     @staticmethod

@@ -33,7 +33,7 @@ _GRAD, _BACKWARD = torch.autograd.grad, torch.autograd.backward
 
 
 @contextlib.contextmanager
-def own_backwards() -> Iterator[None]:
+def captured_backwards() -> Iterator[None]:
     """Within: functions that are called are captured with their backward."""
     original = vars(Function)["apply"]
 
@@ -182,7 +182,7 @@ def _pairs(
 def _run(cls: Any, ctx: _Ctx, given: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """The backward itself: a gradient for each argument of the forward."""
     function = cls.backward if cls.vjp is Function.vjp else cls.vjp
-    watch = _Watch(given)
+    watch = _ValueWatch(given)
     with torch.no_grad():
         try:
             with watch:
@@ -230,7 +230,7 @@ def _like(gradient: Any, x: Tensor) -> Tensor:
 _READS_VALUES = {getattr(Tensor, name) for name in ("item", "tolist", "numpy", "__bool__", "__float__", "__int__")}
 
 
-class _Watch(TorchFunctionMode):
+class _ValueWatch(TorchFunctionMode):
     """Of what a backward calls: nothing reads a value, nothing writes to a tensor that the backward did not make."""
 
     def __init__(self, given: Sequence[Tensor | None]) -> None:

@@ -20,7 +20,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autopar.graph import has_gradient
+from autopar.ir.graph import has_gradient
 
 OURS = ("aten", "prims", "autopar", "_c10d_functional", "higher_order")
 MOST = 2**26  # elements that are tried out

@@ -27,10 +27,10 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
-from autopar.adapters.autograd_function import own_backwards
+from autopar.adapters.autograd_function import captured_backwards
 from autopar.adapters.decompose import decompose
 from autopar.adapters.decompositions import DECOMPOSITIONS
-from autopar.adapters.watch import Refused
+from autopar.adapters.function_watch import Refused
 
 _NO_GRAD_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
 _NOISE = (torch.ops.aten._assert_tensor_metadata.default,)
@@ -43,7 +43,7 @@ def export(model: nn.Module, kwargs: Mapping[str, Any], autocast: torch.dtype | 
     """The module as a flat functional graph; ``autocast``: its forward is within one, to this dtype. Raises ValueError
     that names the line which cannot be captured, or whose result has a size that depends on values."""
     try:
-        with warnings.catch_warnings(), torch.enable_grad(), own_backwards(), _silent_fakes(), _autocast(autocast):
+        with warnings.catch_warnings(), torch.enable_grad(), captured_backwards(), _silent_fakes(), _autocast(autocast):
             warnings.simplefilter("ignore")
             program = torch.export.export(model, (), dict(kwargs), strict=False)
             _prepare(program)

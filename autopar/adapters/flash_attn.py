@@ -36,7 +36,7 @@ def _window(causal: bool, window: int) -> dict[str, int]:
     return {"window_size_left": reach, "window_size_right": 0 if causal else reach}
 
 
-def forward(
+def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int, softcap: float
 ) -> tuple[Tensor, Tensor]:
     """q [B, Hq, Sq, D], k and v [B, Hk, Sk, D] -> out like q, lse [B, Hq, Sq]."""
@@ -47,7 +47,7 @@ def forward(
     return _swap(out), lse
 
 
-def backward(
+def flash_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool, window: int,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip

@@ -19,8 +19,8 @@ import torch
 from torch import SymBool, SymFloat, SymInt, Tensor, nn
 
 from autopar.adapters.fake import MARKS
-from autopar.adapters.rebuild import walk
-from autopar.adapters.watch import Refused, is_outside
+from autopar.adapters.function_watch import Refused, is_outside
+from autopar.adapters.rebuild import walk_attributes
 
 _SIMPLE = (bool, int, float, complex, str, type(None))
 _SIZED = (list, dict, set, deque)
@@ -139,7 +139,7 @@ def _watch_state(replica: nn.Module) -> dict[str, Any]:
 def _state(root: nn.Module) -> dict[str, Any]:
     """What can be compared of all that is reached from a module: numbers and texts, sizes, states of generators."""
     registered = {id(t) for t in (*root.parameters(), *root.buffers())}
-    facts = ((path, _fact(x)) for path, x in walk(root) if id(x) not in registered)
+    facts = ((path, _fact(x)) for path, x in walk_attributes(root) if id(x) not in registered)
     return {path.lstrip("."): fact for path, fact in facts if fact is not None}
 
 

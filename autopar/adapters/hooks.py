@@ -65,7 +65,7 @@ def hooks_of_all() -> list[dict[int, Any]]:
     return [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
 
 
-def accumulate(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+def accumulate_gradient(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     """Add to ``.grad`` of leaves as one backward does: through their hooks, in torch's own order."""
     with torch.enable_grad():
         torch.autograd.backward(parameters, gradients)

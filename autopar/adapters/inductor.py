@@ -35,7 +35,7 @@ class AxisGroups(Protocol):
 Lowering = Callable[..., Tensor]
 
 
-def compile_graph(
+def compile_step(
     gm: GraphModule, groups: AxisGroups, lowerings: Mapping[Any, Lowering]
 ) -> Callable[[list[Any]], tuple[Any, ...]]:
     """A step graph, with fake values in ``meta["val"]``, as compiled code called with one list, which it empties.

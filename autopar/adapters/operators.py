@@ -22,7 +22,7 @@ __all__ = [
     "makes_tensors",
     "mutates",
     "name_of",
-    "parts_of",
+    "decomposition_of",
     "returns_alias",
 ]
 
@@ -74,7 +74,7 @@ def is_composite(op: Any) -> bool:
     return has_kernel
 
 
-def parts_of(call: Node, fake_mode: Any) -> tuple[GraphModule, list[Node]]:
+def decomposition_of(call: Node, fake_mode: Any) -> tuple[GraphModule, list[Node]]:
     """The operators that a composite one is made of: a graph of its tensor operands, and these."""
     operands: list[Node] = []
     map_arg((call.args, call.kwargs), operands.append)

@@ -88,7 +88,7 @@ def _attributes(x: Any) -> Iterator[tuple[str, Any]]:
                 yield f".{name}", getattr(x, name)
 
 
-def walk(root: Any) -> Iterator[tuple[str, Any]]:
+def walk_attributes(root: Any) -> Iterator[tuple[str, Any]]:
     """(path, value) of all that is reached from an object, nearest first, each object once."""
     seen: set[int] = {id(root)}
     queue = deque([("", root)])
@@ -103,7 +103,7 @@ def walk(root: Any) -> Iterator[tuple[str, Any]]:
 
 def path_of(root: Any, wanted: Any) -> str | None:
     """Where an object is kept: "block.extra[0]"."""
-    return next((path.lstrip(".") for path, x in walk(root) if x is wanted), None)
+    return next((path.lstrip(".") for path, x in walk_attributes(root) if x is wanted), None)
 
 
 class _Copier:
@@ -129,7 +129,7 @@ class _Copier:
     def _reaches(self, x: Any) -> bool:
         """Whether a module or tensor is behind it."""
         if id(x) not in self._reaching:
-            self._reaching[id(x)] = any(isinstance(value, (nn.Module, Tensor)) for _, value in walk(x))
+            self._reaching[id(x)] = any(isinstance(value, (nn.Module, Tensor)) for _, value in walk_attributes(x))
         return self._reaching[id(x)]
 
     def _content(self, x: Any, memo: dict[int, Any]) -> Any:

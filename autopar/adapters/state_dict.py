@@ -12,7 +12,7 @@ IncompatibleKeys = torch.nn.modules.module._IncompatibleKeys  # what load_state_
 EXTRA = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX  # what get_extra_state of the outermost module is filed under
 
 
-def note(state: OrderedDict[str, Any], name: str, value: Any) -> None:
+def add_note(state: OrderedDict[str, Any], name: str, value: Any) -> None:
     """Beside the tensors, where modules read the version of their layout; survives torch.save, changes no name."""
     state._metadata = OrderedDict({"": {name: value}})  # type: ignore[attr-defined]
 

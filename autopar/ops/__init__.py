@@ -6,6 +6,17 @@ Importing this package registers them under `torch.ops.autopar`.
 
 from __future__ import annotations
 
-from autopar.ops import attention, cache, checked, cross_entropy, dropout, gradient, moe, watch
+from autopar.ops import attention, cache, checked, collectives, cross_entropy, dropout, gradient, moe, vocabulary, watch
 
-__all__ = ["attention", "cache", "checked", "cross_entropy", "dropout", "gradient", "moe", "watch"]
+__all__ = [
+    "attention",
+    "cache",
+    "checked",
+    "collectives",
+    "cross_entropy",
+    "dropout",
+    "gradient",
+    "moe",
+    "vocabulary",
+    "watch",
+]

@@ -64,7 +64,7 @@ def balance(
     limit forbids it, and a local optimum of the ranks' summed times.
     Raises ValueError when there are fewer units than parts, too many forbidden boundaries, or no cut that fits.
     """
-    problem = _Problem(units, parts, sent, in_flight, rank_of_part)
+    problem = _Balancing(units, parts, sent, in_flight, rank_of_part)
     if problem.pieces < parts:
         raise ValueError(
             f"pipeline: {parts} parts need at least {parts} layers that can be cut apart, found {problem.pieces}; use "
@@ -80,7 +80,7 @@ def balance(
     return problem.counts(found)
 
 
-class _Problem:
+class _Balancing:
     """Matrices over pieces (units that may not be cut apart), and the searches. ``time``: integers, 2^scale a unit."""
 
     def __init__(

@@ -14,17 +14,9 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.graph import (
-    describe,
-    getitem_index,
-    global_shape,
-    is_call,
-    nbytes,
-    tensor_operands,
-    values,
-)
-from autopar.mesh import Mesh
-from autopar.placement import Shard
+from autopar.ir.graph import describe, getitem_index, global_shape, is_call, nbytes, tensor_operands, values
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Shard
 from autopar.rules import Cat, Cut, Rule, RuleError, has_rule, rule_of
 
 # A slice of their result is free, and what is before them stays whole: kv heads repeated for more ranks than heads.
@@ -101,7 +93,7 @@ class Analysis:
         return self.mesh.size(self.axis)
 
 
-def close(analysis: Analysis, parameter: Node, shard: Shard) -> Closure:
+def close_over(analysis: Analysis, parameter: Node, shard: Shard) -> Closure:
     """The closure of cutting a parameter. Raises Rejected."""
     search = _Search(analysis, Closure())
     search.add(parameter, shard)
@@ -113,7 +105,7 @@ def close(analysis: Analysis, parameter: Node, shard: Shard) -> Closure:
 
 
 def close_with_blocks(analysis: Analysis, parameter: Node, dim: int) -> Closure:
-    """`close`, trying the block structures that the graph suggests (splits of fused projections)."""
+    """`close_over`, trying the block structures that the graph suggests (splits of fused projections)."""
     size = global_shape(parameter)[dim]
     tried: list[tuple[int, ...]] = []
     waiting: list[tuple[int, ...]] = [()]
@@ -122,7 +114,7 @@ def close_with_blocks(analysis: Analysis, parameter: Node, dim: int) -> Closure:
         blocks = waiting.pop(0)
         tried.append(blocks)
         try:
-            return close(analysis, parameter, Shard(dim, blocks))
+            return close_over(analysis, parameter, Shard(dim, blocks))
         except Rejected as rejected:
             first = rejected if first is None or first.blocks else first  # the last structure's reason says most
             for b in (_scaled(b, size) for b in rejected.blocks):

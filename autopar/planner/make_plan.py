@@ -8,18 +8,19 @@ from collections.abc import Mapping
 
 from torch.fx import GraphModule, Node
 
-from autopar.batch import BatchDims
-from autopar.capture import InputSpec
-from autopar.graph import global_shape
-from autopar.mesh import Mesh
-from autopar.option_checks import check_names, check_used
-from autopar.placement import INVARIANT, REPLICATE, Pieces, Placement, Shard, nested_shape
-from autopar.plan import Options, ParameterPlan, Plan, Stream, graph_digest
-from autopar.plan_checks import check_fits
-from autopar.planner.batch import decide_batch_dims
+from autopar.ir.batch import BatchDims
+from autopar.ir.graph import global_shape
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import INVARIANT, REPLICATE, Pieces, Placement, Shard, nested_shape
+from autopar.ir.signature import InputSpec
+from autopar.options import Options
+from autopar.plan import ParameterPlan, Plan, Stream, graph_digest
+from autopar.planner.batch_dims import decide_batch_dims
 from autopar.planner.closure import Analysis
-from autopar.planner.context import ContextPlan, plan_context
-from autopar.planner.sequence import find_streams
+from autopar.planner.context_parallel import ContextPlan, plan_context
+from autopar.planner.option_checks import check_names, check_used
+from autopar.planner.plan_fits import check_fits
+from autopar.planner.streams import find_streams
 from autopar.planner.tensor_parallel import plan_tensor_parallel
 
 
@@ -69,7 +70,7 @@ def make_plan(
     if options.micro_batches > 1:
         for axes in parameters.values():
             axes["mb"] = ParameterPlan(INVARIANT, REPLICATE, "gradients of micro-batches are added up")
-    dims = batch_dims(gm, mesh, options, fixed)
+    dims = planned_batch_dims(gm, mesh, options, fixed)
     inputs = _inputs(gm, mesh, options.micro_batches, dims)
     streams += tuple(context.streams)
     notes += context.notes
@@ -147,7 +148,7 @@ def _inputs(gm: GraphModule, mesh: Mesh, micro_batches: int, dims: BatchDims) ->
     return out
 
 
-def batch_dims(gm: GraphModule, mesh: Mesh, options: Options, fixed: Plan | None) -> dict[str, int | None]:
+def planned_batch_dims(gm: GraphModule, mesh: Mesh, options: Options, fixed: Plan | None) -> dict[str, int | None]:
     """Which dim of each input is the batch; nothing where nothing cuts it."""
     if mesh.size("dp") == options.micro_batches == 1:
         return {}

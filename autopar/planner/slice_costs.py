@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from autopar.flops import DEFAULT, Device
+from autopar.cost.hardware import DEFAULT, Device
 
 Array = npt.NDArray[np.float64]
 Sample = tuple[int, int, int, float]

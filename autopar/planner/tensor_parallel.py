@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
-from autopar.graph import arguments, global_shape, is_call, module_path, tensor_operands
-from autopar.placement import REPLICATE, Shard
+from autopar.ir.graph import arguments, global_shape, is_call, module_path, tensor_operands
+from autopar.ir.placement import REPLICATE, Shard
 from autopar.plan import ParameterPlan
 from autopar.planner.closure import PRODUCTS, Analysis, Closure, Rejected, close_with_blocks
 

@@ -6,20 +6,12 @@ import operator
 
 from torch.fx import Node
 
-from autopar.graph import (
-    describe,
-    getitem_index,
-    has_gradient,
-    placement,
-    shape_on,
-    tensor_operands,
-    values,
-)
-from autopar.mesh import Mesh
-from autopar.placement import INVARIANT, Invariant, Pieces, Placement, nested_shape
+from autopar.ir.graph import describe, getitem_index, has_gradient, placement, shape_on, tensor_operands, values
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import INVARIANT, Invariant, Pieces, Placement, nested_shape
 from autopar.rules.builders import opaque
 from autopar.rules.call import Call
-from autopar.rules.own_backward import TARGETS, type_of_part
+from autopar.rules.gradient_holes import TARGETS, type_of_part
 from autopar.rules.rule import Cat, Cut, Rule, RuleError, apply, matches
 from autopar.rules.table import RULES
 

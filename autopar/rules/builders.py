@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from autopar.graph import has_gradient
+from autopar.ir.graph import has_gradient
 from autopar.rules.call import Call, RuleFunction
 from autopar.rules.rule import Dims, Rule
 
@@ -57,7 +57,7 @@ def _by_constant(call: Call) -> bool:
     return not others or all(not x.meta["val"].dim() and not has_gradient(x) for x in others)
 
 
-def einsum(equation: str, names: str, bias: str = "") -> RuleFunction:
+def einsum_rule(equation: str, names: str, bias: str = "") -> RuleFunction:
     """``'... i, o i -> ... o'`` over the named arguments; linear in each alone. ``bias``: an optional addend of the
     result's last dim, which forbids a contraction to be cut (it would be added once per rank)."""
     left, right = equation.split("->")

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from autopar.graph import arguments, tensor_operands
+from autopar.ir.graph import arguments, tensor_operands
 from autopar.rules.rule import Dims, Rule
 
 Shape = tuple[int, ...]

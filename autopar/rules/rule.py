@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from autopar.placement import (
+from autopar.ir.placement import (
     INVARIANT,
     PARTIAL,
     REPLICATE,

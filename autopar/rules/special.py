@@ -7,15 +7,15 @@ from typing import Any
 
 from torch.fx import Node
 
-from autopar.conversions import conversion_of, is_conversion
-from autopar.mesh import AXES
-from autopar.placement import Shard, extent, repetitions
+from autopar.ir.conversions import conversion_of, is_conversion
+from autopar.ir.mesh import AXES
+from autopar.ir.placement import Shard, extent, repetitions
 from autopar.rules.builders import UNARY, broadcast_dims, named_dims
 from autopar.rules.call import Call
 from autopar.rules.rule import Dim, Dims, Rule
 
 
-def embedding(call: Call) -> Rule:
+def embedding_rule(call: Call) -> Rule:
     """(v h), (... ) -> (... h). v is contracted: a rank answers for its own rows and gives zeros for the others."""
     rows, width = call.shape("weight")
     ids = named_dims(call, call.shape("indices"), "i")
@@ -26,7 +26,7 @@ def embedding(call: Call) -> Rule:
     return call.rule([(v, h), ids], [(*ids, h)], blocked=blocked, linear=UNARY, one_block=frozenset({"v"}))
 
 
-def cross_entropy(call: Call) -> Rule:
+def cross_entropy_rule(call: Call) -> Rule:
     """(n c), (n) -> (n), (n). The exchange over classes happens inside: a maximum, and one sum of two numbers per
     row."""
     rows, classes = call.shape("logits")
@@ -34,13 +34,13 @@ def cross_entropy(call: Call) -> Rule:
     return call.rule([(n, c), (n,)], [(n,), (n,)], absorbed=frozenset({"c"}), one_block=frozenset({"c"}))
 
 
-def dropout(call: Call) -> Rule:
+def dropout_rule(call: Call) -> Rule:
     """Elementwise: the mask depends on the global position of an element, which localisation passes in."""
     dims = named_dims(call, call.shape("x"))
     return call.rule([dims, (), *[None] * (len(call.operands) - 2)], [dims])
 
 
-def convolution(call: Call) -> Rule:
+def convolution_rule(call: Call) -> Rule:
     """x (b, g·ci, ...), w (g·co, ci, ...) -> (b, g·co, ...). Spatial dims are blocked: windows overlap."""
     source, weight, result = call.shape("input"), call.shape("weight"), call.result
     groups = int(call.node.meta.get("global_groups", call.args["groups"]))
@@ -62,7 +62,7 @@ def convolution(call: Call) -> Rule:
     return call.rule(operands, [(*lead, (*g, *co), *spatial_out)], blocked=blocked, linear=sets)
 
 
-def pooling(call: Call) -> Rule:
+def pooling_rule(call: Call) -> Rule:
     """(b, c, ...) -> (b, c, ...) with the window dims blocked. Leading dims of equal size pass."""
     source = call.shape_of(call.operands[0])
     window = _window_rank(call)
@@ -81,7 +81,7 @@ def _window_rank(call: Call) -> int:
     return next(int(d) for d in "123" if f"{d}d" in name)
 
 
-def group_norm(call: Call) -> Rule:
+def group_norm_rule(call: Call) -> Rule:
     """(b, c, ...): statistics over channels and space; only the batch may be cut."""
     source = call.shape("input")
     dims = named_dims(call, source)
@@ -92,7 +92,7 @@ def group_norm(call: Call) -> Rule:
     )
 
 
-def layer_norm(call: Call) -> Rule:
+def layer_norm_rule(call: Call) -> Rule:
     """(... h), (h), (h) -> (... h); h is blocked."""
     source = call.shape("input")
     dims = named_dims(call, source)
@@ -103,7 +103,7 @@ def layer_norm(call: Call) -> Rule:
     return call.rule(operands, [dims], blocked=blocked)
 
 
-def gather(call: Call) -> Rule:
+def gather_rule(call: Call) -> Rule:
     """Dims other than the gathered one pass where operand and index have the same size."""
     dim = call.dim()
     shape, index = call.shape("self"), call.shape("index")
@@ -114,7 +114,7 @@ def gather(call: Call) -> Rule:
     return call.rule([dims, picked], [picked], blocked=blocked, linear=UNARY)
 
 
-def scatter(call: Call) -> Rule:
+def scatter_rule(call: Call) -> Rule:
     """Dims other than the scattered one pass where index, source and target have the same size."""
     dim = call.dim()
     shape, index = call.shape("self"), call.shape("index")
@@ -132,7 +132,7 @@ def scatter(call: Call) -> Rule:
     return call.rule(operands, [dims], blocked=blocked)
 
 
-def complex_pairs(call: Call) -> Rule:
+def complex_pairs_rule(call: Call) -> Rule:
     """(..., 2) real and (...) complex: the dim of the two parts comes last, and goes last."""
     dims = named_dims(call, call.shape_of(call.operands[0]))
     n = len(call.result)
@@ -143,7 +143,7 @@ def complex_pairs(call: Call) -> Rule:
     return call.rule([dims], [result], blocked=blocked, linear=UNARY)
 
 
-def index_select(call: Call) -> Rule:
+def index_select_rule(call: Call) -> Rule:
     """(.. d ..), (n) -> (.. n ..)."""
     dim = call.dim()
     shape = call.shape("self")
@@ -153,7 +153,7 @@ def index_select(call: Call) -> Rule:
     return call.rule([dims, (n,)], [(*dims[:dim], n, *dims[dim + 1 :])], blocked=blocked, linear=UNARY)
 
 
-def advanced_index(call: Call) -> Rule:
+def advanced_index_rule(call: Call) -> Rule:
     """x[i, j, :]: indexed dims are blocked, index dims broadcast together, the rest pass."""
     shape = call.shape("self")
     indices: list[Any] = list(call.args["indices"]) + [None] * (len(shape) - len(call.args["indices"]))
@@ -181,7 +181,7 @@ def _is_bool(node: Node) -> bool:
 # --- experts ---------------------------------------------------------------------------------------------
 
 
-def moe_dispatch(call: Call) -> Rule:
+def moe_dispatch_rule(call: Call) -> Rule:
     """x (t, h), expert (t, k) -> rows (t·k, h), order (t·k), offsets (e): every rank sorts the tokens it holds."""
     tokens, width = call.shape("x")
     t, h = call.factor("t", tokens), call.factor("h", width)
@@ -195,7 +195,7 @@ def moe_dispatch(call: Call) -> Rule:
     return call.rule([(t, h), (t, k)], [(rows, h), (rows,), (e,)], blocked=blocked)
 
 
-def grouped_mm(call: Call) -> Rule:
+def grouped_mm_rule(call: Call) -> Rule:
     """rows (n, i), weight (e, o, i) or (e, i, o), offsets (e) -> (n, o)."""
     rows, width = call.shape("rows")
     experts, a, b = call.shape("weight")
@@ -207,7 +207,7 @@ def grouped_mm(call: Call) -> Rule:
     return call.rule([(n, i), weight, (e,)], [(n, o)], blocked=blocked, linear=sets, addends={2: "n"} if n else {})
 
 
-def grouped_bias(call: Call) -> Rule:
+def grouped_bias_rule(call: Call) -> Rule:
     """rows (n, o) + bias (e, o) of the row's expert."""
     rows, width = call.shape("rows")
     n, o, e = call.factor("n", rows), call.factor("o", width), call.factor("e", call.shape("bias")[0])
@@ -215,7 +215,7 @@ def grouped_bias(call: Call) -> Rule:
     return call.rule([(n, o), (e, o), (e,)], [(n, o)], blocked=blocked, addends={2: "n"} if n else {})
 
 
-def moe_combine(call: Call) -> Rule:
+def moe_combine_rule(call: Call) -> Rule:
     """rows (t·k, h), order (t·k), weights (t, k) -> (t, h)."""
     tokens, top = call.shape("weights")
     t, k = call.factor("t", tokens), call.factor("k", top)
@@ -236,7 +236,7 @@ def moe_combine(call: Call) -> Rule:
 # --- selection ------------------------------------------------------------------------------------------
 
 
-def where(call: Call) -> Rule:
+def where_rule(call: Call) -> Rule:
     """Elementwise; linear in its two branches together, and in one where the other is zero."""
     branches = [call.args[name] for name in ("self", "other")]
     tensors = [x for x in branches if isinstance(x, Node)]
@@ -247,7 +247,7 @@ def where(call: Call) -> Rule:
     return call.rule(dims, [named_dims(call, call.result)], linear=sets)
 
 
-def masked_fill(call: Call) -> Rule:
+def masked_fill_rule(call: Call) -> Rule:
     """Elementwise; linear where it fills with zero."""
     dims = [broadcast_dims(call, call.shape_of(x), call.result) for x in call.operands]
     zero = len(dims) == 2 and call.args["value"] == 0
@@ -257,7 +257,7 @@ def masked_fill(call: Call) -> Rule:
 # --- structure -------------------------------------------------------------------------------------------
 
 
-def getitem(call: Call) -> Rule:
+def getitem_rule(call: Call) -> Rule:
     """One of several results. The tuple's own results carry the placements."""
     dims = named_dims(call, call.result)
     return call.rule([dims], [dims], linear=UNARY, keep_partial=True)

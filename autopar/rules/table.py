@@ -9,16 +9,17 @@ import torch
 
 import autopar.ops  # noqa: F401  (registers the operators that the table names)
 from autopar.adapters.operators import makes_tensors, mutates
-from autopar.conversions import convert, exchange, exchange_slice
-from autopar.ops.context import attention_of_piece
-from autopar.rules import own_backward as own
+from autopar.attention.operator import attention_of_piece
+from autopar.ir.conversions import convert, exchange, exchange_slice
+from autopar.ops.vocabulary import cross_entropy_of_piece, embedding_of_piece
+from autopar.rules import gradient_holes as own
 from autopar.rules import special as sp
 from autopar.rules import views as vw
-from autopar.rules.attention import attention
+from autopar.rules.attention_rules import attention_rule
 from autopar.rules.builders import (
     blocks_dims,
-    einsum,
     einsum_of_call,
+    einsum_rule,
     factory,
     like,
     opaque,
@@ -28,7 +29,6 @@ from autopar.rules.builders import (
 )
 from autopar.rules.call import Call, RuleFunction
 from autopar.rules.matrices import cross, matrices, solve
-from autopar.vocabulary import cross_entropy_of_piece, embedding_of_piece
 
 RULES: dict[Any, RuleFunction] = {}
 
@@ -64,7 +64,7 @@ def _matmul(call: Call) -> Any:
         )
         if p
     )
-    return einsum(f"{left}, {right} -> {out}", "self other")(call)
+    return einsum_rule(f"{left}, {right} -> {out}", "self other")(call)
 
 
 def _cast(call: Call) -> Any:
@@ -93,51 +93,51 @@ add(
 add("neg clone alias contiguous detach lift_fresh_copy", pointwise("unary", keep=True))
 add("conj", pointwise("unary"))
 add("_to_copy to.device to.dtype to.dtype_layout", _cast)
-add("view_as_real view_as_complex", sp.complex_pairs)
+add("view_as_real view_as_complex", sp.complex_pairs_rule)
 add("add.Tensor sub.Tensor", pointwise("sum", keep=True))
 add("mul", pointwise("product"))
 add("div.Tensor div.Scalar", pointwise("numerator"))
-add("where.self where.ScalarOther where.ScalarSelf where.Scalar", sp.where)
-add("masked_fill", sp.masked_fill)
-add("autopar::dropout", sp.dropout)
+add("where.self where.ScalarOther where.ScalarSelf where.Scalar", sp.where_rule)
+add("masked_fill", sp.masked_fill_rule)
+add("autopar::dropout", sp.dropout_rule)
 add("autopar::gradient_of", own.hole)
 add("autopar::own_backward", own.token)
 add("autopar::with_backward", own.result)
 add("autopar::watch", pointwise())
 
 # Products.
-RULES[torch.ops.aten.linear.default] = einsum("... i, o i -> ... o", "input weight", bias="bias")
+RULES[torch.ops.aten.linear.default] = einsum_rule("... i, o i -> ... o", "input weight", bias="bias")
 add("matmul", _matmul)
-add("mv", einsum("m k, k -> m", "self vec"))
-add("dot", einsum("k, k ->", "self tensor"))
-add("vdot", einsum("k, k ->", "self other"))
+add("mv", einsum_rule("m k, k -> m", "self vec"))
+add("dot", einsum_rule("k, k ->", "self tensor"))
+add("vdot", einsum_rule("k, k ->", "self other"))
 add("einsum.default", einsum_of_call)
-add("conv1d.default conv2d.default conv3d.default", sp.convolution)
-add("autopar::grouped_mm", sp.grouped_mm)
-add("autopar::grouped_bias", sp.grouped_bias)
-add("autopar::moe_dispatch", sp.moe_dispatch)
-add("autopar::moe_combine", sp.moe_combine)
-add("embedding", sp.embedding)
-add("autopar::cross_entropy", sp.cross_entropy)
-add("autopar::attention", attention)
+add("conv1d.default conv2d.default conv3d.default", sp.convolution_rule)
+add("autopar::grouped_mm", sp.grouped_mm_rule)
+add("autopar::grouped_bias", sp.grouped_bias_rule)
+add("autopar::moe_dispatch", sp.moe_dispatch_rule)
+add("autopar::moe_combine", sp.moe_combine_rule)
+add("embedding", sp.embedding_rule)
+add("autopar::cross_entropy", sp.cross_entropy_rule)
+add("autopar::attention", attention_rule)
 
 # Rearrangements.
-add("view.default reshape _unsafe_view flatten.using_ints unflatten.int unsqueeze squeeze", vw.reshape)
-add("permute", vw.permute)
-add("transpose.int", vw.transpose)
-add("t", vw.t)
-add("expand", vw.expand)
-add("split_with_sizes split.Tensor chunk", vw.split)
-add("cat", vw.cat)
-add("stack", vw.stack)
+add("view.default reshape _unsafe_view flatten.using_ints unflatten.int unsqueeze squeeze", vw.reshape_rule)
+add("permute", vw.permute_rule)
+add("transpose.int", vw.transpose_rule)
+add("t", vw.t_rule)
+add("expand", vw.expand_rule)
+add("split_with_sizes split.Tensor chunk", vw.split_rule)
+add("cat", vw.cat_rule)
+add("stack", vw.stack_rule)
 add("select.int unbind.int", vw.dropped_dim)
 add("slice.Tensor narrow.default pad constant_pad_nd flip roll", vw.resized_dims)
 add("slice_scatter select_scatter", vw.scatter_into)
-add("repeat_interleave.self_int", vw.repeat_interleave)
-add("repeat", vw.repeat)
-add("index_select", sp.index_select)
-add("gather", sp.gather)
-add("index.Tensor", sp.advanced_index)
+add("repeat_interleave.self_int", vw.repeat_interleave_rule)
+add("repeat", vw.repeat_rule)
+add("index_select", sp.index_select_rule)
+add("gather", sp.gather_rule)
+add("index.Tensor", sp.advanced_index_rule)
 
 # Reductions and ops that span a dim.
 add("sum mean", reduction(linear=True))
@@ -147,10 +147,10 @@ add(
     reduction(linear=False),
 )
 add("softmax.int log_softmax.int _softmax _log_softmax cumsum cumprod logcumsumexp sort topk diff", _last("dim"))
-add("scatter.src scatter.value scatter_add", sp.scatter)
+add("scatter.src scatter.value scatter_add", sp.scatter_rule)
 add("tril triu", blocks_dims(lambda c: [len(c.shape("self")) - 2, len(c.shape("self")) - 1], "the op spans it"))
-add("layer_norm rms_norm", sp.layer_norm)
-add("group_norm", sp.group_norm)
+add("layer_norm rms_norm", sp.layer_norm_rule)
+add("group_norm", sp.group_norm_rule)
 
 # Matrices, and batches of them.
 add(
@@ -169,7 +169,7 @@ add(
     "max_pool1d max_pool2d avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d _adaptive_avg_pool2d "
     "max_pool2d_with_indices upsample_nearest2d upsample_bilinear2d adaptive_max_pool2d "
     "max_pool3d max_pool3d_with_indices avg_pool3d adaptive_avg_pool3d",
-    sp.pooling,
+    sp.pooling_rule,
 )
 
 # Made from nothing, or from a shape.
@@ -182,8 +182,8 @@ add(
     opaque("its size depends on values"),
 )
 
-RULES[attention_of_piece] = attention
-RULES[embedding_of_piece] = sp.embedding
-RULES[cross_entropy_of_piece] = sp.cross_entropy
-RULES[operator.getitem] = sp.getitem
+RULES[attention_of_piece] = attention_rule
+RULES[embedding_of_piece] = sp.embedding_rule
+RULES[cross_entropy_of_piece] = sp.cross_entropy_rule
+RULES[operator.getitem] = sp.getitem_rule
 RULES[convert] = RULES[exchange] = RULES[exchange_slice] = sp.conversion_of_other_axis

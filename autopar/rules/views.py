@@ -10,7 +10,7 @@ from autopar.rules.call import Call, Shape
 from autopar.rules.rule import Cat, Dim, Dims, Rule
 
 
-def reshape(call: Call) -> Rule:
+def reshape_rule(call: Call) -> Rule:
     """(4, 32) -> (4, 8, 4): dims split into and merged from common factors."""
     source, target, blocked = common_factors(call, call.shape_of(call.operands[0]), call.result)
     return call.rule([source], [target], blocked=blocked, linear=UNARY, keep_partial=True)
@@ -79,13 +79,13 @@ def _permutation(call: Call, order: list[int]) -> Rule:
     return call.rule([dims], [tuple(dims[i] for i in order)], linear=UNARY, keep_partial=True)
 
 
-def permute(call: Call) -> Rule:
+def permute_rule(call: Call) -> Rule:
     """(a, b, c) -> (c, a, b): factors move with their dims."""
     rank = len(call.shape("self"))
     return _permutation(call, [d % rank for d in call.args["dims"]])
 
 
-def transpose(call: Call) -> Rule:
+def transpose_rule(call: Call) -> Rule:
     """Two dims change places."""
     order = list(range(len(call.shape("self"))))
     a, b = call.dim("dim0"), call.dim("dim1")
@@ -93,12 +93,12 @@ def transpose(call: Call) -> Rule:
     return _permutation(call, order)
 
 
-def t(call: Call) -> Rule:
+def t_rule(call: Call) -> Rule:
     """(a, b) -> (b, a)"""
     return _permutation(call, list(reversed(range(len(call.shape("self"))))))
 
 
-def expand(call: Call) -> Rule:
+def expand_rule(call: Call) -> Rule:
     """A new dim, or one of size 1 that grows, is a factor of the result only."""
     shape, result = call.shape("self"), call.result
     offset = len(result) - len(shape)
@@ -107,7 +107,7 @@ def expand(call: Call) -> Rule:
     return call.rule([source], [target], linear=UNARY, keep_partial=True)
 
 
-def split(call: Call) -> Rule:
+def split_rule(call: Call) -> Rule:
     """The split dim is the concatenation of the parts: cut all of them or none."""
     dim = call.dim()
     dims: list[Dim] = list(named_dims(call, call.shape("self")))
@@ -120,8 +120,8 @@ def split(call: Call) -> Rule:
     return call.rule([tuple(dims)], results, linear=UNARY, keep_partial=True)
 
 
-def cat(call: Call) -> Rule:
-    """The mirror of `split`."""
+def cat_rule(call: Call) -> Rule:
+    """The mirror of `split_rule`."""
     shapes = [call.shape_of(x) for x in call.operands]
     dim = int(call.args["dim"]) % len(call.result)
     result: list[Dim] = [call.factor(f"d{i}", s) if i != dim else () for i, s in enumerate(call.result)]
@@ -138,7 +138,7 @@ def cat(call: Call) -> Rule:
     return call.rule(operands, [tuple(result)], linear=(frozenset(range(len(shapes))),), keep_partial=True)
 
 
-def stack(call: Call) -> Rule:
+def stack_rule(call: Call) -> Rule:
     """A new dim of separate values; the others are shared."""
     dim = int(call.args["dim"]) % len(call.result)
     inner = named_dims(call, call.shape_of(call.operands[0]))
@@ -209,7 +209,7 @@ def scatter_into(call: Call) -> Rule:
 _COPIES = "every rank makes all copies"
 
 
-def repeat_interleave(call: Call) -> Rule:
+def repeat_interleave_rule(call: Call) -> Rule:
     """(hk) -> (hk, r) on one dim."""
     dim = call.dim()
     shape = call.shape("self")
@@ -220,7 +220,7 @@ def repeat_interleave(call: Call) -> Rule:
     return call.rule([dims], [target], blocked={"repeat": _COPIES}, linear=UNARY, keep_partial=True)
 
 
-def repeat(call: Call) -> Rule:
+def repeat_rule(call: Call) -> Rule:
     """(s) -> (r, s) on every repeated dim."""
     shape, result = call.shape("self"), call.result
     lead = len(result) - len(shape)

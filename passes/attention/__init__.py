@@ -1,4 +1,4 @@
-"""Attention over ranks. Importing this package fills `autopar.attention.ALGORITHMS`; one file each.
+"""Attention over ranks. Importing this package fills `autopar.attention.algorithm_table.ALGORITHMS`; one file each.
 
 What rank i attends to at step t has made t hops. `circulate` holds what the ring-like ones share.
 """

@@ -19,8 +19,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autopar.attention import ALGORITHMS, AttentionAlgorithm, Comm, Gradients, Pending, Problem, Span, Spans
-from autopar.ops.attend import Attend, Partials, wide
+from autopar.attention.algorithm import AttentionAlgorithm
+from autopar.attention.algorithm_table import ALGORITHMS
+from autopar.attention.attend import Attend, Gradients, Partials
+from autopar.attention.exchanges import Comm, Pending
+from autopar.attention.problem import Problem, Span, Spans
+from autopar.ops.kernels import wide
 from autopar.passes.attention.circulate import apart, pick, tokens_first, zero_bias
 
 

@@ -7,7 +7,8 @@ Each link carries half as much each way as in a ring of one direction, so links 
 
 from __future__ import annotations
 
-from autopar.attention import ALGORITHMS, Problem
+from autopar.attention.algorithm_table import ALGORITHMS
+from autopar.attention.problem import Problem
 from autopar.passes.attention.circulate import Circulation
 from autopar.passes.attention.ring import Ring
 

@@ -24,8 +24,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from autopar.attention import Comm, Like, Pending, Problem, Span, Spans
-from autopar.ops.attend import Attend, wide
+from autopar.attention.attend import Attend
+from autopar.attention.exchanges import Comm, Like, Pending
+from autopar.attention.problem import Problem, Span, Spans
+from autopar.ops.kernels import wide
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ The ring turns in the direction in which less travels: down for a causal sequenc
 
 from __future__ import annotations
 
-from autopar.attention import ALGORITHMS, Problem
+from autopar.attention.algorithm_table import ALGORITHMS
+from autopar.attention.problem import Problem
 from autopar.passes.attention.circulate import Circulation, shorter
 from autopar.passes.attention.ring import Ring
 

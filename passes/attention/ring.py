@@ -14,17 +14,13 @@ import dataclasses
 
 from torch import Tensor
 
-from autopar.attention import ALGORITHMS, AttentionAlgorithm, Comm, Gradients, Problem
-from autopar.ops.attend import Attend, Partials, wide
-from autopar.passes.attention.circulate import (
-    Circulation,
-    Journey,
-    Packet,
-    Wheel,
-    apart,
-    tokens_first,
-    zero_bias,
-)
+from autopar.attention.algorithm import AttentionAlgorithm
+from autopar.attention.algorithm_table import ALGORITHMS
+from autopar.attention.attend import Attend, Gradients, Partials
+from autopar.attention.exchanges import Comm
+from autopar.attention.problem import Problem
+from autopar.ops.kernels import wide
+from autopar.passes.attention.circulate import Circulation, Journey, Packet, Wheel, apart, tokens_first, zero_bias
 
 
 class Ring(AttentionAlgorithm):

@@ -16,8 +16,12 @@ import dataclasses
 
 from torch import Tensor
 
-from autopar.attention import ALGORITHMS, AttentionAlgorithm, Comm, Gradients, Problem, Spans
-from autopar.ops.attend import Attend, Partials, stand_in, wide
+from autopar.attention.algorithm import AttentionAlgorithm
+from autopar.attention.algorithm_table import ALGORITHMS
+from autopar.attention.attend import Attend, Gradients, Partials, stand_in
+from autopar.attention.exchanges import Comm
+from autopar.attention.problem import Problem, Spans
+from autopar.ops.kernels import wide
 from autopar.passes.attention.circulate import (
     Journey,
     Packet,

@@ -8,7 +8,8 @@ left: it holds all of the sequence, and nothing goes round.
 
 from __future__ import annotations
 
-from autopar.attention import ALGORITHMS, Problem
+from autopar.attention.algorithm_table import ALGORITHMS
+from autopar.attention.problem import Problem
 from autopar.passes.attention.circulate import Circulation
 from autopar.passes.attention.ring import Ring
 

@@ -10,7 +10,8 @@ no further: three quarters of a full ring's bytes, for any number of ranks.
 
 from __future__ import annotations
 
-from autopar.attention import ALGORITHMS, Problem
+from autopar.attention.algorithm_table import ALGORITHMS
+from autopar.attention.problem import Problem
 from autopar.passes.attention.circulate import Circulation
 from autopar.passes.attention.ring import Ring
 

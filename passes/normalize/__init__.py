@@ -22,20 +22,20 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.graph import mark_gradients, remove_dead_code
-from autopar.pass_manager import Context
-from autopar.passes.normalize import attention, losses, norms, products, shapes
-from autopar.passes.normalize.build import Build, Rewrite
+from autopar.ir.graph import mark_gradients, remove_dead_code
+from autopar.passes.normalize import attention_calls, losses, norms, products, shapes
 from autopar.passes.normalize.composites import take_apart
-from autopar.passes.normalize.dropout import number_dropouts
+from autopar.passes.normalize.number_dropouts import number_dropouts
 from autopar.passes.normalize.written_out import written_out
+from autopar.rewrite.build import Build, Rewrite
+from autopar.rewrite.compilation import Compilation
 
 REWRITES: dict[Any, Rewrite] = {
     **shapes.TABLE,
     **products.TABLE,
     **losses.TABLE,
     **norms.TABLE,
-    **attention.TABLE,
+    **attention_calls.TABLE,
 }
 
 _MOST_SWEEPS = 20  # each sweep makes progress; graphs settle in 3 or 4
@@ -49,7 +49,7 @@ class Normalize:
     requires: ClassVar[tuple[str, ...]] = ()
     ensures: ClassVar[tuple[str, ...]] = ("functional",)
 
-    def apply(self, gm: GraphModule, ctx: Context | None = None) -> GraphModule:
+    def apply(self, gm: GraphModule, ctx: Compilation | None = None) -> GraphModule:
         fake_mode = _fake_mode(gm)
         signature = gm.meta["signature"]
         kinds = {spec.node: spec.kind for spec in signature.inputs}

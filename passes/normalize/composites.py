@@ -12,9 +12,9 @@ from typing import Any
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from autopar.adapters.operators import is_composite, parts_of
-from autopar.graph import output_node, placeholders
-from autopar.passes.normalize.build import Build
+from autopar.adapters.operators import decomposition_of, is_composite
+from autopar.ir.graph import output_node, placeholders
+from autopar.rewrite.build import Build
 from autopar.rules import has_rule
 
 
@@ -23,7 +23,7 @@ def take_apart(gm: GraphModule, fake_mode: Any, known: Container[Any]) -> None:
     else messages, and ``whole_ops``, name what the model calls."""
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and not has_rule(node) and node.target not in known and is_composite(node.target):
-            parts, operands = parts_of(node, fake_mode)
+            parts, operands = decomposition_of(node, fake_mode)
             calls = [part for part in parts.graph.nodes if part.op not in ("placeholder", "output")]
             if all(has_rule(part) or part.target in known for part in calls):
                 _inline(node, parts, operands, Build(gm.graph, node, fake_mode))

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from autopar.passes.normalize.build import shape_of
+from autopar.rewrite.build import shape_of
 
 LARGEST = 2**24  # entries of a mask: larger ones are left as they are
 LEAST = torch.finfo(torch.float16).min / 2  # entries with less added to them get no probability

@@ -19,16 +19,16 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from autopar.graph import ancestors, has_gradient
-from autopar.passes.normalize.build import shape_of, value_of
+from autopar.ir.graph import ancestors, has_gradient
 from autopar.passes.normalize.constant_masks import LEAST, constant, triangle
+from autopar.rewrite.build import shape_of, value_of
 
 NEVER = float("-inf")
 MODERATE = LEAST / 2  # what is added and is more than this masks nothing
 
 
 @dataclass(frozen=True)
-class Mask:
+class WrittenMask:
     """Of scores with so many dims. ``fill`` is None: ``node`` times ``factor`` is added. Else ``node`` is bool, entries
     that are ``keep`` stay and the others are ``fill``, as the softmax sees it."""
 
@@ -56,7 +56,7 @@ def _is_triangle(node: Node, keep: bool) -> bool:
     return bool(node.meta["filled triangle"])
 
 
-def outcome(masks: Sequence[Mask], dropout: float = 0.0) -> str:
+def outcome(masks: Sequence[WrittenMask], dropout: float = 0.0) -> str:
     """See the module's docstring. ``masks``: the last that is applied first."""
     masking = [m for m in masks if not _is_moderate(m)]
     finite = {m.fill for m in masks if m.fill is not None and m.fill > NEVER}
@@ -69,7 +69,7 @@ def outcome(masks: Sequence[Mask], dropout: float = 0.0) -> str:
     return "mean" if alone and not dropout and all(m.fill is not None for m in masks[:lowest]) else "unknown"
 
 
-def _is_moderate(mask: Mask) -> bool:
+def _is_moderate(mask: WrittenMask) -> bool:
     """Whether what is added masks nothing: constants that are not large, and what is learned."""
     if mask.fill is not None:
         return False
@@ -88,7 +88,7 @@ def _is_learned(source: Node) -> bool:
     )
 
 
-def _every_row_has_a_key(masking: Sequence[Mask]) -> bool:
+def _every_row_has_a_key(masking: Sequence[WrittenMask]) -> bool:
     """By masks that no input decides. (The triangle's rows have the first key.)"""
     if len(masking) == 1 and masking[0].triangle is not None:
         return True

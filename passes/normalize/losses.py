@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from autopar.graph import arguments, has_gradient
-from autopar.passes.normalize.build import Build, Rewrite, calls, operand, shape_of, value_of
+from autopar.ir.graph import arguments, has_gradient
+from autopar.rewrite.build import Build, Rewrite, calls, operand, shape_of, value_of
 
 aten = torch.ops.aten
 _NONE, _MEAN, _SUM = 0, 1, 2  # torch's codes of `reduction`

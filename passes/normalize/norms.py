@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from autopar.graph import arguments
-from autopar.passes.normalize.build import Build, Rewrite, calls, shape_of, value_of
+from autopar.ir.graph import arguments
+from autopar.rewrite.build import Build, Rewrite, calls, shape_of, value_of
 
 aten = torch.ops.aten
 

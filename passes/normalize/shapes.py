@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from autopar.graph import arguments
-from autopar.passes.normalize.build import Build, Rewrite, calls, operand, shape_of, value_of
+from autopar.ir.graph import arguments
+from autopar.rewrite.build import Build, Rewrite, calls, operand, shape_of, value_of
 
 aten = torch.ops.aten
 

@@ -25,18 +25,18 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from autopar.graph import arguments
-from autopar.passes.normalize.attention import Facts, additive, attend
-from autopar.passes.normalize.build import Build, calls, operand, shape_of, value_of
+from autopar.ir.graph import arguments
+from autopar.passes.normalize.attention_calls import FoundFacts, additive, attend
 from autopar.passes.normalize.constant_masks import LEAST
-from autopar.passes.normalize.empty_rows import NEVER, Mask, outcome
+from autopar.passes.normalize.empty_rows import NEVER, WrittenMask, outcome
+from autopar.rewrite.build import Build, calls, operand, shape_of, value_of
 
 aten = torch.ops.aten
 PERMUTED = (aten.transpose.int, aten.permute.default)
 
 
 @dataclass(frozen=True)
-class _Scores:
+class _WrittenScores:
     """What stands between a softmax and ``at``: scores = cap(at · scale · factors) + masks, the last mask first.
 
     lead: batch and heads, once a value that has a dim for each was met. casts: dtypes that scores have on the way, the
@@ -47,12 +47,12 @@ class _Scores:
     scale: float = 1.0
     factors: tuple[Node, ...] = ()
     softcap: float = 0.0
-    masks: tuple[Mask, ...] = ()
+    masks: tuple[WrittenMask, ...] = ()
     dropout: float = 0.0
     casts: tuple[torch.dtype, ...] = ()
     lead: tuple[int, ...] = ()
 
-    def to(self, at: Any, **changes: Any) -> _Scores:
+    def to(self, at: Any, **changes: Any) -> _WrittenScores:
         """One step further down."""
         shape = shape_of(self.at)
         lead = self.lead or (shape[:2] if len(shape) == 4 else ())
@@ -64,7 +64,7 @@ def written_out(node: Node, build: Build) -> Node | None:
     weights, v = operand(node), operand(node, 1)
     if len(shape_of(node)) not in (3, 4) or shape_of(weights)[:-2] != shape_of(v)[:-2]:
         return None
-    scores = _under_softmax(_Scores(weights))
+    scores = _under_softmax(_WrittenScores(weights))
     found = _down_to_product(scores) if scores else None
     if found is None:
         return None
@@ -75,7 +75,7 @@ def written_out(node: Node, build: Build) -> Node | None:
     lead = found.lead or _batch_and_heads(q)
     for factor in found.factors:
         q = build(aten.mul.Tensor, q, factor)
-    facts = Facts(found.scale, softcap=found.softcap, dropout=found.dropout)
+    facts = FoundFacts(found.scale, softcap=found.softcap, dropout=found.dropout)
     for mask in found.masks:
         if mask.triangle == NEVER or (mask.triangle is not None and empty != "nan"):
             facts.causal = True
@@ -103,7 +103,7 @@ def _with_empty_rows(build: Build, out: Node, lse: Node, v: Node, empty: str) ->
 # --- from the probabilities down to the product of q and k -----------------------------------------------------
 
 
-def _under_softmax(found: _Scores) -> _Scores | None:
+def _under_softmax(found: _WrittenScores) -> _WrittenScores | None:
     """The scores of dropout(cast(softmax(scores)))."""
     once = True  # nothing but the product uses the probabilities
     while True:
@@ -132,7 +132,7 @@ def _rate(dropout: Node) -> float:
     return float(known["p"]) if known["train"] or known["train"] is None else 0.0
 
 
-def _down_to_product(found: _Scores) -> _Scores | None:
+def _down_to_product(found: _WrittenScores) -> _WrittenScores | None:
     while not calls(found.at, aten.matmul.default):
         if calls(found.at, aten.add.Tensor):
             return _under_sum(found)
@@ -144,7 +144,7 @@ def _down_to_product(found: _Scores) -> _Scores | None:
     return found.to(found.at) if len(q) in (3, 4) and q[:-2] == k[:-2] else None
 
 
-def _same(found: _Scores) -> _Scores | None:
+def _same(found: _WrittenScores) -> _WrittenScores | None:
     """The same scores in another dtype, or with batch and heads joined or split."""
     x = found.at
     if calls(x, aten._to_copy.default) and value_of(operand(x)).is_floating_point():
@@ -157,7 +157,7 @@ def _keeps_matrices(x: Node) -> bool:
     return calls(x, aten.reshape.default) and shape_of(x)[-2:] == shape_of(operand(x))[-2:]
 
 
-def _scaled(found: _Scores) -> _Scores | None:
+def _scaled(found: _WrittenScores) -> _WrittenScores | None:
     """scores * 2.0, scores / 2.0; scores * scalar of the graph"""
     if not calls(found.at, aten.mul.Tensor, aten.div.Tensor):
         return None
@@ -170,14 +170,14 @@ def _scaled(found: _Scores) -> _Scores | None:
     return None
 
 
-def _capped(found: _Scores) -> _Scores | None:
+def _capped(found: _WrittenScores) -> _WrittenScores | None:
     """tanh(scores / cap), of which the factor cap is known."""
     if not calls(found.at, aten.tanh.default) or found.softcap or found.factors or found.scale <= 0:
         return None
     return found.to(operand(found.at), softcap=found.scale)
 
 
-def _filled(found: _Scores) -> _Scores | None:
+def _filled(found: _WrittenScores) -> _WrittenScores | None:
     """masked_fill(scores, mask, least), where(mask, scores, least)"""
     x, known = found.at, arguments(found.at)
     if calls(x, aten.masked_fill.Scalar, aten.masked_fill.Tensor):
@@ -197,7 +197,7 @@ def _filled(found: _Scores) -> _Scores | None:
         fill = float(torch.tensor(fill, dtype=torch.float64).to(dtype))
     if not fill <= LEAST:
         return None
-    return found.to(scores, masks=(*found.masks, Mask(mask, len(shape_of(x)), keep=keep, fill=fill)))
+    return found.to(scores, masks=(*found.masks, WrittenMask(mask, len(shape_of(x)), keep=keep, fill=fill)))
 
 
 def _number(x: Any) -> float | None:
@@ -209,7 +209,7 @@ def _number(x: Any) -> float | None:
     return float(x) if isinstance(x, (int, float)) else None
 
 
-def _under_sum(found: _Scores) -> _Scores | None:
+def _under_sum(found: _WrittenScores) -> _WrittenScores | None:
     """scores + mask, mask + scores"""
     x = found.at
     if found.softcap or found.factors or arguments(x)["alpha"] != 1:
@@ -219,7 +219,7 @@ def _under_sum(found: _Scores) -> _Scores | None:
             return None
         if shape_of(scores) != shape_of(x) or not value_of(mask).is_floating_point():
             continue
-        masks = (*found.masks, Mask(mask, len(shape_of(x)), found.scale))
+        masks = (*found.masks, WrittenMask(mask, len(shape_of(x)), found.scale))
         product = _down_to_product(found.to(scores, masks=masks))
         if product is not None:
             return product
@@ -239,7 +239,7 @@ def _transposed(build: Build, x: Node) -> Node:
     return build(aten.transpose.int, x, -1, -2)
 
 
-def _bias(build: Build, mask: Mask, said: Node, lead: tuple[int, ...], dtype: torch.dtype) -> Node:
+def _bias(build: Build, mask: WrittenMask, said: Node, lead: tuple[int, ...], dtype: torch.dtype) -> Node:
     """[B|1, H|1, n|1, m]: what is added; ``said`` is the mask's node, True = attend if it is bool."""
     shape = shape_of(said)
     shape = (*(1,) * (mask.dims - len(shape)), *shape)

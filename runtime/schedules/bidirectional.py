@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.schedule import Action
+from autopar.schedule.order import Action
 
 
-class Flow:
+class Direction:
     """The micro-batches of one stage of a rank, each kind of action in order."""
 
     def __init__(self, stage: int, micro_batches: Sequence[int]) -> None:
@@ -34,18 +34,18 @@ class Flow:
         return Action(self.stage, kind, self.micro_batches[self.backwards - 1])
 
 
-def bidirectional_row(near: Flow, far: Flow, depth: int, place: int) -> tuple[Action, ...]:
+def bidirectional_row(near: Direction, far: Direction, depth: int, place: int) -> tuple[Action, ...]:
     """What one rank does. depth: ranks from where micro-batches enter to the middle (or the turn of the V);
     place: this rank's distance from where they enter, 0 .. depth-1."""
     outside, inside = depth - 1 - place, place + 1
     row: list[Action] = []
     waiting: deque[Action] = deque()  # W of every B, first in first out
 
-    def split(flow: Flow) -> None:
+    def split(flow: Direction) -> None:
         row.append(flow.backward("B"))
         waiting.append(replace(row[-1], kind="W"))
 
-    def cell(ahead: Flow, back: Flow) -> None:
+    def cell(ahead: Direction, back: Direction) -> None:
         row.extend((replace(ahead.forward(), paired=True), back.backward()))
 
     # 1. F0 until micro-batches come from the other side too

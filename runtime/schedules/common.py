@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from autopar.schedule import Action, Order, Request
+from autopar.schedule.order import Action, Order
+from autopar.schedule.request import Request
 
 
 def check(request: Request, name: str, chunks: int | None = 1, sliced: bool = False) -> None:

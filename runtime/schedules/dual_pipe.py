@@ -14,9 +14,10 @@ down. Bubble (p/2-1)(F&B + B_full - 3W), with F&B the time of a cell; every rank
 
 from __future__ import annotations
 
-from autopar.runtime.schedules.bidirectional import Flow, bidirectional_row
+from autopar.runtime.schedules.bidirectional import Direction, bidirectional_row
 from autopar.runtime.schedules.common import check
-from autopar.schedule import SCHEDULES, Action, Order, Request, Schedule
+from autopar.schedule.order import Action, Order
+from autopar.schedule.request import SCHEDULES, Request, Schedule
 
 
 def dual_pipe(request: Request) -> Order:
@@ -36,7 +37,7 @@ def dual_pipe(request: Request) -> Order:
 
 
 def _row(p: int, m: int, rank: int) -> tuple[Action, ...]:
-    down, up = Flow(rank, range(m // 2)), Flow(2 * p - 1 - rank, range(m // 2, m))
+    down, up = Direction(rank, range(m // 2)), Direction(2 * p - 1 - rank, range(m // 2, m))
     near, far = (down, up) if rank < p // 2 else (up, down)
     return bidirectional_row(near, far, depth=p // 2, place=min(rank, p - 1 - rank))
 

@@ -12,9 +12,10 @@ micro-batches at most, as much as DualPipe on 2p ranks.
 
 from __future__ import annotations
 
-from autopar.runtime.schedules.bidirectional import Flow, bidirectional_row
+from autopar.runtime.schedules.bidirectional import Direction, bidirectional_row
 from autopar.runtime.schedules.common import check, one_chain, vee
-from autopar.schedule import SCHEDULES, Order, Request, Schedule
+from autopar.schedule.order import Order
+from autopar.schedule.request import SCHEDULES, Request, Schedule
 
 
 def dual_pipe_v(request: Request) -> Order:
@@ -27,7 +28,7 @@ def dual_pipe_v(request: Request) -> Order:
             "use more, or zb_v, which runs any number"
         )
     rows = (
-        bidirectional_row(Flow(rank, range(m)), Flow(2 * p - 1 - rank, range(m)), depth=p, place=rank)
+        bidirectional_row(Direction(rank, range(m)), Direction(2 * p - 1 - rank, range(m)), depth=p, place=rank)
         for rank in range(p)
     )
     return one_chain("dual_pipe_v", request, rows, vee(p))

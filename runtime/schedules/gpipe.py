@@ -10,7 +10,8 @@ Bubble (p-1)(F+B+W); every rank holds the activations of all m micro-batches.
 from __future__ import annotations
 
 from autopar.runtime.schedules.common import check, one_chain
-from autopar.schedule import SCHEDULES, Action, Order, Request, Schedule
+from autopar.schedule.order import Action, Order
+from autopar.schedule.request import SCHEDULES, Request, Schedule
 
 
 def gpipe(request: Request) -> Order:

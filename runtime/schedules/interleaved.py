@@ -15,7 +15,8 @@ from __future__ import annotations
 from itertools import pairwise
 
 from autopar.runtime.schedules.common import check, loop, one_chain
-from autopar.schedule import SCHEDULES, Action, Order, Request, Schedule
+from autopar.schedule.order import Action, Order
+from autopar.schedule.request import SCHEDULES, Request, Schedule
 
 
 def interleaved(request: Request) -> Order:

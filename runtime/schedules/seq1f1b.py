@@ -11,7 +11,8 @@ micro-batches, and the bubble shrinks with the size of a slice.
 from __future__ import annotations
 
 from autopar.runtime.schedules.common import check, one_chain
-from autopar.schedule import SCHEDULES, Action, Order, Request, Schedule
+from autopar.schedule.order import Action, Order
+from autopar.schedule.request import SCHEDULES, Request, Schedule
 
 
 def seq1f1b(request: Request) -> Order:

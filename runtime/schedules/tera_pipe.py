@@ -12,7 +12,8 @@ Forwards take sum t + (p-1) max t over all slices (exact for equal stages); ever
 from __future__ import annotations
 
 from autopar.runtime.schedules.common import check, one_chain
-from autopar.schedule import SCHEDULES, Action, Order, Request, Schedule
+from autopar.schedule.order import Action, Order
+from autopar.schedule.request import SCHEDULES, Request, Schedule
 
 
 def tera_pipe(request: Request) -> Order:

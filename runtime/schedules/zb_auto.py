@@ -21,8 +21,9 @@ from autopar.runtime.schedules.zb_greedy import POLICIES, greedy
 from autopar.runtime.schedules.zb_h1 import zb_h1
 from autopar.runtime.schedules.zb_h2 import zb_h2
 from autopar.runtime.schedules.zb_refine import refine
-from autopar.runtime.schedules.zb_search import TOLERANCE, Problem, Rows, Run, lower_bound, run
-from autopar.schedule import SCHEDULES, Action, Costs, Order, Request, Schedule
+from autopar.runtime.schedules.zb_search import TOLERANCE, RowProblem, RowRun, Rows, lower_bound, run_rows
+from autopar.schedule.order import Action, Order
+from autopar.schedule.request import SCHEDULES, Costs, Request, Schedule
 
 HAND_MADE: tuple[Callable[[Request], Order], ...] = (one_f_one_b, zb_h1, zb_h2)
 # How far the search goes. Counted, not timed: every rank must find the same order.
@@ -39,11 +40,11 @@ def zb_auto(request: Request) -> Order:
     Raises ValueError for a limit that does not hold one micro-batch.
     """
     check(request, "zb_auto")
-    rows = search(problem_of(request), _hand_made(request))
+    rows = search(row_problem(request), _hand_made(request))
     return one_chain("zb_auto", request, (_actions(rank, row) for rank, row in enumerate(rows)))
 
 
-def problem_of(request: Request) -> Problem:
+def row_problem(request: Request) -> RowProblem:
     """The costs and the memory limit of a request, per rank. Raises ValueError."""
     costs = request.costs or Costs()
     F, B, W, held, stash = (_per_rank(costs, name, request.ranks) for name in ("F", "B", "W", "activations", "stash"))
@@ -57,16 +58,16 @@ def problem_of(request: Request) -> Problem:
             f"schedule: zb_auto needs a memory_limit of at least {max(one):g}, for one micro-batch on "
             f"rank {one.index(max(one))}, found {limit:g}; raise it, or use smaller micro-batches"
         )
-    return Problem(request.micro_batches, F, B, W, costs.comm, held, stash, limit)
+    return RowProblem(request.micro_batches, F, B, W, costs.comm, held, stash, limit)
 
 
-def search(problem: Problem, known: list[Rows]) -> Rows:
+def search(problem: RowProblem, known: list[Rows]) -> Rows:
     """The best rows that fit the memory: of ``known``, of the greedy policies, and of what refinement makes of them."""
     bound = lower_bound(problem)
-    tried: dict[Rows, Run] = {}
+    tried: dict[Rows, RowRun] = {}
     for rows in _candidates(problem, known):
         if rows not in tried and all(problem.fits(rank, row) for rank, row in enumerate(rows)):
-            made = run(problem, rows)
+            made = run_rows(problem, rows)
             assert made is not None, "neither known rows nor greedy ones deadlock"
             tried[rows] = made
             if made.cost <= bound * TOLERANCE:
@@ -80,7 +81,7 @@ def search(problem: Problem, known: list[Rows]) -> Rows:
     return best.rows
 
 
-def _candidates(problem: Problem, known: list[Rows]) -> Iterator[Rows]:
+def _candidates(problem: RowProblem, known: list[Rows]) -> Iterator[Rows]:
     yield from known
     for policy in POLICIES[: max(4, POLICY_ACTIONS // problem.actions)]:
         yield greedy(problem, policy)

@@ -10,7 +10,7 @@ import heapq
 from dataclasses import dataclass
 from math import inf
 
-from autopar.runtime.schedules.zb_search import TOLERANCE, Problem, Rows
+from autopar.runtime.schedules.zb_search import TOLERANCE, RowProblem, Rows
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ POLICIES = (
 )
 
 
-def greedy(problem: Problem, policy: Policy) -> Rows:
+def greedy(problem: RowProblem, policy: Policy) -> Rows:
     """Rows of all ranks. They fit the memory limit and cannot deadlock."""
     return _Greedy(problem, policy).rows()
 
@@ -66,7 +66,7 @@ def greedy(problem: Problem, policy: Policy) -> Rows:
 class _Greedy:
     """Ranks decide in the order of time, so each knows what its neighbours have begun and when that will arrive."""
 
-    def __init__(self, problem: Problem, policy: Policy) -> None:
+    def __init__(self, problem: RowProblem, policy: Policy) -> None:
         p = problem.ranks
         self.problem, self.policy = problem, policy
         self.limit = problem.limit * TOLERANCE

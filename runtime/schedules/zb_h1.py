@@ -12,7 +12,8 @@ F and B come as in 1F1B; rank i keeps i of W waiting. Bubble (p-1)(F+B-W), a thi
 from __future__ import annotations
 
 from autopar.runtime.schedules.common import check, one_chain
-from autopar.schedule import SCHEDULES, Action, Order, Request, Schedule
+from autopar.schedule.order import Action, Order
+from autopar.schedule.request import SCHEDULES, Request, Schedule
 
 
 def zb_h1(request: Request) -> Order:

@@ -13,7 +13,8 @@ start its next step when it is done; rank i holds (2p-2i-1) M_B + 2i M_W.
 from __future__ import annotations
 
 from autopar.runtime.schedules.common import check, one_chain
-from autopar.schedule import SCHEDULES, Action, Order, Request, Schedule
+from autopar.schedule.order import Action, Order
+from autopar.schedule.request import SCHEDULES, Request, Schedule
 
 
 def zb_h2(request: Request) -> Order:

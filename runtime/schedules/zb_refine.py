@@ -6,19 +6,19 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from autopar.runtime.schedules.zb_search import TOLERANCE, Problem, Rows, Run, run
+from autopar.runtime.schedules.zb_search import TOLERANCE, RowProblem, RowRun, Rows, run_rows
 
 
-def refine(problem: Problem, rows: Rows, runs: int, bound: float) -> Run:
+def refine(problem: RowProblem, rows: Rows, runs: int, bound: float) -> RowRun:
     """The best that ``runs`` trial runs find from ``rows``; stops at a cost of ``bound``. The same input gives the same
     result, as every rank must find the same order."""
     rng = random.Random(0)
-    here = best = run(problem, rows)
+    here = best = run_rows(problem, rows)
     assert here is not None and best is not None, "rows that have run before"
     moves = list(_moves(problem, here))
     while moves and runs and best.cost > bound * TOLERANCE:
         rank, row = moves.pop(rng.randrange(len(moves)))
-        there = run(problem, here.rows[:rank] + (row,) + here.rows[rank + 1 :])
+        there = run_rows(problem, here.rows[:rank] + (row,) + here.rows[rank + 1 :])
         runs -= 1
         if there is None or _badness(there) > _badness(here):
             continue
@@ -27,12 +27,12 @@ def refine(problem: Problem, rows: Rows, runs: int, bound: float) -> Run:
     return best
 
 
-def _badness(run: Run) -> tuple[float, float]:
+def _badness(run: RowRun) -> tuple[float, float]:
     """Cost; then, as several ranks can be the slowest, how slow all are."""
     return run.cost, sum(span * span for span in run.spans)
 
 
-def _moves(problem: Problem, run: Run) -> Iterator[tuple[int, str]]:
+def _moves(problem: RowProblem, run: RowRun) -> Iterator[tuple[int, str]]:
     """(rank, its new row) for each small change of the critical path that is in order and fits the memory."""
     blocks = _blocks(problem, run)
     for place, (rank, first, last) in enumerate(blocks):
@@ -58,7 +58,7 @@ def _changes(row: str, first: int, last: int, starts: bool, ends: bool) -> Itera
             yield row[:first] + row[first + 1] + row[first] + row[first + 2 :]
 
 
-def _blocks(problem: Problem, run: Run) -> list[tuple[int, int, int]]:
+def _blocks(problem: RowProblem, run: RowRun) -> list[tuple[int, int, int]]:
     """The critical path of the slowest rank, backwards: (rank, first, last) are actions that run without a gap on one
     rank; the first of them waited for the last of the next block."""
     rank = run.spans.index(run.cost)

@@ -13,7 +13,7 @@ TOLERANCE = 1 + 1e-9  # what sums of floats may differ by
 
 
 @dataclass(frozen=True)
-class Problem:
+class RowProblem:
     """Times and memory of every rank. F, B, W, held, stash: one value per rank; held: what F keeps for B, stash: what B
     leaves for W. limit: the memory that every rank may use."""
 
@@ -59,7 +59,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Run:
+class RowRun:
     """Rows with times. start: per rank, of each action. spans: per rank, last end minus first start."""
 
     rows: Rows
@@ -72,21 +72,21 @@ class Run:
         return max(self.spans)
 
 
-def run(problem: Problem, rows: Rows) -> Run | None:
-    """Run rows as `autopar.timeline.simulate` does: in order, each action when its input is there. None: a deadlock."""
+def run_rows(problem: RowProblem, rows: Rows) -> RowRun | None:
+    """Run rows as `autopar.schedule.simulate.simulate` does: in order, each action when its input is there. None: a deadlock."""
     running = _Running(problem, rows)
     ready = [0]
     while ready:
         ready += running.advance(ready.pop())
     if any(len(done) < len(row) for done, row in zip(running.start, rows)):
         return None
-    return Run(rows, running.start, tuple(end - first[0] for end, first in zip(running.clock, running.start)))
+    return RowRun(rows, running.start, tuple(end - first[0] for end, first in zip(running.clock, running.start)))
 
 
 class _Running:
     """Every rank goes as far as it can, and wakes up its neighbours."""
 
-    def __init__(self, problem: Problem, rows: Rows) -> None:
+    def __init__(self, problem: RowProblem, rows: Rows) -> None:
         self.problem, self.rows = problem, rows
         self.clock = [0.0] * len(rows)
         self.start: tuple[list[float], ...] = tuple([] for _ in rows)
@@ -122,18 +122,18 @@ class _Running:
         return down + ([rank - 1] if len(B_end) > backwards and rank > 0 else [])
 
 
-def lower_bound(problem: Problem) -> float:
+def lower_bound(problem: RowProblem) -> float:
     """No order within the limit costs less. A search that gets there may stop."""
     return max(max(_work_and_ends(problem, i), _chains(problem, i), _rounds(problem, i)) for i in range(problem.ranks))
 
 
-def _latency(problem: Problem, rank: int) -> float:
+def _latency(problem: RowProblem, rank: int) -> float:
     """The least time from the end of F to the start of the same micro-batch's B."""
     below = slice(rank + 1, problem.ranks)
     return sum(problem.F[below]) + sum(problem.B[below]) + 2 * problem.comm * (problem.ranks - 1 - rank)
 
 
-def _work_and_ends(problem: Problem, rank: int) -> float:
+def _work_and_ends(problem: RowProblem, rank: int) -> float:
     """The rank's own work, and what cannot be filled while the first and the last micro-batch are away."""
     F, B, W, m = problem.F[rank], problem.B[rank], problem.W[rank], problem.micro_batches
     work, latency, most = m * (F + B + W), _latency(problem, rank), problem.most_alive(rank)
@@ -148,7 +148,7 @@ def _work_and_ends(problem: Problem, rank: int) -> float:
     return work + before_first_B + max(0.0, latency - fill)
 
 
-def _chains(problem: Problem, rank: int) -> float:
+def _chains(problem: RowProblem, rank: int) -> float:
     """All micro-batches pass a later rank between the first F and the last B of this one, then comes a W."""
     F, B, W, m = problem.F, problem.B, problem.W, problem.micro_batches
     longest = way = 0.0
@@ -158,7 +158,7 @@ def _chains(problem: Problem, rank: int) -> float:
     return longest
 
 
-def _rounds(problem: Problem, rank: int) -> float:
+def _rounds(problem: RowProblem, rank: int) -> float:
     """Memory is free for another micro-batch only when an earlier one is back."""
     F, B, W, m = problem.F[rank], problem.B[rank], problem.W[rank], problem.micro_batches
     there_and_back = F + _latency(problem, rank) + B

@@ -11,7 +11,8 @@ Rank i has stages i and 2p-1-i, so that the first micro-batch comes back soon an
 from __future__ import annotations
 
 from autopar.runtime.schedules.common import check, one_chain, vee
-from autopar.schedule import SCHEDULES, Action, Order, Request, Schedule
+from autopar.schedule.order import Action, Order
+from autopar.schedule.request import SCHEDULES, Request, Schedule
 
 
 def zb_v(request: Request) -> Order:

@@ -15,10 +15,10 @@ import torch
 from common import Workload, load, publish, table
 
 from autopar.adapters.fake import skeleton_of
-from autopar.compile import compile_model
-from autopar.mesh import Mesh
+from autopar.compile.model import compile_model
+from autopar.ir.mesh import Mesh
 from autopar.models import hf as hf  # knows transformers models
-from autopar.plan import Options
+from autopar.options import Options
 
 MESHES = {
     "one process": (Mesh.of(dp=1), Options()),

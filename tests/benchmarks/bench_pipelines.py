@@ -26,7 +26,7 @@ from common import Times, Workload, interleaved, load, publish, ratio, table
 from meter import Meter
 from pipelines import Case, Side
 
-from autopar.steps import Compiled
+from autopar.steps.graphs import Compiled
 
 COMPUTE, OVERHEAD = "compute-bound", "overhead-bound"
 SIZES = {

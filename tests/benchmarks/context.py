@@ -16,10 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import autopar.passes.attention  # noqa: F401 - fills the registry
-from autopar.attention import ALGORITHMS, CONTIGUOUS, LAYOUTS, Blocks, Mask, Problem, kv_repeats, spans_of
-from autopar.ops import context
+from autopar.attention import operator
+from autopar.attention.algorithm_table import ALGORITHMS
+from autopar.attention.layouts import CONTIGUOUS, LAYOUTS, Blocks
+from autopar.attention.problem import Mask, Problem, kv_repeats, spans_of
+from autopar.runtime.attention_comm import AxisComm
 from autopar.runtime.comm import all_to_all, finish, traffic_of
-from autopar.runtime.context import AxisComm
 from autopar.runtime.groups import Groups
 
 Result = tuple[Tensor, Tensor, Tensor, Tensor]  # out and the gradients of q, k, v: [batch, heads, positions, width]
@@ -155,7 +157,7 @@ def ours(case: Case, groups: Groups, name: str) -> Side:
 
 
 class _Ours:
-    """`autopar.ops.context.attention_of_piece` and its backward, run by hand: heads for sequence among neighbours if
+    """`autopar.attention.operator.attention_of_piece` and its backward, run by hand: heads for sequence among neighbours if
     the algorithm wants that, and the algorithm over the others."""
 
     def __init__(self, case: Case, groups: Groups, name: str, blocks: Blocks, head_ranks: int) -> None:
@@ -179,7 +181,7 @@ class _Ours:
             k, v = (x.repeat_interleave(self.times, 1) for x in (k, v))
         q, k, v = self._to_heads([q, k, v])
         if self.comm:
-            out, lse = context.forward(self.comm, q, k, v, *self.facts, *self.how)
+            out, lse = operator.forward_over_ranks(self.comm, q, k, v, *self.facts, *self.how)
         else:
             out, lse = torch.ops.autopar.attention(q, k, v, *self.facts)
         return *self._to_sequence([out]), q, k, v, out, lse
@@ -189,7 +191,7 @@ class _Ours:
         result, *saved = self.forward(*inputs)
         (grad,) = self._to_heads([grad])
         if self.comm:
-            found = list(context.backward(self.comm, grad, *saved, *self.facts, *self.how, False)[:3])
+            found = list(operator.backward_over_ranks(self.comm, grad, *saved, *self.facts, *self.how, False)[:3])
         else:
             found = list(torch.ops.autopar.attention_backward(grad, *saved, *self.facts, False)[:3])
         to_q, to_k, to_v = self._to_sequence(found)

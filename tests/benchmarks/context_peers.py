@@ -26,7 +26,7 @@ from context import AXIS, Case, Missing, Side, differentiated, heads_first, posi
 from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as torch_context
 
-from autopar.attention import CONTIGUOUS, ZIGZAG
+from autopar.attention.layouts import CONTIGUOUS, ZIGZAG
 from autopar.runtime.groups import Groups
 
 _aten = torch.ops.aten

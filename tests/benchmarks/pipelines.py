@@ -23,16 +23,17 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor import DTensor
 
 from autopar.adapters.fake import skeleton_of
-from autopar.compile import compile_model
-from autopar.mesh import Mesh
+from autopar.compile.model import compile_model
+from autopar.ir.mesh import Mesh
 from autopar.models import hf as hf  # knows transformers models
-from autopar.plan import Options
-from autopar.planner.pipeline import make_order
+from autopar.options import Options
+from autopar.planner.step_order import make_order
 from autopar.runtime.groups import Groups, init_mesh
 from autopar.runtime.module import ParallelModule
-from autopar.runtime.pipeline import PipelineExecutor
-from autopar.schedule import COMPUTE, SCHEDULES, Order
-from autopar.steps import Compiled
+from autopar.runtime.pipeline_executor import PipelineExecutor
+from autopar.schedule.order import COMPUTE, Order
+from autopar.schedule.request import SCHEDULES
+from autopar.steps.graphs import Compiled
 
 PEERS: dict[str, Any] = {  # the same schedules on both sides
     "gpipe": schedules.ScheduleGPipe,

@@ -17,9 +17,10 @@ from torch import Tensor
 
 import autopar
 from autopar import api
-from autopar.compile import compile_model, plan_model
-from autopar.mesh import Mesh
-from autopar.plan import Options
+from autopar.compile.model import compile_model
+from autopar.compile.parameters import plan_model
+from autopar.ir.mesh import Mesh
+from autopar.options import Options
 from autopar.runtime.safetensors_io import _sources
 from tests.faults.cases import DELAY, SUBJECTS, Case, batch_of, model_of
 

@@ -21,11 +21,12 @@ from torch.fx import GraphModule
 import autopar
 from autopar import api
 from autopar.capture import capture
-from autopar.compile import Compiled, compile_graph
-from autopar.graph import copy_graph
-from autopar.mesh import Mesh
+from autopar.compile.model import compile_graph
+from autopar.ir.graph import copy_graph
+from autopar.ir.mesh import Mesh
 from autopar.models.tiny import TINY
-from autopar.plan import Options
+from autopar.options import Options
+from autopar.steps.graphs import Compiled
 from autopar.verify import reference
 from tests.ranks import close_pools, run_ranks
 

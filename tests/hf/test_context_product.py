@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from autopar.attention import ALGORITHMS
+from autopar.attention.algorithm_table import ALGORITHMS
 from tests.context_cases import SAME_GRAPH, check, compile_case
 from tests.test_context_models import BIASED, CIRCULATING_QUERIES, MESHES, MODELS, case
 

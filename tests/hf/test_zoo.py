@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
 from tests.harness import check_model
 from tests.hf.zoo import CAUSAL, REFUSED, WITHOUT_ATTENTION, make
 

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from autopar.mesh import Mesh
-from autopar.parameter import ParameterSpec
+from autopar.ir.mesh import Mesh
+from autopar.ir.parameter import ParameterSpec
 from autopar.runtime.safetensors_io import load_pretrained, saved_steps
 from tests.malformed.judge import JSON, Case, broken, failures
 

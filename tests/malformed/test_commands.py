@@ -7,7 +7,7 @@ import io
 import json
 import random
 
-from autopar.cli import main
+from autopar.cli.main import main
 from tests.malformed.judge import NOISE
 
 VALID = [

@@ -6,9 +6,9 @@ import typing
 from typing import Any
 
 import autopar
-from autopar.compile import compile_model
-from autopar.mesh import Mesh
-from autopar.option_checks import AXES_OF, check_used
+from autopar.compile.model import compile_model
+from autopar.ir.mesh import Mesh
+from autopar.planner.option_checks import AXES_OF, check_used
 from tests.malformed import judge
 from tests.malformed.judge import ANY, Case, failures
 from tests.plain_models import Net, build, numbers

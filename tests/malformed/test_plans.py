@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from autopar.capture import capture
-from autopar.graph import mark_gradients
-from autopar.mesh import Mesh
-from autopar.pass_manager import Context, PassManager
-from autopar.passes import GLOBAL_PASSES
-from autopar.plan import Options, Plan
+from autopar.ir.graph import mark_gradients
+from autopar.ir.mesh import Mesh
+from autopar.options import Options
+from autopar.passes.in_order import GLOBAL_PASSES
+from autopar.plan import Plan
 from autopar.planner import make_plan
+from autopar.rewrite.compilation import Compilation
+from autopar.rewrite.pass_manager import PassManager
 from tests.harness import check_model
 from tests.malformed.judge import Case, broken, failures
 from tests.plain_models import EXACT, Net, build, numbers
@@ -24,7 +26,7 @@ MESH, COUNT = Mesh.of(dp=2, tp=2), 200
 
 @pytest.fixture(scope="module")
 def graph() -> Any:
-    gm = PassManager(GLOBAL_PASSES).run(capture(build(Net), numbers()), Context(MESH))
+    gm = PassManager(GLOBAL_PASSES).run(capture(build(Net), numbers()), Compilation(MESH))
     mark_gradients(gm, [s.node for s in gm.meta["signature"].inputs if s.kind == "parameter"])
     return gm
 

@@ -10,8 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.attention import ALGORITHMS, CONTIGUOUS, ZIGZAG, Blocks, Expected, Mask, Problem, Sent
-from autopar.ops.attention import Facts
+from autopar.attention.algorithm_table import ALGORITHMS
+from autopar.attention.exchanges import Expected, Sent
+from autopar.attention.layouts import CONTIGUOUS, ZIGZAG, Blocks
+from autopar.attention.problem import Mask, Problem
+from autopar.ops.facts import Facts
 from tests.attention_ranks import (
     Case,
     Group,

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.attention import ALGORITHMS, CONTIGUOUS, ZIGZAG, Blocks, Mask, Problem, Span, inner_problem
-from autopar.ops.attend import Work
+from autopar.attention.algorithm_table import ALGORITHMS
+from autopar.attention.attend import KernelCall
+from autopar.attention.layouts import CONTIGUOUS, ZIGZAG, Blocks
+from autopar.attention.problem import Mask, Problem, Span, inner_problem
 from autopar.passes.attention.circulate import Circulation, Journey, Trip, journeys, runs, shorter, volume
 from tests.attention_ranks import Case, Result, attend_and_differentiate
 from tests.thread_comm import ThreadComm
@@ -222,7 +224,7 @@ def pairs_by_step(comm: ThreadComm) -> list[int]:
     """(query, key) pairs between one wait and the next, where there are any."""
     steps = [0]
     for event in comm.events:
-        if isinstance(event, Work):
+        if isinstance(event, KernelCall):
             steps[-1] += event.pairs
         elif event == "wait" and steps[-1]:
             steps.append(0)
@@ -263,7 +265,7 @@ def test_no_rank_holds_all_keys(name: str, layout: Blocks) -> None:
     found = measured(name, p)
     for comm in found.forward + found.backward:
         assert comm.most_received <= max(2 * kv, 2 * q + 2 * lse)
-        works = [event for event in comm.events if isinstance(event, Work)]
+        works = [event for event in comm.events if isinstance(event, KernelCall)]
         assert max(work.columns for work in works) <= p.keys // size
         assert max(work.rows for work in works) <= p.queries // size
         assert most_on_the_way(comm) <= (6 if name == "bi_ring" else 3), "two packets and one home"

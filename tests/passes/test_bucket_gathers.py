@@ -7,11 +7,11 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autopar import collectives as collectives  # registers the raw collectives
-from autopar.mesh import Mesh
-from autopar.pass_manager import Context
+from autopar.ir.mesh import Mesh
+from autopar.ops import collectives as collectives  # registers the raw collectives
 from autopar.passes import bucket_gathers
 from autopar.passes.bucket_gathers import BucketGathers
+from autopar.rewrite.compilation import Compilation
 
 raw = torch.ops.autopar
 
@@ -52,7 +52,7 @@ def test_one_gather_and_one_scatter_are_left_and_numbers_stay() -> None:
     inputs = torch.randn(2, 3), torch.randn(1, 3), torch.randn(4, 3)
     gm = traced()
     expected = alone(gm, *inputs)
-    gm = BucketGathers().apply(gm, Context(Mesh.of(dp=2)))
+    gm = BucketGathers().apply(gm, Compilation(Mesh.of(dp=2)))
     gm.graph.lint()
     assert names(gm).count("all_gather.default") == names(gm).count("reduce_scatter.default") == 1
     assert names(gm).index("split_with_sizes.default") < names(gm).index("mul.Tensor")
@@ -68,7 +68,7 @@ def test_what_two_axes_cut_travels_together_over_each() -> None:
     inputs = torch.randn(2, 3), torch.randn(1, 3), torch.randn(8, 3)
     gm = make_fx(over_both, tracing_mode="fake")(*inputs)
     expected = alone(gm, *inputs)
-    gm = BucketGathers().apply(gm, Context(Mesh.of(dp=2, cp=2)))
+    gm = BucketGathers().apply(gm, Compilation(Mesh.of(dp=2, cp=2)))
     gm.graph.lint()
     moved = (raw.all_gather.default, raw.reduce_scatter.default)
     assert [(n.target, n.args[3]) for n in gm.graph.nodes if n.target in moved] == [
@@ -84,7 +84,7 @@ def test_large_ones_and_other_dims_stay_alone(monkeypatch) -> None:  # type: ign
     monkeypatch.setattr(bucket_gathers, "LONE_BYTES", 0)
     gm = traced()
     before = names(gm)
-    assert names(BucketGathers().apply(gm, Context(Mesh.of(dp=2)))) == before
+    assert names(BucketGathers().apply(gm, Compilation(Mesh.of(dp=2)))) == before
 
     def columns(p: Tensor, q: Tensor) -> Tensor:
         return raw.all_gather(p, 1, [], "dp", 2) + raw.all_gather(q, 1, [], "dp", 2)
@@ -92,4 +92,4 @@ def test_large_ones_and_other_dims_stay_alone(monkeypatch) -> None:  # type: ign
     monkeypatch.undo()
     gm = make_fx(columns, tracing_mode="fake")(torch.empty(2, 3), torch.empty(2, 3))
     before = names(gm)
-    assert names(BucketGathers().apply(gm, Context(Mesh.of(dp=2)))) == before
+    assert names(BucketGathers().apply(gm, Compilation(Mesh.of(dp=2)))) == before

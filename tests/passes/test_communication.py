@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.compile import compile_model
-from autopar.cost import communication, transfer
-from autopar.mesh import Mesh
+from autopar.compile.model import compile_model
+from autopar.cost.traffic import communication, transfer
+from autopar.ir.mesh import Mesh
 from autopar.models.tiny import TINY, VOCAB, TinyModel
+from autopar.options import Options
 from autopar.passes.prefetch_gathers import is_parameter_gather
-from autopar.plan import Options
-from autopar.steps import Compiled
+from autopar.steps.graphs import Compiled
 
 LAYERS = 4
 

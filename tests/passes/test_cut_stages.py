@@ -9,13 +9,13 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from autopar.compile import compile_model
-from autopar.mesh import Mesh
+from autopar.compile.model import compile_model
+from autopar.ir.mesh import Mesh
 from autopar.models.tiny import TINY
-from autopar.pass_manager import Context
-from autopar.plan import Options
-from autopar.printing import format_graph
-from autopar.steps import Compiled, StepGraph
+from autopar.options import Options
+from autopar.report.graph_text import format_graph
+from autopar.rewrite.compilation import Compilation
+from autopar.steps.graphs import Compiled, StepGraph
 from tests.test_pipeline_plain import Frozen, Losses, Skip, Stack, Tied, batch
 
 
@@ -23,7 +23,7 @@ def compiled(model: nn.Module, mesh: Mesh, **options: Any) -> tuple[Compiled, di
     """The compiled model, and the text of every level without its comments."""
     seen: dict[str, str] = {}
 
-    def watch(name: str, gm: GraphModule, ctx: Context) -> None:
+    def watch(name: str, gm: GraphModule, ctx: Compilation) -> None:
         lines = format_graph(gm, ctx.mesh).splitlines()
         seen[name] = "\n".join(" ".join(line.partition("  # ")[0].split()) for line in lines if line)
 

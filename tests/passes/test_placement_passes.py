@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.compile import compile_model
-from autopar.mesh import Mesh
-from autopar.plan import Options
-from autopar.printing import format_graph
+from autopar.compile.model import compile_model
+from autopar.ir.mesh import Mesh
+from autopar.options import Options
+from autopar.report.graph_text import format_graph
 
 
 class Mlp(nn.Module):

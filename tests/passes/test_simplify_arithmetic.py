@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autopar.mesh import Mesh
-from autopar.pass_manager import Context
+from autopar.ir.mesh import Mesh
 from autopar.passes.simplify_arithmetic import SimplifyArithmetic
+from autopar.rewrite.compilation import Compilation
 
 aten = torch.ops.aten
 
@@ -25,7 +25,7 @@ def simplified(function: Callable[..., Tensor], *inputs: Tensor) -> GraphModule:
     """The graph of a function after the pass, which must give the same numbers."""
     gm = make_fx(function, tracing_mode="fake")(*inputs)
     expected = gm(*inputs)
-    gm = SimplifyArithmetic().apply(gm, Context(Mesh.of(dp=2)))
+    gm = SimplifyArithmetic().apply(gm, Compilation(Mesh.of(dp=2)))
     torch.testing.assert_close(gm(*inputs), expected, rtol=1e-12, atol=1e-12)
     return gm
 

@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from autopar.checks import check_types
-from autopar.conversions import convert
-from autopar.mesh import Mesh
-from autopar.pass_manager import Context
+from autopar.ir.conversions import convert
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Placement, Shard
+from autopar.options import Options
 from autopar.passes.slice_early import SliceEarly
-from autopar.placement import Placement, Shard
-from autopar.plan import Options
-from autopar.printing import format_graph
+from autopar.report.graph_text import format_graph
+from autopar.rewrite.checks import check_types
+from autopar.rewrite.compilation import Compilation
 from tests.harness import check_model
 from tests.passes.test_placement_passes import levels
 from tests.pointwise_samples import normal
@@ -37,8 +37,8 @@ def lines(gm: GraphModule) -> list[str]:
 
 def sliced(sample: Sample, placements: tuple[dict[str, Placement], ...], mesh: Mesh = CP) -> list[str]:
     """The lines after the pass. Types hold, and pieces give what the whole gives, forward and backward."""
-    gm = SliceEarly().apply(typed(sample, placements, mesh), Context(mesh))
-    check_types(gm, Context(mesh))
+    gm = SliceEarly().apply(typed(sample, placements, mesh), Compilation(mesh))
+    check_types(gm, Compilation(mesh))
     assert not compare(sample, placements, mesh, Whole.of(sample), [SliceEarly()])
     return lines(gm)
 

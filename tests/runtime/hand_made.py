@@ -18,15 +18,16 @@ from torch import Tensor
 from torch.fx import symbolic_trace
 
 import autopar.runtime.schedules  # noqa: F401 - fills SCHEDULES
-from autopar.capture import InputSpec
-from autopar.graph import outputs
-from autopar.lowering import lower
-from autopar.parameter import ParameterSpec
-from autopar.placement import Shard
-from autopar.plan import Options
-from autopar.schedule import SCHEDULES, Hop, Order, Request
-from autopar.steps import Pipeline, Prologue, Stage, StepGraph
-from autopar.timeline import simulate
+from autopar.ir.graph import outputs
+from autopar.ir.parameter import ParameterSpec
+from autopar.ir.placement import Shard
+from autopar.ir.signature import InputSpec
+from autopar.options import Options
+from autopar.schedule.lowering import lower
+from autopar.schedule.order import Hop, Order
+from autopar.schedule.request import SCHEDULES, Request
+from autopar.schedule.simulate import simulate
+from autopar.steps.graphs import Pipeline, Prologue, Stage, StepGraph
 
 WIDTH = 6
 

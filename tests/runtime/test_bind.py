@@ -16,8 +16,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import autopar.collectives  # noqa: F401 - defines the operators
-from autopar.placement import PARTIAL, Shard, join, piece
+import autopar.ops.collectives  # noqa: F401 - defines the operators
+from autopar.ir.placement import PARTIAL, Shard, join, piece
 from autopar.runtime.bind import bind
 from autopar.runtime.comm import Traffic
 from autopar.runtime.failures import reporting

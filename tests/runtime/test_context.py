@@ -13,16 +13,19 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autopar.attention import ALGORITHMS, ZIGZAG, Like, Mask, Problem
-from autopar.graph import outputs
-from autopar.ops.context import attention_of_piece
-from autopar.placement import Shard, piece, scaled_blocks
+from autopar.attention.algorithm_table import ALGORITHMS
+from autopar.attention.exchanges import WAYS, Like
+from autopar.attention.layouts import ZIGZAG
+from autopar.attention.operator import attention_of_piece
+from autopar.attention.problem import Mask, Problem
+from autopar.ir.graph import outputs
+from autopar.ir.placement import Shard, piece, scaled_blocks
 from autopar.runtime import comm, functional
+from autopar.runtime.attention_comm import AxisComm
 from autopar.runtime.bind import bind
 from autopar.runtime.comm import Traffic
-from autopar.runtime.context import AxisComm
 from autopar.runtime.failures import reporting
-from autopar.runtime.groups import WAYS, Groups, init_mesh
+from autopar.runtime.groups import Groups, init_mesh
 from tests.attention_ranks import Case, attend_and_differentiate, cut, on_the_whole
 from tests.ranks import close_pools, rank_outcomes, run_ranks
 from tests.runtime.test_bind import graph_of
@@ -151,9 +154,9 @@ def test_functional_layouts_are_those_of_collectives(blocks: list[int]) -> None:
         there = SimpleNamespace(groups=SimpleNamespace(index=lambda axis, me=me: me, size=lambda axis: ranks))
         mine = piece(whole, shard, ranks, me)
         assert torch.equal(rows[me], mine)
-        assert torch.equal(functional.shard_slice(there, whole, 1, blocks, "cp", ranks), mine)
+        assert torch.equal(functional.functional_shard_slice(there, whole, 1, blocks, "cp", ranks), mine)
         assert torch.equal(comm.shard_slice(there.groups, 1, blocks, "cp")(whole), mine)
-        padded = functional.shard_pad(there, mine, 1, blocks, "cp", ranks)
+        padded = functional.functional_shard_pad(there, mine, 1, blocks, "cp", ranks)
         assert torch.equal(comm.shard_pad(there.groups, 1, blocks, "cp")(mine), padded)
         assert torch.equal(piece(padded, shard, ranks, me), mine) and padded.count_nonzero() == mine.numel()
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.capture import InputSpec
-from autopar.graph import outputs
+from autopar.ir.graph import outputs
+from autopar.ir.signature import InputSpec
 from autopar.runtime.comm import Traffic
 from autopar.runtime.groups import Groups, init_mesh
-from autopar.runtime.pipeline import PipelineExecutor
+from autopar.runtime.pipeline_executor import PipelineExecutor
 from autopar.runtime.pipeline_values import Values
-from autopar.schedule import SCHEDULES, Request
-from autopar.timeline import simulate
+from autopar.schedule.request import SCHEDULES, Request
+from autopar.schedule.simulate import simulate
 from tests.ranks import run_ranks
 from tests.runtime import hand_made
 from tests.runtime.hand_made import WIDTH, Case

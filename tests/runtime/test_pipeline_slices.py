@@ -9,16 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.capture import InputSpec
-from autopar.graph import outputs, placeholders
-from autopar.parameter import ParameterSpec
-from autopar.placement import Shard
-from autopar.plan import Options
+from autopar.ir.graph import outputs, placeholders
+from autopar.ir.parameter import ParameterSpec
+from autopar.ir.placement import Shard
+from autopar.ir.signature import InputSpec
+from autopar.options import Options
 from autopar.runtime.groups import Groups, init_mesh
-from autopar.runtime.pipeline import PipelineExecutor
-from autopar.schedule import SCHEDULES, Hop, Request
-from autopar.steps import Cache, Pipeline, Stage
-from autopar.timeline import simulate
+from autopar.runtime.pipeline_executor import PipelineExecutor
+from autopar.schedule.order import Hop
+from autopar.schedule.request import SCHEDULES, Request
+from autopar.schedule.simulate import simulate
+from autopar.steps.graphs import Cache, Pipeline, Stage
 from tests.ranks import run_ranks
 from tests.runtime.hand_made import graph
 

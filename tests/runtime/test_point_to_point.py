@@ -11,14 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autopar.order_checks import counterpart
 from autopar.runtime.comm import Traffic
 from autopar.runtime.failures import CollectiveError, reporting
 from autopar.runtime.groups import Groups, init_mesh
 from autopar.runtime.instructions import Instruction
-from autopar.runtime.pipeline import PipelineExecutor
+from autopar.runtime.pipeline_executor import PipelineExecutor
 from autopar.runtime.point_to_point import Channels, acknowledged
-from autopar.schedule import Action, Order
+from autopar.schedule.order import Action, Order
+from autopar.schedule.order_checks import counterpart
 from tests.ranks import Outcome, close_pools, rank_outcomes, run_ranks
 from tests.runtime import hand_made
 from tests.runtime.hand_made import Case

@@ -22,8 +22,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from autopar.parameter import ParameterSpec
-from autopar.placement import Placement, Shard
+from autopar.ir.parameter import ParameterSpec
+from autopar.ir.placement import Placement, Shard
 from autopar.runtime.groups import Groups, init_mesh
 from autopar.runtime.safetensors_io import load_pretrained, save_pretrained
 from autopar.runtime.state import local_piece, make_parameter

@@ -13,8 +13,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopar.parameter import ParameterSpec
-from autopar.placement import INVARIANT, Placement, Shard
+from autopar.ir.parameter import ParameterSpec
+from autopar.ir.placement import INVARIANT, Placement, Shard
 from autopar.runtime.groups import Groups, init_mesh
 from autopar.runtime.sharded_tensor import ShardedTensor
 from autopar.runtime.state import (

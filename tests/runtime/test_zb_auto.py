@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.order_checks import validate
 from autopar.runtime.schedules import zb_auto
-from autopar.runtime.schedules.zb_auto import problem_of, search
+from autopar.runtime.schedules.zb_auto import row_problem, search
 from autopar.runtime.schedules.zb_greedy import POLICIES, Policy, greedy
 from autopar.runtime.schedules.zb_refine import refine
-from autopar.runtime.schedules.zb_search import Problem, lower_bound, run
-from autopar.schedule import SCHEDULES, Costs, Request
-from autopar.timeline import Timeline, simulate
+from autopar.runtime.schedules.zb_search import RowProblem, lower_bound, run_rows
+from autopar.schedule.order_checks import validate
+from autopar.schedule.request import SCHEDULES, Costs, Request
+from autopar.schedule.simulate import Timeline, simulate
 from tests.zero_bubble_tables import TABLE_5, Row
 
 ALMOST = 1e-9
@@ -52,7 +52,7 @@ def test_table_5(row: Row, zb_1p: float, zb_2p: float) -> None:
     one = searched(request)
     assert round(one.bubble, 4) <= min(row.zb_h1, zb_1p)
     assert max(one.memory) <= row.ranks * (1 + ALMOST)
-    assert one.cost == pytest.approx(lower_bound(problem_of(request)), rel=ALMOST), "no order has a smaller bubble"
+    assert one.cost == pytest.approx(lower_bound(row_problem(request)), rel=ALMOST), "no order has a smaller bubble"
     two = searched(replace(request, memory_limit=2.0 * row.ranks))
     assert round(two.bubble, 4) <= min(row.zb_h2, zb_2p)
     assert max(two.memory) <= 2 * row.ranks * (1 + ALMOST)
@@ -101,7 +101,7 @@ def any_request(rng: random.Random, ranks: int, micro_batches: int) -> Request:
 def test_never_worse_than_by_hand(seed: int, ranks: int, micro_batches: int) -> None:
     request = any_request(random.Random(seed), ranks, micro_batches)
     assert request.costs is not None
-    found, problem = searched(request), problem_of(request)
+    found, problem = searched(request), row_problem(request)
     assert max(found.memory) <= problem.limit * (1 + ALMOST)
     assert found.cost >= lower_bound(problem) * (1 - ALMOST)
     for name in ("1f1b", "zb_h1", "zb_h2"):
@@ -118,13 +118,13 @@ def test_greedy_rows_fit_and_end(seed: int, ranks: int, micro_batches: int, poli
     """Whatever the policy, even where B needs more memory than it frees; and the fast run is the run of `simulate`."""
     rng = random.Random(seed)
     request = any_request(rng, ranks, micro_batches)
-    problem = problem_of(request)
+    problem = row_problem(request)
     if large_stash:
         stash = tuple(each * rng.uniform(1, 2) for each in problem.held)
         problem = replace(problem, stash=stash, limit=max(problem.limit, *stash))
     rows = greedy(problem, policy)
     assert all(problem.fits(rank, row) and len(row) == 3 * micro_batches for rank, row in enumerate(rows))
-    made = run(problem, rows)
+    made = run_rows(problem, rows)
     assert made is not None and made.cost >= lower_bound(problem) * (1 - ALMOST)
     better = refine(problem, rows, 5, lower_bound(problem))
     assert better.cost <= made.cost and all(problem.fits(rank, row) for rank, row in enumerate(better.rows))
@@ -149,18 +149,18 @@ def may_follow(word: str, kind: str, micro_batches: int) -> bool:
     return word.count(kind) < limit
 
 
-def best_of_all(problem: Problem) -> float:
+def best_of_all(problem: RowProblem) -> float:
     rows = all_rows(problem.micro_batches)
     choices = ([row for row in rows if problem.fits(rank, row)] for rank in range(problem.ranks))
-    runs = (run(problem, rows) for rows in itertools.product(*choices))
+    runs = (run_rows(problem, rows) for rows in itertools.product(*choices))
     return min((made.cost for made in runs if made is not None), default=inf)
 
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("ranks, micro_batches", ((2, 3), (3, 2), (4, 2)))
 def test_small_cases_are_optimal(ranks: int, micro_batches: int, seed: int) -> None:
-    problem = problem_of(any_request(random.Random(seed), ranks, micro_batches))
-    made = run(problem, search(problem, []))
+    problem = row_problem(any_request(random.Random(seed), ranks, micro_batches))
+    made = run_rows(problem, search(problem, []))
     assert made is not None
     best = best_of_all(problem)
     assert lower_bound(problem) <= best * (1 + ALMOST)
@@ -169,22 +169,22 @@ def test_small_cases_are_optimal(ranks: int, micro_batches: int, seed: int) -> N
 
 def test_refinement_finds_what_no_policy_finds() -> None:
     row = TABLE_5[0]
-    problem = problem_of(Request(8, 24, costs=profiled(row), memory_limit=15.0))
+    problem = row_problem(Request(8, 24, costs=profiled(row), memory_limit=15.0))
     bound = lower_bound(problem)
     best, rows = min((run_cost(problem, rows := greedy(problem, policy)), rows) for policy in POLICIES)
     assert best > bound * (1 + 1e-4)
     assert refine(problem, rows, 200, bound).cost == pytest.approx(bound, rel=ALMOST)
 
 
-def run_cost(problem: Problem, rows: tuple[str, ...]) -> float:
-    made = run(problem, rows)
+def run_cost(problem: RowProblem, rows: tuple[str, ...]) -> float:
+    made = run_rows(problem, rows)
     assert made is not None
     return made.cost
 
 
 def test_deadlock() -> None:
-    problem = Problem(2, (1.0,) * 2, (1.0,) * 2, (1.0,) * 2, 0.0, (1.0,) * 2, (0.0,) * 2, 2.0)
-    assert run(problem, ("FBFBWW", "FFBBWW")) is None  # rank 1 wants a second F before it gives the first B
+    problem = RowProblem(2, (1.0,) * 2, (1.0,) * 2, (1.0,) * 2, 0.0, (1.0,) * 2, (0.0,) * 2, 2.0)
+    assert run_rows(problem, ("FBFBWW", "FFBBWW")) is None  # rank 1 wants a second F before it gives the first B
 
 
 # --- limits -------------------------------------------------------------------------------------------

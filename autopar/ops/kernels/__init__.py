@@ -26,10 +26,10 @@ from autopar.ops.kernels.plain import Math, Meta
 from autopar.registry import Registry
 
 if TYPE_CHECKING:
-    from autopar.ops.attention import Facts
+    from autopar.ops.facts import Facts
 
 __all__ = [
-    "KERNELS", "Kernel", "backward", "choose", "forward", "note_blocked_rows", "sum_to", "using", "with_sinks", "wide",
+    "KERNELS", "Kernel", "backward", "choose_kernel", "forward", "note_blocked_rows", "sum_to", "using", "with_sinks", "wide",
 ]  # fmt: skip
 
 KERNELS: Registry[Kernel] = Registry("attention kernel")  # in the order of preference
@@ -49,7 +49,7 @@ def using(name: str) -> Iterator[None]:
         _forced.pop()
 
 
-def choose(q: Tensor, k: Tensor, v: Tensor, facts: Facts, bias_gradient: bool = False) -> Kernel:
+def choose_kernel(q: Tensor, k: Tensor, v: Tensor, facts: Facts, bias_gradient: bool = False) -> Kernel:
     """The kernel for these tensors and facts; with ``bias_gradient`` one that differentiates the bias."""
     if facts.lift is not None:
         return KERNELS["math"]
@@ -66,7 +66,7 @@ def choose(q: Tensor, k: Tensor, v: Tensor, facts: Facts, bias_gradient: bool = 
 def forward(q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, Tensor]:
     """out [B, Hq, Sq, Dv] in q's dtype or a wider one, and lse [B, Hq, Sq], sinks included."""
     q, k, v = _rows(q), _rows(k), _rows(v)
-    return with_sinks(*choose(q, k, v, facts).forward(q, k, v, facts), facts.sinks)
+    return with_sinks(*choose_kernel(q, k, v, facts).forward(q, k, v, facts), facts.sinks)
 
 
 def _is_blocked(lse: Tensor, facts: Facts) -> bool:
@@ -95,7 +95,7 @@ def backward(
 ) -> Grads:
     """Gradients of q, k, v and, if asked for, of the bias, in the dtypes in which the kernel has them."""
     grad, q, k, v, out = _rows(grad), _rows(q), _rows(k), _rows(v), _rows(out)
-    kernel = choose(q, k, v, facts, bias_gradient)
+    kernel = choose_kernel(q, k, v, facts, bias_gradient)
     if _is_blocked(lse, facts):
         kernel = KERNELS["math"]
     return kernel.backward(grad, q, k, v, out, lse, facts, bias_gradient)

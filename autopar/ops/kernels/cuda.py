@@ -19,10 +19,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.adapters import flash_attn
-from autopar.ops.kernels.kernel import HALF, NEVER, Grads, Kernel, empty_rows, expand, four_dims, has_size, unexpand
+from autopar.ops.kernels.kernel import (
+    HALF,
+    NEVER,
+    Grads,
+    Kernel,
+    empty_rows,
+    expand_heads,
+    four_dims,
+    has_size,
+    unexpand,
+)
 
 if TYPE_CHECKING:
-    from autopar.ops.attention import Facts
+    from autopar.ops.facts import Facts
 
 _aten = torch.ops.aten
 
@@ -65,14 +75,14 @@ class FlashAttn(Kernel):
         return placed and flash_attn.installed()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, Tensor]:
-        return flash_attn.forward(q, k, v, facts.scale, facts.causal, facts.window, facts.softcap)
+        return flash_attn.flash_forward(q, k, v, facts.scale, facts.causal, facts.window, facts.softcap)
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: Facts, bias: bool
     ) -> Grads:
         grad, out = grad.to(q.dtype), out.to(q.dtype)
         known = (facts.scale, facts.causal, facts.window, facts.softcap)
-        return *flash_attn.backward(grad, q, k, v, out, lse.contiguous(), *known), None
+        return *flash_attn.flash_backward(grad, q, k, v, out, lse.contiguous(), *known), None
 
 
 class Cudnn(Kernel):
@@ -88,7 +98,7 @@ class Cudnn(Kernel):
         return (square or not facts.causal) and _modern(q)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, Tensor]:
-        k, v = expand(k, q.shape[1]), expand(v, q.shape[1])
+        k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
         out, lse = _aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, facts.causal, False, scale=facts.scale
         )[:2]
@@ -98,7 +108,7 @@ class Cudnn(Kernel):
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: Facts, bias: bool
     ) -> Grads:
         heads = k.shape[1]
-        k, v = expand(k, q.shape[1]), expand(v, q.shape[1])
+        k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
         to_q, to_k, to_v = _aten._scaled_dot_product_cudnn_attention_backward(
             grad.to(q.dtype), q, k, v, out.to(q.dtype), lse.unsqueeze(-1).contiguous(), seed, seed, None, None, None,
@@ -118,7 +128,7 @@ class CudaFlash(Kernel):
         return not facts.causal or _last_on_last(q, k, facts)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, Tensor]:
-        k, v = expand(k, q.shape[1]), expand(v, q.shape[1])
+        k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
         out, lse = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, facts.causal, False, scale=facts.scale)[:2]
         return out, lse
 
@@ -126,7 +136,7 @@ class CudaFlash(Kernel):
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: Facts, bias: bool
     ) -> Grads:
         heads = k.shape[1]
-        k, v = expand(k, q.shape[1]), expand(v, q.shape[1])
+        k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
         no_rng = torch.empty(2, dtype=torch.uint64, device=q.device)
         to_q, to_k, to_v = _aten._scaled_dot_product_flash_attention_backward(
             grad.to(q.dtype), q, k, v, out.to(q.dtype), lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0,
@@ -150,7 +160,7 @@ class CudaEfficient(Kernel):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, Tensor]:
         mask, causal = _aligned_mask(q, k, facts)
-        k, v = expand(k, q.shape[1]), expand(v, q.shape[1])
+        k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
         out, lse = _aten._scaled_dot_product_efficient_attention(
             q, k, v, mask, True, 0.0, causal, scale=facts.scale
         )[:2]  # fmt: skip
@@ -165,7 +175,7 @@ class CudaEfficient(Kernel):
     ) -> Grads:
         heads = k.shape[1]
         mask, causal = _aligned_mask(q, k, facts)
-        k, v = expand(k, q.shape[1]), expand(v, q.shape[1])
+        k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
         lse = lse.masked_fill(lse == NEVER, float("inf"))  # exp(-inf - inf) = 0 in rows where nothing is allowed
         lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=float("inf"))
         seed = torch.zeros((), dtype=torch.int64, device=q.device)

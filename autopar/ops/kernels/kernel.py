@@ -11,7 +11,7 @@ from torch import Tensor
 from autopar.ops.watch import note
 
 if TYPE_CHECKING:
-    from autopar.ops.attention import Facts
+    from autopar.ops.facts import Facts
 
 HALF = (torch.float16, torch.bfloat16)
 NEVER = float("-inf")
@@ -66,13 +66,13 @@ def note_blocked_rows(bias: Tensor | None) -> None:
         note(most.masked_fill(most == NEVER, 0.0), HUGE, float("inf"), _BLOCKED, fatal=False)
 
 
-def expand(x: Tensor, heads: int) -> Tensor:
+def expand_heads(x: Tensor, heads: int) -> Tensor:
     """k or v with a head for each query head."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def unexpand(x: Tensor, heads: int) -> Tensor:
-    """The gradient of `expand`: the sum over the query heads of each key head."""
+    """The gradient of `expand_heads`: the sum over the query heads of each key head."""
     return x if x.shape[1] == heads else x.reshape(x.shape[0], heads, -1, *x.shape[2:]).sum(2)
 
 

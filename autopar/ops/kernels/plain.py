@@ -10,10 +10,10 @@ from torch import Tensor
 from autopar.ops.kernels.kernel import HUGE, NEVER, Grads, Kernel, sum_to, wide
 
 if TYPE_CHECKING:
-    from autopar.ops.attention import Facts
+    from autopar.ops.facts import Facts
 
 
-class _Scores:
+class _PlainScores:
     """Scores [B, Hq, Sq, Sk], query heads of one key head stacked so that k and v stay unexpanded."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> None:
@@ -71,7 +71,7 @@ class Math(Kernel):
         return True
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, Tensor]:
-        scores = _Scores(q, k, v, facts)
+        scores = _PlainScores(q, k, v, facts)
         lse = torch.logsumexp(scores.scores, -1)
         weights, kept = scores.probabilities(lse), scores.kept()
         return scores.product(weights if kept is None else weights * kept, scores.v), lse
@@ -79,7 +79,7 @@ class Math(Kernel):
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: Facts, bias: bool
     ) -> Grads:
-        scores = _Scores(q, k, v, facts)
+        scores = _PlainScores(q, k, v, facts)
         weights, kept = scores.probabilities(lse), scores.kept()
         grad, out = grad.to(scores.wide), out.to(scores.wide)
         to_v = scores.reduce(weights if kept is None else weights * kept, grad)

@@ -1,0 +1,141 @@
+"""Looks at every torch function that a traced forward calls, for what a graph would leave out without a word.
+
+a real tensor with a gradient, or one of the model's own   it entered behind the back of the copy: a global
+                                                           variable, a list, a class; its gradient would be lost
+h.register_hook(f), h.retain_grad(), x.backward()          act on a backward that is not this one
+w.data                                                     read as w.detach(): the same value, in the graph
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.overrides import TorchFunctionMode
+
+from autopar.adapters.fake import MARKS, Owned
+from autopar.adapters.rebuild import path_of
+
+_TORCH = Path(torch.__file__).parent
+_OURS = Path(__file__).parent.parent
+# What stands between a line and the torch function that it calls, besides the modes.
+_DELEGATES = {str(_TORCH / name) for name in ("_tensor.py", "overrides.py", "autograd/__init__.py")} | {__file__}
+
+
+class Refused(ValueError):
+    """What a forward does that cannot be captured; the line is where it was raised."""
+
+
+class FunctionWatch(TorchFunctionMode):
+    """Within: the forward of ``replica``, a structure copy of a model that owns ``owned``, is traced under watch.
+
+    Raises Refused in the line at fault. ``refused`` keeps the first one, for a forward that catches exceptions.
+    """
+
+    def __init__(self, replica: nn.Module, owned: Owned) -> None:
+        super().__init__()
+        self._replica, self._owned = replica, owned
+        self._places = dict(_places(replica))
+        self.refused: Refused | None = None
+        self._running = False  # the export calls functions of its own before and after
+        replica.register_forward_pre_hook(lambda *_: self._set(True), prepend=True)
+        replica.register_forward_hook(lambda *_: self._set(False), always_call=True)
+
+    def _set(self, running: bool) -> None:
+        self._running = running
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        return self._called(func, args, kwargs) if self._running else func(*args, **kwargs)
+
+    def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = tuple(self._seen(x) for x in args), {name: self._seen(x) for name, x in kwargs.items()}
+        if func in _REFUSED and (frame := caller()) is not None and is_outside(frame):
+            self._refuse(_REFUSED[func])
+        if func == _DATA and type(args[0]) not in _REAL:
+            return args[0].detach()
+        return func(*args, **kwargs)
+
+    def _seen(self, x: Any) -> Any:
+        """An argument, with what the export has put into the module in place of a tensor that a closure holds."""
+        if type(x) in (list, tuple):
+            return type(x)(self._seen(y) for y in x)
+        if not isinstance(x, Tensor):
+            return x
+        if id(x) in self._places:
+            entries, name = self._places[id(x)]
+            return entries[name]
+        if type(x) in _REAL and not is_functorch_wrapped_tensor(x):
+            self._look_at(x)
+        return x
+
+    def _look_at(self, x: Tensor) -> None:
+        """A real tensor: a constant of the graph."""
+        name = self._owned.name_of(x)
+        if name is not None:
+            self._refuse(
+                f"the forward uses {name} of the model, but not as an attribute of a module: through a global variable "
+                "or a class, which a copy of the model shares with it; its gradient would be lost; reach it through "
+                "self, a closure, or an argument of a hook"
+            )
+        mark = MARKS.get(x)
+        if mark is None and not (x.requires_grad and torch.is_grad_enabled()):
+            return
+        path = path_of(self._replica, x)
+        kept = f"the tensor kept as {path}" if path else f"a tensor {tuple(x.shape)} from outside of the model"
+        if mark is not None:
+            self._refuse(f"the forward uses {kept}, which {mark}: it would be frozen; make it in the forward")
+        self._refuse(
+            f"the forward uses {kept}, which requires grad and is no parameter: it would get no gradient; register it "
+            "with a module (an nn.Parameter as attribute, nn.ParameterList), or pass it in detached"
+        )
+
+    def _refuse(self, text: str) -> None:
+        self.refused = self.refused or Refused(text)
+        raise self.refused
+
+
+def _places(replica: nn.Module) -> Iterator[tuple[int, tuple[dict[str, Any], str]]]:
+    """(id of a tensor, where its module keeps it)."""
+    for module in replica.modules():
+        for entries in (module._parameters, module._buffers):
+            yield from ((id(tensor), (entries, name)) for name, tensor in entries.items() if tensor is not None)
+
+
+def caller() -> FrameType | None:
+    """The line that called a torch function."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (
+        frame.f_code.co_filename in _DELEGATES or "__torch_function__" in frame.f_code.co_name
+    ):
+        frame = frame.f_back
+    return frame
+
+
+def is_outside(frame: FrameType) -> bool:
+    """Whether a line is neither torch's nor ours."""
+    file = Path(frame.f_code.co_filename)
+    return not (file.is_relative_to(_TORCH) or file.is_relative_to(_OURS))
+
+
+_REAL = (Tensor, nn.Parameter)
+_ATTRIBUTES: Any = Tensor  # whose attributes are descriptors
+_DATA: Callable[..., Any] = _ATTRIBUTES.data.__get__
+_GRADIENT = "a step has its own backward; use an autograd.Function, or hooks on the parameters of the result"
+_REFUSED: dict[Any, str] = {
+    Tensor.register_hook: f"a hook on the gradient of an intermediate value would not be called: {_GRADIENT}",
+    Tensor.register_post_accumulate_grad_hook: f"a gradient hook in the forward would not be called: {_GRADIENT}",
+    Tensor.retain_grad: f"the gradient of an intermediate value would not be kept: {_GRADIENT}",
+    _ATTRIBUTES.grad.__get__: "the forward reads a gradient, which would be frozen; pass it in as an input",
+    _ATTRIBUTES.data.__set__: "the forward replaces the data of a tensor; return the value, or copy_ it into a buffer",
+    Tensor.backward: "a backward within the forward cannot be captured; return the loss",
+    torch.autograd.backward: "a backward within the forward cannot be captured; return the loss",
+}

@@ -1,0 +1,278 @@
+"""Attention of some rows to some columns, block by block: what algorithms over ranks are made of.
+
+A block is a span of rows and a span of columns. Blocks in which nothing is allowed are skipped, those without a mask
+and triangles on the diagonal run as such, others get a mask made from positions. Partial results are merged by their
+log-sum-exp; gradients are added up. Both are kept in float32, or float64 for float64.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.attention.blocks import Block, blocks_of, split_rows
+from autopar.attention.problem import Problem, Span, Spans
+from autopar.ops import kernels
+from autopar.ops.facts import Facts
+from autopar.ops.kernels import wide
+
+# --- algorithms ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Gradients:
+    """Of q, k, v and (where it is differentiated) of the bias, in the dtype in which they were summed."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None = None
+
+
+__all__ = ["Attend", "Partials", "KernelCall", "stand_in", "wide"]
+
+MOST_ENTRIES = 2**24  # of a mask; blocks with more are split along rows
+
+
+@dataclass
+class Partials:
+    """Merged so far: out [B, Hq, n, Dv] and lse [B, Hq, n] of n rows, wide; lse is -inf where nothing came yet."""
+
+    out: Tensor
+    lse: Tensor
+    untouched: list[Span] = field(default_factory=list)  # rows to which nothing came yet, if that is known
+
+    @classmethod
+    def empty(cls, q: Tensor, value_width: int) -> Partials:
+        """Nothing yet, for the rows of q."""
+        out = q.new_zeros(*q.shape[:-1], value_width, dtype=wide(q.dtype))
+        lse = q.new_full(q.shape[:-1], float("-inf"), dtype=wide(q.dtype))
+        return cls(out, lse, [Span(0, q.shape[2])])
+
+    def merge(self, out: Tensor, lse: Tensor, first: int = 0) -> None:
+        """Take in the partial result of consecutive rows from ``first`` on.
+
+        out -= sigmoid(lse_block - lse) (out - out_block);  lse -= logsigmoid(lse - lse_block)
+        """
+        rows = Span(first, first + out.shape[2])
+        mine, my_lse = (x.narrow(2, first, len(rows)) for x in (self.out, self.lse))
+        if self._touch(rows):
+            mine.copy_(out)
+            my_lse.copy_(lse)
+            return
+        # where nothing comes, the weight is zero: the difference is not a number if nothing is there either
+        weight = torch.sigmoid(lse - my_lse).masked_fill(lse == float("-inf"), 0.0)
+        mine.lerp_(out.to(mine.dtype), weight.unsqueeze(-1))
+        my_lse.copy_(torch.logaddexp(my_lse, lse))  # = lse - logsigmoid(lse - lse_block), also where both are -inf
+
+    def _touch(self, rows: Span) -> bool:
+        """Whether these rows are the first to come where they stand."""
+        fresh = any(rows & span == rows for span in self.untouched)
+        parts = [(span & Span(0, rows.start), span & Span(rows.stop, span.stop)) for span in self.untouched]
+        self.untouched = [part for pair in parts for part in pair if len(part)]
+        return fresh
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """One call of a kernel: rows and columns that it got, allowed (query, key) pairs per example and head, and how many
+    query heads."""
+
+    rows: int
+    columns: int
+    pairs: int
+    heads: int
+    backward: bool = False
+
+
+class Attend:
+    """Block attention of one rank.
+
+    ``facts`` are those of `autopar::attention` with bias [B|1, Hq|1, own rows|1, all columns], key_mask and segments
+    [B, all columns], in the order of the whole sequence; ``facts.index`` holds the indices of batch and heads for
+    dropout, if they are cut. ``observe`` is called for each kernel call.
+    """
+
+    def __init__(
+        self, problem: Problem, facts: Facts, rank: int, observe: Callable[[KernelCall], None] | None = None
+    ) -> None:
+        assert not facts.offset, f"attention: rows of a cut sequence have no offset, found {facts.offset}"
+        self.problem, self.facts, self.rank = problem, facts, rank
+        self.observe = observe
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Spans, columns: Spans, into: Partials) -> None:
+        """Rows q [B, Hq, n, D] attend to columns k [B, Hk, m, D], v [B, Hk, m, Dv]; merged into ``into`` (n rows).
+
+        ``rows`` and ``columns`` say where these n and m stand in the whole sequence. With a bias that differs between
+        rows, the rows must be this rank's own.
+        """
+        for block in self._blocks(rows, columns):
+            of_rows, of_columns = (2, block.row, block.height), (2, block.column, block.width)
+            facts = self._facts(block, q.device)
+            out, lse = kernels.forward(q.narrow(*of_rows), k.narrow(*of_columns), v.narrow(*of_columns), facts)
+            into.merge(out, lse, block.row)
+            self._tell(block, backward=False)
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        rows: Spans,
+        columns: Spans,
+        into: Gradients,
+    ) -> None:
+        """Gradients of these rows (grad and out [B, Hq, n, Dv], lse [B, Hq, n]: final ones) and columns, added to
+        ``into`` (q: n rows; k, v: m columns; bias: own rows, all columns)."""
+        for block in self._blocks(rows, columns):
+            of_rows, of_columns = (2, block.row, block.height), (2, block.column, block.width)
+            my_grad, my_q, my_out, my_lse = (x.narrow(*of_rows) for x in (grad, q, out, lse))
+            my_k, my_v = k.narrow(*of_columns), v.narrow(*of_columns)
+            facts = self._facts(block, q.device)
+            to_q, to_k, to_v, to_bias = kernels.backward(
+                my_grad, my_q, my_k, my_v, my_out, my_lse, facts, into.bias is not None
+            )
+            into.q.narrow(*of_rows).add_(to_q)
+            into.k.narrow(*of_columns).add_(to_k)
+            into.v.narrow(*of_columns).add_(to_v)
+            if into.bias is not None and to_bias is not None:
+                self._add_bias(into.bias, to_bias, block)
+            self._tell(block, backward=True)
+
+    def _tell(self, block: Block, backward: bool) -> None:
+        if self.observe:
+            pairs = block.pairs(self.problem.mask)
+            self.observe(KernelCall(block.height, block.width, pairs, self.problem.heads, backward))
+
+    # --- blocks ------------------------------------------------------------------------------------------
+
+    def _blocks(self, rows: Spans, columns: Spans) -> Iterator[Block]:
+        """The calls: none where no documents meet, and none with a mask beyond the budget unless it is one row."""
+        for block in blocks_of(self.problem.mask, rows, columns):
+            if not self._meet(block):
+                continue
+            entries = self._entries(block)
+            if entries <= MOST_ENTRIES or block.height == 1:
+                yield block
+                continue
+            for piece in split_rows(block, max(1, MOST_ENTRIES * block.height // entries)):
+                for part in self._blocks(piece.rows, piece.columns):
+                    yield dataclasses.replace(part, row=part.row + piece.row, column=part.column + piece.column)
+
+    def _entries(self, block: Block) -> int:
+        """Of the block's mask, 0 if it has none."""
+        problem = self.problem
+        by_example = problem.segments or (problem.key_mask and block.kind != "all")
+        if not by_example and block.kind != "some":
+            return 0
+        return (problem.batch if by_example else 1) * block.height * block.width
+
+    def _meet(self, block: Block) -> bool:
+        """Whether a document of the rows may be among those of the columns. Read on the CPU alone: elsewhere reading
+        would wait for the device."""
+        segments = self.facts.segments
+        if segments is None or segments.device.type != "cpu":
+            return True
+        spans = {span: segments[:, span.start : span.stop].aminmax(dim=1) for span in (*block.rows, *block.columns)}
+        return any(
+            bool(((spans[r].min <= spans[c].max) & (spans[c].min <= spans[r].max)).any())
+            for r in block.rows
+            for c in block.columns
+        )
+
+    # --- facts of a block --------------------------------------------------------------------------------
+
+    def _facts(self, block: Block, device: torch.device) -> Facts:
+        facts, problem, mask = self.facts, self.problem, self.problem.mask
+        some = block.kind == "some"  # of one span each, as positions that differ by the offset
+        changes: dict[str, Any] = {
+            "causal": block.kind == "causal" or (some and mask.causal),
+            "window": mask.window if some else 0,
+            "offset": block.rows[0].start - block.columns[0].start if some else 0,
+            "chunk": 0,
+            "segments": None,
+            "sinks": None,
+        }
+        if facts.bias is not None:
+            changes["bias"] = _pick(self._own_rows(facts.bias, block), 3, block.columns)
+        if facts.lift is not None:
+            changes["lift"] = self._own_rows(facts.lift, block)
+        if facts.key_mask is not None:
+            changes["key_mask"] = _pick(facts.key_mask, 1, block.columns)
+        if device.type != "meta":
+            changes["mask"] = self._mask(block, device)
+            if facts.dropout:
+                changes["index"] = self._index(block, device)
+                changes["shape"] = [*(facts.shape or (problem.batch, problem.heads))[:2], problem.queries, problem.keys]
+        return dataclasses.replace(facts, **changes)
+
+    def _mask(self, block: Block, device: torch.device) -> Tensor | None:
+        """What depends on more than the distance of positions, chunks and documents: bool [B|1, 1, n, m] or None."""
+        chunk, segments = self.problem.mask.chunk, self.facts.segments
+        terms = []
+        if chunk and block.kind == "some":
+            i, j = (positions(spans, device) // chunk for spans in (block.rows, block.columns))
+            terms.append((i.unsqueeze(-1) == j)[None, None])
+        if segments is not None:
+            i, j = (_pick(segments, 1, spans) for spans in (block.rows, block.columns))
+            terms.append((i.unsqueeze(-1) == j.unsqueeze(-2)).unsqueeze(1))
+        return functools.reduce(torch.Tensor.logical_and, terms) if terms else None
+
+    def _index(self, block: Block, device: torch.device) -> list[Tensor]:
+        """Where the block's probabilities stand among all, for dropout."""
+        whole = [torch.arange(size, device=device) for size in (self.problem.batch, self.problem.heads)]
+        outer = list(self.facts.index[:2]) or whole
+        return [*outer, positions(block.rows, device), positions(block.columns, device)]
+
+    def _own(self, rows: Spans) -> Spans:
+        """Where positions of this rank's rows stand among its own."""
+        found, start = [], 0
+        for mine in self.problem.rows(self.rank):
+            found += [Span(r.start - mine.start + start, r.stop - mine.start + start) for r in rows if r & mine == r]
+            start += len(mine)
+        assert len(found) == len(rows), f"attention: rank {self.rank} has no bias for the rows {rows}"
+        return tuple(found)
+
+    def _own_rows(self, bias: Tensor, block: Block) -> Tensor:
+        return bias if bias.shape[2] == 1 else _pick(bias, 2, self._own(block.rows))
+
+    def _add_bias(self, into: Tensor, part: Tensor, block: Block) -> None:
+        """The gradient of a block's bias, to where its entries came from."""
+        rows = (Span(0, 1),) if into.shape[2] == 1 else self._own(block.rows)
+        bands = part.split([len(r) for r in rows], 2)
+        for r, band in zip(rows, bands):
+            for c, piece in zip(block.columns, band.split([len(c) for c in block.columns], 3)):
+                into[:, :, r.start : r.stop, c.start : c.stop] += piece
+
+
+def positions(spans: Spans, device: torch.device) -> Tensor:
+    """All positions of spans, in their order."""
+    return torch.cat([torch.arange(span.start, span.stop, device=device) for span in spans])
+
+
+def _pick(x: Tensor, dim: int, spans: Spans) -> Tensor:
+    """The entries of spans along a dim; all of a dim that is broadcast."""
+    if x.shape[dim] == 1:
+        return x
+    parts = [x.narrow(dim, span.start, len(span)) for span in spans]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def stand_in(grad: Tensor, delta: Tensor) -> Tensor:
+    """An ``out`` [B, H, n, D] with rowsum(grad * out) = delta [B, H, n]: all that a backward reads of it. Rows of grad
+    that are zero give zero."""
+    grad = grad.to(delta.dtype)
+    largest = grad.abs().amax(-1, keepdim=True)
+    largest = largest.masked_fill(largest == 0, 1.0)
+    unit = grad / largest  # squares of tiny gradients would vanish
+    length = unit.square().sum(-1, keepdim=True)
+    return unit * (delta.unsqueeze(-1) / largest / length.masked_fill(length == 0, 1.0))

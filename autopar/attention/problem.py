@@ -1,0 +1,160 @@
+"""Attention over a sequence that is cut over ranks: the words of it, and what an algorithm is.
+
+    rows      positions of queries       columns   positions of keys and values      (global, in consecutive spans)
+
+A rank holds some rows and some columns; an algorithm brings them together. It is code over a `Comm`, which a running
+mesh, a test in one process and the estimator (`autopar.attention.program`, on meta tensors) each provide, so that what is
+counted and drawn is what runs. The algorithms are in `autopar.passes.attention`, whose import fills `ALGORITHMS`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from autopar.attention.layouts import CONTIGUOUS, Blocks
+from autopar.ir.placement import place_in_block, scaled_blocks
+
+
+@dataclass(frozen=True)
+class Span:
+    """Positions [start, stop) of a sequence."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __and__(self, other: Span) -> Span:
+        """What both have; empty if they do not meet."""
+        start = max(self.start, other.start)
+        return Span(start, max(start, min(self.stop, other.stop)))
+
+
+Spans = tuple[Span, ...]
+
+
+def spans_of(total: int, blocks: Blocks, ranks: int, rank: int) -> Spans:
+    """The positions of a sequence of ``total`` that a rank holds, in the order in which it holds them."""
+    found, start = [], 0
+    for block in scaled_blocks(blocks, total) or (total,):
+        size, place = abs(block) // ranks, place_in_block(block, ranks, rank)
+        found.append(Span(start + place * size, start + (place + 1) * size))
+        start += abs(block)
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Mask:
+    """What a mask says by position alone; see `autopar.ops.facts.Facts`."""
+
+    causal: bool = False
+    window: int = 0
+    chunk: int = 0
+
+    def allows(self, rows: Span, columns: Span) -> str:
+        """How much of a block may be attended to: "none", "all", "causal" (the triangle of a square on the diagonal),
+        or "some" (what only a mask can tell)."""
+        pairs, size = self.pairs(rows, columns), len(rows)
+        if not pairs:
+            return "none"
+        if self.causal and rows == columns and pairs == size * (size + 1) // 2:
+            return "causal"
+        return "all" if pairs == size * len(columns) else "some"
+
+    def pairs(self, rows: Span, columns: Span) -> int:
+        """How many (query, key) pairs of a block are allowed."""
+        if not self.chunk:
+            return self._band_pairs(rows, columns)
+        first = max(rows.start, columns.start) // self.chunk
+        last = (min(rows.stop, columns.stop) - 1) // self.chunk
+        chunks = (Span(n * self.chunk, (n + 1) * self.chunk) for n in range(first, last + 1))
+        return sum(self._band_pairs(rows & chunk, columns & chunk) for chunk in chunks)
+
+    def _band_pairs(self, rows: Span, columns: Span) -> int:
+        """Pairs within causal and window, which bound i - j from below and above."""
+        if self.causal:
+            below = _pairs_up_to(rows, columns, 0)
+        elif self.window:
+            below = _pairs_up_to(rows, columns, self.window - 1)
+        else:
+            below = len(rows) * len(columns)
+        return below - (_pairs_up_to(rows, columns, -self.window) if self.window else 0)
+
+
+def _pairs_up_to(rows: Span, columns: Span, shift: int) -> int:
+    """How many pairs (i, j) of a block have j <= i + shift: row i has clamp(i + shift + 1 - start, 0, size) of them."""
+
+    def ramp(start: int) -> int:  # sum over the rows of max(0, i + shift + 1 - start)
+        return _triangle(rows.stop + shift - start) - _triangle(rows.start + shift - start)
+
+    return ramp(columns.start) - ramp(columns.stop)
+
+
+def _triangle(n: int) -> int:
+    return n * (n + 1) // 2 if n > 0 else 0
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention, as one rank of other axes sees it (its batch, its heads), over the whole sequence.
+
+    batch, heads, kv_heads, queries, keys, width (of q and k), value_width: sizes. size: ranks on the axis.
+    query_blocks, key_blocks: how rows and columns are dealt. bias: "" (none), "rows" (differs between queries: each
+    rank holds its own rows of it), "columns" (the same for all queries); bias_gradient: it is differentiated.
+    segments, key_mask, sinks: there are such. softcap, dropout: as in `autopar.ops.facts.Facts`.
+    """
+
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    width: int
+    value_width: int
+    dtype: torch.dtype
+    size: int
+    mask: Mask = Mask()
+    query_blocks: Blocks = CONTIGUOUS
+    key_blocks: Blocks = CONTIGUOUS
+    bias: str = ""
+    bias_gradient: bool = False
+    segments: bool = False
+    key_mask: bool = False
+    sinks: bool = False
+    softcap: float = 0.0
+    dropout: float = 0.0
+
+    def rows(self, rank: int) -> Spans:
+        """The queries of a rank."""
+        return spans_of(self.queries, self.query_blocks, self.size, rank)
+
+    def columns(self, rank: int) -> Spans:
+        """The keys of a rank."""
+        return spans_of(self.keys, self.key_blocks, self.size, rank)
+
+
+def inner_problem(problem: Problem, head_ranks: int) -> Problem:
+    """What is left of a problem once ``head_ranks`` neighbouring ranks have exchanged heads for sequence."""
+    if head_ranks == 1:
+        return problem
+    times = kv_repeats(problem.heads, problem.kv_heads, head_ranks)
+    return dataclasses.replace(
+        problem,
+        heads=problem.heads // head_ranks,
+        kv_heads=problem.kv_heads * times // head_ranks,
+        size=problem.size // head_ranks,
+    )
+
+
+def kv_repeats(heads: int, kv_heads: int, ranks: int) -> int:
+    """How often each key head is repeated so that ranks can share the heads out: the least number that makes them
+    divide. Raises ValueError if the query heads do not divide."""
+    group = heads // kv_heads
+    for times in range(1, group + 1):
+        if group % times == 0 and (kv_heads * times) % ranks == 0:
+            return times
+    raise ValueError(f"attention: {heads} query heads do not divide over {ranks} ranks; use an algorithm without them")

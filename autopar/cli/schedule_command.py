@@ -1,0 +1,175 @@
+"""`autopar schedule`: simulate a pipeline schedule on given times; print it, its bubble and its memory.
+
+    autopar schedule --name zb_h1 --stages 8 --micro-batches 24 --times F=18.5,B=18.1,W=9.3,comm=0.6
+    autopar schedule --name all --stages 8 --micro-batches 24
+
+The times are those of a rank's whole share of the model, so schedules with several parts per rank compare.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from autopar.report.chrome_trace import events_of, write_trace
+from autopar.report.schedule_grid import grid
+from autopar.report.schedule_picture import svg
+from autopar.report.schedule_summary import Outcome, compare, run_schedule, sent, summary, timeline_facts
+from autopar.schedule.request import SCHEDULES, Costs, Request
+from autopar.schedule.simulate import Timeline
+
+ALL = "all"
+TIMES = ("F", "B", "W", "comm", "FB")
+SIZES = ("M_B", "M_W")
+MOST_CELLS = 1_000_000  # minutes of simulation
+UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+_WIDTH = 160  # of the grid when stdout is no terminal
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    add = parser.add_argument
+    add("--name", required=True, help=f"a schedule, or '{ALL}' for a table: {', '.join(SCHEDULES)}")
+    add("--stages", type=int, required=True, metavar="N", help="ranks of the pp axis")
+    add("--micro-batches", type=int, required=True, metavar="N")
+    add("--chunks", type=int, metavar="N", help="parts of the model per rank (default: the schedule's own)")
+    add("--slices", type=int, default=1, metavar="N", help="token slices per micro-batch (default: 1)")
+    add(
+        "--times",
+        default="",
+        metavar="F=18.5,B=18.1,W=9.3,comm=0.6",
+        help="of one micro-batch on a rank's whole share of the model: F forward, B backward to inputs, W backward to "
+        "weights (a backward in one takes B + W), comm a transfer, FB a fused cell of forward and "
+        "backward (default: F=B=W=1, FB=F+B+W)",
+    )
+    add(
+        "--memory",
+        default="",
+        metavar="M_B=1,M_W=0.5",
+        help="what one micro-batch keeps on a rank: M_B from F until B, M_W from B until W (default: 1 and 0.5)",
+    )
+    add("--memory-limit", type=float, metavar="M", help="most that a rank may keep, in micro-batches (units of M_B)")
+    add("--unit", choices=UNITS, default="ms", help="of the times, in pictures and traces (default: %(default)s)")
+    add("--json", action="store_true", help='print {"makespan", "bubble", "peak", "order"}, the last two per rank')
+    add("--svg", type=Path, metavar="FILE", help="draw the schedule")
+    add("--trace", type=Path, metavar="FILE", help="write a trace for chrome://tracing or ui.perfetto.dev")
+
+
+def command(args: argparse.Namespace) -> int:
+    """Run it. Returns the exit code; raises ValueError for bad input."""
+    for name in ("stages", "micro_batches", "slices"):
+        if getattr(args, name) < 1:
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option}: expected a positive whole number, found {getattr(args, name)}")
+    if args.chunks is not None and args.chunks < 1:
+        raise ValueError(f"--chunks: expected a positive whole number, found {args.chunks}")
+    costs = asked_costs(args.times, args.memory)
+    chunks = args.chunks or (1 if args.name == ALL else SCHEDULES[args.name].chunks)
+    cells = args.stages * args.micro_batches * chunks * args.slices
+    if cells > MOST_CELLS:
+        raise ValueError(
+            f"--stages: a picture of stages x micro-batches x chunks x slices needs at most {MOST_CELLS} cells, found "
+            f"{cells}; take fewer micro-batches, the pattern repeats"
+        )
+    request = Request(args.stages, args.micro_batches, chunks, args.slices, memory_limit=args.memory_limit)
+    if args.name == ALL:
+        return _all(args, request, costs)
+    timeline = run_schedule(args.name, request, costs)
+    unit = args.unit if args.times else ""
+    facts = timeline_facts(timeline, unit)
+    try:
+        if args.svg:
+            notes = " · ".join(f"{what} {value}" for what, value in facts)
+            args.svg.write_text(svg(timeline, title=args.name, unit=unit, notes=notes), encoding="utf-8")
+        if args.trace:
+            write_trace(args.trace, {args.name: events_of(timeline)}, UNITS[args.unit])
+    except OSError as error:
+        raise ValueError(f"{error.filename}: cannot be written: {error.strerror}") from error
+    if args.json:
+        print(json.dumps(summary(timeline)))
+    else:
+        _print(timeline, facts)
+    return 0
+
+
+def asked_costs(times: str, memory: str) -> Costs:
+    """Costs from the texts of --times and --memory. Raises ValueError."""
+    found = _numbers("--times", times, TIMES, "F=18.5,B=18.1,W=9.3,comm=0.6")
+    sizes = _numbers("--memory", memory, SIZES, "M_B=1,M_W=0.5")
+    for name in ("F", "B", "W"):
+        if found.get(name, 1.0) == 0:
+            raise ValueError(f"--times: {name} needs a time above 0, found 0")
+    named: dict[str, Any] = {**found, "activations": sizes.get("M_B", 1.0), "stash": sizes.get("M_W", 0.5)}
+    return Costs(**named)
+
+
+def _numbers(option: str, text: str, known: Sequence[str], example: str) -> dict[str, float]:
+    """{"F": 18.5} of "F=18.5"."""
+    found: dict[str, float] = {}
+    for pair in text.split(",") if text else []:
+        name, _, number = pair.strip().partition("=")
+        if name not in known:
+            raise ValueError(f"{option}: expected NAME=NUMBER of {', '.join(known)}, found {pair!r}; such as {example}")
+        if name in found:
+            raise ValueError(f"{option}: {name} is given twice")
+        try:
+            value = float(number)
+        except ValueError:
+            value = -1.0
+        if not 0 <= value < float("inf"):
+            raise ValueError(f"{option}: {name} needs a number of 0 or more, found {number!r}; such as {example}")
+        found[name] = value
+    return found
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+
+
+def _print(timeline: Timeline, facts: Sequence[tuple[str, str]]) -> None:
+    console = _console()
+    console.print(grid(timeline, console.width), no_wrap=True, overflow="ignore", crop=False)
+    for what, value in facts:
+        console.print(f"{what}: {value}")
+    peaks = ", ".join(f"{value:.4g}" for value in timeline.memory)
+    console.print(f"peak memory per rank: {peaks}", soft_wrap=True)
+
+
+# --- all of them ---------------------------------------------------------------------------------------------
+
+
+def _all(args: argparse.Namespace, request: Request, costs: Costs) -> int:
+    if args.svg or args.trace:
+        raise ValueError(f"--svg and --trace need one schedule, found --name {ALL}")
+    outcomes = compare(request, costs, args.chunks)
+    if args.json:
+        rows = {o.name: summary(o.timeline) if o.timeline else {"refused": o.refusal} for o in outcomes}
+        print(json.dumps(rows))
+    else:
+        _console().print(schedules_table(outcomes))
+    return 0
+
+
+def schedules_table(outcomes: Sequence[Outcome]) -> Table:
+    """A row per schedule: the fastest is bold; those that cannot say why."""
+    table = Table(title_justify="left")
+    for column in ("schedule", "parts", "makespan", "step", "bubble", "peak memory", "sent", "copies"):
+        table.add_column(column, justify="left" if column == "schedule" else "right", no_wrap=True)
+    table.add_column("why not", overflow="fold")
+    fastest = min((o.timeline.cost for o in outcomes if o.timeline), default=0.0)
+    for outcome in outcomes:
+        t, entry = outcome.timeline, SCHEDULES[outcome.name]
+        if t is None:
+            table.add_row(outcome.name, *[""] * 7, outcome.refusal.replace("[", "\\["), style="dim")
+            continue
+        facts = (f"{t.makespan:,.5g}", f"{t.cost:,.5g}", f"{t.bubble:.2%}", f"{max(t.memory):.4g}", str(sent(t.order)))
+        bold = "bold" if t.cost <= fastest * (1 + 1e-9) else None
+        table.add_row(outcome.name, str(t.order.parts), *facts, str(entry.copies), "", style=bold)
+    return table

@@ -1,0 +1,148 @@
+"""From a model to step graphs: capture, plan, passes, differentiate. Pure: no process group, any mesh, no
+accelerator."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from autopar.adapters.lazy import lazy_code
+from autopar.capture import capture
+from autopar.compile.parameters import parameter_specs, with_pipeline
+from autopar.compile.parts import compile_pipeline
+from autopar.compile.slices import compile_sliced
+from autopar.cost.memory import most_static
+from autopar.ir.batch import (
+    check_batch_dims,
+)
+from autopar.ir.graph import (
+    has_gradient,
+    mark_gradients,
+    output_node,
+    remove_dead_code,
+)
+from autopar.ir.mesh import Mesh
+from autopar.options import Options
+from autopar.passes.accumulate_gradients import split_accumulation
+from autopar.passes.differentiate import differentiate, lowered
+from autopar.passes.in_order import GLOBAL_PASSES, PLACEMENT_PASSES, STEP_PASSES
+from autopar.passes.split_prologue import split_prologue
+from autopar.plan import Plan, check_plan
+from autopar.planner import make_plan
+from autopar.planner.plan_fits import check_fits
+from autopar.rewrite.compilation import Compilation, Observer, timed
+from autopar.rewrite.pass_manager import PassManager
+from autopar.rewrite.step_checks import check_gradients, promise
+from autopar.schedule.request import SCHEDULES
+from autopar.steps.graphs import Compiled
+
+
+def compile_model(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    mesh: Mesh,
+    options: Options | None = None,
+    *,
+    train: bool = True,
+    exact: bool = False,
+    autocast: torch.dtype | None = None,
+    plan: Plan | None = None,
+    fixed: Plan | None = None,
+    outputs: Sequence[str] | None = None,
+    tangents: Sequence[str] = (),
+    observers: Sequence[Observer] = (),
+) -> Compiled:
+    """Compile a model for one batch shape.
+
+    Args:
+        model: any module that torch.export accepts; on cpu, cuda or meta; it is not modified.
+        batch: the whole batch (all dp ranks, all micro-batches); only shapes and dtypes matter.
+        train: with gradients, each module in the mode that it has; otherwise all in eval mode, without gradients.
+        autocast: dtype of a `torch.autocast` around the forward.
+        plan: use this plan instead of making one. ``fixed``: make one, but keep the parameter placements of this one.
+        outputs: names of the outputs to keep (None: all). Losses are always kept.
+        tangents: names of further outputs that the backward starts from, beside the losses.
+        observers: called with (name, graph, context) after each level.
+    Raises: ValueError for a model that does not export, sizes that do not divide, ops without a rule.
+    """
+    start = time.perf_counter()
+    check_batch_dims(model, batch, dict(options.batch_dims) if options is not None else {})
+    gm = capture(model, batch, train=None if train else False, exact=exact, autocast=autocast)
+    seconds = time.perf_counter() - start
+    how: dict[str, Any] = {"plan": plan, "fixed": fixed, "outputs": outputs, "tangents": tangents}
+    return compile_graph(gm, mesh, options, train=train, timings={"capture": seconds}, observers=observers, **how)
+
+
+@lazy_code()
+def compile_graph(
+    gm: GraphModule,
+    mesh: Mesh,
+    options: Options | None = None,
+    *,
+    train: bool = True,
+    plan: Plan | None = None,
+    fixed: Plan | None = None,
+    outputs: Sequence[str] | None = None,
+    tangents: Sequence[str] = (),
+    observers: Sequence[Observer] = (),
+    timings: dict[str, float] | None = None,
+) -> Compiled:
+    """`compile_model` for a captured graph, which it changes."""
+    options = options or (plan.options if plan is not None else Options())
+    timings = {} if timings is None else timings
+    ctx = Compilation(mesh.with_micro_batches(options.micro_batches), observers=list(observers), timings=timings)
+    ctx.observe("capture", gm)
+    gm = PassManager(GLOBAL_PASSES).run(gm, ctx)
+    mark_gradients(gm, [s.node for s in gm.meta["signature"].inputs if s.kind == "parameter" and s.requires_grad])
+    if outputs is not None:
+        keep_outputs(gm, outputs)
+    if plan is None:
+        plan = timed(timings, "plan", lambda: with_pipeline(make_plan(gm, mesh, options, fixed), gm, options, fixed))
+    else:
+        check_plan(plan)
+        check_fits(plan, gm)
+    ctx.plan = plan
+    if train and plan.pipeline is not None and SCHEDULES[plan.pipeline.schedule].sliced:
+        return compile_sliced(gm, ctx)
+    gm = PassManager(PLACEMENT_PASSES).run(gm, ctx, facts=("functional",))
+    gm, prologue = split_prologue(gm, ctx)
+    if prologue is not None:
+        prologue.graph = lowered(prologue.graph)
+        ctx.observe("prologue", prologue.graph)
+    parameters = parameter_specs(gm, plan)
+    if plan.pipeline is not None:
+        pipeline = timed(timings, "pipeline", lambda: compile_pipeline(gm, ctx, train, most_static(parameters, mesh)))
+        return Compiled(gm.meta["signature"], plan, gm, None, prologue, parameters, train, ctx, pipeline)
+    steps = timed(timings, "differentiate", lambda: differentiate(gm, train, tangents))
+    if steps.backward is not None:
+        check_gradients(steps.backward, steps.gradients, gm)
+    if options.micro_batches > 1 and steps.backward is not None:
+        steps.backward_local, steps.backward = split_accumulation(steps.backward)
+    graphs = {"forward": steps.forward, "backward_local": steps.backward_local, "backward": steps.backward}
+    for name, step in graphs.items():
+        if step is not None:
+            with ctx.within(f"{name}."):
+                ctx.observe("differentiate", step)
+                PassManager(STEP_PASSES).run(promise(step), ctx, facts=("step",))
+            ctx.observe(name, step)
+    return Compiled(gm.meta["signature"], plan, gm, steps, prologue, parameters, train, ctx)
+
+
+def keep_outputs(gm: GraphModule, names: Sequence[str]) -> None:
+    """Drop the outputs that are not asked for; losses (scalars with a gradient) and new buffer values stay."""
+    signature, out = gm.meta["signature"], output_node(gm)
+    kept = [
+        (spec, value)
+        for spec, value in zip(signature.outputs, out.args[0], strict=True)  # type: ignore[arg-type]
+        if spec.kind == "mutation" or spec.name in names or (has_gradient(value) and not value.meta["val"].dim())
+    ]
+    out.args = (tuple(value for _, value in kept),)
+    gm.meta["signature"] = dataclasses.replace(signature, outputs=tuple(spec for spec, _ in kept))
+    remove_dead_code(gm)
+    gm.recompile()

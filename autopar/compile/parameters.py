@@ -1,0 +1,155 @@
+"""What is known of a model's parameters before a batch is compiled: their plan and their pieces."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.fx import GraphModule
+
+from autopar.capture import adapter_for, capture
+from autopar.ir.batch import (
+    UNCLEAR,
+    BatchDims,
+    check_batch_dims,
+    check_dims_exist,
+    likely_dims,
+    tensors_of,
+    whole_batch,
+)
+from autopar.ir.graph import (
+    global_shape,
+    mark_gradients,
+    placeholders,
+)
+from autopar.ir.mesh import Mesh
+from autopar.ir.parameter import ParameterSpec
+from autopar.options import Options
+from autopar.passes.in_order import GLOBAL_PASSES
+from autopar.plan import Plan
+from autopar.planner import make_plan, planned_batch_dims
+from autopar.planner.batch_dims import decide_batch_dims
+from autopar.planner.stages import plan_pipeline
+from autopar.planner.step_order import owners
+from autopar.rewrite.compilation import Compilation
+from autopar.rewrite.pass_manager import PassManager
+from autopar.schedule.request import SCHEDULES
+
+
+def plan_model(
+    model: nn.Module, batch: Mapping[str, Any], mesh: Mesh, options: Options, fixed: Plan | None = None
+) -> tuple[Plan, tuple[ParameterSpec, ...]]:
+    """The plan, and what it makes of the parameters, without compiling: enough to hold and load them.
+
+    Only the parameters' decisions are meant to be used; those that depend on the batch are made when a batch comes.
+    """
+    lean = dataclasses.replace(options, sequence_parallel=False, micro_batches=1)
+    check_batch_dims(model, batch, dict(options.batch_dims))
+    gm = _planning_graph(model, batch, Compilation(mesh))
+    plan = with_pipeline(make_plan(gm, mesh, lean, fixed), gm, options, fixed)
+    dims = planned_batch_dims(gm, mesh, options, fixed) | dict(plan.batch_dims)
+    unclear = gm.meta.get("unclear_batch_dims", []) if mesh.size("dp") > 1 else []
+    notes = tuple((f"input {name}", UNCLEAR) for name in unclear)
+    plan = dataclasses.replace(plan, batch_dims=dims, notes=(*plan.notes, *notes))
+    return plan, parameter_specs(gm, plan)
+
+
+T = TypeVar("T")
+
+
+def for_whole_batch(
+    make: Callable[[dict[str, Any]], T],
+    plan_of: Callable[[T], Plan],
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    mesh: Mesh,
+    options: Options,
+    fixed: Plan | None = None,
+) -> T:
+    """What ``make`` makes of the whole batch, from one dp rank's part of it.
+
+    The whole is made along likely batch dims; if its plan says that they are others, it is made anew. For a model
+    whose inputs an adapter knows, or a plan that knows them, that does not happen.
+    """
+    ranks, known = mesh.size("dp"), known_batch_dims(model, batch, options, fixed)
+    shapes = {name: tuple(x.shape) for name, x in tensors_of(batch).items()}
+    check_dims_exist(known, shapes)
+    dims, tried = likely_dims(shapes, {n: d for n, d in known.items() if n in shapes}), []
+    while dims not in tried:
+        tried.append(dims)
+        try:
+            made = make(whole_batch(batch, dims, ranks))
+            found = plan_of(made).batch_dims
+            if ranks == 1 or all(dims.get(name, dim) == dim for name, dim in found.items()):
+                return made
+        except ValueError:
+            if ranks == 1 or set(shapes) <= set(known) or len(tried) > 1:
+                raise
+            found = _dims_of_part(model, batch, options, fixed)  # a wrong whole may be no batch of the model at all
+            if all(dims.get(name, dim) == dim for name, dim in found.items()):
+                raise
+        dims = {**dims, **found}
+    raise ValueError(
+        f"batch_dims: which dim of which input is the batch is not clear: {' or '.join(map(str, tried))}; say it with "
+        "batch_dims={...}, None for an input that is no part of the batch"
+    )
+
+
+def known_batch_dims(
+    model: nn.Module, batch: Mapping[str, Any], options: Options, fixed: Plan | None
+) -> dict[str, int | None]:
+    """Batch dims that need no evidence: of an adapter, an earlier plan, the user. The later ones count."""
+    check_batch_dims(model, batch, dict(options.batch_dims))
+    adapter = adapter_for(model)
+    hints = adapter.batch_dims(model, batch) if adapter is not None else {}
+    return {**hints, **(fixed.batch_dims if fixed is not None else {}), **dict(options.batch_dims)}
+
+
+def _dims_of_part(model: nn.Module, batch: Mapping[str, Any], options: Options, fixed: Plan | None) -> BatchDims:
+    """Batch dims by the graph of one rank's part of the batch."""
+    return decide_batch_dims(
+        _planning_graph(model, batch, Compilation(Mesh.of(dp=1))),
+        dict(options.batch_dims),
+        fixed.batch_dims if fixed is not None else {},
+    )
+
+
+def _planning_graph(model: nn.Module, batch: Mapping[str, Any], ctx: Compilation) -> GraphModule:
+    gm = PassManager(GLOBAL_PASSES).run(capture(model, batch), ctx)
+    mark_gradients(gm, [s.node for s in gm.meta["signature"].inputs if s.kind == "parameter" and s.requires_grad])
+    return gm
+
+
+def with_pipeline(plan: Plan, gm: GraphModule, options: Options, fixed: Plan | None) -> Plan:
+    """The plan with the parts of a mesh with several ranks on pp."""
+    if plan.mesh.size("pp") == 1:
+        return plan
+    known = fixed.pipeline if fixed is not None else None
+    if options.schedule and SCHEDULES[options.schedule].sliced and plan.mesh.size("cp") > 1:
+        raise ValueError(
+            f'pipeline: the schedule {options.schedule} cuts the sequence in time, the axis "cp" cuts it over ranks; '
+            "keys of earlier slices would lie on all ranks; use a schedule without token slices, or no axis cp"
+        )
+    pipeline, notes = plan_pipeline(gm, plan.mesh, options, parameter_specs(gm, plan), known)
+    return dataclasses.replace(plan, pipeline=pipeline, notes=(*plan.notes, *notes))
+
+
+def parameter_specs(gm: GraphModule, plan: Plan) -> tuple[ParameterSpec, ...]:
+    """What the runtime must hold, from the signature and the plan."""
+    ranks = owners(plan)
+    nodes = {n.name: n for n in placeholders(gm)}
+    return tuple(
+        ParameterSpec(
+            s.name,
+            global_shape(nodes[s.node]),
+            nodes[s.node].meta["val"].dtype,
+            s.requires_grad,
+            s.aliases,
+            plan.stored(s.name),
+            ranks.get(s.name, (0,)),
+        )
+        for s in gm.meta["signature"].inputs
+        if s.kind == "parameter"
+    )

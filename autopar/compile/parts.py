@@ -1,0 +1,199 @@
+"""From a local graph to a pipeline: cut into parts, differentiate each, order the actions. Pure, as all of compiling.
+
+local graph -> cut_stages -> per part: F, BW, B, W, G, R -> schedule -> Order
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from torch.fx import GraphModule, Node
+
+from autopar.ir.conversions import is_conversion
+from autopar.ir.flow import Flow, flow_of
+from autopar.ir.graph import placeholders
+from autopar.ir.mesh import TokenSlice
+from autopar.passes.cut_stages import Cut, PartGraph, cut_stages
+from autopar.passes.differentiate import differentiate_part, lowered
+from autopar.passes.in_order import STEP_PASSES
+from autopar.passes.own_gradients import OwnGradients
+from autopar.passes.parameter_graphs import gather_graph, inline_gathers, reduce_graph
+from autopar.passes.slice_sizes import LENGTH, START, symbolic
+from autopar.planner.step_order import make_order
+from autopar.planner.units import parts_by_node, resolve
+from autopar.rewrite.compilation import Compilation
+from autopar.rewrite.pass_manager import PassManager
+from autopar.rewrite.step_checks import promise
+from autopar.schedule.lowering import lower
+from autopar.schedule.order import Hop, Order
+from autopar.schedule.simulate import simulate
+from autopar.steps.graphs import Cache, Pipeline, Stage, StepGraph
+
+
+def compile_pipeline(gm: GraphModule, ctx: Compilation, train: bool = True, static: int = 0) -> Pipeline:
+    """Cut a local graph as the plan says and compile its parts. ``static``: see `make_order`.
+
+    Raises ValueError where the graph has no such layers or the schedule does not take the number of micro-batches.
+    """
+    plan = ctx.plan
+    assert plan is not None and plan.pipeline is not None
+    chosen = plan.pipeline
+    flow = flow_of(gm, plan.inputs)
+    cut = cut_stages(gm, flow, place(flow, chosen.cuts), chosen.parts)
+    parts = [_compile_part(k, part, cut, ctx, train) for k, part in enumerate(cut.parts)]
+    order = proven(make_order(plan, parts, cut.hops, train, static), cut.hops)
+    return Pipeline(parts, cut.hops, order, *_prologues(cut, ctx), chosen.slices)
+
+
+def compile_sliced_pipeline(
+    graphs: Sequence[tuple[GraphModule, list[Cache]]], ctx: Compilation, slices: Sequence[TokenSlice]
+) -> Pipeline:
+    """The pipeline of token slices. ``graphs``: the local graphs, and caches, of the sample slices ``slices``."""
+    plan = ctx.plan
+    assert plan is not None and plan.pipeline is not None
+    chosen = plan.pipeline
+    cuts, made = [], []
+    for gm, _ in graphs:
+        flow = flow_of(gm, plan.inputs)
+        cut = cut_stages(gm, flow, place(flow, chosen.cuts), chosen.parts)
+        cuts.append(cut)
+        made.append([_differentiated(part, cut, True) for part in cut.parts])
+    parts = []
+    for k, stages in enumerate(zip(*made, strict=True)):
+        stage = _merged(stages, slices)
+        names = {n.name for n in placeholders(cuts[0].parts[k].graph)}
+        stage.caches = [c for c in graphs[0][1] if c.past in names]
+        parts.append(_finish(k, stage, ctx, FIXED_GRAPHS))
+    hops = [_sliced_hop(same, slices, chosen.slices) for same in zip(*(cut.hops for cut in cuts), strict=True)]
+    order = proven(make_order(plan, parts, hops), hops)
+    return Pipeline(parts, hops, order, *_prologues(cuts[0], ctx), chosen.slices)
+
+
+def proven(order: Order, hops: Sequence[Hop]) -> Order:
+    """The order, once it is known to end. Raises ScheduleError with the grid of one that would wait for ever."""
+    simulate(lower(order, hops))
+    return order
+
+
+def _merged(stages: Sequence[Stage], slices: Sequence[TokenSlice]) -> Stage:
+    """The stage for every slice, from those of the sample slices."""
+    first = stages[0]
+    for name in COMPUTE_GRAPHS:
+        steps = [getattr(s, name) for s in stages]
+        if steps[0] is not None:
+            assert all(s.inputs == steps[0].inputs and s.outputs == steps[0].outputs for s in steps)
+            graph = symbolic([s.graph for s in steps], slices)
+            setattr(first, name, StepGraph(graph, [*steps[0].inputs, LENGTH, START], steps[0].outputs))
+    return first
+
+
+def _sliced_hop(hops: Sequence[Hop], slices: Sequence[TokenSlice], lengths: Sequence[int]) -> Hop:
+    """The hop with one shape per slice: sizes are affine in the length, and follow from two samples."""
+    (first,), (longer,), (later,) = (h.shapes for h in hops[:3])
+    if later != first:
+        raise ValueError(
+            f"token_slices: {hops[0].value} goes from part {hops[0].source} to part {hops[0].target} and grows "
+            "with the tokens before the slice; cut the model elsewhere with cuts=[...]"
+        )
+    a, b = slices[0].length, slices[1].length
+
+    def shape(length: int) -> tuple[int, ...]:
+        return tuple(x + (y - x) * (length - a) // (b - a) for x, y in zip(first, longer, strict=True))
+
+    return replace(hops[0], shapes=tuple(map(shape, lengths)))
+
+
+def place(flow: Flow, cuts: tuple[str, ...]) -> dict[Node, int]:
+    """The part of every main node. A conversion belongs to its first user, so that what is sent is not gathered yet."""
+    part_of = parts_by_node(*resolve([n for n in flow.main if not is_conversion(n)], cuts))
+    for node in reversed(flow.main):
+        if node not in part_of:
+            users = [part_of[u] for u in node.users if u in part_of]
+            part_of[node] = min(users) if users else len(cuts)
+    for node in flow.main:  # what leaves the model belongs to what it is made of
+        if is_conversion(node) and not any(u in part_of for u in node.users):
+            part_of[node] = part_of[node.args[0]]  # type: ignore[index]
+    return part_of
+
+
+def _compile_part(k: int, part: PartGraph, cut: Cut, ctx: Compilation, train: bool) -> Stage:
+    with ctx.within(f"part{k}."):
+        ctx.observe("part", part.graph)
+    stage = _differentiated(part, cut, train)
+    assert ctx.plan is not None
+    if ctx.plan.options.gathers == "layer" and stage.gather is not None:
+        _gather_inside(stage)
+    return _finish(k, stage, ctx, (*FIXED_GRAPHS, *COMPUTE_GRAPHS))
+
+
+def _differentiated(part: PartGraph, cut: Cut, train: bool) -> Stage:
+    """The step graphs of a part."""
+    stage = differentiate_part(part.graph, part.results if train else _without_gradients(part.results), part.fixed)
+    nodes = {n.name: n for n in cut.flow.used}
+    used = {nodes[name]: cut.flow.used[nodes[name]] for name in part.fixed if name in nodes}
+    stage.gather, stage.aliases = gather_graph(used)
+    stage.mutations = part.mutations
+    stage.parameters = parameter_names(part.graph, [p.name for p in used.values()])
+    graphs = [g for g in (stage.backward, stage.backward_input, stage.backward_weight) if g is not None]
+    stage.reduce = reduce_graph(used, [name for g in graphs for name in g.outputs])
+    return stage
+
+
+FIXED_GRAPHS = ("gather", "reduce")
+COMPUTE_GRAPHS = ("forward", "backward", "backward_input", "backward_weight")
+
+
+def _finish(k: int, stage: Stage, ctx: Compilation, names: Sequence[str]) -> Stage:
+    """Run the passes over step graphs. (Those of token slices compute with sizes, which the passes do not know.)"""
+    for name in (*FIXED_GRAPHS, *COMPUTE_GRAPHS):
+        step = getattr(stage, name)
+        if step is not None:
+            setattr(stage, name, _finished(f"part{k}.{name}", step, ctx, name in names))
+    return stage
+
+
+def _without_gradients(results: Mapping[str, str]) -> dict[str, str]:
+    return {name: "output" for name in results}
+
+
+def _gather_inside(stage: Stage) -> None:
+    """Parameters are gathered by every graph that uses them, and die in between."""
+    gather = stage.gather
+    assert gather is not None
+    inline = partial(inline_gathers, gather=gather)
+    stage.forward = inline(stage.forward)
+    stage.backward = stage.backward and inline(stage.backward)
+    stage.backward_input = stage.backward_input and inline(stage.backward_input)
+    stage.backward_weight = stage.backward_weight and inline(stage.backward_weight)
+    stage.gather = None
+
+
+def _finished(name: str, step: StepGraph, ctx: Compilation, simplified: bool) -> StepGraph:
+    with ctx.within(f"{name}."):
+        graph = PassManager(STEP_PASSES if simplified else (OwnGradients(),)).run(
+            promise(step.graph), ctx, facts=("step",)
+        )
+    ctx.observe(name, graph)
+    assert len(placeholders(graph)) == len(step.inputs)
+    return StepGraph(graph, step.inputs, step.outputs)
+
+
+def _prologues(cut: Cut, ctx: Compilation) -> tuple[StepGraph | None, StepGraph | None]:
+    found: list[StepGraph | None] = []
+    for name, graph in (("once", cut.once), ("each", cut.each)):
+        if graph is None:
+            found.append(None)
+            continue
+        inputs, results = [n.name for n in placeholders(graph)], graph.meta["results"]
+        step = StepGraph(lowered(graph), inputs, list(results))
+        ctx.observe(name, step.graph)
+        found.append(step)
+    return found[0], found[1]
+
+
+def parameter_names(gm: GraphModule, nodes: list[str]) -> list[str]:
+    """Original names of parameters by the names of their placeholders."""
+    names = {s.node: s.name for s in gm.meta["signature"].inputs}
+    return list(dict.fromkeys(names[n] for n in nodes))

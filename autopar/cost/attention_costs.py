@@ -1,0 +1,97 @@
+"""What each algorithm costs for one attention over ranks: seconds, bytes, steps, or why it cannot run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from autopar.attention.algorithm import AttentionAlgorithm
+from autopar.attention.algorithm_table import ALGORITHMS
+from autopar.attention.layouts import LAYOUTS
+from autopar.attention.problem import Problem
+from autopar.attention.program import most_moved, sampled, trace
+from autopar.cost.attention_timeline import AttentionTimeline, play
+from autopar.cost.hardware import DEFAULT, Device
+from autopar.cost.topology import Topology
+
+PASSES = ("forward", "backward")
+
+
+@dataclass(frozen=True)
+class AttentionCost:
+    """One pass of an algorithm on a problem. seconds: of the slowest rank; exposed: of them, waited for exchanges.
+    sent: (way or kind of collective, bytes) of the rank that sends most. steps: exchanges that are waited for.
+    refusal: why it cannot; then all else is zero."""
+
+    algorithm: str
+    direction: str
+    seconds: float = 0.0
+    exposed: float = 0.0
+    sent: tuple[tuple[str, int], ...] = ()
+    steps: int = 0
+    refusal: str = ""
+
+    @property
+    def bytes(self) -> int:
+        """Over all ways."""
+        return sum(size for _, size in self.sent)
+
+    def __str__(self) -> str:
+        return self.refusal or f"{_ms(self.seconds)}, of them {_ms(self.exposed)} exposed"
+
+
+def candidates(problem: Problem, topology: Topology, device: Device = DEFAULT) -> list[AttentionCost]:
+    """Both passes of every algorithm that is worth a look, in the order of the table."""
+    return [estimate(algorithm, problem, way, topology, device) for algorithm in worth(problem) for way in PASSES]
+
+
+def worth(problem: Problem) -> list[AttentionAlgorithm]:
+    """The algorithms that name the problem's layout, whether they refuse or not: all, where it has no layout of causal
+    self-attention."""
+    known = [algorithm for _, algorithm in ALGORITHMS.items()]
+    if not problem.mask.causal or problem.query_blocks != problem.key_blocks:
+        return known
+    return [a for a in known if any(LAYOUTS[name] == problem.query_blocks for name in a.layouts)]
+
+
+@lru_cache(maxsize=4096)
+def estimate(
+    algorithm: AttentionAlgorithm, problem: Problem, direction: str, topology: Topology, device: Device = DEFAULT
+) -> AttentionCost:
+    """What one pass of an algorithm costs."""
+    if refusal := algorithm.refusal(problem):
+        return AttentionCost(algorithm.name, direction, refusal=refusal)
+    backward = direction == "backward"
+    programs = [trace(algorithm, problem, backward, rank) for rank in sampled(problem.size)]
+    timeline = play(problem, backward, programs, topology, device)
+    sent = tuple((way, size) for way, (_, size) in most_moved(programs).items())
+    steps = max(program.steps for program in programs)
+    return AttentionCost(algorithm.name, direction, timeline.seconds, timeline.exposed, sent, steps)
+
+
+def pass_timeline(
+    algorithm: AttentionAlgorithm, problem: Problem, direction: str, topology: Topology, device: Device = DEFAULT
+) -> AttentionTimeline:
+    """One pass on all ranks, for pictures. Raises ValueError if the algorithm refuses the problem."""
+    check_together((algorithm,), problem)
+    backward = direction == "backward"
+    programs = [trace(algorithm, problem, backward, rank) for rank in range(problem.size)]
+    return play(problem, backward, programs, topology, device)
+
+
+def check_together(named: Sequence[AttentionAlgorithm], problem: Problem) -> None:
+    """Whether algorithms that were asked for can run it, and go together."""
+    for algorithm in named:
+        if refusal := algorithm.refusal(problem):
+            raise ValueError(refusal)
+    for algorithm in named:
+        if algorithm.head_ranks(problem) > 1 and len(set(named)) > 1:
+            raise ValueError(
+                f"attention: {algorithm.name} exchanges heads for sequence and keeps them so for the backward, found "
+                f"{'+'.join(a.name for a in named)}; use {algorithm.name} for both passes"
+            )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"

@@ -1,0 +1,252 @@
+"""How long a node takes, from its shapes alone: floating-point operations, bytes of memory, and a roofline over both.
+
+    products       2 per multiply-add: m·k·n of a matrix product, O·(I/g)·kernel·positions of a convolution
+    attention      2·(D + Dv) per allowed (query, key) pair and head; its backward 2·(3 D + 2 Dv): it computes the
+                   scores again. Causal counts the triangle, a window its band, chunks their blocks
+    all else       1 per element
+    views          nothing
+
+seconds = max(operations / speed, bytes / bandwidth) (Williams et al., Roofline, CACM 2009), for graphs at any level.
+Ratios between layers are what the numbers are for; absolute values depend on kernels that nobody has seen yet.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+import autopar.ops  # noqa: F401  (registers the operators that the table names)
+from autopar.adapters.operators import OpOverload, mutates, name_of, returns_alias
+from autopar.attention.operator import attention_of_piece
+from autopar.cost.hardware import DEFAULT, Device
+from autopar.cost.traffic import transfer
+from autopar.ir.conversions import convert, exchange
+from autopar.ir.graph import arguments, is_call, tensor_operands
+from autopar.ir.mesh import Mesh
+from autopar.ops.collectives import COLLECTIVES
+from autopar.ops.vocabulary import embedding_of_piece
+
+Arguments = dict[str, Any]
+Count = Callable[[Node, Arguments], int]
+
+
+# --- products ------------------------------------------------------------------------------------------------
+
+
+def _tensors(node: Node) -> list[Tensor]:
+    """The fake tensors that a node makes; None and numbers (of a graph that computes sizes) are left out."""
+    val = node.meta.get("val")
+    return [v for v in (val if isinstance(val, (list, tuple)) else [val]) if isinstance(v, Tensor)]
+
+
+def _numel(node: Node) -> int:
+    return sum(math.prod(v.shape) for v in _tensors(node))
+
+
+def _nbytes(node: Node) -> int:
+    return sum(math.prod(v.shape) * v.dtype.itemsize for v in _tensors(node))
+
+
+def _dtype(node: Node) -> torch.dtype | None:
+    return next((v.dtype for v in _tensors(node)), None)
+
+
+def _size(node: Node) -> tuple[int, ...]:
+    return tuple(node.meta["val"].shape)
+
+
+def _product(left: str) -> Count:
+    """2·(elements of the result)·(last dim of the left factor)."""
+    return lambda node, args: 2 * _numel(node) * _size(args[left])[-1]
+
+
+def _addbmm(node: Node, args: Arguments) -> int:
+    return 2 * math.prod(_size(args["batch1"])) * _size(args["batch2"])[-1]
+
+
+def _einsum(node: Node, args: Arguments) -> int:
+    """Factor by factor, each over all letters of the equation: exact for two factors, an upper bound for more."""
+    terms = str(args["equation"]).replace(" ", "").partition("->")[0].split(",")
+    sizes: dict[str, int] = {}
+    dots = 1
+    for term, x in zip(terms, args["tensors"], strict=True):
+        shape = list(_size(x))
+        before, ellipsis, after = term.partition("...")
+        named = shape[: len(before)] + (shape[len(shape) - len(after) :] if after else [])
+        if ellipsis:
+            dots = max(dots, math.prod(shape[len(before) : len(shape) - len(after)]))
+        for letter, size in zip(before + after, named, strict=True):
+            sizes[letter] = max(size, sizes.get(letter, 1))
+    return 2 * max(1, len(terms) - 1) * dots * math.prod(sizes.values())
+
+
+def _convolution(node: Node, args: Arguments) -> int:
+    """Each output position takes a patch; transposed, each input position gives one."""
+    positions = args["input"] if args.get("transposed") else node
+    return 2 * _numel(positions) * math.prod(_size(args["weight"])[1:])
+
+
+def _transposed_convolution(node: Node, args: Arguments) -> int:
+    return _convolution(node, {**args, "transposed": True})
+
+
+def _convolution_backward(node: Node, args: Arguments) -> int:
+    """Two products like the forward's, and the bias's sum."""
+    positions = args["input"] if args["transposed"] else args["grad_output"]
+    each = 2 * _numel(positions) * math.prod(_size(args["weight"])[1:])
+    to_input, to_weight, to_bias = args["output_mask"]
+    return each * (to_input + to_weight) + to_bias * _numel(args["grad_output"])
+
+
+def _grouped_mm(node: Node, args: Arguments) -> int:
+    """torch's own: groups of rows of the left factor, or of both, or of columns of the right one."""
+    left, right = args["self"], args["mat2"]
+    if len(_size(left)) == 2:
+        return 2 * _numel(left) * _size(right)[-1]
+    return 2 * _numel(node) * _size(left)[-1]
+
+
+def _grouped_weight_grad(node: Node, args: Arguments) -> int:
+    return 2 * _numel(args["rows"]) * _size(args["grad"])[-1]
+
+
+# --- attention -----------------------------------------------------------------------------------------------
+
+
+def pairs(queries: int, keys: int, causal: bool = False, window: int = 0, chunk: int = 0, offset: int = 0) -> int:
+    """Number of allowed (query, key) pairs under the mask facts of `autopar::attention`: row r is query r + offset."""
+    i = np.arange(offset, offset + queries, dtype=np.int64)
+    first, behind = np.zeros_like(i), np.full_like(i, keys)
+    if causal:
+        behind = np.minimum(behind, i + 1)
+    if window:
+        first, behind = np.maximum(first, i - window + 1), np.minimum(behind, i + window)
+    if chunk:
+        first, behind = np.maximum(first, i // chunk * chunk), np.minimum(behind, (i // chunk + 1) * chunk)
+    return int(np.maximum(behind - first, 0).sum())
+
+
+def _attention(of_query: int, of_value: int) -> Count:
+    """2·pairs·heads·(of_query·D + of_value·Dv) for autopar's operator and for torch's, whose names differ a little."""
+
+    def count(node: Node, args: Arguments) -> int:
+        q, k, v = (_size(args[long] if long in args else args[long[0]]) for long in ("query", "key", "value"))
+        causal = bool(args.get("causal", args.get("is_causal", False)))
+        offset = args.get("offset", 0)
+        if isinstance(offset, Node):  # a graph for any token slice: this one's queries are its last tokens
+            offset = k[-2] - q[-2]
+        ranks = args.get("size", 1)  # over a cut sequence: a rank's share of the pairs, which algorithms balance
+        window, chunk = args.get("window", 0), args.get("chunk", 0)
+        allowed = pairs(ranks * q[-2], ranks * k[-2], causal, window, chunk, offset) // ranks
+        return 2 * allowed * math.prod(q[:-2]) * (of_query * q[-1] + of_value * v[-1])
+
+    return count
+
+
+# --- the table -----------------------------------------------------------------------------------------------
+
+COUNTS: dict[str, Count] = {
+    "aten::linear": _product("input"),
+    "aten::matmul": _product("self"),
+    "aten::mm": _product("self"),
+    "aten::bmm": _product("self"),
+    "aten::mv": _product("self"),
+    "aten::dot": _product("self"),
+    "aten::vdot": _product("self"),
+    "aten::addmm": _product("mat1"),
+    "aten::addmv": _product("mat"),
+    "aten::baddbmm": _product("batch1"),
+    "aten::addbmm": _addbmm,
+    "aten::_grouped_mm": _grouped_mm,
+    "aten::einsum": _einsum,
+    "aten::conv1d": _convolution,
+    "aten::conv2d": _convolution,
+    "aten::conv3d": _convolution,
+    "aten::convolution": _convolution,
+    "aten::conv_transpose1d": _transposed_convolution,
+    "aten::conv_transpose2d": _transposed_convolution,
+    "aten::conv_transpose3d": _transposed_convolution,
+    "aten::convolution_backward": _convolution_backward,
+    "autopar::grouped_mm": _product("rows"),
+    "autopar::grouped_mm_weight_grad": _grouped_weight_grad,
+    "autopar::attention": _attention(1, 1),
+    "autopar::attention_backward": _attention(3, 2),
+    "autopar::context_attention": _attention(1, 1),
+    "autopar::context_attention_backward": _attention(3, 2),
+    "aten::scaled_dot_product_attention": _attention(1, 1),
+}
+for _kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"):
+    COUNTS[f"aten::_scaled_dot_product_{_kind}"] = _attention(1, 1)
+    COUNTS[f"aten::_scaled_dot_product_{_kind}_backward"] = _attention(3, 2)
+
+# They read as much of their operands as they return, not the whole.
+_LOOKUPS = ("aten::embedding", "aten::index_select", "aten::gather", "aten::index", "autopar::shard_slice")
+_VIEWS = ("aten::_unsafe_view",)  # views whose schemas do not tell
+_FREE = (operator.getitem, convert, exchange, *COLLECTIVES)
+
+
+def _name(node: Node) -> str:
+    return name_of(node.target) if isinstance(node.target, OpOverload) else ""
+
+
+def _is_free(node: Node) -> bool:
+    """Whether a node computes nothing: inputs, views, and transfers, which `node_seconds` counts by their bytes."""
+    if node.op != "call_function" or is_call(node, *_FREE) or _name(node) in _VIEWS:
+        return True
+    if not isinstance(node.target, OpOverload) or mutates(node.target) or not returns_alias(node.target):
+        return False
+    operands = tensor_operands(node)
+    return not operands or _dtype(operands[0]) == _dtype(node)  # `to` is a view only where the dtype stays
+
+
+def _is_lookup(node: Node) -> bool:
+    return _name(node) in _LOOKUPS or is_call(node, embedding_of_piece)
+
+
+def flops(node: Node) -> int:
+    """Floating-point operations of one run of a node, from the shapes in ``meta['val']``; 0 for what computes nothing.
+
+    On local and step graphs they are one rank's, on global graphs those of the whole batch.
+    """
+    if _is_free(node):
+        return 0
+    count = _attention(1, 1) if is_call(node, attention_of_piece) else COUNTS.get(_name(node))
+    if count is not None:
+        return count(node, arguments(node))
+    operands = [] if _is_lookup(node) else tensor_operands(node)
+    return max([_numel(node), *map(_numel, operands)])
+
+
+def memory_bytes(node: Node) -> int:
+    """Bytes that a node reads and writes when every operand comes from memory."""
+    if _is_free(node):
+        return 0
+    if _is_lookup(node):
+        return 2 * _nbytes(node)
+    return _nbytes(node) + sum(map(_nbytes, dict.fromkeys(tensor_operands(node))))
+
+
+# --- seconds -------------------------------------------------------------------------------------------------
+
+
+def node_seconds(node: Node, device: Device = DEFAULT, mesh: Mesh | None = None) -> float:
+    """Time of one run of a node on a device; with a mesh, conversions and collectives take their transfers' time."""
+    if mesh is not None and (moved := transfer(node, mesh)) is not None:
+        return device.latency + moved.bytes / device.link if moved.bytes else 0.0
+    if _is_free(node):
+        return 0.0
+    operands = tensor_operands(node) or [node]
+    speed = device.speed(_dtype(operands[0]) or torch.float32)
+    return max(flops(node) / speed, memory_bytes(node) / device.memory, device.launch)
+
+
+def seconds_of(nodes: Iterable[Node], device: Device = DEFAULT, mesh: Mesh | None = None) -> float:
+    """Time of nodes that run one after another, such as a layer's, or a graph's: ``seconds_of(gm.graph.nodes)``."""
+    return math.fsum(node_seconds(node, device, mesh) for node in nodes)

@@ -1,0 +1,184 @@
+"""What one rank holds: bytes of parameters, gradients, optimizer states and activations, read off the step graphs.
+
+    steady    parameters + buffers + inputs + optimizer
+    F         saved values and temporaries as they live and die          \\
+    B         saved values until their last use, gradients from birth     } the peak of a step lies in one of them
+    between   gradient sums of earlier micro-batches                     /
+
+Activations are counted by walking a graph as it runs (`autopar.ir.storages`), with pipeline stages all graphs of a rank
+in the order of its actions (`autopar.cost.stage_memory`). It is what the graphs ask for, not what a device's allocator
+reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch.fx import Node
+
+from autopar.cost.stage_memory import walk_rank
+from autopar.ir.graph import outputs, placeholders
+from autopar.ir.mesh import Mesh
+from autopar.ir.parameter import ParameterSpec
+from autopar.ir.placement import Shard
+from autopar.ir.storages import bytes_of, peak_of_values, saved_bytes
+from autopar.ir.storages import is_view as is_view
+from autopar.ir.storages import storage_bytes as storage_bytes
+from autopar.ir.storages import storages as storages
+
+if TYPE_CHECKING:
+    from autopar.steps.graphs import Compiled
+
+
+from collections.abc import Sequence
+
+# Floating states of AdamW per element: the two moments.
+_MOMENTS = 2
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank.
+
+    parameters: stored pieces of all parameters. buffers: buffers and constants. inputs: its part of a step's batch.
+    gradients: one per trainable parameter that the loss depends on, placed and typed like it.
+    optimizer: AdamW in single precision, see `optimizer_bytes`.
+    accumulated: with micro-batches, this rank's own gradients before they are reduced; they are whole on dp.
+    saved: what F of one micro-batch keeps for B; with pipeline stages, the most that all micro-batches in flight keep.
+    forward_peak, backward_peak: most bytes of live values in F and in B, saved values and gradients included, what is
+    steady left out.
+
+    With pipeline stages only: received: of ``saved``, what other ranks have sent. gathered: parameters that are whole
+    from the first F of a step to its last B. Values on their way to another rank are left out.
+    """
+
+    parameters: int
+    buffers: int
+    inputs: int
+    gradients: int
+    optimizer: int
+    accumulated: int
+    saved: int
+    forward_peak: int
+    backward_peak: int
+    received: int = 0
+    gathered: int = 0
+
+    @property
+    def steady(self) -> int:
+        """What is there all the time."""
+        return self.parameters + self.buffers + self.inputs + self.optimizer
+
+    @property
+    def peak(self) -> int:
+        """The most that is there at once, in a step whose gradients were freed before it started."""
+        return self.steady + max(self.forward_peak, self.backward_peak)
+
+
+def memory(compiled: Compiled) -> Memory:
+    """The memory of one rank that trains a compiled model: AdamW, gradients freed between steps. With pipeline stages,
+    of the rank that needs most; `memories` has all."""
+    return max(memories(compiled), key=lambda m: m.peak)
+
+
+def memories(compiled: Compiled) -> tuple[Memory, ...]:
+    """The memory of a rank for every coordinate on pp; of one rank where there are no pipeline stages."""
+    if compiled.pipeline is None:
+        return (_memory(compiled),)
+    return tuple(_of_stage(compiled, rank) for rank in range(compiled.plan.mesh.size("pp")))
+
+
+def _memory(compiled: Compiled) -> Memory:
+    steps = compiled.steps
+    kept = ("parameter", "buffer", "constant", "input")
+    held = {s.node for s in compiled.local.meta["signature"].inputs if s.kind in kept}
+    with_gradient = set(steps.gradients)
+    nodes = {s.name: s.node for s in compiled.local.meta["signature"].inputs if s.kind == "parameter"}
+    trained = [p for p in compiled.parameters if p.requires_grad and nodes[p.name] in with_gradient]
+    accumulated = _accumulated(compiled)
+    backward = [peak_of_values(steps.backward, held)] if steps.backward else [0]
+    if steps.backward_local is not None:
+        backward.append(peak_of_values(steps.backward_local, held) + accumulated)
+    return Memory(
+        **_steady(compiled, compiled.parameters, trained),
+        accumulated=accumulated,
+        saved=saved_bytes(steps.forward, steps.outputs, held),
+        forward_peak=peak_of_values(steps.forward, held) + accumulated,
+        backward_peak=max(backward),
+    )
+
+
+def _of_stage(compiled: Compiled, rank: int) -> Memory:
+    """Of a rank at a coordinate of pp."""
+    assert compiled.pipeline is not None
+    found = walk_rank(compiled.pipeline, rank)
+    held = [p for p in compiled.parameters if rank in p.ranks]
+    nodes = {s.name: s.node for s in compiled.local.meta["signature"].inputs if s.kind == "parameter"}
+    trained = [p for p in held if p.requires_grad and nodes[p.name] in found.trained]
+    return Memory(
+        **_steady(compiled, held, trained),
+        accumulated=found.accumulated,
+        saved=found.saved,
+        forward_peak=found.forward_peak,
+        backward_peak=found.backward_peak,
+        received=found.received,
+        gathered=found.gathered,
+    )
+
+
+def _steady(compiled: Compiled, held: Iterable[ParameterSpec], trained: Iterable[ParameterSpec]) -> dict[str, int]:
+    """What does not depend on the order in which graphs run."""
+    mesh, trained = compiled.plan.mesh, list(trained)
+    nodes = {n.name: n for n in placeholders(compiled.local)}
+    specs = {s.node: s for s in compiled.local.meta["signature"].inputs}
+    return {
+        "parameters": sum(p.nbytes(mesh) for p in held),
+        "buffers": bytes_of(nodes[n] for n, s in specs.items() if s.kind in ("buffer", "constant") and n in nodes),
+        "inputs": _input_bytes(compiled, {n: s.name for n, s in specs.items() if s.kind == "input"}, nodes),
+        "gradients": sum(p.nbytes(mesh) for p in trained),
+        "optimizer": sum(optimizer_bytes(p, mesh) for p in trained),
+    }
+
+
+def optimizer_bytes(spec: ParameterSpec, mesh: Mesh) -> int:
+    """AdamW on one rank's piece: two moments in single precision, and a single precision master copy of a parameter
+    in half precision. 8 bytes per element of float32, 12 of bfloat16, 16 of float64.
+
+    (`torch.optim.AdamW` on parameters in half precision keeps both moments in half precision and no master copy: 4.)
+    """
+    size = spec.dtype.itemsize
+    count = spec.nbytes(mesh) // size
+    return count * (_MOMENTS * max(size, 4) + (4 if size < 4 else 0))
+
+
+def _accumulated(compiled: Compiled) -> int:
+    local = compiled.steps.backward_local
+    if local is None:
+        return 0
+    return bytes_of(g for g in outputs(local) if isinstance(g, Node))
+
+
+def _input_bytes(compiled: Compiled, inputs: Mapping[str, str], nodes: Mapping[str, Node]) -> int:
+    """Inputs of all micro-batches: a graph sees one of them."""
+    count, total = compiled.plan.options.micro_batches, 0
+    for node, name in inputs.items():
+        cut = isinstance(compiled.plan.inputs.get(name, {}).get("mb"), Shard)
+        total += bytes_of([nodes[node]]) * (count if cut else 1)
+    return total
+
+
+def most_static(specs: Sequence[ParameterSpec], mesh: Mesh) -> int:
+    """`static_bytes` of the coordinate on pp that holds most."""
+    by_name = {s.name: s for s in specs}
+    held = ([s.name for s in specs if r in s.ranks] for r in range(mesh.size("pp")))
+    return max(static_bytes(by_name, names, mesh) for names in held)
+
+
+def static_bytes(specs: Mapping[str, ParameterSpec], names: Sequence[str], mesh: Mesh) -> int:
+    """Parameters, gradients and optimizer states of one rank."""
+    held = [specs[n] for n in names]
+    return sum(p.nbytes(mesh) * (2 if p.requires_grad else 1) for p in held) + sum(
+        optimizer_bytes(p, mesh) for p in held if p.requires_grad
+    )

@@ -1,0 +1,59 @@
+"""Seconds and bytes of the actions of a pipeline's parts, estimated from their step graphs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from autopar.cost.flops import seconds_of
+from autopar.cost.hardware import DEFAULT, Device
+from autopar.ir.graph import nbytes, placeholders
+from autopar.ir.mesh import Mesh
+from autopar.ir.storages import storage_bytes
+from autopar.schedule.order import Hop
+from autopar.schedule.request import Costs
+from autopar.steps.graphs import Stage, StepGraph
+
+
+def stage_costs(
+    parts: Sequence[Stage], hops: Sequence[Hop], mesh: Mesh | None = None, device: Device = DEFAULT
+) -> Costs:
+    """Seconds and bytes of every part's actions, estimated from its step graphs.
+
+    ``mesh``: gathers and reductions take the time of their transfers. (Those of tp inside of F, B and W take none:
+    their links are many times faster, and a device has one speed here.)
+    """
+
+    def time(graph: StepGraph | None, mesh: Mesh | None = None) -> float:
+        return seconds_of(graph.graph.graph.nodes, device, mesh) if graph is not None else 0.0
+
+    received = [sum(_hop_bytes(h) for h in hops if h.target == k) for k in range(len(parts))]
+    comm = max((device.latency + _hop_bytes(h) / device.link for h in hops), default=0.0)
+    return Costs(
+        F=tuple(time(p.forward) for p in parts),
+        B=tuple(time(p.backward_input) for p in parts),
+        W=tuple(time(p.backward_weight) for p in parts),
+        comm=comm,
+        G=tuple(time(p.gather, mesh) for p in parts),
+        R=tuple(time(p.reduce, mesh) for p in parts),
+        activations=tuple(float(kept(p) + r) for p, r in zip(parts, received, strict=True)),
+        stash=tuple(float(_taken(p.backward_weight)) for p in parts),
+    )
+
+
+def kept(part: Stage) -> int:
+    """Bytes that F of a part keeps for its backward, without what it received."""
+    names = part.forward.outputs
+    return storage_bytes(part.forward.graph, [i for i, n in enumerate(names) if n and n.startswith("saved:")])
+
+
+def _taken(step: StepGraph | None) -> int:
+    """Bytes that W takes over from F and B."""
+    if step is None:
+        return 0
+    nodes = dict(zip(step.inputs, placeholders(step.graph), strict=True))
+    return sum(nbytes(n) for name, n in nodes.items() if name.startswith(("saved:", "stash:")))
+
+
+def _hop_bytes(hop: Hop) -> int:
+    return sum(math.prod(shape) for shape in hop.shapes) * hop.dtype.itemsize

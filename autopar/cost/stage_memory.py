@@ -1,0 +1,221 @@
+"""What one rank of a pipeline holds while it runs its actions one after another.
+
+    G       parameters that stay whole until the last backward of their stage
+    F       adds what its backward takes: saved values, and what it received
+    B       leaves what W takes; W and BW leave nothing but gradient sums
+    R       turns the gradient sums of a stage into gradients
+
+At every action: what is there already, and the live values of the graph that it runs. Left out are values on their way
+to another rank and buffers of receives that are posted ahead.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from autopar.ir.graph import outputs, placeholders
+from autopar.ir.storages import bytes_of, peak_of_values, storage_bytes, storages
+from autopar.schedule.order import PARAMETERS, TRANSFERS, Action, Order
+from autopar.steps.graphs import Pipeline, StepGraph
+from autopar.steps.of_rank import graph_of, lowered_order, slice_shares
+
+
+@dataclass
+class Walk:
+    """Most bytes at once, of each kind for itself. saved: all that is kept between F, B and W; received: of this, what
+    other ranks have sent. trained: placeholders of stored parameters that get a gradient."""
+
+    gathered: int = 0
+    accumulated: int = 0
+    saved: int = 0
+    received: int = 0
+    forward_peak: int = 0
+    backward_peak: int = 0
+    trained: set[str] = field(default_factory=set)
+
+
+def walk_rank(pipeline: Pipeline, rank: int) -> Walk:
+    """Run the actions of one coordinate on pp."""
+    order = lowered_order(pipeline)
+    run = _RankWalk(pipeline, order, rank)
+    for action in order.ranks[rank]:
+        if action.kind not in TRANSFERS:
+            run.act(action)
+    return run.found
+
+
+class _Part:
+    """Bytes of the values of one part's graphs, by name."""
+
+    def __init__(self, pipeline: Pipeline, index: int) -> None:
+        self.part = part = pipeline.parts[index]
+        self.received = {h.value for h in pipeline.hops if h.target == index}
+        self.backwards = [g for g in (part.backward, part.backward_input, part.backward_weight) if g is not None]
+        self.sizes = {n: bytes_of([x]) for g in self.backwards for n, x in zip(g.inputs, placeholders(g.graph))}
+        saved = [i for i, n in enumerate(part.forward.outputs) if n and n.startswith("saved:")]
+        self.saved = storage_bytes(part.forward.graph, saved)
+        self.arrived = sum(self.sizes[n] for n in self.received if n in self.sizes)
+        self.later = self.kept_by(part.backward_weight)
+        self.left = self._left_by_b()
+        self.caches = [
+            bytes_of([x])
+            for c in part.caches
+            for n, x in zip(part.forward.outputs, outputs(part.forward.graph))
+            if n == c.own
+        ]
+
+    def kept_by(self, graph: StepGraph | None) -> set[str]:
+        """Names of what a backward takes that F or B has kept."""
+        names = graph.inputs if graph is not None else ()
+        return {n for n in names if n.startswith(("saved:", "stash:")) or n in self.received}
+
+    def _left_by_b(self) -> int:
+        """Bytes that B leaves for W, each storage once."""
+        step = self.part.backward_input
+        if step is None:
+            return self.bytes_of(self.later)
+        stash = [i for i, n in enumerate(step.outputs) if n in self.later]
+        names = dict(zip(placeholders(step.graph), step.inputs, strict=True))
+        behind, results = storages(step.graph), outputs(step.graph)
+        viewed = {names[node] for i in stash for node, _ in behind[results[i]] if node in names}
+        own = storage_bytes(step.graph, stash, {n.name for n in names})
+        return own + self.bytes_of(viewed | {n for n in self.later if not n.startswith("stash:")})
+
+    def bytes_of(self, names: Collection[str]) -> int:
+        """Their size in all."""
+        return sum(self.sizes[n] for n in names)
+
+    def peak(self, step: StepGraph, others: Collection[str] = ()) -> int:
+        """Live values of a run: own ones and those it is given, but for what is there anyway (parameters, values of
+        the prologue, inputs) and ``others``."""
+        transient = {n for n in step.inputs if n.startswith(("saved:", "stash:", "grad:")) or n in self.received}
+        nodes = zip(step.inputs, placeholders(step.graph), strict=True)
+        return peak_of_values(step.graph, {x.name for n, x in nodes if n not in transient or n in others})
+
+
+class _RankWalk:
+    def __init__(self, pipeline: Pipeline, order: Order, rank: int) -> None:
+        self.order, self.found = order, Walk()
+        self.pipeline, self.parts = pipeline, dict[int, _Part]()
+        self.shares = slice_shares(pipeline)
+        self.peaks: dict[tuple[int, str], tuple[int, int]] = {}
+        self.saved = self.received = self.gathered = self.reduced = 0.0
+        self.sums: dict[int, dict[str, int]] = {}  # stage -> gradient -> bytes
+        self.micro: dict[int, int] = {}  # micro-batch -> bytes of its prologue values and caches
+        mine = [a for a in order.ranks[rank] if a.kind not in TRANSFERS and a.kind not in PARAMETERS]
+        self.left = Counter(a.micro_batch for a in mine)
+        self.stage_left = Counter(a.stage for a in mine)
+        taken = {n for a in mine for n in self._graph_inputs(a)}
+        self.once = _made(pipeline.once, taken)
+        self.each = _made(pipeline.each, taken)
+
+    def _graph_inputs(self, action: Action) -> list[str]:
+        graph = graph_of(self.pipeline.parts[self.order.part_of(action.stage)], action.kind)
+        return graph.inputs if graph is not None else []
+
+    def part(self, stage: int) -> _Part:
+        index = self.order.part_of(stage)
+        if index not in self.parts:
+            self.parts[index] = _Part(self.pipeline, index)
+        return self.parts[index]
+
+    @property
+    def there(self) -> float:
+        """Everything between two actions."""
+        sums = sum(size for of_stage in self.sums.values() for size in of_stage.values())
+        return self.once + self.saved + self.gathered + self.reduced + sum(self.micro.values()) + sums
+
+    def act(self, action: Action) -> None:
+        part = self.part(action.stage)
+        graph = graph_of(part.part, action.kind)
+        if action.kind in PARAMETERS:
+            self.parameters(action, part, graph)
+            return
+        share = self.shares[action.slice]
+        if action.kind == "F":
+            self.micro.setdefault(action.micro_batch, self.each + round(sum(part.caches) * sum(self.shares)))
+        live, own = self.live(part, action.kind, graph)
+        self.peak(action.kind, self.there + (live - own) * share)
+        self.keep(part, action.kind, share)
+        if graph is not None and action.kind != "F":
+            sums, trained = self.sums.setdefault(action.stage, {}), self.gradients(part, graph)
+            sums |= trained
+            several = self.order.micro_batches * self.order.slices > 1
+            total = sum(size for of_stage in self.sums.values() for size in of_stage.values())
+            self.found.accumulated = max(self.found.accumulated, total if several else 0)
+            self.found.trained |= {part.part.aliases.get(n, n) for n in (name[5:] for name in trained)}
+        self.leave(action, part)
+
+    def live(self, part: _Part, kind: str, graph: StepGraph | None) -> tuple[int, int]:
+        """(live values of the graph, of these what was there before): what later actions of the unit need stays."""
+        key = (id(part), kind)
+        if graph is None:
+            return 0, 0
+        if key not in self.peaks:
+            later = part.received & set(part.sizes) if kind == "F" else part.later if kind == "B" else set()
+            kept = part.kept_by(graph) - later
+            extra = part.arrived if kind == "F" else 0
+            self.peaks[key] = part.peak(graph, later) + extra, part.bytes_of(kept) if kind != "F" else 0
+        return self.peaks[key]
+
+    def keep(self, part: _Part, kind: str, share: float) -> None:
+        """What is kept changes."""
+        arrived_later = part.bytes_of(part.later & part.received)
+        change = {
+            "F": (part.saved + part.arrived, part.arrived),
+            "BW": (-part.saved - part.arrived, -part.arrived),
+            "B": (part.left - part.saved - part.arrived, arrived_later - part.arrived),
+            "W": (-part.left, -arrived_later),
+        }[kind]
+        self.saved += change[0] * share
+        self.received += change[1] * share
+        self.found.saved = max(self.found.saved, round(self.saved))
+        self.found.received = max(self.found.received, round(self.received))
+
+    def gradients(self, part: _Part, graph: StepGraph) -> dict[str, int]:
+        """Bytes of the parameters' gradients that a backward makes."""
+        named = zip(graph.outputs, outputs(graph.graph), strict=True)
+        caches = {c.past for c in part.part.caches}
+        found = {n: x for n, x in named if n and x is not None and n.startswith("grad:")}
+        return {n: bytes_of([x]) for n, x in found.items() if n[5:] not in part.received and n[5:] not in caches}
+
+    def parameters(self, action: Action, part: _Part, graph: StepGraph | None) -> None:
+        if graph is None:
+            return
+        own = storage_bytes(graph.graph, range(len(graph.outputs)))
+        if action.kind == "G":
+            self.peak("F", self.there + part.peak(graph))
+            self.gathered += own
+            self.found.gathered = max(self.found.gathered, round(self.gathered))
+            return
+        sums = self.sums.get(action.stage, {})
+        self.peak("R", self.there - sum(sums.get(n, 0) for n in graph.inputs) + part.peak(graph))
+        self.sums[action.stage] = {n: size for n, size in sums.items() if n not in graph.inputs}
+        self.found.trained -= {n[5:] for n in graph.inputs}
+        self.found.trained |= {n[5:] for n in graph.outputs if n}
+        self.reduced += own
+
+    def leave(self, action: Action, part: _Part) -> None:
+        """What dies with the last action of a micro-batch on this rank, or of a stage."""
+        self.left[action.micro_batch] -= 1
+        if not self.left[action.micro_batch]:
+            self.micro.pop(action.micro_batch, None)
+        self.stage_left[action.stage] -= 1
+        gather = part.part.gather
+        if gather is not None and not self.stage_left[action.stage]:
+            self.gathered -= storage_bytes(gather.graph, range(len(gather.outputs)))
+
+    def peak(self, kind: str, size: float) -> None:
+        if kind == "F":
+            self.found.forward_peak = max(self.found.forward_peak, round(size))
+        else:
+            self.found.backward_peak = max(self.found.backward_peak, round(size))
+
+
+def _made(step: StepGraph | None, wanted: Collection[str]) -> int:
+    """Bytes of the results of a prologue that somebody takes."""
+    if step is None:
+        return 0
+    return storage_bytes(step.graph, [i for i, name in enumerate(step.outputs) if name in wanted])

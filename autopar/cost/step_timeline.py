@@ -1,0 +1,53 @@
+"""The step of a pipeline, simulated on times that are estimated from its graphs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from autopar.cost.hardware import DEFAULT
+from autopar.cost.stage_costs import kept, stage_costs
+from autopar.schedule.request import Costs
+from autopar.schedule.simulate import Timeline, simulate
+from autopar.steps.graphs import Compiled, Pipeline
+from autopar.steps.of_rank import hop_bytes, lowered_order, slice_shares
+
+
+def step_timeline(compiled: Compiled, unit: float = 1.0) -> Timeline:
+    """The step of a compiled pipeline, as its ranks run it, on times estimated from its graphs, in units of ``unit``
+    seconds; memory in bytes."""
+    pipeline = compiled.pipeline
+    assert pipeline is not None
+    costs = stage_costs(pipeline.parts, pipeline.hops, compiled.plan.mesh)
+    if pipeline.order.slices > 1 and not costs.tokens:
+        costs = _of_slices(costs, pipeline)
+    return simulate(lowered_order(pipeline), in_units(costs, unit))
+
+
+def _of_slices(costs: Costs, pipeline: Pipeline) -> Costs:
+    """From the costs of the token slice that the graphs' shapes are for to those of a micro-batch of several: all grow
+    with the tokens."""
+    shares = slice_shares(pipeline)
+    whole = sum(shares)
+    changed: dict[str, Any] = {}
+    for name in ("F", "B", "W", "stash"):
+        value = getattr(costs, name)
+        changed[name] = tuple(v * whole for v in value) if isinstance(value, tuple) else value * whole
+
+    def received(part: int) -> int:
+        return sum(hop_bytes(h, i) for h in pipeline.hops if h.target == part for i in range(len(shares)))
+
+    changed["activations"] = tuple(kept(part) * whole + received(k) for k, part in enumerate(pipeline.parts))
+    changed["comm"] = DEFAULT.latency + (costs.comm - DEFAULT.latency) / len(shares)  # a transfer is of one slice
+    part = tuple(share / whole for share in shares)
+    return replace(costs, **changed, scale=part, tokens=part)
+
+
+def in_units(costs: Costs, unit: float) -> Costs:
+    """Costs with their times in units of ``unit`` seconds."""
+    changed: dict[str, Any] = {}
+    for name in ("F", "B", "W", "comm", "FB", "G", "R"):
+        value = getattr(costs, name)
+        if value is not None:
+            changed[name] = tuple(v / unit for v in value) if isinstance(value, tuple) else value / unit
+    return replace(costs, **changed)

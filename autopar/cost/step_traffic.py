@@ -1,0 +1,74 @@
+"""What a whole step moves: its graphs, as often as they run, and what goes between stages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch.fx import GraphModule
+
+from autopar.cost.traffic import Volume, collective_bytes, communication, total_volume
+from autopar.ops import collectives as collectives  # registers the raw collectives
+from autopar.steps.of_rank import broadcasts, graphs_of_rank, losses, sends, shared_gradients, slice_shares
+
+if TYPE_CHECKING:
+    from autopar.steps.graphs import Compiled, Pipeline
+
+
+ONCE = ("prologue", "once", "each", "gather", "reduce")  # graphs that do not run for every token slice
+
+
+def graph_runs(compiled: Compiled, rank: int = 0) -> dict[str, tuple[GraphModule, int]]:
+    """Name -> (step graph, how often a step runs it): only the last micro-batch reduces gradients.
+
+    With pipeline stages: those of the ranks at coordinate ``rank`` of pp, such as part1.backward_input, which runs for
+    every micro-batch and token slice.
+    """
+    if compiled.pipeline is not None:
+        return graphs_of_rank(compiled.pipeline, compiled.prologue, rank)
+    steps, count = compiled.steps, compiled.plan.options.micro_batches
+    prologue = compiled.prologue.graph if compiled.prologue is not None else None
+    found = {
+        "prologue": (prologue, count),
+        "forward": (steps.forward, count),
+        "backward_local": (steps.backward_local, count - 1),
+        "backward": (steps.backward, 1),
+    }
+    return {name: (gm, n) for name, (gm, n) in found.items() if gm is not None}
+
+
+def step_communication(compiled: Compiled, rank: int | None = None) -> dict[tuple[str, str], Volume]:
+    """(axis, kind) -> volume of one whole step: forward and backward of all micro-batches, and the prologue.
+
+    With pipeline stages: of the ranks at coordinate ``rank`` of pp; by default of those that send most. ("pp", "send")
+    are values that go to other stages and gradients that come back, ("pp", "all_reduce") the losses and the gradients
+    of parameters that several stages hold, ("pp", "broadcast") new buffers.
+    """
+    mesh, pipeline = compiled.plan.mesh, compiled.pipeline
+    if pipeline is not None and rank is None:
+        every = [step_communication(compiled, i) for i in range(mesh.size("pp"))]
+        return max(every, key=lambda volumes: sum(v.bytes for v in volumes.values()))
+    found = graph_runs(compiled, rank or 0)
+    shares = slice_shares(pipeline) if pipeline is not None else [1.0]
+    share = sum(shares) / len(shares)  # of graphs that run for every token slice
+    volumes = [
+        {key: volume.times(n, 1.0 if name.endswith(ONCE) else share) for key, volume in communication(gm, mesh).items()}
+        for name, (gm, n) in found.items()
+    ]
+    if pipeline is not None:
+        volumes.append(_between_stages(compiled, pipeline, rank or 0))
+    return total_volume(volumes)
+
+
+def _between_stages(compiled: Compiled, pipeline: Pipeline, rank: int) -> dict[tuple[str, str], Volume]:
+    """What goes over pp."""
+    mesh, bucket = compiled.plan.mesh, compiled.plan.options.bucket_bytes
+    nodes = {s.name: s.node for s in compiled.signature.inputs if s.kind == "parameter"}
+    sums = shared_gradients(pipeline, compiled.parameters, nodes, mesh, rank, bucket) if compiled.train else []
+    if losses(pipeline):
+        sums.append((8 * losses(pipeline), mesh.size("pp")))
+    moved = {
+        "send": list(sends(pipeline, rank)),
+        "all_reduce": [collective_bytes("all_reduce", size, n) for size, n in sums],
+        "broadcast": broadcasts(pipeline, rank, compiled.train),
+    }
+    return {("pp", kind): Volume(len(sizes), sum(sizes)) for kind, sizes in moved.items() if sizes}

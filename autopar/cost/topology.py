@@ -1,0 +1,111 @@
+"""How the ranks of an axis are wired, and over which links a message goes.
+
+    ring     links to both neighbours; a message over distance d crosses d links, and occupies them all
+    mesh     a link to every other rank
+    switch   one port per rank, into which and out of which everything goes
+
+    Topology.parse("ring:50e9:5e-6")                          50 GB/s per link and direction, 5 us per hop
+    Topologies.parse("cp=ring:50e9:5e-6,tp=switch:450e9")     per mesh axis
+
+All links carry both directions at full speed at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+KINDS = ("ring", "mesh", "switch")
+BANDWIDTH = 25e9  # as in `autopar.cost.hardware.Device`
+LATENCY = 10e-6
+EXAMPLE = "ring:50e9:5e-6 (kind:bytes per second:seconds)"
+
+Link = tuple[str, int]  # what it is to the rank that sends over it (a port: out or in), and that rank
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The links of one axis.
+
+    bandwidth: bytes per second of a link in each direction (switch: of a port). latency: seconds from the start of a
+    message until its first byte is there (ring: per hop).
+    """
+
+    kind: str = "switch"
+    bandwidth: float = BANDWIDTH
+    latency: float = LATENCY
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"topology: expected one of {', '.join(KINDS)}, found {self.kind!r}; such as {EXAMPLE}")
+        if not 0 < self.bandwidth < float("inf"):
+            raise ValueError(f"topology: bandwidth needs bytes per second above 0, found {self.bandwidth:g}")
+        if not 0 <= self.latency < float("inf"):
+            raise ValueError(f"topology: latency needs 0 or more seconds, found {self.latency:g}")
+
+    @classmethod
+    def parse(cls, text: str, bandwidth: float = BANDWIDTH, latency: float = LATENCY) -> Topology:
+        """Of "kind", "kind:bandwidth" or "kind:bandwidth:latency"; what is left out is as given here."""
+        kind, *numbers = text.strip().split(":")
+        if len(numbers) > 2:
+            raise ValueError(f"topology: expected kind:bandwidth:latency, found {text!r}; such as {EXAMPLE}")
+        try:
+            found = [float(number) for number in numbers]
+        except ValueError:
+            raise ValueError(f"topology: expected numbers behind the kind, found {text!r}; such as {EXAMPLE}") from None
+        return cls(kind, *[*found, *(bandwidth, latency)[len(found) :]])
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{_short(self.bandwidth)}:{_short(self.latency)}"
+
+    def route(self, source: int, target: int, size: int, way: str = "") -> tuple[Link, ...]:
+        """The links that a message crosses, among ``size`` ranks. On a ring it takes the shorter way round, and at half
+        of it goes up, unless its ``way`` is "down". Two ranks have one link."""
+        distance = (target - source) % size
+        assert distance, f"a message from rank {source} to itself"
+        if self.kind == "switch":
+            return ("out", source), ("in", target)
+        if self.kind == "mesh":
+            return ((f"+{distance}", source),)
+        if distance < size - distance or (distance == size - distance and (way != "down" or size == 2)):
+            return tuple(("up", (source + hop) % size) for hop in range(distance))
+        return tuple(("down", (source - hop) % size) for hop in range(size - distance))
+
+    def delay(self, route: tuple[Link, ...]) -> float:
+        """Seconds until the first byte of a message over a route is there."""
+        return self.latency * (len(route) if self.kind == "ring" else 1)
+
+
+@dataclass(frozen=True)
+class Topologies:
+    """The wiring of each mesh axis; ``str`` and `parse` are inverse. Axes without an entry: a switch."""
+
+    axes: Mapping[str, Topology] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str, bandwidth: float = BANDWIDTH, latency: float = LATENCY) -> Topologies:
+        """Of "cp=ring:50e9:5e-6,tp=switch", or of one topology for all axes, as in "ring:50e9"; "" is no entry."""
+        axes: dict[str, Topology] = {}
+        for entry in text.split(",") if text.strip() else []:
+            axis, equals, topology = entry.strip().rpartition("=")
+            axis = axis.strip()
+            if equals and not axis:
+                raise ValueError(f"topology: expected AXIS=TOPOLOGY, found {entry!r}; such as cp={EXAMPLE}")
+            if (axis or "*") in axes:
+                raise ValueError(f"topology: {axis or 'all axes'} given twice in {text!r}; name each axis once")
+            axes[axis or "*"] = Topology.parse(topology, bandwidth, latency)
+        return cls(axes)
+
+    def of(self, axis: str) -> Topology:
+        """The wiring of an axis."""
+        return self.axes.get(axis) or self.axes.get("*") or Topology()
+
+    def __str__(self) -> str:
+        return ",".join(str(t) if axis == "*" else f"{axis}={t}" for axis, t in self.axes.items())
+
+
+def _short(number: float) -> str:
+    """5e10 rather than 50000000000.0, and exact."""
+    mantissa, e, exponent = f"{number:g}".partition("e")
+    text = f"{mantissa}e{int(exponent)}" if e else mantissa
+    return text if float(text) == number else repr(number)

@@ -1,0 +1,116 @@
+"""What a graph costs on the wire: bytes per conversion and per raw collective, per graph and per step.
+
+Bytes are those that one rank sends under the ring algorithms, which are optimal in volume (Patarasuk and Yuan,
+2009), for a value whose whole is b bytes on an axis of n ranks:
+
+    all_reduce       2 (n-1)/n b
+    all_gather         (n-1)/n b       b is what everyone has afterwards
+    reduce_scatter     (n-1)/n b       b is what everyone had before
+    all_to_all         (n-1)/n b/n     a rank keeps one n-th of its own piece of b/n
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+
+from autopar.cost.attention_traffic import is_context_attention, sent_by
+from autopar.ir.conversions import conversion_of, exchange, is_conversion
+from autopar.ir.graph import arguments, global_shape, is_call, nbytes, placement
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Shard, conversion
+from autopar.ops import collectives as collectives  # registers the raw collectives
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+_RAW = {getattr(torch.ops.autopar, kind).default: kind for kind in KINDS}
+
+
+def collective_bytes(kind: str, nbytes_whole: int, n: int) -> int:
+    """Bytes that one of ``n`` ranks sends, rounded up; 0 for what stays local (none, slice, pad, divide)."""
+    if kind not in KINDS or n == 1:
+        return 0
+    if kind == "all_to_all":
+        return math.ceil((n - 1) * nbytes_whole / n**2)
+    return math.ceil((2 if kind == "all_reduce" else 1) * (n - 1) * nbytes_whole / n)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What one node moves: over which mesh axis, how, and how many bytes each rank sends."""
+
+    axis: str
+    kind: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Volume:
+    """Number of collectives, and bytes that each rank sends in all of them."""
+
+    calls: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: Volume) -> Volume:
+        return Volume(self.calls + other.calls, self.bytes + other.bytes)
+
+    def times(self, count: int, share: float = 1.0) -> Volume:
+        """The volume of as many runs, each on a share of the data."""
+        return Volume(self.calls * count, round(self.bytes * count * share))
+
+
+def transfer(node: Node, mesh: Mesh) -> Transfer | None:
+    """What a conversion or raw collective moves, at any level; None for every other node.
+
+    A conversion that moves nothing has its kind ("none", "slice", ...) and 0 bytes.
+    """
+    if is_conversion(node):
+        axis, src, dst = conversion_of(node)
+        kind = conversion(src, dst)
+        return Transfer(axis, kind, collective_bytes(kind, _whole_of_conversion(node, axis, mesh), mesh.size(axis)))
+    kind = _RAW.get(node.target, "") if node.op == "call_function" else ""
+    if not kind:
+        return None
+    args = arguments(node)
+    axis = str(args["axis"])
+    n = mesh.size(axis)
+    whole = {"all_gather": nbytes(node), "all_to_all": nbytes(node) * n}.get(kind, nbytes(args["x"]))
+    return Transfer(axis, kind, collective_bytes(kind, whole, n))
+
+
+def _whole_of_conversion(node: Node, axis: str, mesh: Mesh) -> int:
+    """Bytes of the value, whole on ``axis`` and cut by the other axes."""
+    if is_call(node, exchange):
+        _, _, dst = conversion_of(node)
+        return nbytes(node) * (mesh.size(axis) if isinstance(dst, Shard) else 1)
+    others = [a for a in mesh.cut_order if a != axis and isinstance(placement(node, a), Shard)]
+    whole = math.prod(global_shape(node)) * node.meta["val"].dtype.itemsize
+    return whole // math.prod(mesh.size(a) for a in others)
+
+
+def communication(gm: GraphModule, mesh: Mesh) -> dict[tuple[str, str], Volume]:
+    """(axis, kind) -> volume of a graph's collectives and of its attention over cut sequences ("send up", "send down",
+    "send home": of the rank that sends most), in the order in which they first appear."""
+    out: dict[tuple[str, str], Volume] = {}
+    for node in gm.graph.nodes:
+        found = transfer(node, mesh)
+        if found and found.kind in KINDS and mesh.size(found.axis) > 1:
+            key = (found.axis, found.kind)
+            out[key] = out.get(key, Volume()) + Volume(1, found.bytes)
+        if is_context_attention(node):
+            for kind, (calls, size) in sent_by(node).items():
+                key = (str(arguments(node)["axis"]), kind)
+                out[key] = out.get(key, Volume()) + Volume(calls, size)
+    return out
+
+
+def total_volume(volumes: Iterable[dict[tuple[str, str], Volume]]) -> dict[tuple[str, str], Volume]:
+    """The sum of several graphs' communication."""
+    out: dict[tuple[str, str], Volume] = {}
+    for volume in volumes:
+        for key, value in volume.items():
+            out[key] = out.get(key, Volume()) + value
+    return out

@@ -1,0 +1,97 @@
+"""The typed conversion: the one node through which a value changes its placement on an axis.
+
+Two levels. `convert` stands in typed graphs of global shape, where it is the identity. `exchange` stands in local
+graphs: it runs the conversion with raw collectives, and its gradient goes through the transposed conversion. Over token
+slices, which are an axis in time, `exchange_slice` stands there until `slice_tokens` takes it out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from autopar.ir.placement import Placement, Shard, conversion, parse_placement, rows_of_slice, transpose
+from autopar.ops import collectives  # noqa: F401  (registers the raw collectives)
+
+
+def convert(x: torch.Tensor, axis: str, src: str, dst: str) -> torch.Tensor:
+    """Value ``x`` goes from placement ``src`` to ``dst`` on a mesh axis.
+
+    On global shapes it is the identity (the whole value is the same before and after), so that a typed graph
+    still runs in one process. `localize_shapes` turns it into an `exchange`.
+    """
+    return x
+
+
+def exchange(x: torch.Tensor, axis: str, size: int, src: str, dst: str) -> torch.Tensor:
+    """The conversion on local pieces, over ``size`` ranks. Differentiable: the gradient takes the transpose."""
+    out: torch.Tensor = _ExchangeCall.apply(x, axis, size, parse_placement(src), parse_placement(dst))
+    return out
+
+
+def exchange_slice(x: torch.Tensor, length: int, start: int, total: int, src: str, dst: str) -> torch.Tensor:
+    """The conversion as one slice of the tokens sees it: tokens [start, start + length) of ``total``.
+
+    A whole value gives the rows of the slice. What needs other slices has a shape only: a cache takes its place.
+    """
+    before, after = parse_placement(src), parse_placement(dst)
+    if isinstance(after, Shard) and not isinstance(before, Shard):
+        rows = rows_of_slice(x.shape[after.dim], after, length, start, total)
+        parts = [x.narrow(after.dim, first, count) for first, count in rows]
+        return torch.cat(parts, after.dim) if len(parts) > 1 else parts[0]
+    shape = list(x.shape)
+    if isinstance(before, Shard):
+        shape[before.dim] = shape[before.dim] * total // length
+    return x.new_empty(shape)
+
+
+def is_conversion(node: Node) -> bool:
+    """Whether a node is a typed conversion, of either level."""
+    return node.op == "call_function" and node.target in (convert, exchange, exchange_slice)
+
+
+def conversion_of(node: Node) -> tuple[str, Placement, Placement]:
+    """(axis, source, target) of a conversion, the placements in terms of global shapes."""
+    if "conversion" in node.meta:
+        found: tuple[str, Placement, Placement] = node.meta["conversion"]
+        return found
+    _, axis, src, dst = node.args
+    return str(axis), parse_placement(str(src)), parse_placement(str(dst))
+
+
+class _ExchangeCall(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: str, size: int, src: Placement, dst: Placement) -> torch.Tensor:
+        ctx.facts = axis, size, src, dst
+        return run_conversion(x, axis, size, src, dst)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        axis, size, src, dst = ctx.facts
+        return run_conversion(grad, axis, size, *transpose(src, dst)), None, None, None, None
+
+
+def run_conversion(x: torch.Tensor, axis: str, size: int, src: Placement, dst: Placement) -> torch.Tensor:
+    """One row of the conversion table as raw collectives."""
+    ops = torch.ops.autopar
+    kind = conversion(src, dst)
+    if kind == "none":
+        return x
+    if kind == "divide":
+        return x / size
+    if kind == "all_reduce":
+        return ops.all_reduce(x, axis, "sum")
+    if kind == "all_to_all":
+        assert isinstance(src, Shard) and isinstance(dst, Shard)
+        return ops.all_to_all(x, src.dim, list(src.blocks), dst.dim, list(dst.blocks), axis, size)
+    piece = src if kind in ("all_gather", "pad") else dst
+    assert isinstance(piece, Shard)
+    op = {
+        "all_gather": ops.all_gather,
+        "reduce_scatter": ops.reduce_scatter,
+        "slice": ops.shard_slice,
+        "pad": ops.shard_pad,
+    }
+    return op[kind](x, piece.dim, list(piece.blocks), axis, size)

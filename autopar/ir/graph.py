@@ -1,0 +1,272 @@
+"""Reading and editing graphs: named arguments, shapes, module paths, and the few edits that passes make."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from autopar.adapters.lazy import graph_module
+from autopar.adapters.operators import OpOverload, argument_defaults
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import INVARIANT, Pieces, Placement, nested_shape
+from autopar.ops.gradient import HOLE
+
+
+def is_call(node: Node, *targets: Any) -> bool:
+    """Whether the node calls one of the targets."""
+    return node.op == "call_function" and node.target in targets
+
+
+def arguments(node: Node) -> dict[str, Any]:
+    """The arguments of a call by the names of its operator's schema, defaults filled in."""
+    target = node.target
+    if not isinstance(target, OpOverload):
+        names = _parameter_names(target) if callable(target) else ()
+        return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    out = argument_defaults(target)
+    out.update(zip(out, node.args, strict=False))
+    out.update(node.kwargs)
+    return out
+
+
+@functools.cache
+def _parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
+    try:
+        return tuple(inspect.signature(function).parameters)
+    except ValueError:  # a builtin such as getitem
+        return ("a", "b")
+
+
+def set_argument(node: Node, name: str, value: Any) -> None:
+    """Replace one argument by its schema name."""
+    assert isinstance(node.target, OpOverload)
+    names = list(argument_defaults(node.target))
+    position = names.index(name)
+    if position < len(node.args):
+        node.update_arg(position, value)
+    else:
+        node.update_kwarg(name, value)
+
+
+def tensor_operands(node: Node) -> list[Node]:
+    """Operand nodes in the order of the arguments, lists flattened, repeats kept."""
+    found: list[Node] = []
+    _collect(node.args, found)
+    _collect(node.kwargs.values(), found)
+    return found
+
+
+def _collect(items: Iterable[Any], found: list[Node]) -> None:
+    for value in items:
+        if isinstance(value, Node):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            _collect(value, found)
+        elif isinstance(value, dict):
+            _collect(value.values(), found)
+
+
+def values(node: Node) -> tuple[torch.Tensor, ...]:
+    """The (fake) tensors a node makes: one, or several for a multi-output op."""
+    val = node.meta["val"]
+    several = val if isinstance(val, (tuple, list)) else (val,)
+    return tuple(v for v in several if isinstance(v, torch.Tensor))
+
+
+def shape(node: Node) -> tuple[int, ...]:
+    """Shape of a single-tensor value."""
+    return tuple(node.meta["val"].shape)
+
+
+def nbytes(node: Node) -> int:
+    """Bytes of all tensors that a node makes."""
+    return sum(math.prod(v.shape) * v.dtype.itemsize for v in values(node))
+
+
+def placement(node: Node, axis: str) -> Placement:
+    """Placement of a value on an axis (Invariant where none was given)."""
+    found: Placement = node.meta.get("placements", {}).get(axis, INVARIANT)
+    return found
+
+
+def set_placement(node: Node, axis: str, value: Placement) -> None:
+    """Record a placement; the dict is copied so that nodes never share one."""
+    node.meta["placements"] = {**node.meta.get("placements", {}), axis: value}
+
+
+def global_shape(node: Node) -> tuple[int, ...]:
+    """Shape of the whole value over the mesh, at any level."""
+    found = node.meta.get("global_shape")
+    return tuple(found) if found is not None else shape(node)
+
+
+def shape_on(node: Node, axis: str, mesh: Mesh) -> tuple[int, ...]:
+    """Shape as ``axis`` sees it: cut by the axes before it in the cut order, not yet by itself."""
+    earlier: dict[str, Pieces] = {}
+    for name, size in mesh.cut_order.items():
+        if name == axis:
+            break
+        earlier[name] = size
+    return nested_shape(global_shape(node), node.meta.get("placements", {}), earlier)
+
+
+def has_gradient(node: Node) -> bool:
+    """Whether a gradient flows into the value; set once by `mark_gradients`."""
+    return bool(node.meta.get("has_gradient", False))
+
+
+_NO_GRADIENT = (torch.ops.aten.detach.default, HOLE)
+
+
+def mark_gradients(gm: GraphModule, trainable: Iterable[str]) -> None:
+    """meta['has_gradient']: a floating value that depends on a trainable parameter, not through a detach."""
+    names = set(trainable)
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            node.meta["has_gradient"] = node.name in names
+        elif node.op == "call_function":
+            node.meta["has_gradient"] = passes_gradient(node)
+
+
+def passes_gradient(node: Node) -> bool:
+    """Whether a gradient flows into the result of a call, as marked at its operands."""
+    from_operand = any(has_gradient(x) for x in tensor_operands(node)) and node.target not in _NO_GRADIENT
+    return from_operand and any(v.dtype.is_floating_point or v.dtype.is_complex for v in values(node))
+
+
+def module_path(node: Node) -> str:
+    """Where in the model a node comes from, for messages and dumps."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    return str(list(stack.values())[-1][0])
+
+
+def layer_of(node: Node) -> str:
+    """The repeated block a node belongs to: its module path up to the first index, '' outside of any."""
+    parts = module_path(node).split(".")
+    for i, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: i + 1])
+    return ""
+
+
+def describe(node: Node) -> str:
+    """'aten.linear.default (linear_3) in model.layers.0.mlp' for messages."""
+    path = module_path(node)
+    target = node.op if node.op != "call_function" else getattr(node.target, "__name__", str(node.target))
+    if isinstance(node.target, OpOverload):
+        target = str(node.target)
+    return f"{target} ({node.name})" + (f" in {path}" if path else "")
+
+
+def insert_call(
+    graph: Graph, before: Node, target: Callable[..., Any], args: Sequence[Any], like: Node, val: Any, name: str = ""
+) -> Node:
+    """A new call placed before a node; provenance is copied from ``like``, ``val`` is its fake value."""
+    with graph.inserting_before(before):
+        node = graph.create_node("call_function", target, tuple(args), {}, name=name or None)
+    for key in ("nn_module_stack", "stack_trace", "has_gradient"):
+        if key in like.meta:
+            node.meta[key] = like.meta[key]
+    node.meta["val"] = val
+    return node
+
+
+def replace_operand(user: Node, old: Node, new: Node) -> None:
+    """Use ``new`` instead of ``old`` in one user."""
+    user.replace_input_with(old, new)
+
+
+def add_placeholder(graph: Graph, name: str, after: Node | None = None) -> Node:
+    """A new input, behind another one or at the insertion point. Its argument is named as the node is: unique in the
+    graph."""
+    if after is None:
+        node = graph.placeholder(name)
+    else:
+        with graph.inserting_after(after):
+            node = graph.placeholder(name)
+    node.target = node.name
+    return node
+
+
+def placeholders(gm: GraphModule) -> list[Node]:
+    """The inputs of a graph, in order."""
+    return [n for n in gm.graph.nodes if n.op == "placeholder"]
+
+
+def fake_mode(gm: GraphModule) -> Any:
+    """The mode that the graph's fake values live in; factories must run under it."""
+    first = next(n for n in gm.graph.nodes if n.op == "placeholder")
+    return first.meta["val"].fake_mode
+
+
+def set_device(gm: GraphModule, device: torch.device) -> None:
+    """Let factories (arange, zeros, casts) make their values on a device; graphs are captured on the CPU."""
+    for node in gm.graph.nodes:
+        if node.kwargs.get("device") is not None:
+            node.update_kwarg("device", device)
+    gm.recompile()
+
+
+def ancestors(nodes: Iterable[Node]) -> set[Node]:
+    """The nodes and everything that they depend on."""
+    seen: set[Node] = set()
+    queue = list(nodes)
+    while queue:
+        node = queue.pop()
+        if node not in seen:
+            seen.add(node)
+            queue += node.all_input_nodes
+    return seen
+
+
+def output_node(gm: GraphModule) -> Node:
+    """The node that returns."""
+    return next(iter(reversed(gm.graph.nodes)))
+
+
+def outputs(gm: GraphModule) -> list[Any]:
+    """What the graph returns, flat."""
+    result = output_node(gm).args[0]
+    return list(result) if isinstance(result, (list, tuple)) else [result]
+
+
+def copy_graph(gm: GraphModule) -> GraphModule:
+    """A copy whose nodes and metadata can be changed without changing the original's."""
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    graph.output(graph.graph_copy(gm.graph, copies))
+    output_node(gm_copy := graph_module(graph, root=gm)).meta = dict(output_node(gm).meta)
+    for old, new in copies.items():
+        new.meta = dict(old.meta)
+    gm_copy.meta = dict(gm.meta)
+    return gm_copy
+
+
+def copy_node(graph: Graph, node: Node, copies: dict[Node, Node]) -> Node:
+    """The copy of a node in another graph; what it depends on is copied right before it, where ``copies`` lacks it."""
+    if node not in copies:
+        for x in node.all_input_nodes:
+            copy_node(graph, x, copies)
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    return copies[node]
+
+
+def remove_dead_code(gm: GraphModule) -> None:
+    """Drop calls that nobody uses. Parameters' placeholders stay: the signature names them."""
+    for node in reversed(list(gm.graph.nodes)):
+        if node.op == "call_function" and not node.users:
+            gm.graph.erase_node(node)
+
+
+def getitem_index(node: Node) -> int | None:
+    """i when the node is ``operand[i]``."""
+    return int(node.args[1]) if is_call(node, operator.getitem) else None  # type: ignore[arg-type]

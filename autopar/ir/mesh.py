@@ -1,0 +1,142 @@
+"""Axis names, sizes and coordinates of a mesh. No processes, no process groups: any size works on a laptop."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+from autopar.ir.placement import Pieces
+
+# Outer to inner: neighbours on the innermost axis are neighbours in rank, so tp lands on the fastest links.
+# "mb" and "sl" are no axes of ranks: micro-batches are pieces of the batch in time, token slices pieces of the
+# sequence; they are typed like any other axis. A slice is cut first: it is consecutive tokens of the whole.
+AXES = ("pp", "mb", "dp", "cp", "ep", "tp", "sl")
+IN_TIME = ("mb", "sl")
+PLANNED = ("pp", "dp", "cp", "tp")  # the axes that a user may ask for: nothing is cut over ep yet
+
+
+@dataclass(frozen=True)
+class TokenSlice:
+    """Tokens [start, start + length) of ``total``."""
+
+    length: int
+    start: int
+    total: int
+
+    def __post_init__(self) -> None:
+        if not (self.length > 0 and self.start >= 0 and self.start + self.length <= self.total):
+            raise ValueError(f"token_slices: a slice lies within its {self.total} tokens, found {self}")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Named axes with sizes, in rank order (the last axis varies fastest). ``slice``: graphs on this mesh run this
+    slice of the tokens."""
+
+    axes: tuple[tuple[str, int], ...]
+    slice: TokenSlice | None = None
+
+    def __post_init__(self) -> None:
+        for name, size in self.axes:
+            if name not in AXES or name == "sl":
+                raise ValueError(f"mesh: unknown axis {name!r}; the axes are {', '.join(PLANNED)}")
+            if isinstance(size, bool) or not isinstance(size, int):
+                raise ValueError(f"mesh: axis {name!r} needs a whole number as its size, found {size!r}")
+            if size < 1:
+                raise ValueError(f"mesh: axis {name!r} needs a size of at least 1, found {size}")
+        names = [name for name, _ in self.axes]
+        if len(set(names)) != len(names):
+            raise ValueError(f"mesh: an axis is named twice in {names}")
+
+    @classmethod
+    def of(cls, **sizes: int) -> Mesh:
+        """``Mesh.of(dp=2, tp=4)``"""
+        return cls(tuple(sizes.items()))
+
+    def planned(self) -> Mesh:
+        """This mesh. Raises ValueError for axes over which nothing is cut: every rank would repeat the same work."""
+        for name, size in self.axes:
+            if name not in PLANNED:
+                raise ValueError(
+                    f"mesh: nothing is cut over axis {name!r}, found {name}={size}; the axes are {', '.join(PLANNED)}"
+                )
+        return self
+
+    @classmethod
+    def parse(cls, text: str) -> Mesh:
+        """'dp=2,tp=4' -> Mesh.of(dp=2, tp=4)"""
+        pairs = []
+        for part in filter(None, text.replace(" ", "").split(",")):
+            name, equals, size = part.partition("=")
+            if not equals or not (size.isascii() and size.isdigit()):
+                raise ValueError(f"mesh: expected name=size pairs such as dp=2,tp=4, found {text!r}")
+            pairs.append((name, int(size)))
+        return cls(tuple(pairs))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return dict(self.axes)
+
+    def size(self, axis: str) -> int:
+        """Size of an axis; an axis that the mesh lacks has size 1. A level of an axis is one, too: "cp%4" are four
+        neighbours on it, "cp/4" every fourth rank."""
+        if "%" in axis:
+            return int(axis.partition("%")[2])
+        name, _, step = axis.partition("/")
+        return self.sizes.get(name, 1) // int(step or 1)
+
+    def pieces(self, axis: str) -> Pieces:
+        """Into how many pieces an axis cuts: its size. A slice of l of S tokens is one of S/l pieces."""
+        if axis == "sl":
+            return Fraction(self.slice.total, self.slice.length) if self.slice else 1
+        return self.size(axis)
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(size for _, size in self.axes)
+
+    @property
+    def cut_order(self) -> dict[str, Pieces]:
+        """Axes that cut, with their `pieces`, in the order in which they cut tensors: inner (tp) before outer (dp).
+
+        A later axis cuts what the earlier ones left, so each ``Shard`` of a value refers to the shape
+        after the earlier axes of this order.
+        """
+        return {axis: n for axis in reversed(AXES) if (n := self.pieces(axis)) > 1 and axis != "pp"}
+
+    def with_micro_batches(self, count: int) -> Mesh:
+        """This mesh with micro-batches as its outermost axis."""
+        return dataclasses.replace(self, axes=(("mb", count), *self.axes)) if count > 1 else self
+
+    def with_slice(self, length: int, start: int, total: int) -> Mesh:
+        """This mesh for graphs that run tokens [start, start + length) of ``total``, less than all of them."""
+        return dataclasses.replace(self, slice=TokenSlice(length, start, total))
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Mesh coordinate of a rank (row major)."""
+        out = {}
+        for name, size in reversed(self.axes):
+            rank, out[name] = divmod(rank, size)
+        return {name: out[name] for name, _ in self.axes}
+
+    def coordinates(self) -> Iterator[Mapping[str, int]]:
+        return (self.coordinate(rank) for rank in range(self.world_size))
+
+    def group_of(self, axis: str, rank: int) -> list[int]:
+        """The ranks that share every coordinate with ``rank`` but that of ``axis`` (or a level), in axis order."""
+        here = self.coordinate(rank)
+        name, level, count = re.fullmatch(r"(\w+)([%/]?)(\d*)", axis).groups()  # type: ignore[union-attr]
+        along = [
+            r for r in range(self.world_size) if all(v == here[a] for a, v in self.coordinate(r).items() if a != name)
+        ]
+        if not level:
+            return along
+        me, n = along.index(rank), int(count)
+        return along[me // n * n : me // n * n + n] if level == "%" else along[me % n :: n]
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in self.axes) or "1"

@@ -1,0 +1,144 @@
+"""A model's own backwards in a graph (`autopar.ops.gradient`): which nodes they are made of, and what they may do.
+
+g = gradient_of(y0, [x])                      a hole
+gx = clamp(g, -1, 1)                          inside: depends on a hole
+t = own_backward([x], [gx], [g], "Clamped")   the token
+y = with_backward(y0, g, t)                   a result
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import Graph, GraphModule, Node
+
+from autopar.ir.graph import is_call, tensor_operands
+from autopar.ops.gradient import HOLE, OWN_BACKWARD, RESULT
+
+
+@dataclass
+class OwnBackward:
+    """One call of an autograd function. inputs, gradients: in pairs. inside: what depends on the holes and leads to a
+    gradient, in order. results: those of its results that are used."""
+
+    token: Node
+    inputs: list[Node]
+    gradients: list[Node]
+    holes: list[Node]
+    name: str
+    zeros: bool
+    inside: list[Node] = field(default_factory=list)
+
+    @property
+    def results(self) -> list[Node]:
+        return [user for user in self.token.users if is_call(user, RESULT)]
+
+    @property
+    def saved(self) -> list[Node]:
+        """What the backward takes beside the holes, in the order of use."""
+        made = {*self.holes, *self.inside}
+        used = [x for node in self.inside for x in node.all_input_nodes] + self.gradients
+        return list(dict.fromkeys(x for x in used if x not in made))
+
+
+def parts_of_token(token: Node) -> tuple[list[Node], list[Node], list[Node], str, bool]:
+    """The arguments of a call of `own_backward`."""
+    inputs, gradients, holes, name, zeros = token.args
+    return list(inputs), list(gradients), list(holes), str(name), bool(zeros)  # type: ignore[arg-type]
+
+
+def own_backwards(graph: Graph) -> list[OwnBackward]:
+    """All of a graph, in order."""
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    inside = inside_of(graph)
+    found = []
+    for token in graph.nodes:
+        if is_call(token, OWN_BACKWARD):
+            own = OwnBackward(token, *parts_of_token(token))
+            needed = _within(own.gradients, inside)
+            own.inside = sorted((n for n in needed if not is_call(n, HOLE)), key=order.__getitem__)
+            found.append(own)
+    return found
+
+
+def _within(nodes: Sequence[Node], among: set[Node]) -> set[Node]:
+    """What the nodes depend on by way of some values alone."""
+    found: set[Node] = set()
+    queue = list(nodes)
+    while queue:
+        node = queue.pop()
+        if node in among and node not in found:
+            found.add(node)
+            queue += node.all_input_nodes
+    return found
+
+
+def inside_of(graph: Graph) -> set[Node]:
+    """Holes, and everything that depends on one: values that nobody knows before the gradients are."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        if is_call(node, HOLE) or (_passes(node) and any(x in found for x in node.all_input_nodes)):
+            found.add(node)
+    return found
+
+
+def _passes(node: Node) -> bool:
+    return node.op == "call_function" and not is_call(node, OWN_BACKWARD, RESULT)
+
+
+def glued(nodes: Sequence[Node]) -> set[Node]:
+    """Of some nodes of a graph, in order, those that belong with the one before them: what stands between the first
+    hole of a function and its last result."""
+    order = {n: i for i, n in enumerate(nodes)}
+    found: set[Node] = set()
+    for own in own_backwards(nodes[0].graph) if nodes else []:
+        at = [order[n] for n in (*own.holes, *own.inside, own.token, *own.results) if n in order]
+        if at:
+            found |= set(nodes[min(at) + 1 : max(at) + 1])
+    return found
+
+
+def is_linear(own: OwnBackward, rule_of: Callable[[Node], Any]) -> bool:
+    """Whether sums over ranks of the incoming gradients pass through to those of the inputs: by the operators' rules,
+    ``rule_of``, which raises ValueError where there is none."""
+    pending = set(own.holes)
+    for node in own.inside:
+        operands = tensor_operands(node)
+        summed = frozenset(i for i, x in enumerate(operands) if x in pending)
+        try:
+            rule = rule_of(node)
+        except ValueError:
+            return False
+        summed = frozenset(i for i in summed if rule.operands[i] is not None)
+        if summed and summed not in rule.linear:
+            return False
+        pending.add(node)
+    return all(g in pending for g in own.gradients)
+
+
+def check_contained(gm: GraphModule) -> None:
+    """Raises ValueError where a value that depends on a gradient leaves a backward otherwise than as a gradient: what
+    it writes into a buffer would be written before there is a gradient."""
+    inside = inside_of(gm.graph)
+    specs = gm.meta["signature"].outputs
+    for value, spec in zip(gm.graph.output_node().args[0], specs, strict=True):  # type: ignore[arg-type]
+        if value in inside:
+            raise ValueError(
+                f"capture: {spec.name} takes a value that depends on the gradient, in the backward of the autograd "
+                f"function {function_of(value)}; a backward may only return gradients"
+            )
+
+
+def function_of(node: Node) -> str:
+    """The name of the function to whose backward a node belongs."""
+    holes = {hole: own.name for own in own_backwards(node.graph) for hole in own.holes}
+    queue, seen = [node], {node}
+    while queue:
+        at = queue.pop()
+        if at in holes:
+            return holes[at]
+        queue += [x for x in at.all_input_nodes if x not in seen]
+        seen.update(queue)
+    return "unknown"

@@ -1,0 +1,54 @@
+"""What goes into a captured graph and what comes out: kinds, names, and aliases of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopar import ops as ops  # registers the operators that adapters put into models
+from autopar.adapters.export import unflatten
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """One placeholder: ``kind`` is parameter, buffer, constant, input or seed; ``name`` the original fully qualified
+    name, or the path of the input ("input_ids", "past.0"); ``aliases`` further names tied to it; ``persistent``
+    tells of a buffer whether it is in the state dict."""
+
+    node: str
+    kind: str
+    name: str
+    aliases: tuple[str, ...] = ()
+    requires_grad: bool = False
+    persistent: bool = True
+
+
+@dataclass(frozen=True)
+class OutputSpec:
+    """One output: ``kind`` "output" with the path in the user's structure ("loss", "hidden_states.1"), or "mutation"
+    with the name of the buffer whose new value this is."""
+
+    kind: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Inputs in placeholder order, outputs in the order of the graph's output tuple (outputs before mutations)."""
+
+    inputs: tuple[InputSpec, ...]
+    outputs: tuple[OutputSpec, ...]
+    # The user's structure: its spec, and per leaf the place in `outputs` or the constant to restore.
+    spec: Any = field(default=None, repr=False, compare=False)
+    leaves: tuple[int | ConstantLeaf, ...] = field(default=(), repr=False)
+
+    def rebuild(self, values: Sequence[Any]) -> Any:
+        """Flat "output" values (tensors or anything else) -> the user's structure, with None and constant leaves."""
+        filled = [leaf.value if isinstance(leaf, ConstantLeaf) else values[leaf] for leaf in self.leaves]
+        return unflatten(filled, self.spec)
+
+
+@dataclass(frozen=True)
+class ConstantLeaf:
+    value: Any

@@ -1,0 +1,138 @@
+"""What a graph's values take: the storages behind them, and how they live and die when it runs node by node.
+
+A value lives from its node to the last use of any view of it. Left out are workspace inside of an operator, the
+allocator's rounding, and that an all-reduce may overwrite its operand.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from autopar.adapters.operators import OpOverload, returns_alias
+from autopar.ir.graph import arguments, is_call, output_node, outputs, placeholders
+
+Storage = tuple[Node, int]  # the node that allocates it, and which of its results it is
+
+# Views that their schemas do not tell of.
+_SILENT_VIEWS = (
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.unsafe_split.Tensor,
+    torch.ops.aten.unsafe_split_with_sizes.default,
+    torch.ops.aten.unsafe_chunk.default,
+)
+
+
+def bytes_of(nodes: Iterable[Node]) -> int:
+    """Bytes of all results of nodes, views like any other."""
+    return sum(_size(v) for n in nodes for v in _results(n))
+
+
+def _size(value: Any) -> int:
+    return math.prod(value.shape) * value.dtype.itemsize if isinstance(value, torch.Tensor) else 0
+
+
+def _results(node: Node) -> list[Any]:
+    """Everything that a call returns, None (a gradient that nobody asked for) included."""
+    val = node.meta["val"]
+    return list(val) if isinstance(val, (tuple, list)) else [val]
+
+
+def storages(gm: GraphModule) -> dict[Node, tuple[Storage, ...]]:
+    """Node -> the storage behind each of its results. A view has that of its base."""
+    found: dict[Node, tuple[Storage, ...]] = {}
+    for node in gm.graph.nodes:
+        if node.op == "output":
+            continue
+        if is_call(node, operator.getitem):
+            found[node] = (found[node.args[0]][node.args[1]],)
+        elif (base := _base(node)) is not None:
+            found[node] = found[base][:1] * len(_results(node))
+        else:
+            found[node] = tuple((node, i) for i in range(len(_results(node))))
+    return found
+
+
+def _bytes_of(storage: Storage) -> int:
+    return _size(_results(storage[0])[storage[1]])
+
+
+def _base(node: Node) -> Node | None:
+    """The operand whose storage all results of a view share; None for what allocates."""
+    if node.op != "call_function" or not node.all_input_nodes:
+        return None
+    if is_call(node, torch.ops.autopar.shard_slice.default):
+        return node.all_input_nodes[0] if not arguments(node)["blocks"] else None
+    is_view = isinstance(node.target, OpOverload) and returns_alias(node.target)
+    return node.all_input_nodes[0] if is_view or node.target in _SILENT_VIEWS else None
+
+
+def is_view(node: Node) -> bool:
+    """Whether a call allocates nothing."""
+    return is_call(node, operator.getitem) or _base(node) is not None
+
+
+def shared_outputs(gm: GraphModule, owned: Iterable[int]) -> list[int]:
+    """Those of the outputs ``owned`` that do not have contiguous storage to themselves: it is an input's, or larger
+    than the value, or another output has it too. Of several with one storage the first may keep it."""
+    behind, values, owned = storages(gm), outputs(gm), set(owned)
+    nodes = {i: v for i, v in enumerate(values) if isinstance(v, Node)}
+    taken = {s for i, v in nodes.items() if i not in owned for s in behind[v]}
+    found = []
+    for i in sorted(owned & set(nodes)):
+        (storage,) = behind[nodes[i]]
+        if storage[0].op != "placeholder" and storage not in taken and _fills(nodes[i], storage):
+            taken.add(storage)
+        else:
+            found.append(i)
+    return found
+
+
+def _fills(node: Node, storage: Storage) -> bool:
+    """Whether a contiguous value is all of its storage."""
+    value = node.meta["val"]
+    return bool(value.is_contiguous()) and _size(value) == _bytes_of(storage)
+
+
+def saved_bytes(forward: GraphModule, results: int, held: Collection[str]) -> int:
+    """Bytes behind F's outputs after the first ``results``, each storage once, placeholders in ``held`` left out."""
+    return storage_bytes(forward, range(results, len(outputs(forward))), held)
+
+
+def storage_bytes(gm: GraphModule, results: Iterable[int], held: Collection[str] = ()) -> int:
+    """Bytes behind some of a graph's outputs, each storage once, placeholders in ``held`` left out."""
+    behind, values = storages(gm), outputs(gm)
+    kept = {s for i in results if isinstance(values[i], Node) for s in behind[values[i]]}
+    return sum(_bytes_of(s) for s in kept if s[0].name not in held)
+
+
+def peak_of_values(gm: GraphModule, held: Collection[str]) -> int:
+    """Most bytes alive at once when the graph runs node by node: outputs are kept, inputs freed after their last use.
+
+    ``held``: names of placeholders that somebody else keeps; they count nothing.
+    """
+    behind = storages(gm)
+    last: dict[Storage, Node] = {}
+    for node in gm.graph.nodes:
+        for x in (node, *node.all_input_nodes):
+            for storage in behind.get(x, ()):
+                last[storage] = node
+    end = output_node(gm)
+    dying: dict[Node, list[Storage]] = {}
+    for storage, node in last.items():
+        if storage[0].name not in held or storage[0].op != "placeholder":
+            dying.setdefault(node, []).append(storage)
+    given = [n for n in placeholders(gm) if n.name not in held]
+    live = most = bytes_of(given)
+    for node in gm.graph.nodes:
+        if node.op == "call_function":
+            live += sum(_bytes_of(s) for s in behind[node] if s[0] is node)
+            most = max(most, live)
+        if node is not end:
+            live -= sum(_bytes_of(s) for s in dying.get(node, ()))
+    return most

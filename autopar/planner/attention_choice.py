@@ -1,0 +1,181 @@
+"""Which algorithm each attention over a cut sequence runs, and how the sequence is dealt: by estimated time.
+
+    choose(problem, "auto", Topology("ring"))     -> bi_ring forward, token_ring backward, and why
+    choose(problem, "bi_ring+token_ring", ...)    -> as asked for, or the reason why not
+    choose_layout(problems, "auto", "auto", ...)  -> zigzag for causal self-attention, mostly
+
+Forward and backward are chosen one by one: what goes over the links differs (k and v against their gradients, too), and
+all algorithms take and give the same pieces. Those that exchange heads for sequence keep other pieces for the backward,
+so they run both passes or none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.attention.algorithm import AttentionAlgorithm
+from autopar.attention.algorithm_table import ALGORITHMS
+from autopar.attention.layouts import LAYOUTS
+from autopar.attention.problem import Problem
+from autopar.cost.attention_costs import PASSES, AttentionCost, _ms, candidates, check_together, estimate
+from autopar.cost.hardware import DEFAULT, Device
+from autopar.cost.topology import Topology
+
+AUTO = "auto"
+_AS_FAST = 1.005  # within half a percent of the fastest, what sends less is chosen
+
+
+@dataclass(frozen=True)
+class AttentionChoice:
+    """What one attention runs, and why. candidates: (algorithm, pass, cost or refusal) of all that were looked at."""
+
+    forward: str
+    backward: str
+    seconds: float
+    reason: str
+    candidates: tuple[tuple[str, str, str], ...] = ()
+
+
+# --- algorithms ------------------------------------------------------------------------------------------
+
+
+def choose_algorithms(
+    problem: Problem, attention: str = AUTO, topology: Topology | None = None, device: Device = DEFAULT
+) -> AttentionChoice:
+    """The algorithms of one attention, whose sequences are dealt as the problem says.
+
+    attention: "auto", "NAME" or "FORWARD+BACKWARD". Raises ValueError for unknown names, for a named algorithm that
+    refuses, for names that do not go together, and if every algorithm refuses.
+    """
+    wires, named = topology or Topology(), _named(attention)
+    check_together(named, problem)
+    if named:
+        looked_at = [estimate(algorithm, problem, way, wires, device) for algorithm, way in zip(named, PASSES)]
+        options = [_Option(*looked_at)]
+    else:
+        looked_at = candidates(problem, wires, device)
+        options = _options(problem, looked_at)
+    if not options:
+        raise ValueError(f"attention: no algorithm is left: {'; '.join(dict.fromkeys(c.refusal for c in looked_at))}")
+    best = _best(options)
+    return AttentionChoice(
+        best.forward.algorithm,
+        best.backward.algorithm,
+        best.seconds,
+        "asked for" if named else _reason(best, options),
+        tuple((c.algorithm, c.direction, str(c)) for c in looked_at),
+    )
+
+
+@dataclass(frozen=True)
+class _Option:
+    """Two passes that go together."""
+
+    forward: AttentionCost
+    backward: AttentionCost
+
+    @property
+    def seconds(self) -> float:
+        return self.forward.seconds + self.backward.seconds
+
+    @property
+    def bytes(self) -> int:
+        return self.forward.bytes + self.backward.bytes
+
+
+def _best(options: Sequence[_Option]) -> _Option:
+    """The fastest; of those as fast, what sends least; of these, rather one algorithm than two; then the first."""
+    fastest = min(option.seconds for option in options)
+    fast = [option for option in options if option.seconds <= fastest * _AS_FAST]
+    least = min(option.bytes for option in fast)
+    return min(fast, key=lambda o: (o.bytes > least * _AS_FAST, o.forward.algorithm != o.backward.algorithm))
+
+
+def _named(attention: str) -> tuple[AttentionAlgorithm, ...]:
+    """The algorithms of both passes, by name; () for "auto"."""
+    if attention == AUTO:
+        return ()
+    forward, plus, backward = attention.partition("+")
+    return ALGORITHMS[forward], ALGORITHMS[backward if plus else forward]
+
+
+def _options(problem: Problem, found: Sequence[AttentionCost]) -> list[_Option]:
+    """What may be chosen: any forward with any backward, unless one of them exchanges heads."""
+
+    def apart(candidate: AttentionCost) -> bool:
+        return ALGORITHMS[candidate.algorithm].head_ranks(problem) > 1
+
+    able = [candidate for candidate in found if not candidate.refusal]
+    forwards, backwards = ([c for c in able if c.direction == way] for way in PASSES)
+    return [
+        _Option(one, other)
+        for one in forwards
+        for other in backwards
+        if one.algorithm == other.algorithm or not (apart(one) or apart(other))
+    ]
+
+
+def _reason(best: _Option, options: Sequence[_Option]) -> str:
+    """What was chosen costs so much, and what else comes next among those that run one algorithm."""
+    exposed = best.forward.exposed + best.backward.exposed
+    text = f"{_ms(best.seconds)} by estimate, of them {_ms(exposed)} waiting"
+    others = [o for o in options if o.forward.algorithm == o.backward.algorithm and o != best]
+    if not others:
+        return text
+    other = _best(others)
+    same = abs(other.bytes - best.bytes) <= (_AS_FAST - 1) * best.bytes
+    sends = "the same" if same else f"{other.bytes / 1e6:,.4g} MB instead of {best.bytes / 1e6:,.4g}"
+    return f"{text}; {other.forward.algorithm} would take {_ms(other.seconds)} and send {sends}"
+
+
+# --- layouts ---------------------------------------------------------------------------------------------
+
+
+def dealt(problem: Problem, layout: str) -> Problem:
+    """A self-attention whose sequence is dealt so."""
+    return dataclasses.replace(problem, query_blocks=LAYOUTS[layout], key_blocks=LAYOUTS[layout])
+
+
+def check_layout(problem: Problem, layout: str) -> None:
+    """Raises ValueError if a sequence cannot be dealt so."""
+    pieces = problem.size * max(1, len(LAYOUTS[layout]))
+    if problem.queries % pieces:
+        other = ", or the layout contiguous" if layout != "contiguous" and problem.queries % problem.size == 0 else ""
+        raise ValueError(
+            f"context_parallel: layout {layout}: a sequence of {problem.queries} tokens does not divide into {pieces} "
+            f"chunks for {problem.size} ranks; pad to {-(-problem.queries // pieces) * pieces}{other}"
+        )
+
+
+def choose_layout(
+    problems: Sequence[Problem],
+    attention: str = AUTO,
+    layout: str = AUTO,
+    topology: Topology | None = None,
+    device: Device = DEFAULT,
+) -> tuple[str, str]:
+    """(how to deal the sequence of all these self-attentions, why): the layout in which the sum of their best times is
+    least. Raises ValueError if none divides or is what the algorithms that were asked for can run."""
+    times: dict[str, float] = {}
+    refusals: list[str] = []
+    for name in LAYOUTS if layout == AUTO else [layout]:
+        try:
+            for problem in problems:
+                check_layout(problem, name)
+            if layout != AUTO:
+                return layout, "asked for"
+            if not any(p.mask.causal for p in problems):
+                return name, "no query of it waits for earlier tokens"
+            times[name] = math.fsum(
+                choose_algorithms(dealt(p, name), attention, topology, device).seconds for p in problems
+            )
+        except ValueError as error:
+            refusals.append(str(error))
+    if not times:
+        raise ValueError(refusals[0])
+    fastest_first = sorted(times, key=times.__getitem__)
+    took = [f"{name} takes {_ms(times[name])}" for name in fastest_first]
+    return fastest_first[0], "; ".join(took + refusals)

@@ -1,0 +1,137 @@
+"""Which dim of each input is the batch: what the user or an adapter says, else evidence from shapes and from the graph.
+
+Samples of a batch do not meet before the loss. So the graph tells a batch dim from the dim of a sequence: followed
+through the graph, the one reaches all that the model computes, the other ends in a recurrence, or comes to an
+attention as the dim whose entries read each other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+from torch.fx import GraphModule, Node
+
+from autopar.ir.batch import BatchDims, likely_dims
+from autopar.ir.graph import arguments, describe, global_shape, has_gradient, is_call
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Shard
+from autopar.rules.follow import spread_label
+
+ATTENTION = torch.ops.autopar.attention.default
+
+
+def decide_batch_dims(gm: GraphModule, given: BatchDims, known: BatchDims) -> dict[str, int | None]:
+    """Input -> its batch dim, or None, for a normalised global graph.
+
+    ``given`` by the user, then ``known`` from an earlier plan, then ``gm.meta["batch_dims"]`` from an adapter; the
+    others follow from those, or from the graph alone. Raises ValueError, asking for them, where it is ambiguous.
+    ``gm.meta["unclear_batch_dims"]`` gets those that are only likely.
+    """
+    nodes = {n.name: n for n in gm.graph.nodes if n.op == "placeholder"}
+    inputs = {s.name: nodes[s.node] for s in gm.meta["signature"].inputs if s.kind == "input"}
+    shapes = {name: tuple(global_shape(node)) for name, node in inputs.items()}
+    said = {**gm.meta.get("batch_dims", {}), **known, **given}
+    said = {name: dim for name, dim in said.items() if name in inputs}
+    gm.meta["unclear_batch_dims"] = []
+    likely = likely_dims(shapes, said)
+    free = [name for name, shape in shapes.items() if name not in said and shape]
+    if not free:
+        return likely
+    anchors = [(n, likely[n]) for n in said if likely[n] is not None]
+    if anchors:
+        found = [_LikelyDim.of(gm, n, inputs[n], d) for n, d in anchors if d is not None]
+    else:
+        dims = [(n, d) for n in free for d, size in enumerate(shapes[n]) if size > 1]
+        chosen = _chosen(inputs, [_LikelyDim.of(gm, n, inputs[n], d) for n, d in dims], likely)
+        found = [chosen] if chosen is not None else []
+    decided = _followed(found, inputs, likely, free)
+    reached = {node for c in found for node in c.labels}
+    gm.meta["unclear_batch_dims"] = [
+        n for n in free if decided[n] is not None and inputs[n] not in reached and inputs[n].users
+    ]
+    return decided
+
+
+@dataclass(frozen=True)
+class _LikelyDim:
+    """One dim of one input, followed through the graph."""
+
+    name: str
+    dim: int
+    size: int
+    labels: Mapping[Node, Shard]
+    coverage: int  # how many values made of parameters have the dim
+    meets: str  # where its entries meet; "" if they do not
+    ours: bool  # it reaches a parameter, buffer or constant: a dim of the model
+
+    @classmethod
+    def of(cls, gm: GraphModule, name: str, node: Node, dim: int) -> _LikelyDim:
+        size = global_shape(node)[dim]
+        labels = spread_label(node, Shard(dim), Mesh.of(dp=size), "dp", inputs=True)  # as small as pieces get
+        kinds = {s.node: s.kind for s in gm.meta["signature"].inputs}
+        ours = any(x.op == "placeholder" and kinds[x.name] != "input" for x in labels)
+        coverage = sum(x.op != "placeholder" and has_gradient(x) for x in labels)
+        return cls(name, dim, size, labels, coverage, _meeting(gm, labels), ours)
+
+
+def _meeting(gm: GraphModule, labels: Mapping[Node, Shard]) -> str:
+    """The attention that reads a followed dim as its sequence."""
+    for node in gm.graph.nodes:
+        if is_call(node, ATTENTION):
+            operands = arguments(node)
+            if any(labels.get(operands[name], Shard(0)).dim == 2 for name in ("q", "k", "v")):
+                return describe(node)
+    return ""
+
+
+def _chosen(inputs: Mapping[str, Node], candidates: list[_LikelyDim], likely: BatchDims) -> _LikelyDim | None:
+    """The likely dim, unless the graph says that it is another one. Raises ValueError where neither is clear."""
+    clear = [c for c in candidates if not (c.meets or c.ours)]
+    first = next((n for n in inputs if likely[n] is not None), None)
+    guess = next((c for c in candidates if (c.name, c.dim) == (first, likely.get(first or ""))), None)
+    best = max(clear, key=lambda c: (c.coverage, c is guess), default=None)
+    if guess is None or best is None:
+        return guess if guess is None or not guess.meets else _refuse(inputs, guess)
+    if guess not in clear or best.coverage >= 2 * guess.coverage:
+        return best if 2 * best.coverage >= guess.coverage else _refuse(inputs, guess)
+    votes = Counter(shape[0] for node in inputs.values() if (shape := global_shape(node)))
+    for other in clear:
+        apart = other.dim == 0 and other.size != guess.size and inputs[other.name] not in guess.labels
+        if apart and other.coverage >= guess.coverage and votes[other.size] >= votes[guess.size]:
+            _refuse(inputs, guess, other)
+    return guess
+
+
+def _refuse(inputs: Mapping[str, Node], guess: _LikelyDim, other: _LikelyDim | None = None) -> NoReturn:
+    why = f"dim {guess.dim} of {guess.name} may be it"
+    if guess.meets:
+        why = f"dim {guess.dim} of {guess.name} is the sequence of {guess.meets}, and no other dim is clear"
+    elif guess.ours:
+        why = f"dim {guess.dim} of {guess.name} is a dim of the model's own tensors, and no other dim is clear"
+    elif other is not None:
+        why += f", or dim {other.dim} of {other.name}"
+    shapes = ", ".join(f"{name} {tuple(global_shape(node))}" for name, node in inputs.items())
+    raise ValueError(
+        f"batch_dims: which dim of which input is the batch is not clear: {why} (inputs {shapes}); say it with "
+        f'batch_dims={{"{guess.name}": {guess.dim}, ...}}, None for an input that is no part of the batch'
+    )
+
+
+def _followed(
+    found: list[_LikelyDim], inputs: Mapping[str, Node], likely: BatchDims, free: list[str]
+) -> dict[str, int | None]:
+    """The dims of the inputs that the graph reaches from the chosen one. Of others, that of batch first inputs with as
+    many rows; else they are no part of the batch (if ranks then feed different ones, they are told). Nothing tells such
+    a batch from a table of so many rows, as the texts of a contrastive loss from the rows of a memory; what the ranks
+    are given does (`runtime.batches`)."""
+    dims = dict(likely)
+    for name in free if found else ():
+        label = next((c.labels[inputs[name]] for c in found if inputs[name] in c.labels), None)
+        shape = tuple(global_shape(inputs[name]))
+        alike = any(c.dim == 0 and shape[0] == c.size for c in found)
+        dims[name] = label.dim if label is not None else 0 if alike else None
+    return dims

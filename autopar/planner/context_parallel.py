@@ -1,0 +1,155 @@
+"""Context parallelism in the plan: which sequences are cut over the axis cp, how they are dealt, and which algorithm
+each attention runs.
+
+A *stream* is a sequence of tokens that the graph carries along: the values from which, or to which, the queries (or
+keys) of some attention can be followed. Each is dealt one way for all its attentions. An encoder and a decoder are two
+streams; the attention between them reads both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import GraphModule, Node
+
+from autopar.attention.algorithm_table import ALGORITHMS
+from autopar.attention.layouts import LAYOUTS
+from autopar.attention.problem import Mask, Problem
+from autopar.cost.topology import Topologies, Topology
+from autopar.ir.graph import arguments, describe, global_shape, has_gradient, is_call
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Shard
+from autopar.options import Options
+from autopar.plan import AttentionPlan, Stream
+from autopar.planner.attention_choice import choose_algorithms, choose_layout
+from autopar.rules.follow import spread_label
+
+AXIS = "cp"
+ATTENTION = torch.ops.autopar.attention.default
+
+
+@dataclass
+class ContextPlan:
+    """Streams of the axis cp, how each attention runs, and notes."""
+
+    streams: list[Stream] = field(default_factory=list)
+    attention: dict[str, AttentionPlan] = field(default_factory=dict)
+    notes: list[tuple[str, str]] = field(default_factory=list)
+    labels: dict[Node, int] = field(default_factory=dict)  # value -> number of its stream
+
+    def chunks(self, ranks: int) -> dict[Node, int]:
+        """Into how many chunks the sequence of each value is dealt."""
+        return {node: ranks * max(1, len(self.streams[i].blocks)) for node, i in self.labels.items()}
+
+
+def plan_context(gm: GraphModule, mesh: Mesh, options: Options) -> ContextPlan:
+    """Decide for a normalised global graph. Raises ValueError for sequences that do not divide, for a graph without
+    attention, and for an algorithm that cannot run one of them."""
+    plan = ContextPlan()
+    ranks = mesh.size(AXIS)
+    attentions = [n for n in gm.graph.nodes if is_call(n, ATTENTION)]
+    chosen = [n for n in attentions if _can_be_cut(n, ranks, plan)]
+    if not chosen:
+        raise ValueError(_nothing_to_cut(attentions, ranks))
+    for node in chosen:
+        for name in ("q", "k"):
+            _follow(node, name, mesh, plan)
+    problems = {n: problem_of_call(n, mesh, options) for n in chosen}
+    for i, stream in enumerate(plan.streams):
+        own = [problems[n] for n in chosen if _streams_of(n, plan) == (i, i) and problems[n].mask.causal]
+        layout, why = _layout(own, options) if own else ("contiguous", "no query of it waits for earlier tokens")
+        reason = f"{stream.reason}; {layout}: {why}"
+        plan.streams[i] = dataclasses.replace(stream, blocks=LAYOUTS[layout], reason=reason)
+    for node in chosen:
+        rows, columns = (plan.streams[i].blocks for i in _streams_of(node, plan))
+        problem = dataclasses.replace(problems[node], query_blocks=rows, key_blocks=columns)
+        plan.attention[node.name] = _chosen(problem, options, describe(node))
+    return plan
+
+
+def _can_be_cut(node: Node, ranks: int, plan: ContextPlan) -> bool:
+    """Whether both sequences of an attention divide. Self-attention must; what else does not is left whole."""
+    queries, keys = (global_shape(arguments(node)[name])[2] for name in ("q", "k"))
+    bad = [n for n in (queries, keys) if n % ranks]
+    if not bad:
+        return True
+    if queries == keys and queries > 1:
+        raise ValueError(
+            f'context_parallel: sequence length {queries} of {describe(node)} does not divide over axis "{AXIS}" of '
+            f"size {ranks}; pad to {-(-queries // ranks) * ranks}"
+        )
+    plan.notes.append((node.name, f"whole on {AXIS}: {bad[0]} tokens do not divide over {ranks} ranks"))
+    return False
+
+
+def _nothing_to_cut(attentions: list[Node], ranks: int) -> str:
+    need = f'context_parallel: axis "{AXIS}" cuts the sequence of attention, found '
+    if attentions:
+        return f"{need}{describe(attentions[0])}, whose tokens do not divide over {ranks} ranks; pad them"
+    return (
+        f"{need}none: neither scaled_dot_product_attention nor a softmax between two products that could be recognised "
+        f'(docs/context_parallel.md); state-space layers are not cut along the sequence: use no axis "{AXIS}"'
+    )
+
+
+def _follow(node: Node, name: str, mesh: Mesh, plan: ContextPlan) -> None:
+    """A stream begins at an operand that no earlier stream reaches."""
+    start = arguments(node)[name]
+    if start not in plan.labels:
+        for value in spread_label(start, Shard(2), mesh, AXIS, inputs=True):
+            plan.labels.setdefault(value, len(plan.streams))
+        plan.streams.append(Stream(f"{node.name}.{name}", 2, f"{global_shape(start)[2]} tokens", AXIS))
+
+
+def _streams_of(node: Node, plan: ContextPlan) -> tuple[int, int]:
+    """Numbers of the streams of an attention's queries and keys."""
+    args = arguments(node)
+    return plan.labels[args["q"]], plan.labels[args["k"]]
+
+
+def problem_of_call(node: Node, mesh: Mesh, options: Options) -> Problem:
+    """The attention of a global graph as a rank of the axis cp sees it: its part of the batch and of the heads."""
+    args = arguments(node)
+    batch, heads, queries, width = global_shape(args["q"])
+    _, kv_heads, keys, value_width = global_shape(args["v"])
+    tp, parts = mesh.size("tp"), mesh.size("dp") * options.micro_batches
+    cut = tp if kv_heads % tp == 0 else 1
+    bias = args["bias"]
+    rows = bias is not None and len(global_shape(bias)) > 1 and global_shape(bias)[-2] > 1
+    return Problem(
+        batch=batch // parts if batch % parts == 0 else batch, heads=heads // cut, kv_heads=kv_heads // cut,
+        queries=queries, keys=keys, width=width, value_width=value_width, dtype=args["q"].meta["val"].dtype,
+        size=mesh.size(AXIS), mask=Mask(bool(args["causal"]), int(args["window"]), int(args["chunk"])),
+        bias="" if bias is None else "rows" if rows else "columns",
+        bias_gradient=bias is not None and has_gradient(bias),
+        segments=args["segments"] is not None, key_mask=args["key_mask"] is not None, sinks=args["sinks"] is not None,
+        softcap=float(args["softcap"]), dropout=float(args["dropout"]),
+    )  # fmt: skip
+
+
+# --- what is chosen --------------------------------------------------------------------------------------
+
+
+def _layout(problems: list[Problem], options: Options) -> tuple[str, str]:
+    """How to deal a stream for its causal attentions, and why. A named algorithm has layouts of its own."""
+    layout = options.layout
+    if layout == "auto" and options.attention != "auto":
+        own = ALGORITHMS[options.attention.partition("+")[0]].layouts
+        layout = own[0] if len(own) == 1 else layout
+    return choose_layout(problems, options.attention, layout, _topology(options))
+
+
+def _chosen(problem: Problem, options: Options, what: str) -> AttentionPlan:
+    """The algorithms of one attention."""
+    try:
+        found = choose_algorithms(problem, options.attention, _topology(options))
+    except ValueError as error:
+        raise ValueError(f"{error} (at {what})") from None
+    blocks = problem.query_blocks, problem.key_blocks
+    return AttentionPlan(found.forward, found.backward, *blocks, found.reason, found.candidates)
+
+
+def _topology(options: Options) -> Topology:
+    return Topologies.parse(options.topology).of(AXIS)

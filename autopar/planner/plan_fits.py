@@ -1,0 +1,67 @@
+"""Whether a plan fits a graph: names, dims, and pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from torch.fx import GraphModule
+
+from autopar.ir.graph import global_shape, placeholders
+from autopar.ir.placement import Placement, Shard, check_shard, local_shape
+
+if TYPE_CHECKING:
+    from autopar.plan import Plan
+
+
+def check_fits(plan: Plan, gm: GraphModule) -> None:
+    """Names are those of a graph's parameters, dims exist, blocks sum up and divide. Raises ValueError.
+
+    Inputs are checked where the graph has them: a plan serves batches with others, too.
+    """
+    nodes = {n.name: n for n in placeholders(gm)}
+    specs = [s for s in gm.meta["signature"].inputs if s.node in nodes]
+    parameters = {s.name: global_shape(nodes[s.node]) for s in specs if s.kind == "parameter"}
+    inputs = {s.name: global_shape(nodes[s.node]) for s in specs if s.kind == "input"}
+    holders = plan.pipeline.holders if plan.pipeline is not None else {}
+    for name in (*plan.parameters, *holders):
+        if name not in parameters:
+            known = ", ".join(list(parameters)[:6])
+            raise ValueError(f"plan: no parameter {name!r} in this model; it has {known}, ...")
+    for name in plan.overrides:
+        if name not in parameters and name not in plan.inputs and name not in inputs:
+            raise ValueError(
+                f"plan: an override of {name!r}, which is no parameter or input of this model; leave it out"
+            )
+    for name, dim in plan.batch_dims.items():
+        if dim is not None and name in inputs and not -len(inputs[name]) <= dim < len(inputs[name]):
+            raise ValueError(
+                f"plan: input {name} is cut as S({dim}) on axis 'dp', it has shape {tuple(inputs[name])}; use an "
+                "existing dim"
+            )
+    for name, axes in plan.parameters.items():
+        _check_cuts(plan, f"parameter {name}", parameters[name], {a: p.stored for a, p in axes.items()})
+    for name, placed in plan.inputs.items():
+        if name in inputs:
+            _check_cuts(plan, f"input {name}", inputs[name], placed)
+
+
+def _check_cuts(plan: Plan, name: str, shape: tuple[int, ...], placements: Mapping[str, Placement]) -> None:
+    """Each axis cuts what the axes before it left."""
+    mesh, left = plan.mesh.with_micro_batches(plan.options.micro_batches), shape
+    for axis, pieces in mesh.cut_order.items():
+        p = placements.get(axis)
+        if not isinstance(p, Shard):
+            continue
+        if p.dim >= len(shape):
+            raise ValueError(
+                f"plan: {name} is cut as {p} on axis {axis!r}, it has shape {tuple(shape)}; use an existing dim"
+            )
+        try:
+            check_shard(left[p.dim], p, pieces)
+        except ValueError as error:
+            why = str(error).removeprefix("placement: ")
+            raise ValueError(
+                f"plan: {name} of shape {tuple(shape)} on axis {axis!r}: {why}; cut it otherwise, or leave it whole (I)"
+            ) from None
+        left = local_shape(left, p, pieces)

@@ -1,0 +1,111 @@
+"""Lengths of the token slices: the user's, equal ones, or TeraPipe's dynamic program on estimated slice times."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.fx import Node
+
+from autopar.cost.flops import flops
+from autopar.cost.hardware import DEFAULT, Device
+from autopar.ir.graph import arguments, is_call, nbytes, tensor_operands
+from autopar.ir.storages import is_view
+from autopar.planner.tera_pipe_slices import best_slices
+
+# A kernel takes microseconds to start, however short its slice is: this is what keeps slices from becoming tiny.
+DEVICE = dataclasses.replace(DEFAULT, launch=3e-6)
+BACKWARD = 2.0  # backward time relative to forward
+GRID = 8  # tokens; slices begin at multiples of it where the sequence is long enough
+
+
+def slice_lengths(
+    asked: int | tuple[int, ...], total: int, unit: int, time: Callable[[], tuple[tuple[int, ...], str]]
+) -> tuple[tuple[int, ...], str]:
+    """(lengths, reason) for ``total`` tokens. asked: a number of slices, their lengths, or 0: ``time()`` decides. unit:
+    lengths are multiples of it.
+
+    Raises ValueError for lengths that do not sum to the tokens, that are not multiples of the unit, or too many slices.
+    """
+    if isinstance(asked, tuple):
+        lengths, reason = asked, "the user's choice"
+    elif asked:
+        base, more = divmod(total // unit, asked)
+        lengths = tuple((base + (i < more)) * unit for i in range(asked))
+        reason = f"{asked} equal slices, as asked"
+    else:
+        lengths, reason = time()
+    if sum(lengths) != total or min(lengths) < 1:
+        raise ValueError(
+            f"token_slices: slices {', '.join(map(str, lengths))} sum to {sum(lengths)}, the sequence has {total} "
+            f"tokens; give positive lengths that sum to {total}, or their number, at most {total // unit}"
+        )
+    if any(n % unit for n in lengths):
+        raise ValueError(
+            f"token_slices: sequence parallelism cuts each slice over {unit} ranks, found slices "
+            f"{', '.join(map(str, lengths))}; use multiples of {unit}"
+        )
+    return lengths, reason
+
+
+def best_lengths(
+    parts: Sequence[Sequence[Node]], total: int, micro_batches: int, unit: int = 1, device: Device = DEVICE
+) -> tuple[tuple[int, ...], str]:
+    """The dynamic program (TeraPipe, Eq. 6 to 8) on the estimated times of the slowest part.
+
+    parts: main nodes of each part of a global graph, all micro-batches together.
+    """
+    grid = max(GRID, unit) if total >= 8 * GRID else unit
+    times = [SliceEstimate(nodes, total, micro_batches, device) for nodes in parts]
+    slowest = max(times, key=lambda t: float(t(1, np.array([total]), np.array([0]))[0]))
+    found = best_slices(total, len(parts), slowest, micro_batches, 1, grid)
+    lengths = found.groups[0][1]
+    whole = micro_batches * slowest(1, np.array([total]), np.array([0]))[0]
+    whole += (len(parts) - 1) * whole / micro_batches
+    return tuple(map(int, lengths)), (
+        f"least estimated time of {len(parts)} stages: {found.total:.3g} s, {whole:.3g} s without slices"
+    )
+
+
+class SliceEstimate:
+    """t(batch, length, context) of a part, a roofline per node: products and bytes of tokens grow with the length,
+    weights are read once per slice, attention reads the context as well."""
+
+    def __init__(self, nodes: Sequence[Node], total: int, micro_batches: int, device: Device) -> None:
+        self.rows: list[tuple[float, float, float, float, float]] = []
+        self.launch, self.wire = device.launch, 0.0
+        for node in nodes:
+            if is_view(node):
+                continue
+            attention = is_call(node, torch.ops.autopar.attention.default)
+            speed, share = device.speed(_dtype(node)), 1.0 / (total * micro_batches)
+            work = flops(node) / speed * share
+            fixed = sum(nbytes(x) for x in tensor_operands(node) if _is_weight(x)) / device.memory
+            moved = (nbytes(node) + sum(nbytes(x) for x in tensor_operands(node) if not _is_weight(x))) * share
+            # the products of a whole causal attention are those of total / 2 keys per query
+            pairs = work * 2.0 / total if attention else 0.0
+            keys = sum(nbytes(arguments(node)[k]) for k in "kv") * share / device.memory if attention else 0.0
+            self.rows.append((0.0 if attention else work, pairs, fixed, moved / device.memory, keys))
+        self.latency = 2 * device.latency
+
+    def __call__(self, batch: int, lengths: Any, contexts: Any) -> Any:
+        n, c = np.asarray(lengths, dtype=np.float64), np.asarray(contexts, dtype=np.float64)
+        time = np.zeros(np.broadcast(n, c).shape)
+        for work, pairs, fixed, moved, keys in self.rows:
+            compute = batch * (work * n + pairs * n * (c + (n + 1) / 2))
+            read = fixed + batch * (moved * n + keys * c)
+            time = time + np.maximum(np.maximum(compute, read), self.launch)
+        return time * (1 + BACKWARD) + self.latency
+
+
+def _is_weight(x: Node) -> bool:
+    return x.op == "placeholder"
+
+
+def _dtype(node: Node) -> torch.dtype:
+    operands = tensor_operands(node)
+    dtype: torch.dtype = (operands[0] if operands else node).meta["val"].dtype
+    return dtype

@@ -1,0 +1,188 @@
+"""The plan of a pipeline: schedule, cuts, token slices, and who holds which parameter; and the order of its actions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+from torch.fx import GraphModule, Node
+
+from autopar.cost.flops import seconds_of
+from autopar.cost.memory import static_bytes
+from autopar.ir.conversions import is_conversion
+from autopar.ir.flow import Flow, flow_of
+from autopar.ir.graph import ancestors, nbytes
+from autopar.ir.mesh import Mesh
+from autopar.ir.parameter import ParameterSpec
+from autopar.ir.storages import is_view
+from autopar.options import Options
+from autopar.plan import PipelinePlan
+from autopar.planner.balance import UnitCosts, balance
+from autopar.planner.schedule_choice import chosen
+from autopar.planner.units import Unit, parts_by_node, resolve, units_of
+from autopar.schedule.request import SCHEDULES, Costs, Request, Schedule
+
+MOST_CHUNKS = 2  # parts per rank that the plan considers when it chooses the schedule
+
+
+def plan_pipeline(
+    gm: GraphModule, mesh: Mesh, options: Options, specs: Sequence[ParameterSpec], fixed: PipelinePlan | None = None
+) -> tuple[PipelinePlan, list[tuple[str, str]]]:
+    """(plan, notes) for a normalised global graph on a mesh with pp. ``fixed``: an earlier plan of the same model; its
+    cuts and schedule are kept, so that every rank keeps its parameters.
+
+    Raises ValueError for unknown schedules and cuts, and more parts than layers.
+    """
+    planner = _Planner(gm, mesh, options, specs)
+    if fixed is not None:
+        return replace(fixed, holders=planner.holders(fixed.cuts)), []
+    name, notes = planner.schedule()
+    entry = SCHEDULES[name]
+    chunks = options.chunks or entry.chunks
+    cuts, costs = planner.cut(mesh.size("pp") * chunks, entry)
+    if options.cuts:
+        notes.append(("pipeline", f"cuts {', '.join(cuts)}: the user's choice"))
+    else:
+        times = " ".join(f"{t / max(costs):.2f}" for t in costs)
+        notes.append(("pipeline", f"cuts {', '.join(cuts)}: times of the parts relative to the largest {times}"))
+    return PipelinePlan(name, cuts, chunks, (), planner.holders(cuts)), notes
+
+
+class _Planner:
+    def __init__(self, gm: GraphModule, mesh: Mesh, options: Options, specs: Sequence[ParameterSpec]) -> None:
+        self.gm, self.mesh, self.options = gm, mesh, options
+        self.flow: Flow = flow_of(gm)
+        self.specs = {s.name: s for s in specs}
+        self.names = {s.node: s.name for s in gm.meta["signature"].inputs if s.kind == "parameter"}
+        self.main = [n for n in self.flow.main if not is_conversion(n)]
+
+    def schedule(self) -> tuple[str, list[tuple[str, str]]]:
+        """The user's schedule, or the fastest by simulation."""
+        ranks = self.mesh.size("pp")
+        if self.options.schedule:
+            self._check_schedule(SCHEDULES[self.options.schedule])
+            return self.options.schedule, []
+        if self.options.slices:
+            return "seq1f1b", [("pipeline", "schedule seq1f1b: token slices were asked for")]
+        if self.options.chunks > 1:
+            return "interleaved", [("pipeline", f"schedule interleaved: {self.options.chunks} chunks were asked for")]
+        if len(self.options.cuts) + 1 != ranks and self.options.cuts:
+            raise ValueError(
+                f"pipeline: {len(self.options.cuts)} cuts make {len(self.options.cuts) + 1} parts, axis 'pp' has size "
+                f"{ranks}; name the schedule that runs so many parts (interleaved, zb_v, ...), or give {ranks - 1} cuts"
+            )
+        costs: dict[int, Costs] = {}
+        for chunks in range(1, 1 if self.options.cuts else MOST_CHUNKS + 1):
+            try:
+                _, times = self.cut(ranks * chunks, SCHEDULES["1f1b"])
+            except ValueError:
+                if chunks == 1:
+                    raise
+                continue
+            shares = math.prod(self.mesh.size(axis) for axis in ("dp", "tp")) * self.options.micro_batches
+            t = tuple(time / shares for time in times)
+            costs[chunks] = Costs(t, t, t, activations=t, stash=tuple(x / 2 for x in t))
+        if self.options.cuts:
+            costs[1] = Costs()
+        name, reason = chosen(ranks, self.options.micro_batches, costs)
+        return name, [("pipeline", f"schedule {name}: {reason}")]
+
+    def _check_schedule(self, entry: Schedule) -> None:
+        """Numbers that the schedule does not take are refused before anything is compiled."""
+        if self.options.slices and not entry.sliced:
+            sliced = " or ".join(name for name, other in SCHEDULES.items() if other.sliced)
+            raise ValueError(
+                f"schedule: {entry.name} runs whole micro-batches, found slices={self.options.slices}; use "
+                f"{sliced}, or leave slices out"
+            )
+        if not entry.searches:
+            chunks = self.options.chunks or entry.chunks
+            entry.make(Request(self.mesh.size("pp"), self.options.micro_batches, chunks))
+
+    def cut(self, parts: int, entry: Schedule) -> tuple[tuple[str, ...], list[float]]:
+        """Names of the units that begin further parts, and the time of each part."""
+        if self.options.cuts:
+            if len(self.options.cuts) != parts - 1:
+                raise ValueError(
+                    f"pipeline: {parts} parts need {parts - 1} cuts, found {len(self.options.cuts)}; name the module "
+                    "with which each part but the first begins"
+                )
+            units, starts = resolve(self.main, self.options.cuts)
+        else:
+            units = units_of(self.main, parts)
+            starts = self._balanced(units, parts, entry)
+        ends = [*starts[1:], len(units)]
+        times = [seconds_of(n for u in units[a:b] for n in u.nodes) for a, b in zip(starts, ends, strict=True)]
+        return tuple(units[s].name for s in starts[1:]), times
+
+    def _balanced(self, units: Sequence[Unit], parts: int, entry: Schedule) -> list[int]:
+        """First unit of each part: the least time of the slowest part, within the memory limit."""
+        counts = balance(
+            self._costs(units),
+            parts,
+            sent=self._crossing(units),
+            in_flight=in_flight(entry, self.mesh.size("pp"), parts, self.options.micro_batches),
+            limit=self.options.memory_limit or None,
+            rank_of_part=mirrored(entry, self.mesh.size("pp"), parts),
+        )
+        return [0, *accumulate(counts)][:-1]
+
+    def _costs(self, units: Sequence[Unit]) -> list[UnitCosts]:
+        """Time of the forward (the backward takes a multiple of it), parameters where they are first used, and what
+        every operation makes as activations: an estimate from above."""
+        seen: set[str] = set()
+        out = []
+        shares = self.mesh.size("dp") * self.options.micro_batches
+        for unit in units:
+            names = {self.names[x.name] for n in unit.nodes for x in self._parameters_behind(n)} - seen
+            seen |= names
+            made = sum(nbytes(n) for n in unit.nodes if not is_view(n))
+            static = static_bytes(self.specs, sorted(names), self.mesh)
+            out.append(UnitCosts(seconds_of(unit.nodes), static, made // shares))
+        return out
+
+    def _crossing(self, units: Sequence[Unit]) -> list[int]:
+        """Bytes of main values that pass each boundary between units."""
+        at = {n: i for i, unit in enumerate(units) for n in unit.nodes}
+        changes = [0] * (len(units) + 1)
+        for node, first in at.items():
+            last = max((at[u] for u in node.users if u in at), default=first)
+            changes[first] += nbytes(node)
+            changes[last] -= nbytes(node)
+        return list(accumulate(changes))[: len(units) - 1]
+
+    def holders(self, cuts: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+        """Parameter -> the parts that use it; () for one that no part uses."""
+        part_of = parts_by_node(*resolve(self.main, cuts))
+        found: dict[str, set[int]] = {name: set() for name in self.names.values()}
+        for node, part in part_of.items():
+            for x in self._parameters_behind(node):
+                found[self.names[x.name]].add(part)
+        return {name: tuple(sorted(parts)) for name, parts in found.items()}
+
+    def _parameters_behind(self, node: Node) -> list[Node]:
+        """Parameters that a main node takes, directly or through values that depend on parameters alone."""
+        sources = [x for x in node.all_input_nodes if x in self.flow.parameter_only]
+        return [x for x in ancestors(sources) if x.name in self.names]
+
+
+def main_parts(gm: GraphModule, cuts: tuple[str, ...]) -> list[list[Node]]:
+    """The main nodes of each part of a global graph."""
+    part_of = parts_by_node(*resolve([n for n in flow_of(gm).main if not is_conversion(n)], cuts))
+    return [[n for n, part in part_of.items() if part == k] for k in range(len(cuts) + 1)]
+
+
+def in_flight(entry: Schedule, ranks: int, parts: int, micro_batches: int) -> list[int]:
+    """Micro-batches that every part holds at once, as 1F1B does: fewer towards the end; all of them under AFAB."""
+    if entry.name in ("gpipe", "tera_pipe"):
+        return [micro_batches] * parts
+    return [max(1, min(micro_batches, ranks - k * ranks // parts)) for k in range(parts)]
+
+
+def mirrored(entry: Schedule, ranks: int, parts: int) -> list[int]:
+    """The rank of each part; one number for the two ranks that hold both of two mirrored parts."""
+    order = entry.make(Request(ranks, 2 * parts, parts // ranks))
+    by_part = [sorted(order.rank_of[chain[k]] for chain in order.chains) for k in range(parts)]
+    return [ranks_of[0] for ranks_of in by_part]

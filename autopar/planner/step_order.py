@@ -1,0 +1,66 @@
+"""The order of a step's actions, and which rank holds which parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autopar.cost.stage_costs import stage_costs
+from autopar.ir.mesh import Mesh
+from autopar.plan import PipelinePlan, Plan
+from autopar.schedule.order import Action, Hop, Order
+from autopar.schedule.request import SCHEDULES, Request
+from autopar.steps.graphs import Stage
+
+# --- the order of actions --------------------------------------------------------------------------------
+
+
+def make_order(plan: Plan, parts: Sequence[Stage], hops: Sequence[Hop], train: bool = True, static: int = 0) -> Order:
+    """The compute actions of a step. ``static``: bytes of the rank with most parameters and states, of which the
+    memory limit leaves the rest to activations.
+
+    Raises ValueError where the schedule does not take the number of micro-batches.
+    """
+    assert plan.pipeline is not None
+    pipeline = plan.pipeline
+    entry = SCHEDULES[pipeline.schedule]
+    costs = stage_costs(parts, hops, plan.mesh)
+    limit = float(plan.options.memory_limit - static) if plan.options.memory_limit else None
+    slices = max(len(pipeline.slices), 1)
+    request = Request(plan.mesh.size("pp"), plan.options.micro_batches, pipeline.chunks, slices, costs, limit)
+    if train:
+        return entry.make(request)
+    return forward_order(entry.make(replace(request, micro_batches=least_micro_batches(pipeline, plan.mesh))))
+
+
+def forward_order(order: Order) -> Order:
+    """F of one micro-batch along the first chain: for evaluation."""
+    rows: list[list[Action]] = [[] for _ in order.ranks]
+    for stage in order.chains[0]:
+        rows[order.rank_of[stage]].append(Action(stage, "F", 0))
+    return Order("forward", tuple(map(tuple, rows)), order.chains, order.rank_of, (0,))
+
+
+def layout(pipeline: PipelinePlan, mesh: Mesh) -> Order:
+    """Chains and ranks of a schedule's stages, on as few micro-batches as it takes."""
+    ranks = mesh.size("pp")
+    slices = max(len(pipeline.slices), 1)
+    request = Request(ranks, least_micro_batches(pipeline, mesh), pipeline.chunks, slices)
+    return SCHEDULES[pipeline.schedule].make(request)
+
+
+def least_micro_batches(pipeline: PipelinePlan, mesh: Mesh) -> int:
+    """A number of micro-batches that any schedule takes."""
+    return 2 * mesh.size("pp") * pipeline.chunks
+
+
+def owners(plan: Plan) -> dict[str, tuple[int, ...]]:
+    """Parameter -> the coordinates on pp that hold it, its owner first. One that no part uses lives on the first."""
+    if plan.pipeline is None:
+        return {}
+    order = layout(plan.pipeline, plan.mesh)
+    found = {}
+    for name, parts in plan.pipeline.holders.items():
+        ranks = {order.rank_of[chain[k]] for chain in order.chains for k in parts}
+        found[name] = tuple(sorted(ranks)) or (0,)
+    return found

@@ -1,0 +1,222 @@
+"""Attention over cut sequences in what people read of a plan: the summary's table, and a section of the report.
+
+    attention                       count   layout   pass       algorithm     sends         steps   time
+    model.layers.{0..31}.self_attn     32   zigzag   forward    token_ring    down 12 MiB       3   1.2 ms
+
+Attentions that are the same problem and run the same way are one entry. Bytes and times are those of one call on the
+rank that sends most, or is last; times are estimates (`autopar.planner.attention_choice`).
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from rich.table import Table
+
+from autopar.attention.algorithm_table import ALGORITHMS
+from autopar.attention.layouts import LAYOUTS, Blocks
+from autopar.attention.problem import Problem
+from autopar.attention.program import WHOLE, trace
+from autopar.cost.attention_costs import PASSES, AttentionCost, estimate, pass_timeline
+from autopar.cost.attention_timeline import AttentionTimeline, play
+from autopar.cost.attention_traffic import is_context_attention, problem_of_node
+from autopar.cost.hardware import DEFAULT
+from autopar.cost.topology import Topologies, Topology
+from autopar.ir.graph import has_gradient, module_path
+from autopar.plan import AttentionPlan
+from autopar.planner.context_parallel import AXIS
+from autopar.report.attention_picture import MOST_RANKS, timeline_svg
+from autopar.report.human_numbers import human_bytes, human_seconds
+from autopar.report.layer_names import compressed, without_indices
+from autopar.report.page import Section, table
+from autopar.report.tables import escaped, table_of
+from autopar.steps.graphs import Compiled
+
+SECTION = f"Attention over {AXIS}"
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attentions of a model that are the same. where: their modules. plan: of the first of them. passes: those that
+    the compiled step runs."""
+
+    where: tuple[str, ...]
+    problem: Problem
+    plan: AttentionPlan
+    passes: tuple[str, ...]
+    topology: Topology
+
+    @cached_property
+    def chosen(self) -> list[AttentionCost]:
+        """What each pass costs."""
+        return [self._estimate(getattr(self.plan, way), way) for way in self.passes]
+
+    @cached_property
+    def candidates(self) -> list[AttentionCost]:
+        """What the plan looked at."""
+        return [self._estimate(name, way) for name, way, _ in self.plan.candidates if way in self.passes]
+
+    def _estimate(self, algorithm: str, way: str) -> AttentionCost:
+        return estimate(ALGORITHMS[algorithm], self.problem, way, self.topology)
+
+    @property
+    def modules(self) -> str:
+        """'model.layers.{0..3}.self_attn'"""
+        groups: dict[str, dict[str, None]] = {}
+        for name in self.where:
+            groups.setdefault(without_indices(name), {})[name] = None
+        return ", ".join(compressed(list(names)) for names in groups.values())
+
+    @property
+    def layout(self) -> str:
+        """'zigzag', or of queries and of keys, 'contiguous, zigzag'."""
+        p = self.problem
+        return ", ".join(dict.fromkeys(map(_layout, (p.query_blocks, p.key_blocks))))
+
+    @property
+    def what(self) -> str:
+        """'64 queries, 64 keys, causal, 2 heads, 1 of keys, over 4 ranks'"""
+        p = self.problem
+        kinds = [name for name in ("segments", "key_mask", "sinks", "bias", "softcap", "dropout") if getattr(p, name)]
+        masks = ["causal"] * p.mask.causal + [
+            f"{n} {size}" for n in ("window", "chunk") if (size := getattr(p.mask, n))
+        ]
+        sizes = [f"{p.queries} queries", f"{p.keys} keys", *masks, *(kind.replace("_", " ") for kind in kinds)]
+        return ", ".join([*sizes, f"{p.heads} heads, {p.kv_heads} of keys", f"over {p.size} ranks"])
+
+
+def _layout(blocks: Blocks) -> str:
+    return next((name for name, known in LAYOUTS.items() if known == blocks), str(blocks))
+
+
+def attentions_of(compiled: Compiled) -> list[Attention]:
+    """The distinct attentions over cp of a compiled model, in the order of the graph; none without such an axis."""
+    plan, found = compiled.plan, dict[Any, list[str]]()
+    for node in compiled.local.graph.nodes:
+        if is_context_attention(node):
+            same = problem_of_node(node), plan.attention[node.name], compiled.train and has_gradient(node)
+            found.setdefault(same, []).append(module_path(node) or node.name)
+    topology = Topologies.parse(plan.options.topology).of(AXIS)
+    return [
+        Attention(tuple(where), problem, how, PASSES if trained else PASSES[:1], topology)
+        for (problem, how, trained), where in found.items()
+    ]
+
+
+# --- the summary -----------------------------------------------------------------------------------------
+
+
+def attention_summary(compiled: Compiled) -> list[dict[str, Any]]:
+    """Plain JSON values, an entry for each distinct attention. sent: bytes by way ("up", "down", "home") or kind of
+    collective. A candidate that cannot run it has a ``refusal``."""
+    return [
+        {
+            "modules": a.modules,
+            "count": len(a.where),
+            "what": a.what,
+            "layout": a.layout,
+            "reason": a.plan.reason,
+            "passes": [_plain(c) for c in a.chosen],
+            "candidates": [_plain(c) for c in a.candidates],
+        }
+        for a in attentions_of(compiled)
+    ]
+
+
+def _plain(c: AttentionCost) -> dict[str, Any]:
+    found: dict[str, Any] = {"pass": c.direction, "algorithm": c.algorithm}
+    if c.refusal:
+        return {**found, "refusal": c.refusal}
+    return {**found, "sent": dict(c.sent), "steps": c.steps, "seconds": c.seconds, "exposed": c.exposed}
+
+
+def attention_table(entries: Iterable[Mapping[str, Any]]) -> Table:
+    """The summary's entries, a row for each pass."""
+    right = ("count", "steps", "time", "exposed")
+    columns = ("attention", "count", "layout", "pass", "algorithm", "sends", "steps", "time", "exposed")
+    shown = table_of("Attention over cp (bytes and times of one call, by estimate)", *columns, right=right)
+    for entry in entries:
+        names = [escaped(entry["modules"]), escaped(entry["what"])]
+        for i, row in enumerate(entry["passes"]):
+            first = [names[i], *([str(entry["count"]), entry["layout"]] if i == 0 else ["", ""])]
+            shown.add_row(*first, *_cells(row))
+        shown.add_section()
+    shown.caption = "all candidates, with costs or why not: --json, or --dump DIR"
+    return shown
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    """pass, algorithm, sends, steps, time, exposed"""
+    sent = ", ".join(f"{way} {human_bytes(size)}" for way, size in row["sent"].items())
+    return [
+        row["pass"],
+        row["algorithm"],
+        sent,
+        str(row["steps"]),
+        human_seconds(row["seconds"]),
+        human_seconds(row["exposed"]),
+    ]
+
+
+# --- the report ------------------------------------------------------------------------------------------
+
+
+def attention_sections(compiled: Compiled) -> list[Section]:
+    """The section of the report, if attention runs over cp: what runs, and for each attention why, what else there was,
+    and the timelines."""
+    found = attentions_of(compiled)
+    if not found:
+        return []
+    notes = [
+        f"Links: {found[0].topology}. Times are estimated for {DEFAULT.name}; bytes are those of one call, of the rank "
+        "that sends most by each way.",
+        *(f"{s.node}: {s.reason}" for s in compiled.plan.streams if s.axis == AXIS),
+    ]
+    body = "".join(map(_muted, notes)) + _overview(found)
+    return [Section(SECTION, "\n".join([body, *map(_details, found)]))]
+
+
+def _muted(line: str) -> str:
+    return f"<p class=muted>{html.escape(line)}</p>\n"
+
+
+def _overview(found: Sequence[Attention]) -> str:
+    head = ("attention", "count", "layout", "pass", "algorithm", "bytes", "steps", "time", "exposed", "why")
+    rows = [
+        [a.modules, str(len(a.where)), a.layout, *_cells(_plain(c)), a.plan.reason] for a in found for c in a.chosen
+    ]
+    return table(head, rows, numeric=(1, 6, 7, 8))
+
+
+def _details(a: Attention) -> str:
+    """What an attention could choose from, and its picture."""
+    rows = [_candidate_row(c, c in a.chosen) for c in a.candidates]
+    head = ("algorithm", "pass", "bytes", "steps", "time", "exposed", "")
+    looked_at = (
+        f"<details open><summary>{len(rows)} candidates of {html.escape(a.modules)}</summary>"
+        f"{table(head, rows, numeric=(3, 4, 5))}</details>"
+    )
+    panels = {f"{getattr(a.plan, way)}, {way}": _timeline(a, way) for way in a.passes}
+    alone = f"; the first {MOST_RANKS}, each simulated alone" if a.problem.size > WHOLE else ""
+    return looked_at + "\n" + timeline_svg(panels, a.modules, f"{a.what}{alone}; {a.layout}; {a.topology}")
+
+
+def _candidate_row(c: AttentionCost, chosen: bool) -> list[str]:
+    if c.refusal:
+        return [c.algorithm, c.direction, "", "", "", "", c.refusal]
+    way, algorithm, *cells = _cells(_plain(c))
+    return [algorithm, way, *cells, "chosen" if chosen else ""]
+
+
+def _timeline(a: Attention, way: str) -> AttentionTimeline:
+    """All ranks up to as many as estimates take together; of more, those that are drawn, as the cost of the whole grows
+    with the square."""
+    algorithm = ALGORITHMS[getattr(a.plan, way)]
+    if a.problem.size <= WHOLE:
+        return pass_timeline(algorithm, a.problem, way, a.topology)
+    programs = [trace(algorithm, a.problem, way == "backward", rank) for rank in range(MOST_RANKS)]
+    return play(a.problem, way == "backward", programs, a.topology, DEFAULT)

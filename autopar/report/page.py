@@ -1,0 +1,162 @@
+"""One self-contained HTML page that shows a compilation: plan, passes, every graph with its diff, communication.
+
+It takes plain data, so it knows nothing of graphs, and needs nothing from the network. What others want to show (a
+schedule's timeline, a memory curve) goes into ``Page.sections`` as HTML.
+"""
+
+from __future__ import annotations
+
+import html
+import importlib.resources
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+Row = Sequence[str]
+
+
+@dataclass(frozen=True)
+class Level:
+    """One graph: its text, the diff to the graph before, and how long the pass that made it took (0: unknown)."""
+
+    name: str
+    text: str
+    diff: str = ""
+    seconds: float = 0.0
+    nodes: int = 0
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A further part of the page; ``body`` is HTML."""
+
+    title: str
+    body: str
+
+
+@dataclass
+class Page:
+    """Everything on the page. Rows are texts and are escaped; ``summary`` holds (what, value) pairs, ``plan``
+    (decision, placement, reason), ``communication`` (graph, axis, kind, calls, bytes), ``timings`` (name, seconds)."""
+
+    title: str = "autopar"
+    summary: list[tuple[str, str]] = field(default_factory=list)
+    plan: list[tuple[str, str, str]] = field(default_factory=list)
+    timings: list[tuple[str, float]] = field(default_factory=list)
+    levels: list[Level] = field(default_factory=list)
+    communication: list[tuple[str, str, str, str, str]] = field(default_factory=list)
+    sections: list[Section] = field(default_factory=list)
+
+
+def render(report: Page) -> str:
+    """The page as one HTML text."""
+    parts = [
+        Section("Summary", facts(report.summary)) if report.summary else None,
+        Section("Plan", _plan(report.plan)) if report.plan else None,
+        *report.sections,
+        Section("Communication", _communication(report.communication)),
+        Section("Passes", _timings(report.timings)) if report.timings else None,
+        Section("Graphs", "\n".join(_level(i, level) for i, level in enumerate(report.levels)))
+        if report.levels
+        else None,
+    ]
+    shown = [part for part in parts if part]
+    links = "".join(f'<a href="#{_anchor(s.title)}">{html.escape(s.title)}</a>' for s in shown)
+    body = "\n".join(
+        f'<section id="{_anchor(s.title)}"><h2>{html.escape(s.title)}</h2>\n{s.body}\n</section>' for s in shown
+    )
+    template = importlib.resources.files("autopar.report").joinpath("page.html").read_text(encoding="utf-8")
+    fields = {"title": html.escape(report.title), "links": links, "body": body}
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: fields[match[1]], template)
+
+
+def table(head: Row, rows: Iterable[Row], numeric: Sequence[int] = ()) -> str:
+    """An HTML table of texts; the columns ``numeric`` are right-aligned."""
+
+    def cells(row: Row, tag: str) -> str:
+        return "".join(
+            f"<{tag}{' class=num' if i in numeric else ''}>{html.escape(text)}</{tag}>" for i, text in enumerate(row)
+        )
+
+    body = "\n".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
+    return (
+        f"<div class=scroll><table><thead><tr>{cells(head, 'th')}</tr></thead><tbody>\n{body}\n</tbody></table></div>"
+    )
+
+
+def _anchor(title: str) -> str:
+    return re.sub(r"\W+", "-", title.lower()).strip("-")
+
+
+def facts(rows: Iterable[tuple[str, str]]) -> str:
+    """Cards of (what, value) pairs."""
+    cards = (f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in rows)
+    return f"<dl>{''.join(cards)}</dl>"
+
+
+def _plan(rows: Sequence[tuple[str, str, str]]) -> str:
+    return (
+        f"<details{' open' if len(rows) <= 24 else ''}><summary>{len(rows)} decisions</summary>"
+        f"{table(('what', 'placement', 'why'), rows)}</details>"
+    )
+
+
+def _communication(rows: Sequence[tuple[str, str, str, str, str]]) -> str:
+    if not rows:
+        return "<p class=muted>No graph communicates.</p>"
+    hint = "<p class=muted>Bytes that each rank sends, ring algorithms.</p>"
+    return hint + table(("graph", "axis", "kind", "calls", "bytes per rank"), rows, numeric=(3, 4))
+
+
+def _timings(rows: Sequence[tuple[str, float]]) -> str:
+    longest = max((seconds for _, seconds in rows), default=0.0) or 1.0
+    lines = "".join(_bar(name, seconds, 100 * seconds / longest) for name, seconds in rows)
+    return f"<div class=bars>{lines}</div><p class=muted>{sum(s for _, s in rows):.2f} s in total</p>"
+
+
+def _bar(name: str, seconds: float, percent: float) -> str:
+    fill = f"<i><b style='width:{max(percent, 0.3):.1f}%'></b></i>"
+    return f"<div class=bar><span>{html.escape(name)}</span>{fill}<span class=num>{seconds * 1e3:,.1f} ms</span></div>"
+
+
+def _level(number: int, level: Level) -> str:
+    changed = [line for line in level.diff.splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---")]
+    added = sum(line.startswith("+") for line in changed)
+    facts = [f"{level.nodes} nodes"] if level.nodes else []
+    facts += [f"<ins>+{added}</ins> <del>−{len(changed) - added}</del>"] if changed else []
+    facts += [f"{level.seconds * 1e3:,.1f} ms"] if level.seconds else []
+    facts += [html.escape(level.note)] if level.note else []
+    tabs = f"<details class=inner><summary>graph</summary><pre>{_graph_lines(level.text)}</pre></details>"
+    if level.diff:
+        tabs = f"<details class=inner open><summary>diff</summary><pre>{_diff_lines(level.diff)}</pre></details>" + tabs
+    return (
+        f'<details class=level id="level-{number}"><summary><b>{number:02d}</b> {html.escape(level.name)}'
+        f"<span class=muted>{' · '.join(facts)}</span></summary>{tabs}</details>"
+    )
+
+
+def _diff_lines(text: str) -> str:
+    kinds = {"+": "ins", "-": "del", "@": "em"}
+    out = []
+    for line in text.splitlines():
+        if line.startswith(("--- ", "+++ ")):
+            continue
+        tag = kinds.get(line[:1], "")
+        out.append(f"<{tag}>{html.escape(line)}</{tag}>" if tag else html.escape(line))
+    return "\n".join(out)
+
+
+def _graph_lines(text: str) -> str:
+    return "\n".join(_graph_line(line) for line in text.splitlines())
+
+
+def _graph_line(line: str) -> str:
+    """The name before the colon is bold, the comment is muted."""
+    code, mark, note = line.partition("  # ")
+    name, colon, rest = code.partition(": ")
+    if colon and re.fullmatch(r"\w+", name):
+        code = f"<b>{html.escape(name)}</b>: {html.escape(rest)}"
+    else:
+        code = html.escape(code)
+    return f"{code}<i>{html.escape(mark + note)}</i>" if mark else code

@@ -1,0 +1,226 @@
+"""What a plan comes to, as one object and as tables: decisions with reasons, bytes per rank, communication per step.
+
+    model.layers.{0..31}.self_attn.q_proj.weight    32   [4096, 4096]   tp S(0)   heads kept whole
+
+Decisions of repeated layers that are the same but for the layer's number are one row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from autopar.cost.memory import Memory, memories
+from autopar.cost.step_traffic import graph_runs, step_communication
+from autopar.cost.traffic import Volume
+from autopar.ir.parameter import ParameterSpec
+from autopar.ir.placement import Shard
+from autopar.plan import Plan
+from autopar.report.attention_section import attention_summary, attention_table
+from autopar.report.graph_text import DTYPES
+from autopar.report.human_numbers import human_bytes
+from autopar.report.layer_names import compressed, without_indices
+from autopar.report.pipeline_summary import pipeline_summary, pipeline_tables
+from autopar.report.tables import escaped, table_of
+from autopar.steps.graphs import Compiled
+
+MEMORY_NOTES = {
+    "parameters": "stored pieces",
+    "buffers": "buffers and constants",
+    "inputs": "its part of the batch of a step",
+    "gradients": "one per parameter, placed and typed like it",
+    "optimizer": "AdamW: two fp32 moments, and an fp32 master copy of half precision parameters",
+    "accumulated": "gradient sums of micro-batches, before they are reduced",
+    "saved": "activations that F keeps for B: of one micro-batch, or of all in flight in a pipeline",
+    "received": "of these, what other stages have sent",
+    "gathered": "parameters that stay whole for all micro-batches",
+    "forward_peak": "live values in F, saved ones and gradient sums included",
+    "backward_peak": "live values in B, saved ones, gradients and gradient sums included",
+    "steady": "parameters + buffers + inputs + optimizer",
+    "peak": "steady + the greater peak",
+}
+
+
+def summarize(compiled: Compiled, model: str = "") -> dict[str, Any]:
+    """Everything about a compiled plan as plain JSON values, which `show_summary` prints. Bytes are those of one rank; with
+    pipeline stages, memory is that of the fullest rank and communication that of the rank that sends most."""
+    plan = compiled.plan
+    every, sent = memories(compiled), volumes(compiled)
+    fullest = max(every, key=lambda m: m.peak)
+    busiest = max(sent, key=lambda v: sum(x.bytes for x in v.values()))
+    found = {
+        "model": model,
+        "mesh": plan.mesh.sizes,
+        "ranks": plan.mesh.world_size,
+        "options": dataclasses.asdict(plan.options),
+        "elements": sum(math.prod(p.shape) for p in compiled.parameters),
+        "parameters": parameter_rows(plan, compiled.parameters),
+        "inputs": {name: {axis: str(p) for axis, p in axes.items()} for name, axes in plan.inputs.items()},
+        "streams": [
+            {"node": s.node, "placement": f"{s.axis}:{Shard(s.dim, s.blocks)}", "reason": s.reason}
+            for s in plan.streams
+        ],
+        "notes": note_rows(plan),
+        "memory": memory_row(fullest),
+        "communication": [
+            {"axis": axis, "kind": kind, "calls": v.calls, "bytes": v.bytes}
+            for (axis, kind), v in sorted(busiest.items())
+        ],
+        "runs": _runs(compiled),
+        "seconds": {name: round(s, 3) for name, s in compiled.timings.items()},
+    }
+    if attention := attention_summary(compiled):
+        found["attention"] = attention
+    if compiled.pipeline is not None:
+        found["pipeline"] = pipeline_summary(compiled, [memory_row(m) for m in every], sent)
+    return found
+
+
+def volumes(compiled: Compiled) -> list[dict[tuple[str, str], Volume]]:
+    """`step_communication` of a rank for every coordinate on pp; of one rank where there are no pipeline stages."""
+    ranks = range(compiled.plan.mesh.size("pp")) if compiled.pipeline is not None else [0]
+    return [step_communication(compiled, rank) for rank in ranks]
+
+
+def memory_row(found: Memory) -> dict[str, int]:
+    """Memory as plain values."""
+    return {**dataclasses.asdict(found), "steady": found.steady, "peak": found.peak}
+
+
+def _runs(compiled: Compiled) -> dict[str, dict[str, int]]:
+    """Graph -> how often a rank that has it runs it, and its size."""
+    found: dict[str, dict[str, int]] = {}
+    for rank in range(compiled.plan.mesh.size("pp")) if compiled.pipeline is not None else [0]:
+        for name, (gm, n) in graph_runs(compiled, rank).items():
+            row = found.setdefault(name, {"times": 0, "nodes": 0})
+            row["times"], row["nodes"] = max(row["times"], n), max(row["nodes"], len(gm.graph.nodes))
+    return dict(sorted(found.items(), key=lambda item: item[0].startswith("part")))
+
+
+# --- repeated layers are one row -----------------------------------------------------------------------------
+
+
+def parameter_rows(plan: Plan, parameters: Iterable[ParameterSpec]) -> list[dict[str, Any]]:
+    """Decisions per group of parameters that differ in numbers of their names only, in the order of the model."""
+    groups: dict[Any, list[ParameterSpec]] = {}
+    for spec in parameters:
+        decisions = plan.parameters.get(spec.name, {})
+        same = tuple((a, p.stored, p.used, _without_numbers(p.reason)) for a, p in decisions.items())
+        groups.setdefault((without_indices(spec.name), spec.shape, spec.dtype, same), []).append(spec)
+    rows = []
+    for specs in groups.values():
+        first = specs[0]
+        axes = plan.parameters.get(first.name, {})
+        rows.append(
+            {
+                "name": compressed([s.name for s in specs]),
+                "aliases": list(first.aliases),
+                "count": len(specs),
+                "shape": list(first.shape),
+                "dtype": DTYPES.get(first.dtype, str(first.dtype)),
+                "bytes": sum(s.nbytes(plan.mesh) for s in specs),
+                "axes": {
+                    a: {"stored": str(p.stored), "used": str(p.used), "reason": p.reason} for a, p in axes.items()
+                },
+            }
+        )
+    return rows
+
+
+def note_rows(plan: Plan) -> list[dict[str, str]]:
+    """What was left whole and why, repeated layers joined."""
+    groups: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for subject, reason in plan.notes:
+        groups.setdefault((without_indices(subject), _without_numbers(reason)), []).append((subject, reason))
+    return [{"subject": compressed([s for s, _ in g]), "reason": g[0][1]} for g in groups.values()]
+
+
+def _without_numbers(reason: str) -> str:
+    """Node names end in numbers, paths hold those of layers."""
+    return re.sub(r"(?<=[_.])\d+\b", "*", reason)
+
+
+# --- tables --------------------------------------------------------------------------------------------------
+
+
+def show_summary(summary: dict[str, Any], console: Console) -> None:
+    """Print a summary as tables."""
+    mesh = ",".join(f"{axis}={size}" for axis, size in summary["mesh"].items())
+    options = ", ".join(
+        f"{k}={v}" for k, v in summary["options"].items() if k in ("zero", "sequence_parallel", "micro_batches")
+    )
+    console.print(f"{summary['model']} on {mesh} ({summary['ranks']} ranks), {options}", highlight=False)
+    more = [attention_table(summary["attention"])] if "attention" in summary else []
+    more += pipeline_tables(summary["pipeline"]) if "pipeline" in summary else []
+    for table in (_placements(summary), _others(summary), *more, _memory(summary), _communication(summary)):
+        if table.row_count:
+            console.print(table)
+
+
+def _placements(summary: dict[str, Any]) -> Table:
+    axes = list(dict.fromkeys(axis for row in summary["parameters"] for axis in row["axes"] if axis != "mb"))
+    title = "Parameters (bytes of a rank, all stages together)" if "pipeline" in summary else "Parameters"
+    table = table_of(title, "parameter", "shape", *axes, "bytes", "why", right=("bytes",))
+    for row in summary["parameters"]:
+        also = f" = {', '.join(row['aliases'])}" if row["aliases"] and row["count"] == 1 else ""
+        found = {a: row["axes"][a] for a in axes if a in row["axes"]}
+        why = "; ".join(f"{a}: {p['reason']}" for a, p in found.items() if p["reason"])
+        placed = [_placement(found[a]) if a in found else "I" for a in axes]
+        shape = f"{row['dtype']}{row['shape']}".replace(" ", "")
+        table.add_row(escaped(row["name"] + also), escaped(shape), *placed, human_bytes(row["bytes"]), escaped(why))
+    return table
+
+
+def _placement(decision: dict[str, str]) -> str:
+    """'S(0)', or 'S(0), used R'"""
+    stored, used = decision["stored"], decision["used"]
+    return stored if used == stored else f"{stored}, used {used}"
+
+
+def _others(summary: dict[str, Any]) -> Table:
+    table = table_of("Inputs, streams, notes", "what", "placement", "why")
+    for name, axes in summary["inputs"].items():
+        table.add_row(f"input {name}", " ".join(f"{a}:{p}" for a, p in axes.items()) or "whole", "")
+    for stream in summary["streams"]:
+        table.add_row(f"stream {stream['node']}", stream["placement"], escaped(stream["reason"]))
+    for attention in summary.get("attention", ()):
+        names = dict.fromkeys(row["algorithm"] for row in attention["passes"])
+        table.add_row(
+            escaped(f"attention {attention['modules']}"), f"cp: {'+'.join(names)}", escaped(attention["reason"])
+        )
+    for note in summary["notes"]:
+        if note["subject"] == "pipeline" and "pipeline" in summary:
+            continue  # in its own table
+        table.add_row(escaped(note["subject"]), "", escaped(note["reason"]))
+    return table
+
+
+def _memory(summary: dict[str, Any]) -> Table:
+    full = f", the fullest: {summary['pipeline']['fullest']} of pp" if "pipeline" in summary else ""
+    table = table_of(f"Memory of a rank{full}", "what", "bytes", "counted", right=("bytes",))
+    for name, note in MEMORY_NOTES.items():
+        if summary["memory"][name] or name not in ("accumulated", "received", "gathered"):
+            table.add_row(name.replace("_", " "), human_bytes(summary["memory"][name]), note)
+    return table
+
+
+def _communication(summary: dict[str, Any]) -> Table:
+    title = "Communication of a rank per step (bytes sent, ring algorithms)"
+    if "pipeline" in summary:
+        title = f"Communication per step, rank {summary['pipeline']['busiest']} of pp"
+    table = table_of(title, "axis", "kind", "calls", "bytes", right=("calls", "bytes"))
+    for row in summary["communication"]:
+        table.add_row(_axis(row["axis"]), row["kind"], str(row["calls"]), human_bytes(row["bytes"]))
+    return table
+
+
+def _axis(name: str) -> str:
+    """A level of an axis in words: 'cp%2' -> 'cp, 2 neighbours', 'cp/2' -> 'cp, ranks 2 apart'"""
+    axis, level, count = re.fullmatch(r"(\w+)([%/]?)(\d*)", name).groups()  # type: ignore[union-attr]
+    return {"%": f"{axis}, {count} neighbours", "/": f"{axis}, ranks {count} apart"}.get(level, axis)

@@ -1,0 +1,77 @@
+"""How rewrites make nodes: call an operator on nodes, get a node with its fake value and provenance.
+
+A rewrite is `(node, build) -> Node | None`: the node that replaces ``node``, or None to leave it. New nodes stand right
+before the old one, so operands are always defined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from autopar.ir.graph import passes_gradient
+
+Rewrite = Callable[[Node, "Build"], Node | None]
+
+
+@dataclass
+class Build:
+    """Makes nodes in front of ``at``, with the provenance of ``like`` (default: ``at``); ``fake_mode`` is the one of
+    the graph's values."""
+
+    graph: Graph
+    at: Node
+    fake_mode: Any
+    like: Node | None = None
+
+    def __call__(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+        """A call node; its value is the operator's, run on the operands' fakes."""
+        values, named = map_arg((args, kwargs), lambda n: n.meta["val"])
+        with torch.no_grad(), self.fake_mode:
+            value = target(*values, **named)
+        with self.graph.inserting_before(self.at):
+            node = self.graph.call_function(target, args, kwargs)
+        node.meta = {k: v for k, v in (self.like or self.at).meta.items() if k in ("nn_module_stack", "stack_trace")}
+        node.meta["val"] = value
+        node.meta["has_gradient"] = passes_gradient(node)  # other rewrites of the same sweep ask
+        return node
+
+    def reshape(self, x: Node, shape: Sequence[int]) -> Node:
+        """x in another shape; x itself if that is its shape; from the base if x is a reshape of one kind or another."""
+        aten = torch.ops.aten
+        while calls(x, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim):
+            x = operand(x)
+        return x if tuple(shape) == shape_of(x) else self(torch.ops.aten.reshape.default, x, list(shape))
+
+    def cast(self, x: Node, dtype: torch.dtype) -> Node:
+        return x if value_of(x).dtype == dtype else self(torch.ops.aten._to_copy.default, x, dtype=dtype)
+
+
+def value_of(node: Node) -> Tensor:
+    """The fake value of a node that makes one tensor."""
+    value = node.meta["val"]
+    assert isinstance(value, Tensor), f"normalize: {node.name} does not make one tensor"
+    return value
+
+
+def shape_of(node: Node) -> tuple[int, ...]:
+    """Shape of the one tensor that a node makes."""
+    return tuple(value_of(node).shape)
+
+
+def operand(node: Node, position: int = 0) -> Node:
+    """The operand node at a position of operators whose tensors come first."""
+    found = node.args[position]
+    assert isinstance(found, Node), f"normalize: operand {position} of {node.name} is {found!r}"
+    return found
+
+
+def calls(node: Any, *targets: Any) -> bool:
+    """Is this a node that calls one of the targets?"""
+    return isinstance(node, Node) and node.op == "call_function" and node.target in targets

@@ -1,0 +1,158 @@
+"""Facts that a graph can have, each a named check. The pass manager runs them after every pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from torch.fx import GraphModule, Node
+
+from autopar.adapters.operators import mutates
+from autopar.ir.conversions import conversion_of, is_conversion
+from autopar.ir.graph import describe, global_shape, has_gradient, outputs, placeholders, placement, shape_on, values
+from autopar.ir.placement import INVARIANT, PARTIAL, REPLICATE, Invariant, Placement, Shard, check_shard, conversion
+from autopar.ir.storages import shared_outputs
+from autopar.rewrite.step_checks import check_step
+from autopar.rules import RuleError, local_shapes, matches, operand_placements, result_placements, type_of
+
+if TYPE_CHECKING:
+    from autopar.rewrite.compilation import Compilation
+
+Check = Callable[[GraphModule, "Compilation"], None]
+
+
+class PlacementError(Exception):
+    """A graph whose placements do not fit: a gradient would be wrong. Always a mistake of a pass, never of a user."""
+
+
+def check_functional(gm: GraphModule, ctx: Compilation) -> None:
+    """No in-place operator is left: later steps would drop it silently."""
+    for node in gm.graph.nodes:
+        if mutates(node.target):
+            raise PlacementError(f"{describe(node)} writes in place; the normaliser must make it functional")
+
+
+def check_placements(gm: GraphModule, ctx: Compilation) -> None:
+    """The types: every op's operands fit its rule, every conversion is in the table, inputs and outputs are as
+    promised.
+
+    With the duality of the conversion table this proves that each parameter's gradient arrives with the
+    parameter's own placement.
+    """
+    check_types(gm, ctx)
+    for axis in ctx.mesh.cut_order:
+        _check_inputs(gm, axis, ctx)
+        _check_outputs(gm, axis)
+
+
+def check_types(gm: GraphModule, ctx: Compilation, nodes: Iterable[Node] | None = None) -> None:
+    """Every op's operands fit its rule, every conversion is in the table: `check_placements` without what the plan
+    promises.
+
+    ``nodes``: only these (default: all).
+    """
+    for axis in ctx.mesh.cut_order:
+        for node in gm.graph.nodes if nodes is None else nodes:
+            if node.op == "call_function":
+                _check_call(node, axis, ctx)
+
+
+def _check_call(node: Node, axis: str, ctx: Compilation) -> None:
+    whole = ctx.plan.options.whole_ops if ctx.plan is not None else ()
+    have = result_placements(node, axis)
+    try:
+        if is_conversion(node) and conversion_of(node)[0] == axis:
+            expected = _converted(node, axis, ctx)
+        else:
+            expected = type_of(node, axis, ctx.mesh, whole)
+    except (RuleError, ValueError) as error:
+        raise PlacementError(f"axis {axis!r}: {describe(node)}: {error}") from None
+    if not all(matches(h, e, has_gradient(node)) for h, e in zip(have, expected, strict=True)):
+        shown = ", ".join(map(str, have)), ", ".join(map(str, expected))
+        raise PlacementError(f"axis {axis!r}: {describe(node)} is marked {shown[0]}, its operands make it {shown[1]}")
+
+
+def _converted(node: Node, axis: str, ctx: Compilation) -> list[Placement]:
+    _, src, dst = conversion_of(node)
+    operand = operand_placements(node, axis)[0]
+    if not matches(operand, src, has_gradient(node)):
+        raise RuleError(f"converts from {src}, its operand is {operand}")
+    if has_gradient(node) or not matches(src, dst, gradient=False):
+        conversion(src, dst)
+    for p in (src, dst):
+        if isinstance(p, Shard):
+            check_shard(shape_on(node, axis, ctx.mesh)[p.dim], p, ctx.mesh.pieces(axis))
+    return [dst]
+
+
+def _check_inputs(gm: GraphModule, axis: str, ctx: Compilation) -> None:
+    if ctx.plan is None:
+        return
+    specs = {s.node: s for s in gm.meta["signature"].inputs}
+    for node in placeholders(gm):
+        spec = specs[node.name]
+        # the runtime adds the gradients of token slices: for one of them a parameter is Replicate to begin with
+        stored = REPLICATE if axis == "sl" else ctx.plan.parameter(spec.name, axis).stored
+        if spec.kind == "parameter" and placement(node, axis) != stored:
+            raise PlacementError(f"axis {axis!r}: parameter {spec.name} is {placement(node, axis)}, planned otherwise")
+        if axis != "sl" and not isinstance(placement(node, axis), (Invariant, Shard)):
+            # nobody would add up its gradient, or the value itself
+            raise PlacementError(
+                f"axis {axis!r}: {spec.kind} {spec.name} is stored as {placement(node, axis)}, not I or S"
+            )
+
+
+def _check_outputs(gm: GraphModule, axis: str) -> None:
+    """A scalar with a gradient is a loss: it must be Invariant, so that its gradient (1) is too. Those of token slices
+    are addends, which the runtime adds."""
+    expected = PARTIAL if axis == "sl" else INVARIANT
+    for value in outputs(gm):
+        if not isinstance(value, Node) or global_shape(value) or not has_gradient(value):
+            continue
+        if placement(value, axis) != expected:
+            found = placement(value, axis)
+            raise PlacementError(f"axis {axis!r}: output {value.name} is {found}, a loss must be {expected}")
+
+
+def check_planned_shards(gm: GraphModule, ctx: Compilation) -> None:
+    """Every weight that the plan cuts on tp or ep enters compute cut. What can't be is refused, never left whole."""
+    assert ctx.plan is not None
+    names = {s.node: s.name for s in gm.meta["signature"].inputs if s.kind == "parameter"}
+    for node in gm.graph.nodes:
+        if is_conversion(node) and node.args[0].name in names:
+            axis, src, dst = conversion_of(node)
+            name = names[node.args[0].name]
+            if axis in ("tp", "ep") and isinstance(src, Shard) and ctx.plan.parameter(name, axis).used == src != dst:
+                user = next(iter(node.users))
+                raise ValueError(
+                    f"plan: {name} is planned as {src} on axis {axis!r}, but {describe(user)} needs it as {dst}; "
+                    f'leave it whole with plan.override({{"{name}": {{"{axis}": "I"}}}})'
+                )
+
+
+def check_local_shapes(gm: GraphModule, ctx: Compilation) -> None:
+    """Every value has the shape that its placements cut from the global one."""
+    for node in gm.graph.nodes:
+        if node.op != "output" and "global_shape" in node.meta:
+            have, expected = [tuple(v.shape) for v in values(node)], local_shapes(node, ctx.mesh)
+            if have != expected:
+                raise PlacementError(f"{describe(node)} has local shape {have}, its placements say {expected}")
+
+
+def check_owned(gm: GraphModule, ctx: Compilation) -> None:
+    """Every gradient that leaves a step graph has contiguous storage to itself: whoever writes to it (sums over
+    micro-batches, clipping, the optimizer) writes to nothing else."""
+    shared = shared_outputs(gm, gm.meta.get("owned", ()))
+    if shared:
+        found = ", ".join(describe(outputs(gm)[i]) for i in shared)
+        raise PlacementError(f"gradients that share their storage leave a step: {found}")
+
+
+CHECKS: dict[str, Check] = {
+    "functional": check_functional,
+    "placements": check_placements,
+    "planned_shards": check_planned_shards,
+    "local_shapes": check_local_shapes,
+    "owned": check_owned,
+    "step": check_step,
+}

@@ -1,0 +1,56 @@
+"""What passes know beside the graph, and who watches them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch.fx import GraphModule
+
+from autopar.ir.mesh import Mesh
+from autopar.plan import Plan
+
+if TYPE_CHECKING:
+    from autopar.plan import Plan
+
+
+def timed(timings: dict[str, float], name: str, call: Any) -> Any:
+    start = time.perf_counter()
+    result = call()
+    timings[name] = timings.get(name, 0.0) + time.perf_counter() - start
+    return result
+
+
+@dataclass
+class Compilation:
+    """What a pass may know beside the graph: the mesh, the plan, and who watches."""
+
+    mesh: Mesh
+    plan: Plan | None = None
+    observers: list[Observer] = field(default_factory=list)
+    timings: dict[str, float] = field(default_factory=dict)
+
+    prefix: str = ""  # of the names that observers see: which step graph the passes run on
+
+    @contextmanager
+    def within(self, prefix: str) -> Iterator[None]:
+        """Graphs that are shown meanwhile have a prefix to their names."""
+        before, self.prefix = self.prefix, self.prefix + prefix
+        try:
+            yield
+        finally:
+            self.prefix = before
+
+    def observe(self, name: str, gm: GraphModule) -> None:
+        """Show a graph to everybody who watches."""
+        for observer in self.observers:
+            observer(self.prefix + name, gm, self)
+
+
+class Observer(Protocol):
+    """Sees the graph after each pass (dumps, progress)."""
+
+    def __call__(self, name: str, gm: GraphModule, ctx: Compilation) -> None: ...

@@ -1,0 +1,56 @@
+"""Passes and the one that runs them: order, requirements, checks, dumps, timing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, Protocol, TypeVar
+
+from torch.fx import GraphModule
+
+from autopar.rewrite.checks import CHECKS
+from autopar.rewrite.compilation import Compilation
+
+T = TypeVar("T")
+
+
+class Pass(Protocol):
+    """A rewrite of the graph that carries out decisions which the plan made.
+
+    ``requires`` and ``ensures`` name facts of `autopar.rewrite.checks.CHECKS`; the manager checks what a pass ensures
+    right after it ran, and that what it requires was ensured before.
+    """
+
+    name: ClassVar[str]
+    requires: ClassVar[tuple[str, ...]]
+    ensures: ClassVar[tuple[str, ...]]
+
+    def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule: ...
+
+
+@dataclass
+class PassManager:
+    """Runs passes in order. Facts ensured by a pass hold for every later one, and are checked after each."""
+
+    passes: Sequence[Pass]
+
+    def run(self, gm: GraphModule, ctx: Compilation, facts: Sequence[str] = ()) -> GraphModule:
+        known = list(facts)
+        for p in self.passes:
+            missing = [fact for fact in p.requires if fact not in known]
+            assert not missing, f"pass {p.name} requires {missing}, which no earlier pass ensured"
+            gm = self._timed(p.name, partial(p.apply, gm, ctx), ctx)
+            known += [fact for fact in p.ensures if fact not in known]
+            for fact in known:
+                self._timed("checks", partial(CHECKS[fact], gm, ctx), ctx)
+            ctx.observe(p.name, gm)
+        return gm
+
+    @staticmethod
+    def _timed(name: str, call: Callable[[], T], ctx: Compilation) -> T:
+        start = time.perf_counter()
+        result = call()
+        ctx.timings[name] = ctx.timings.get(name, 0.0) + time.perf_counter() - start
+        return result

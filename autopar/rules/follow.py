@@ -1,0 +1,80 @@
+"""Residual streams: where sequence parallelism starts, and which values belong to a stream."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+from torch.fx import GraphModule, Node
+
+from autopar.ir.graph import arguments, getitem_index, shape_on, tensor_operands
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Shard, scaled_blocks
+from autopar.plan import Stream
+from autopar.rules import Rule, RuleError, has_rule, rule_of
+
+
+def stream_labels(gm: GraphModule, streams: tuple[Stream, ...], mesh: Mesh, axis: str) -> dict[Node, Shard]:
+    """The sequence dim of every value of an axis' streams, as the Shard that would cut it."""
+    by_name = {n.name: n for n in gm.graph.nodes}
+    labels: dict[Node, Shard] = {}
+    for stream in streams:
+        if stream.axis == axis:
+            start = _start_of(stream, by_name)
+            shard = Shard(stream.dim, scaled_blocks(stream.blocks, shape_on(start, axis, mesh)[stream.dim]))
+            for node, label in spread_label(start, shard, mesh, axis, inputs=axis == "cp").items():
+                labels.setdefault(node, label)
+    return labels
+
+
+def _start_of(stream: Stream, by_name: Mapping[str, Node]) -> Node:
+    name, _, operand = stream.node.partition(".")
+    if name not in by_name:
+        raise ValueError(f"plan: the stream's start {stream.node!r} is not in this graph; make a plan for it")
+    node = by_name[name]
+    start: Node = arguments(node)[operand] if operand else node
+    return start
+
+
+def spread_label(start: Node, shard: Shard, mesh: Mesh, axis: str, inputs: bool = False) -> dict[Node, Shard]:
+    """Follow one dim through ops that treat its entries alike. Ops that mix them (attention, norms over it) end it; so
+    do placeholders, unless ``inputs``: two projections of one input read the same tokens."""
+    labels = {start: shard}
+    queue = deque([start])
+    ranks = mesh.pieces(axis)
+
+    def spread(call: Node, rule: Rule, dims: tuple | None, value: Shard) -> None:  # type: ignore[type-arg]
+        if dims is None:
+            return
+        try:
+            cut = rule.completed(rule.cut_of(dims, value, ranks))
+            operands = [None if d is None else rule.shard_of(d, cut) for d in rule.operands]
+            results = [rule.shard_of(d, cut) for d in rule.results]
+        except RuleError:
+            return
+        if results[0] is None:
+            return  # contracted
+        found = list(zip(tensor_operands(call), operands, strict=True))
+        if isinstance(call.meta["val"], (list, tuple)):
+            found += [(u, results[i]) for u in call.users if (i := getitem_index(u)) is not None]
+        else:
+            found.append((call, results[0]))
+        for node, label in found:
+            if label is not None and node not in labels and (inputs or node.op != "placeholder"):
+                labels[node] = label
+                queue.append(node)
+
+    while queue:
+        node = queue.popleft()
+        index = getitem_index(node)
+        maker = node if index is None else node.args[0]
+        if isinstance(maker, Node) and maker.op == "call_function" and has_rule(maker):
+            rule = rule_of(maker, axis, mesh, relaxed=True)
+            spread(maker, rule, rule.results[index or 0], labels[node])
+        for user in node.users:
+            if user.op == "call_function" and has_rule(user) and getitem_index(user) is None:
+                rule = rule_of(user, axis, mesh, relaxed=True)
+                for i, x in enumerate(tensor_operands(user)):
+                    if x is node:
+                        spread(user, rule, rule.operands[i], labels[node])
+    return labels

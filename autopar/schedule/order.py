@@ -1,0 +1,204 @@
+"""Schedules are data: which rank does what in which order.
+
+    2F0      stage 2 runs the forward of micro-batch 0
+    2B0      backward to inputs        2W0    backward to weights        2BW0    both in one
+    2F0.1    the same for token slice 1
+    0F3&     runs as one cell with the next compute action; rows print the cell as 0F3&1BW2
+    2SF0>3   stage 2 sends activations of micro-batch 0 to stage 3       3RF0<2  stage 3 receives them
+    3SB0>2   stage 3 sends gradients back                                2RB0<3  stage 2 receives them
+    2G       gather the parameters of stage 2                            2R      reduce its gradients
+
+A schedule is a pure function that gives an `Order` of F, B, W and BW. `autopar.schedule.lowering.lower` adds the transfers,
+gathers and reductions; `autopar.schedule.simulate.simulate` runs either on given costs and proves that nothing waits for ever;
+`autopar.schedule.order_checks.validate` checks that every action is there once. The executor runs the lowered Order, and
+pictures show the same. The schedules themselves are in `autopar.runtime.schedules`, whose import fills `SCHEDULES`.
+
+A *stage* runs one *part* of the model on one rank. Parts follow each other along a *chain* of stages. All schedules
+have one chain, but for dual_pipe: there every part has two stages, on mirrored ranks, and each micro-batch takes one
+of two chains.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from autopar.values import parse, read
+
+COMPUTE = ("F", "B", "W", "BW")
+TRANSFERS = ("SF", "RF", "SB", "RB")
+PARAMETERS = ("G", "R")
+
+ACTION = re.compile(
+    r"(?P<stage>\d+)(?:(?P<parameters>[GR])"
+    r"|(?P<compute>F|BW|B|W)(?P<micro_batch>\d+)(?:\.(?P<slice>\d+))?(?P<paired>&)?"
+    r"|(?P<transfer>[SR][FB])(?P<moved>\d+)(?:\.(?P<piece>\d+))?(?P<way>[<>])(?P<peer>\d+))"
+)
+
+
+@dataclass(frozen=True)
+class Action:
+    """One step of one rank. ``peer``: the other stage of a transfer. ``paired``: runs as one cell with the next
+    compute action of the rank (DualPipe's overlapped forward and backward); only transfers may lie between."""
+
+    stage: int
+    kind: str
+    micro_batch: int = 0
+    slice: int = 0
+    peer: int = -1
+    paired: bool = False
+
+    def __str__(self) -> str:
+        if self.kind in PARAMETERS:
+            return f"{self.stage}{self.kind}"
+        unit = f"{self.micro_batch}.{self.slice}" if self.slice else str(self.micro_batch)
+        peer = f"{'>' if self.kind[0] == 'S' else '<'}{self.peer}" if self.kind in TRANSFERS else ""
+        return f"{self.stage}{self.kind}{unit}{peer}{'&' if self.paired else ''}"
+
+    @staticmethod
+    def parse(text: str) -> Action:
+        """Inverse of ``str(action)``. Raises ValueError."""
+        match = ACTION.fullmatch(text)
+        if match is None or (match["transfer"] and (match["way"] == ">") != (match["transfer"][0] == "S")):
+            raise ValueError(f"schedule: expected an action such as 2F0, 2BW0.1, 2SF0>3, 3RF0<2 or 2G, found {text!r}")
+        stage = int(match["stage"])
+        if match["parameters"]:
+            return Action(stage, match["parameters"])
+        if match["compute"]:
+            paired = match["paired"] is not None
+            return Action(stage, match["compute"], int(match["micro_batch"]), int(match["slice"] or 0), paired=paired)
+        return Action(stage, match["transfer"], int(match["moved"]), int(match["piece"] or 0), int(match["peer"]))
+
+
+def row_text(actions: Iterable[Action]) -> str:
+    """The actions of one rank on one line: '0F0 0F1&1BW0'."""
+    return " ".join(map(str, actions)).replace("& ", "&")
+
+
+def parse_row(text: str) -> tuple[Action, ...]:
+    """Inverse of `row_text`. Raises ValueError."""
+    return tuple(Action.parse(word) for word in text.replace("&", "& ").split())
+
+
+_Rows = tuple[tuple[Action, ...], ...]
+
+
+@dataclass(frozen=True)
+class Order:
+    """What every rank does, in order.
+
+    ranks: rank -> actions. chains: the stages along which micro-batches flow, first part first. rank_of: stage -> rank.
+    chain_of: micro-batch -> index of its chain. slices: token slices per micro-batch (1: none).
+    """
+
+    name: str
+    ranks: _Rows
+    chains: tuple[tuple[int, ...], ...]
+    rank_of: tuple[int, ...]
+    chain_of: tuple[int, ...]
+    slices: int = 1
+
+    @property
+    def micro_batches(self) -> int:
+        return len(self.chain_of)
+
+    @property
+    def parts(self) -> int:
+        """Number of parts that the model is cut into."""
+        return len(self.chains[0])
+
+    def part_of(self, stage: int) -> int:
+        """The part of the model that a stage runs."""
+        return self._parts[stage]
+
+    @cached_property
+    def _parts(self) -> dict[int, int]:
+        return {stage: part for chain in self.chains for part, stage in enumerate(chain)}
+
+    @cached_property
+    def lowered(self) -> bool:
+        """Whether transfers are part of the order (`autopar.schedule.lowering.lower`)."""
+        return any(action.kind in TRANSFERS for actions in self.ranks for action in actions)
+
+    def forward_only(self) -> Order:
+        """The order for evaluation: its F alone. What can run in the whole order can run in this one."""
+        rows = ((replace(action, paired=False) for action in row if action.kind == "F") for row in self.ranks)
+        return replace(self, ranks=tuple(map(tuple, rows)))
+
+    def text(self) -> str:
+        """One line per rank, which `parse_row` reads."""
+        return "\n".join(row_text(actions) for actions in self.ranks)
+
+    def show(self, marks: Mapping[int, int] | None = None, around: int | None = None) -> str:
+        """The grid for people: one labelled line per rank, in columns.
+
+        marks: rank -> index of an action to put in [brackets]. around: leave out what is further than so many actions
+        from the marked one (without a mark: from the end).
+        """
+        marks = marks or {}
+        rows = [_window(actions, marks.get(rank), around) for rank, actions in enumerate(self.ranks)]
+        width = max((len(word) for row in rows for word in row), default=0)
+        label = len(str(len(rows) - 1))
+        lines = (
+            f"rank {rank:<{label}}  " + " ".join(word.center(width) for word in row) for rank, row in enumerate(rows)
+        )
+        return "\n".join(line.rstrip() for line in lines)
+
+    def to_json(self) -> str:
+        """The order as JSON text, with rows as in `text`."""
+        fields = {name: value for name, value in asdict(replace(self, ranks=())).items() if name != "ranks"}
+        return json.dumps({**fields, "ranks": [row_text(actions) for actions in self.ranks]})
+
+    @staticmethod
+    def from_json(text: str) -> Order:
+        """Inverse of `to_json`. Raises ValueError."""
+        try:
+            order: Order = read(Order, parse(text), "the order", {_Rows: _rows})
+        except ValueError as error:
+            raise ValueError(
+                f"schedule: expected the JSON of an order: {error}; write it with order.to_json()"
+            ) from error
+        return order
+
+
+def _rows(value: Any, at: str) -> _Rows:
+    return tuple(parse_row(row) for row in read(tuple[str, ...], value, at, {}))
+
+
+def _window(actions: Sequence[Action], mark: int | None, around: int | None) -> list[str]:
+    """Words of one row of the grid, with dots for what is left out."""
+    words = [f"[{action}]" if i == mark else f" {action} " for i, action in enumerate(actions)]
+    if around is None:
+        return words
+    middle = len(words) if mark is None else mark
+    first, last = max(0, middle - around), middle + around + 1
+    return ["..."] * (first > 0) + words[first:last] + ["..."] * (last < len(words))
+
+
+class ScheduleError(ValueError):
+    """An order that cannot run. The message shows the grid with the failing steps in [brackets]."""
+
+    def __init__(self, order: Order, message: str, marks: Mapping[int, int] | None = None) -> None:
+        """``marks``: rank -> index of the action at fault."""
+        super().__init__(f"schedule: {order.name}: {message}\n{order.show(marks, around=6)}")
+
+
+@dataclass(frozen=True)
+class Hop:
+    """A value goes from one part to a later one; with ``gradient`` its gradient comes back the same way.
+
+    shapes: of one micro-batch on one rank; one shape per token slice where there are slices.
+    """
+
+    value: str
+    source: int
+    target: int
+    gradient: bool = True
+    shapes: tuple[tuple[int, ...], ...] = ()
+    dtype: torch.dtype = torch.float32

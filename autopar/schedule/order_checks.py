@@ -1,0 +1,119 @@
+"""Whether an order does every action once, in its place, and moves everything that it says it moves."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from autopar.schedule.order import COMPUTE, TRANSFERS, Action, Order, ScheduleError
+
+Unit = tuple[int, int, int]  # stage, micro-batch, slice
+Place = tuple[int, int]  # rank, index
+
+
+def validate(order: Order) -> None:
+    """Check an order, lowered or not: every unit (stage of its micro-batch's chain, micro-batch, slice) has one F and
+    one BW, or one F, one B and one W, in this order and on the rank of its stage; or F alone, when there is no backward
+    at all. Raises ScheduleError."""
+    _check_chains(order)
+    units: dict[Unit, dict[str, Place]] = {}
+    for rank, actions in enumerate(order.ranks):
+        for index, action in enumerate(actions):
+            _check_action(order, rank, index)
+            if action.kind in COMPUTE:
+                unit = units.setdefault((action.stage, action.micro_batch, action.slice), {})
+                if action.kind in unit:
+                    raise ScheduleError(order, f"{action} is there twice", {rank: index})
+                unit[action.kind] = (rank, index)
+    complete = [["BW", "F"], ["B", "F", "W"]] if any(unit.keys() != {"F"} for unit in units.values()) else [["F"]]
+    for micro_batch, chain in enumerate(order.chain_of):
+        for stage in order.chains[chain]:
+            for piece in range(order.slices):
+                unit = units.get((stage, micro_batch, piece), {})
+                if sorted(unit) not in complete:
+                    _raise_incomplete(order, Action(stage, "F", micro_batch, piece), unit)
+                _check_sequence(order, unit)
+    if order.lowered:
+        check_channels(order)
+
+
+def _check_chains(order: Order) -> None:
+    """Every stage is in one chain, and all chains have the same parts."""
+    if not order.chains or not order.chain_of:
+        raise ScheduleError(order, "needs at least one chain of stages and one micro-batch")
+    stages = sorted(stage for chain in order.chains for stage in chain)
+    if stages != list(range(len(order.rank_of))):
+        raise ScheduleError(order, f"every stage 0..{len(order.rank_of) - 1} must be in one chain, found {stages}")
+    if len({len(chain) for chain in order.chains}) != 1:
+        raise ScheduleError(order, f"chains must have equally many parts, found {order.chains}")
+    if not all(0 <= chain < len(order.chains) for chain in order.chain_of):
+        raise ScheduleError(order, f"micro-batches take chains 0..{len(order.chains) - 1}, found {order.chain_of}")
+    if not all(0 <= rank < len(order.ranks) for rank in order.rank_of):
+        raise ScheduleError(order, f"stages run on ranks 0..{len(order.ranks) - 1}, found {order.rank_of}")
+
+
+def _check_action(order: Order, rank: int, index: int) -> None:
+    """It names what exists, on the right rank; a cell has a second half."""
+    action, here = order.ranks[rank][index], {rank: index}
+    for stage in (action.stage, action.peer) if action.kind in TRANSFERS else (action.stage,):
+        if not 0 <= stage < len(order.rank_of):
+            raise ScheduleError(order, f"{action} names stage {stage}; there are {len(order.rank_of)}", here)
+    if order.rank_of[action.stage] != rank:
+        raise ScheduleError(order, f"{action} is on rank {rank}; its rank is {order.rank_of[action.stage]}", here)
+    if not 0 <= action.micro_batch < order.micro_batches or not 0 <= action.slice < order.slices:
+        most = f"{order.micro_batches} micro-batches of {order.slices} token slices"
+        raise ScheduleError(order, f"{action} is beyond the {most}", here)
+    if action.kind in COMPUTE and action.stage not in order.chains[order.chain_of[action.micro_batch]]:
+        raise ScheduleError(order, f"{action}: micro-batch {action.micro_batch} takes another chain", here)
+    if action.paired:
+        behind = next((a for a in order.ranks[rank][index + 1 :] if a.kind not in TRANSFERS), None)
+        if action.kind not in COMPUTE or behind is None or behind.kind not in COMPUTE or behind.paired:
+            raise ScheduleError(order, f"{action} needs a compute action behind it to run as one cell with", here)
+
+
+def _raise_incomplete(order: Order, forward: Action, found: dict[str, Place]) -> None:
+    kinds = ", ".join(found) or "nothing"
+    marks = {rank: index for rank, index in found.values()}
+    raise ScheduleError(order, f"the unit of {forward} needs F and BW, or F, B and W; found {kinds}", marks)
+
+
+def _check_sequence(order: Order, found: dict[str, Place]) -> None:
+    """F, B, W of a unit are in this order."""
+    kinds = sorted(found, key=["F", "B", "BW", "W"].index)
+    for first, second in pairwise(kinds):
+        if found[first] > found[second]:
+            rank, index = found[second]
+            raise ScheduleError(order, f"{order.ranks[rank][index]} comes before its {first}", {rank: index})
+
+
+def channels(order: Order) -> dict[tuple[int, int], tuple[list[Place], list[Place]]]:
+    """(sending rank, receiving rank) -> places of the sends, and of the receives, in order."""
+    out: dict[tuple[int, int], tuple[list[Place], list[Place]]] = {}
+    for rank, actions in enumerate(order.ranks):
+        for index, action in enumerate(actions):
+            if action.kind in TRANSFERS:
+                peer, send = order.rank_of[action.peer], action.kind[0] == "S"
+                channel = (rank, peer) if send else (peer, rank)
+                out.setdefault(channel, ([], []))[0 if send else 1].append((rank, index))
+    return out
+
+
+def check_channels(order: Order) -> None:
+    """On every channel the receives come in the order of the sends: NCCL matches by order. Raises ScheduleError."""
+    for (source, target), (sends, receives) in channels(order).items():
+        if source == target:
+            rank, index = (sends or receives)[0]
+            raise ScheduleError(order, f"{order.ranks[rank][index]} stays on rank {rank}: no transfer", {rank: index})
+        for (_, i), (_, j) in zip(sends, receives):
+            send, receive = order.ranks[source][i], order.ranks[target][j]
+            if receive != counterpart(send):
+                message = f"from rank {source} to rank {target}, {send} meets {receive}"
+                raise ScheduleError(order, message, {source: i, target: j})
+        if len(sends) != len(receives):
+            rank, index = sends[len(receives)] if len(sends) > len(receives) else receives[len(sends)]
+            raise ScheduleError(order, f"{order.ranks[rank][index]} has no other end", {rank: index})
+
+
+def counterpart(transfer: Action) -> Action:
+    """The receive of a send, the send of a receive."""
+    way = "R" if transfer.kind[0] == "S" else "S"
+    return Action(transfer.peer, way + transfer.kind[1], transfer.micro_batch, transfer.slice, transfer.stage)

@@ -1,0 +1,80 @@
+"""What a schedule is asked for and made with: sizes, costs, and the table of all schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autopar.registry import Registry
+from autopar.schedule.order import Order
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a schedule is asked for.
+
+    ranks: size of the pp axis. chunks: parts per rank. slices: token slices per micro-batch. costs, memory_limit: for
+    schedules that search (limit in units of one micro-batch's activations on one rank).
+    """
+
+    ranks: int
+    micro_batches: int
+    chunks: int = 1
+    slices: int = 1
+    costs: Costs | None = None
+    memory_limit: float | None = None
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """An entry of `SCHEDULES`.
+
+    make: the pure function. chunks: parts per rank (of the default request). splits: whether B and W are apart, at
+    least for some micro-batches (dual_pipe has BW too). sliced: whether it runs token slices. copies: how many ranks
+    hold each part.
+    """
+
+    name: str
+    make: Callable[[Request], Order]
+    summary: str
+    chunks: int = 1
+    splits: bool = False
+    sliced: bool = False
+    copies: int = 1
+    searches: bool = False
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds (any unit) and memory of actions of a whole micro-batch; a tuple gives one value per part.
+
+    F, B, W: times; BW takes B + W. comm: latency of a transfer between ranks. FB: a paired cell (default: F + BW).
+    G, R: gather and reduce. scale: time of token slice i relative to the whole micro-batch; tokens: its share of the
+    tokens, and so of the memory (default of both: equal slices). activations: what F keeps until B or BW; stash: what
+    B leaves for W.
+    """
+
+    F: float | tuple[float, ...] = 1.0
+    B: float | tuple[float, ...] = 1.0
+    W: float | tuple[float, ...] = 1.0
+    comm: float = 0.0
+    FB: float | None = None
+    G: float | tuple[float, ...] = 0.0
+    R: float | tuple[float, ...] = 0.0
+    scale: tuple[float, ...] = ()
+    tokens: tuple[float, ...] = ()
+    activations: float | tuple[float, ...] = 1.0
+    stash: float | tuple[float, ...] = 0.0
+
+    def divided(self, chunks: int) -> Costs:
+        """Costs of a part when what these cost is cut into ``chunks`` equal parts. Tuples are of parts already."""
+        changed: dict[str, Any] = {}
+        for name in ("F", "B", "W", "FB", "G", "R", "activations", "stash"):
+            value = getattr(self, name)
+            if isinstance(value, (int, float)):
+                changed[name] = value / chunks
+        return replace(self, **changed)
+
+
+SCHEDULES: Registry[Schedule] = Registry("schedule")

@@ -1,0 +1,189 @@
+"""What one rank of a pipeline runs in a step, how often, and what it sends to other stages: read off the lowered order.
+
+A rank is named by its coordinate on pp; ranks that differ in other axes run the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule
+
+from autopar.adapters.lazy import graph_module
+from autopar.ir.graph import ancestors, outputs, placeholders
+from autopar.ir.mesh import Mesh
+from autopar.ir.parameter import ParameterSpec
+from autopar.schedule.lowering import lower
+from autopar.schedule.order import TRANSFERS, Hop, Order
+from autopar.steps.graphs import Pipeline, Prologue, Stage, StepGraph
+
+GRAPHS = {"F": "forward", "BW": "backward", "B": "backward_input", "W": "backward_weight", "G": "gather", "R": "reduce"}
+
+
+def graph_of(part: Stage, kind: str) -> StepGraph | None:
+    """The step graph that an action of a kind runs."""
+    found: StepGraph | None = getattr(part, GRAPHS[kind])
+    return found
+
+
+def lowered_order(pipeline: Pipeline) -> Order:
+    """The order with gathers, reductions and transfers, as the executor runs it."""
+    if pipeline.order.lowered:
+        return pipeline.order
+    parts = list(enumerate(pipeline.parts))
+    gathers, reductions = {i for i, p in parts if p.gather}, {i for i, p in parts if p.reduce}
+    hops = [replace(hop, gradient=comes_back(pipeline, hop)) for hop in pipeline.hops]
+    return lower(pipeline.order, hops, gathers, reductions)
+
+
+def slice_shares(pipeline: Pipeline) -> list[float]:
+    """Tokens of each slice relative to those that the step graphs' own shapes are for; 1 where there are no slices."""
+    for hop in pipeline.hops:
+        if len(hop.shapes) > 1:
+            forward = pipeline.parts[hop.source].forward
+            sample = dict(zip(forward.outputs, outputs(forward.graph), strict=True))[hop.value].meta["val"]
+            return [math.prod(shape) / math.prod(sample.shape) for shape in hop.shapes]
+    return [1.0] * pipeline.order.slices
+
+
+def parts_of(order: Order, rank: int) -> list[int]:
+    """The parts that a rank runs."""
+    return sorted({order.part_of(stage) for chain in order.chains for stage in chain if order.rank_of[stage] == rank})
+
+
+# --- graphs --------------------------------------------------------------------------------------------------
+
+
+def graphs_of_rank(pipeline: Pipeline, prologue: Prologue | None, rank: int) -> dict[str, tuple[GraphModule, int]]:
+    """Name, such as part1.backward_input -> (graph, runs in a step); of the prologue what the rank's stages need."""
+    order = lowered_order(pipeline)
+    mine = [a for a in order.ranks[rank] if a.kind not in TRANSFERS]
+    parts = [pipeline.parts[k] for k in parts_of(order, rank)]
+    taken = {name for part in parts for kind in ("F", "BW", "B", "W") for name in _inputs(graph_of(part, kind))}
+    found: dict[str, tuple[GraphModule, int]] = {}
+    micro_batches = len({a.micro_batch for a in mine if a.kind == "F"})
+    totals = StepGraph(prologue.graph, prologue.inputs, list(prologue.totals)) if prologue is not None else None
+    for name, step, times in (
+        ("each", pipeline.each, micro_batches),
+        ("once", pipeline.once, 1),
+        ("prologue", totals, order.micro_batches),
+    ):
+        needed = restricted(step, taken)
+        if needed is not None:
+            found[name] = needed.graph, times
+            taken.update(needed.inputs)
+    for (k, kind), times in sorted(Counter((order.part_of(a.stage), a.kind) for a in mine).items()):
+        graph = graph_of(pipeline.parts[k], kind)
+        if graph is not None:
+            found[f"part{k}.{GRAPHS[kind]}"] = graph.graph, times
+    return found
+
+
+def _inputs(step: StepGraph | None) -> Sequence[str]:
+    return step.inputs if step is not None else ()
+
+
+def restricted(step: StepGraph | None, wanted: Collection[str]) -> StepGraph | None:
+    """The part of a graph that makes the results named in ``wanted``; None if it makes none of them."""
+    if step is None:
+        return None
+    made = {name: node for name, node in zip(step.outputs, outputs(step.graph), strict=True) if name in wanted}
+    if not made:
+        return None
+    needed = ancestors(made.values())
+    graph, copies = Graph(), dict[Any, Any]()
+    for node in step.graph.graph.nodes:
+        if node in needed:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in made.values()))
+    inputs = [name for name, node in zip(step.inputs, placeholders(step.graph), strict=True) if node in needed]
+    return StepGraph(graph_module(graph, root=step.graph), inputs, list(made))
+
+
+# --- what goes between stages --------------------------------------------------------------------------------
+
+
+def sends(pipeline: Pipeline, rank: int) -> Iterator[int]:
+    """Bytes of every tensor that a rank sends to other stages: values with F, their gradients with B or BW."""
+    order, of = pipeline.order, pipeline.order.rank_of
+    for action in order.ranks[rank]:
+        part, chain = order.part_of(action.stage), order.chains[order.chain_of[action.micro_batch]]
+        for hop in pipeline.hops:
+            forward = action.kind == "F" and hop.source == part and of[chain[hop.target]] != rank
+            backward = action.kind in ("B", "BW") and hop.target == part and of[chain[hop.source]] != rank
+            if forward or (backward and comes_back(pipeline, hop)):
+                yield hop_bytes(hop, action.slice)
+
+
+def hop_bytes(hop: Hop, piece: int = 0) -> int:
+    """Bytes of a hop's value for a micro-batch, or for one of its token slices."""
+    return math.prod(hop.shapes[piece if len(hop.shapes) > 1 else 0]) * hop.dtype.itemsize
+
+
+def comes_back(pipeline: Pipeline, hop: Hop) -> bool:
+    """Whether a gradient travels against a hop: the target makes one, or passes on that of a later part."""
+    part = pipeline.parts[hop.target]
+    made = any(f"grad:{hop.value}" in _outputs(graph_of(part, kind)) for kind in ("BW", "B", "W"))
+    onward = (h for h in pipeline.hops if h.source == hop.target and h.value == hop.value)
+    return hop.gradient and (made or any(comes_back(pipeline, h) for h in onward))
+
+
+def _outputs(step: StepGraph | None) -> Sequence[str | None]:
+    return step.outputs if step is not None else ()
+
+
+# --- what stages add up --------------------------------------------------------------------------------------
+
+
+def trained(part: Stage, received: Collection[str]) -> set[str]:
+    """Placeholders of the stored parameters of which a part makes gradients."""
+    made = {n[5:] for kind in ("BW", "B", "W") for n in _outputs(graph_of(part, kind)) if n and n.startswith("grad:")}
+    made -= {*received, *(cache.past for cache in part.caches)}
+    reduced = {n[5:] for n in _inputs(part.reduce)}
+    found = {n[5:] for n in _outputs(part.reduce) if n}
+    return found | {part.aliases.get(name, name) for name in made - reduced}
+
+
+def shared_gradients(
+    pipeline: Pipeline, parameters: Sequence[ParameterSpec], nodes: dict[str, str], mesh: Mesh, rank: int, bucket: int
+) -> list[tuple[int, int]]:
+    """(bytes, ranks) of every sum of gradients over the stages that hold the same parameters, in buckets of at most
+    ``bucket`` bytes. ``nodes``: parameter -> placeholder."""
+    received = [{h.value for h in pipeline.hops if h.target == k} for k in range(len(pipeline.parts))]
+    made = {name for part, names in zip(pipeline.parts, received, strict=True) for name in trained(part, names)}
+    sums: list[tuple[int, int]] = []
+    open_buckets: dict[tuple[tuple[int, ...], torch.dtype], tuple[int, int]] = {}  # -> (index in sums, room)
+    for p in parameters:
+        if len(p.ranks) < 2 or rank not in p.ranks or nodes[p.name] not in made:
+            continue
+        size, key = p.nbytes(mesh), (p.ranks, p.dtype)
+        index, room = open_buckets.get(key, (-1, 0))
+        if index < 0 or size > room:
+            index, room = len(sums), bucket
+            sums.append((0, len(p.ranks)))
+        sums[index] = sums[index][0] + size, len(p.ranks)
+        open_buckets[key] = index, room - size
+    return sums
+
+
+def losses(pipeline: Pipeline) -> int:
+    """Number of losses, which all stages add up as one vector of float64."""
+    return len({name for part in pipeline.parts for name in part.losses})
+
+
+def broadcasts(pipeline: Pipeline, rank: int, train: bool) -> list[int]:
+    """Bytes that a rank sends of every value that all stages get from one: new buffers, and outputs in evaluation."""
+    order = pipeline.order
+    last, found = order.chains[order.chain_of[-1]], []
+    for index, part in enumerate(pipeline.parts):
+        for name, node in zip(part.forward.outputs, outputs(part.forward.graph), strict=True):
+            if name in part.mutations or (not train and name and name.startswith("output:")):
+                val = node.meta["val"]
+                mine = order.rank_of[last[index]] == rank
+                found.append(math.prod(val.shape) * val.dtype.itemsize * mine)
+    return found

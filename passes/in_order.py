@@ -1,0 +1,34 @@
+"""The passes, in order, one line each."""
+
+from autopar.passes import attention as attention  # fills the table of algorithms
+from autopar.passes.bucket_gathers import BucketGathers
+from autopar.passes.bucket_gradients import BucketGradients
+from autopar.passes.expand_kv_heads import ExpandKvHeads
+from autopar.passes.localize_shapes import LocalizeShapes
+from autopar.passes.normalize import Normalize
+from autopar.passes.own_gradients import OwnGradients
+from autopar.passes.place_token_slices import PlaceTokenSlices
+from autopar.passes.prefetch_gathers import PrefetchGathers
+from autopar.passes.propagate_placements import PropagatePlacements
+from autopar.passes.simplify_arithmetic import SimplifyArithmetic
+from autopar.passes.simplify_views import SimplifyViews
+from autopar.passes.slice_early import SliceEarly
+from autopar.passes.split_biases import SplitBiases
+from autopar.rewrite.pass_manager import Pass
+
+GLOBAL_PASSES: tuple[Pass, ...] = (Normalize(), ExpandKvHeads())
+PLACEMENT_PASSES: tuple[Pass, ...] = (
+    SplitBiases(),
+    PlaceTokenSlices(),
+    PropagatePlacements(),
+    SliceEarly(),
+    LocalizeShapes(),
+)
+STEP_PASSES: tuple[Pass, ...] = (
+    SimplifyViews(),
+    SimplifyArithmetic(),
+    PrefetchGathers(),
+    BucketGathers(),
+    BucketGradients(),
+    OwnGradients(),
+)

@@ -1,0 +1,86 @@
+"""Dropout becomes `autopar::dropout`: one seed input for the whole graph, a number (site) for each call."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from autopar.adapters.operators import OpOverload
+from autopar.ir.graph import arguments, describe, set_argument
+from autopar.ir.signature import InputSpec
+from autopar.rewrite.build import Build, calls, operand
+
+aten = torch.ops.aten
+_DROPOUTS = (aten.dropout.default, aten.native_dropout.default)
+
+
+def number_dropouts(gm: GraphModule, fake_mode: Any) -> None:
+    """native_dropout(x, 0.1, True)[0] --> autopar.dropout(x, seed, 0.1, site, [], [])
+    native_dropout(x, 0.0, True)[0], native_dropout(x, 0.1, False)[0] --> x
+
+    Attention with dropout gets the seed and its number, too. Raises ValueError for other random operators: their
+    numbers would depend on how the graph is cut.
+    """
+    seed: Node | None = None
+    site = 0
+    for node in list(gm.graph.nodes):
+        if calls(node, *_DROPOUTS):
+            known = arguments(node)
+            train = known["train"] if known["train"] is not None else True
+            rate = float(known["p"])
+            source = operand(node)
+            if train and rate > 0:
+                seed = seed or _add_seed(gm, fake_mode)
+                build = Build(gm.graph, node, fake_mode)
+                source = build(torch.ops.autopar.dropout.default, source, seed, rate, site, [], [])
+                site += 1
+            _replace(gm, node, source)
+        elif calls(node, torch.ops.autopar.attention.default) and _unseeded(arguments(node)):
+            seed = seed or _add_seed(gm, fake_mode)
+            set_argument(node, "seed", seed)
+            set_argument(node, "site", site)
+            site += 1
+        else:
+            _refuse_random(node)
+
+
+def _unseeded(known: dict[str, Any]) -> bool:
+    return bool(known["dropout"]) and known["seed"] is None
+
+
+def _replace(gm: GraphModule, node: Node, value: Node) -> None:
+    firsts: Sequence[Node] = [node] if calls(node, aten.dropout.default) else list(node.users)
+    for first in firsts:
+        assert first is node or first.args[1] == 0 or not first.users, "normalize: the mask of a dropout is used"
+        if first is node or (calls(first, operator.getitem) and first.args[1] == 0):
+            first.replace_all_uses_with(value)
+        gm.graph.erase_node(first)
+    if firsts != [node]:
+        gm.graph.erase_node(node)
+
+
+def _add_seed(gm: GraphModule, fake_mode: Any) -> Node:
+    """The int64 scalar input "seed", behind the other inputs."""
+    last = [node for node in gm.graph.nodes if node.op == "placeholder"][-1]
+    with gm.graph.inserting_after(last):
+        node = gm.graph.placeholder("seed")
+    with fake_mode:
+        node.meta["val"] = torch.empty((), dtype=torch.int64)
+    signature = gm.meta["signature"]
+    gm.meta["signature"] = replace(signature, inputs=(*signature.inputs, InputSpec(node.name, "seed", "seed")))
+    return node
+
+
+def _refuse_random(node: Node) -> None:
+    target = node.target
+    random = isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+    if random and node.users:
+        raise ValueError(
+            f"normalize: random numbers must not depend on how the graph is cut, found {describe(node)}; use "
+            "torch.nn.functional.dropout, set the rate to 0, or capture with train=False"
+        )
