@@ -3,16 +3,46 @@
 mesh  = autopar.init_mesh(dp=2, tp=2)
 model = autopar.parallelize(model, mesh)
 loss  = model.train_step(**batch)
+
+Names are loaded when they are first used, so that the command line can show its help without torch.
 """
 
-from autopar.api import parallelize
-from autopar.options import Options
-from autopar.plan import Plan
-from autopar.runtime.failures import reporting
-from autopar.runtime.groups import init_mesh
-from autopar.runtime.launch import launch
-from autopar.runtime.module import ParallelModule
-from autopar.verify import verify
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autopar.api import parallelize
+    from autopar.options import Options
+    from autopar.plan import Plan
+    from autopar.runtime.failures import reporting
+    from autopar.runtime.groups import init_mesh
+    from autopar.runtime.launch import launch
+    from autopar.runtime.module import ParallelModule
+    from autopar.verification import verify
 
 __version__ = "0.1.0"
 __all__ = ["Options", "ParallelModule", "Plan", "init_mesh", "launch", "parallelize", "reporting", "verify"]
+
+_HOME = {
+    "Options": "autopar.options",
+    "ParallelModule": "autopar.runtime.module",
+    "Plan": "autopar.plan",
+    "init_mesh": "autopar.runtime.groups",
+    "launch": "autopar.runtime.launch",
+    "parallelize": "autopar.api",
+    "reporting": "autopar.runtime.failures",
+    "verify": "autopar.verification",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -129,9 +129,7 @@ def _compiler(groups: Groups, options: Options, exact: bool, dump: str | Path | 
             if progress is not None:
                 progress.close()
         if folder is not None:
-            folder.add_attention(result)
-            folder.add_pipeline(result, recorded)
-            folder.finish(result.context, parameters=result.parameters)
+            folder.add_compiled(result, recorded)
         return result
 
     return compiler

@@ -53,7 +53,8 @@ class Options:
     memory_limit: bytes that one rank may hold, for the cut and for schedules that search; 0: no limit.
 
     With a sequence that is cut over ranks (axis cp):
-    attention: an algorithm of `autopar.attention.algorithm_table.ALGORITHMS`, "FORWARD+BACKWARD", or "auto": the fastest by estimate.
+    attention: an algorithm of `autopar.attention.algorithm_table.ALGORITHMS`, "FORWARD+BACKWARD", or "auto": the
+    fastest by estimate.
     layout: how causal sequences are dealt, "contiguous" or "zigzag"; "auto" lets the plan choose.
     topology: links per axis, such as "cp=ring:50e9:5e-6,tp=switch:450e9" (`autopar.cost.topology`); "": a default.
 

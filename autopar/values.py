@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 _MOST_SHOWN = 80  # characters of a value
 
 
@@ -34,9 +32,14 @@ def whole_number(name: str, value: Any, least: int = 0, most: float = math.inf) 
         number = operator.index(value)
     except TypeError:
         raise refuse(name, expected, value) from None
-    if isinstance(value, (bool, torch.Tensor)) or not least <= number <= most:
+    if isinstance(value, bool) or _is_tensor(value) or not least <= number <= most:
         raise refuse(name, expected, value)
     return number
+
+
+def _is_tensor(value: Any) -> bool:
+    """Of torch, which this file does not load."""
+    return hasattr(value, "requires_grad")
 
 
 def byte_count(name: str, value: Any) -> int:
@@ -48,7 +51,7 @@ def byte_count(name: str, value: Any) -> int:
 def number(name: str, value: Any, least: float = -math.inf) -> float:
     """A number that is none of torch's and no bool, nor nan."""
     expected = "a number" if least == -math.inf else f"a number of at least {least:g}"
-    if isinstance(value, (bool, complex, str, bytes, torch.Tensor)) or not hasattr(value, "__float__"):
+    if isinstance(value, (bool, complex, str, bytes)) or _is_tensor(value) or not hasattr(value, "__float__"):
         raise refuse(name, expected, value)
     found = float(value)
     if not found >= least:

@@ -84,7 +84,7 @@ def _files(module: ModuleType) -> str:
 def other_modules() -> list[ModuleType]:
     """Modules of passes/ without a pass of the groups: the splits in running order, then the rest."""
     with_pass = {type(p).__module__ for members in GROUPS.values() for p in members}
-    names = [m.name for m in pkgutil.iter_modules(passes.__path__)]
+    names = [m.name for m in pkgutil.iter_modules(passes.__path__) if m.name != "in_order"]
     left = [n for n in names if f"autopar.passes.{n}" not in with_pass]
     ordered = [*(n for n in SPLITS if n in left), *(n for n in left if n not in SPLITS)]
     return [importlib.import_module(f"autopar.passes.{n}") for n in ordered]

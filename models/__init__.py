@@ -1,0 +1,8 @@
+"""Models of libraries: how they are captured, and small ones.
+
+hf, hf_masks, hf_batches, hf_configs      transformers: attention and experts as single operators, masks as facts
+tiny                                      small configs of many architectures, for tests and the demo
+
+Stands on capture and ir. Tests and the command line import it; `autopar.api` loads the adapter of a model's library by
+name, so that it works without that library.
+"""

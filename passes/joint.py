@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from autopar.adapters.aot import joint_graph
 from autopar.adapters.lazy import graph_module
 from autopar.ir.graph import add_placeholder, ancestors, copy_node, is_call, output_node, outputs, placeholders
 from autopar.passes.own_gradients import own_gradients
+from autopar.passes.trace_joint import joint_graph
 from autopar.steps.graphs import StepGraph
 
 aten = torch.ops.aten

@@ -20,12 +20,12 @@ from collections.abc import Callable, Mapping
 
 from torch.fx import Graph, Node
 
-from autopar.adapters.custom_ops import has_nonlinear_backward
 from autopar.ir.conversions import is_conversion
 from autopar.ir.graph import describe
 from autopar.ir.own_backward import OwnBackward, function_of, inside_of, is_linear, own_backwards
 from autopar.ir.placement import INVARIANT, PARTIAL, REPLICATE, Invariant, Partial, Placement, Replicate, Shard
 from autopar.rules import Rule
+from autopar.rules.custom_backwards import has_nonlinear_backward
 
 
 class Backwards:

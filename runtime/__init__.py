@@ -1,0 +1,12 @@
+"""Runs compiled steps on a mesh of processes; knows step graphs and orders, and not how they were made.
+
+groups, connections, rendezvous, store_line, heartbeat, failures, launch, settings      processes that find each other
+comm, point_to_point, attention_comm, functional, differentiable      what moves between them
+bind, executor, pipeline_executor, pipeline_program, pipeline_values, instructions, calls      step graphs that run
+module, tree, module_watch, note_watch, step_cache, step_facts, agreement      the user's module, and its steps
+batches, inputs, arguments, contents, feed, results, ambient      what users pass and get
+state, stateful, sharded_tensor, sharded_ops, layout, checkpoint_folder, safetensors_io, clipping      weights
+schedules                                                pipeline schedules, as data: a room of their own
+
+Stands on steps, ir and attention. `autopar.api`, verify and the command line import it.
+"""

@@ -35,8 +35,8 @@ from autopar.runtime.groups import Groups
 
 
 class AxisComm:
-    """`autopar.attention.exchanges.Comm` along an axis of a mesh, for one node. All ranks of the axis make theirs at the same
-    point. Raises CollectiveError that names axis, node, what was exchanged and the ranks which failed.
+    """`autopar.attention.exchanges.Comm` along an axis of a mesh, for one node. All ranks of the axis make theirs at
+    the same point. Raises CollectiveError that names axis, node, what was exchanged and the ranks which failed.
 
     traffic: what this rank has sent so far; what an exchange sends is one call. open: how many exchanges nobody has
     waited for.
@@ -53,8 +53,8 @@ class AxisComm:
                 groups.connect(axis)
 
     def exchange(self, way: str, what: str, send: Sent | None, receive: Expected | None) -> PeerExchange:
-        """See `autopar.attention.exchanges.Comm`. It is one launch: on one stream (NCCL), two ranks that both send first would
-        wait for each other."""
+        """See `autopar.attention.exchanges.Comm`. It is one launch: on one stream (NCCL), two ranks that both send
+        first would wait for each other."""
         target, sent = send or (-1, ())
         source, likes = receive or (-1, ())
         assert self.rank not in (target, source), f"{what}: a rank exchanges with others"

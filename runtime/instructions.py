@@ -2,8 +2,9 @@
 
     slots = [None] * size        Instruction(apply, reads, writes): slots[writes] = apply(slots[reads])
 
-The list is made once, when a pipeline is bound. `finish_sums` then finds out after which instruction nobody reads a slot any
-more: it is emptied before the instruction runs, so a graph that empties its list of inputs frees them in between.
+The list is made once, when a pipeline is bound. `finish_sums` then finds out after which instruction nobody reads a
+slot any more: it is emptied before the instruction runs, so a graph that empties its list of inputs frees them in
+between.
 """
 
 from __future__ import annotations

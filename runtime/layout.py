@@ -2,8 +2,8 @@
 
     whole [.., D, ..]  --to_rows-->  rows [n, .., D/n, ..]  --from_rows-->  whole
 
-The pieces are those of `autopar.ir.placement.Shard`. Each direction copies at most once (a block dealt backwards twice),
-and not at all where the dim is the first one (or only dims of size 1 come before it) and has one block.
+The pieces are those of `autopar.ir.placement.Shard`. Each direction copies at most once (a block dealt backwards
+twice), and not at all where the dim is the first one (or only dims of size 1 come before it) and has one block.
 """
 
 from __future__ import annotations

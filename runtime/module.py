@@ -19,7 +19,6 @@ from autopar.adapters.hooks import has_forward_hooks
 from autopar.ir.batch import tensors_of
 from autopar.ir.parameter import ParameterSpec
 from autopar.plan import Plan
-from autopar.report.pipeline_dump import per_rank
 from autopar.runtime import state
 from autopar.runtime.ambient import Surroundings, outside
 from autopar.runtime.clipping import clip_gradients
@@ -30,7 +29,7 @@ from autopar.runtime.failures import reporting
 from autopar.runtime.groups import Groups
 from autopar.runtime.inputs import by_name, check_values
 from autopar.runtime.note_watch import NoteWatch
-from autopar.runtime.pipeline_executor import PipelineExecutor
+from autopar.runtime.pipeline_executor import PipelineExecutor, per_rank
 from autopar.runtime.results import rebuild_outputs
 from autopar.runtime.stateful import Stateful
 from autopar.runtime.step_cache import Compiler, Kind, Runner, StepCache

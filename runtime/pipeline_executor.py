@@ -10,7 +10,7 @@ The same face as `executor.Executor`: `train_step`, and `run_forward` for a mode
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -289,3 +289,13 @@ def results_of(pipeline: Pipeline, order: Order, train: bool) -> dict[str, tuple
         for name, facts in recorded_facts(part, [n for n in names if n]).items():
             found[name] = (order.rank_of[last[index]], *facts)
     return found
+
+
+Recording = Sequence[tuple[Action, float, float]]  # (action, start, end) in seconds
+
+
+def per_rank(recorded: Iterable[tuple[Mapping[str, int], Recording]]) -> list[Recording]:
+    """What to draw of what all ranks of the world recorded, as (coordinate on the mesh, actions) pairs: for every
+    coordinate on pp the first rank, whose other coordinates are 0."""
+    first = {where["pp"]: actions for where, actions in recorded if not any(i for a, i in where.items() if a != "pp")}
+    return [first[i] for i in sorted(first)]

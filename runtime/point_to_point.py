@@ -5,7 +5,8 @@
 
 There are two process groups: one for what goes to higher coordinates, one for what goes to lower ones. NCCL has one
 stream of transfers per group and pair of ranks and no tags, so a forward and a backward that cross would block each
-other in one group. Both ends list the transfers of a pair in the same order (`autopar.schedule.order_checks.check_channels`).
+other in one group. Both ends list the transfers of a pair in the same order
+(`autopar.schedule.order_checks.check_channels`).
 
 A send keeps its tensors until `arrived` says that the other side has them, at last until `flush`. gloo cannot be
 polled (``is_completed`` turns true in ``wait`` only) and drops a send whose work nobody holds.

@@ -278,3 +278,6 @@ def _unscale(func: Any, tensors: Sequence[DTensor], found_inf: Tensor, inv_scale
             if group.group_name not in seen:
                 seen.add(group.group_name)
                 _reduce_over(found, dist.ReduceOp.MAX, group)
+
+
+ShardedTensor.run_operator = staticmethod(dispatch)

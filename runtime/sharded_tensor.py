@@ -13,9 +13,9 @@ A ShardedTensor is what a parameter, its gradient and its optimizer state need t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -66,9 +66,13 @@ def boxes(shape: Sequence[int], cuts: Cuts, sizes: Mapping[str, int], coordinate
 
 class ShardedTensor(DTensor):
     """``ShardedTensor.make(local, mesh, cuts, shape)``; see the module's docstring. ``cuts`` says which axes cut which
-    dims in which blocks; on every other axis of the mesh the tensor is the same."""
+    dims in which blocks; on every other axis of the mesh the tensor is the same.
+
+    run_operator: runs an operator of which an operand is a ShardedTensor; `autopar.runtime.sharded_ops` provides it.
+    """
 
     cuts: Cuts
+    run_operator: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
 
     @staticmethod
     def make(local: Tensor, mesh: DeviceMesh, cuts: Cuts, shape: torch.Size) -> ShardedTensor:
@@ -148,9 +152,7 @@ class ShardedTensor(DTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        from autopar.runtime.sharded_ops import dispatch  # the two files know each other
-
-        return dispatch(func, args, kwargs or {})
+        return cls.run_operator(func, args, kwargs or {})
 
 
 class _FromLocal(torch.autograd.Function):

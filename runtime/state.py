@@ -28,6 +28,7 @@ from autopar.adapters.hooks import accumulate_gradient, observed
 from autopar.adapters.state_dict import EXTRA, IncompatibleKeys, add_note, noted
 from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import nested_piece
+from autopar.runtime import sharded_ops as sharded_ops  # what a ShardedTensor does with operators
 from autopar.runtime.groups import Groups
 from autopar.runtime.sharded_tensor import ShardedTensor, cuts_of, from_local
 from autopar.values import whole_number

@@ -34,7 +34,7 @@ from autopar.runtime.groups import Groups, init_mesh
 from autopar.runtime.module import step_seed
 from autopar.runtime.pipeline_executor import PipelineExecutor
 from autopar.steps.graphs import Compiled
-from autopar.verify import reference
+from autopar.verification import reference
 from tests.pipeline_cases import holds, values_of, with_schedule
 from tests.ranks import close_pools, run_ranks
 

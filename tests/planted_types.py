@@ -177,7 +177,9 @@ _mark = autopar.ir.graph.mark_gradients
 _no_mean = {k: v for k, v in localize.LOCALIZERS.items() if "mean" not in str(k)}
 in_code(
     "propagation", "norms are taken for frozen", "numbers", "ddp",
-    patched(autopar.compile.model, "mark_gradients", lambda gm, names: _mark(gm, [n for n in names if "norm" not in n])),
+    patched(
+        autopar.compile.model, "mark_gradients", lambda gm, names: _mark(gm, [n for n in names if "norm" not in n])
+    ),
 )  # fmt: skip
 in_code(
     "propagation", "a mean is that of each rank's rows", "numbers", "ddp", patched(localize, "LOCALIZERS", _no_mean)

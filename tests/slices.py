@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
-from autopar.adapters.aot import joint_graph
 from autopar.capture import capture
 from autopar.compile.model import keep_outputs
 from autopar.ir.graph import ancestors, copy_graph, has_gradient, mark_gradients, outputs, placeholders
@@ -26,6 +25,7 @@ from autopar.passes.place_token_slices import token_count
 from autopar.passes.slice_sizes import sample_slices, symbolic
 from autopar.passes.slice_tokens import slice_tokens
 from autopar.passes.split_prologue import split_prologue
+from autopar.passes.trace_joint import joint_graph
 from autopar.plan import Plan
 from autopar.planner import make_plan
 from autopar.rewrite.compilation import Compilation

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from autopar.adapters.aot import joint_graph
 from autopar.adapters.fake import new_mode
 from autopar.ir.conversions import conversion_of, is_conversion
 from autopar.ir.graph import has_gradient, mark_gradients, output_node, placement, tensor_operands
@@ -26,6 +25,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.placement import INVARIANT, PARTIAL, REPLICATE, Placement, Shard, dual, extent
 from autopar.ir.signature import InputSpec, Signature
 from autopar.passes.localize_shapes import LocalizeShapes
+from autopar.passes.trace_joint import joint_graph
 from autopar.rewrite.checks import PlacementError, check_types
 from autopar.rewrite.compilation import Compilation
 from autopar.rewrite.pass_manager import Pass

@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import networkx as nx
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,14 +21,26 @@ PRIVATE_NAMES_ALLOWED: dict[str, dict[str, str]] = {}
 # torch documents it as public, in spite of its name.
 DOCUMENTED = {"torch._check"}
 
-# These know the passes and the runtime; the arrows of all other core files point at core alone.
-KNOW_EVERYTHING = {
-    "autopar/" + name for name in ("api.py", "cli.py", "verify.py", "__main__.py", "__init__.py", "demo.py")
-}
-KNOW_PASSES = {"autopar/compile/model.py", "autopar/compile/parts.py"}  # the pure half of the story: no runtime
-SCHEDULES = "autopar.runtime.schedules"  # data, without processes: all may read it
-KNOW_MODELS = {"autopar/cli/main.py", "autopar/cli/demo_command.py"}
-LOADS_MODELS_LAZILY = "autopar/api.py"
+# Who may import whom: a room (or a file beside the rooms) imports itself and what stands on lower floors.
+FLOORS: tuple[set[str], ...] = (
+    {"adapters", "registry", "exact", "values"},
+    {"ops", "schedule"},
+    {"ir", "runtime.schedules"},  # schedules are data: the planner takes them out of the registry
+    {"attention", "capture"},
+    {"options"},
+    {"plan"},
+    {"rules", "steps"},
+    {"cost", "rewrite"},
+    {"planner", "passes"},
+    {"compile", "report"},
+    {"runtime"},
+    {"api"},
+    {"verification", "models"},
+    {"cli"},
+    {"autopar", "__main__"},
+)
+# What runs step graphs knows nothing of how they were made.
+UNKNOWN_TO = {"runtime": {"compile", "planner", "passes", "report"}}
 
 SMALL_LIBRARIES = {"torch", "networkx", "sympy", "numpy", "safetensors", "rich", "tqdm", "autopar"}
 EXTRA_LIBRARIES = {"models": {"transformers", "accelerate"}, "passes": set(), "runtime": set(), "core": {"flash_attn"}}
@@ -80,47 +93,91 @@ def imports(file: Path, tree: ast.AST) -> Iterator[tuple[str, int]]:
             yield from ((f"{prefix}.{alias.name}", node.lineno) for alias in node.names)
 
 
-def target_area(name: str) -> str | None:
-    """The area that an import reaches, None for other packages."""
-    parts = name.split(".")
-    if parts[0] in AREAS:
-        return f"top-level {parts[0]}"
-    if parts[0] != "autopar":
-        return None
-    return parts[1] if len(parts) > 1 and parts[1] in AREAS else "core"
+def dotted(file: Path) -> str:
+    """autopar.ir.graph of autopar/ir/graph.py; a package's name of its __init__."""
+    parts = [*module_of(file), file.stem]
+    return ".".join(parts[:-1] if file.stem == "__init__" else parts)
 
 
-def at_import_time(tree: ast.Module) -> list[ast.stmt]:
-    """Statements that run on import, those of functions left out."""
-    return [s for s in tree.body if not isinstance(s, DEFINITIONS)]
+MODULES = {dotted(file): file for file in PACKAGE}
 
 
-def test_arrows_between_the_folders() -> None:
-    """Core imports core; passes and runtime import core and themselves; models import core and themselves."""
+def reached(file: Path) -> Iterator[tuple[str, int]]:
+    """(module of the project, line) of every import in a file, those inside of functions included."""
+    for name, line in imports(file, TREES[file]):
+        if name.split(".")[0] == "autopar":
+            yield name if name in MODULES else name.rpartition(".")[0], line
+
+
+def room(module: str) -> str:
+    """The room of a module, or the file beside the rooms."""
+    _, *rest = module.split(".")
+    return "runtime.schedules" if rest[:2] == ["runtime", "schedules"] else rest[0] if rest else "autopar"
+
+
+def circles(arrows: Iterable[tuple[str, str]]) -> list[list[str]]:
+    """Names that reach each other."""
+    graph = nx.DiGraph(pair for pair in arrows if pair[0] != pair[1])
+    return [sorted(names) for names in nx.strongly_connected_components(graph) if len(names) > 1]
+
+
+def test_arrows_point_down() -> None:
+    """A room imports what stands on lower floors, and itself. (What a registry or `importlib` loads by name is no
+    arrow: so the models of a library are loaded when a model is one of them.)"""
+    floor = {name: i for i, names in enumerate(FLOORS) for name in names}
     wrong = []
-    for file, tree in TREES.items():
-        here = area(file)
-        allowed = {"core", here}
-        if relative(file) in KNOW_EVERYTHING:
-            allowed |= {"passes", "runtime"}
-        if relative(file) in KNOW_PASSES:
-            allowed.add("passes")
-        if relative(file) in KNOW_MODELS | {LOADS_MODELS_LAZILY}:
-            allowed.add("models")
-        wrong += [
-            f"{relative(file)}:{line} imports {name}"
-            for name, line in imports(file, tree)
-            if target_area(name) not in {None, *allowed} and not name.startswith(SCHEDULES)
-        ]
+    for module, file in MODULES.items():
+        here = room(module)
+        for target, line in reached(file):
+            there = room(target)
+            if here != there and (floor[there] >= floor[here] or there in UNKNOWN_TO.get(here, ())):
+                wrong.append(f"{relative(file)}:{line}: {here} imports {there} ({target})")
     assert not wrong, "\n".join(wrong)
 
 
-def test_models_are_loaded_lazily() -> None:
-    """api.py must work without transformers: it imports the adapter only inside a function."""
-    file = ROOT / LOADS_MODELS_LAZILY
-    if file.exists():
-        eager = [n for s in at_import_time(TREES[file]) for n, _ in imports(file, s) if target_area(n) == "models"]
-        assert not eager
+def test_every_room_has_a_floor() -> None:
+    assert {room(module) for module in MODULES} == set().union(*FLOORS)
+
+
+def test_nothing_imports_in_a_circle() -> None:
+    """Neither files nor rooms; annotations count as everything else."""
+    arrows = [(module, target) for module, file in MODULES.items() for target, _ in reached(file)]
+    assert not circles(arrows)
+    assert not circles((room(a), room(b)) for a, b in arrows)
+
+
+def test_circles_are_found() -> None:
+    assert circles([("a", "b"), ("b", "c"), ("c", "a"), ("c", "d"), ("d", "d")]) == [["a", "b", "c"]]
+
+
+def test_imports_are_written_in_full() -> None:
+    """`from . import x` would be no dotted name that somebody can search."""
+    relatives = [n for tree in TREES.values() for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.level]
+    assert not relatives
+
+
+def test_no_two_files_share_a_name() -> None:
+    by_name: dict[str, list[str]] = {}
+    for file in PACKAGE:
+        if file.name not in ("__init__.py", "__main__.py"):
+            by_name.setdefault(file.name, []).append(relative(file))
+    assert not {name: files for name, files in by_name.items() if len(files) > 1}
+
+
+def test_no_two_classes_or_public_functions_share_a_name() -> None:
+    by_name: dict[str, list[str]] = {}
+    for file, tree in TREES.items():
+        for s in tree.body:
+            if isinstance(s, ast.ClassDef) or (isinstance(s, DEFINITIONS) and not s.name.startswith("_")):
+                by_name.setdefault(s.name.lstrip("_"), []).append(f"{relative(file)}:{s.lineno}")
+    assert not {name: places for name, places in by_name.items() if len(places) > 1}
+
+
+def test_rooms_say_what_is_in_them() -> None:
+    """The docstring of a room: what stands there, and who may import it."""
+    rooms = [f for f in PACKAGE if f.name == "__init__.py" and len(f.relative_to(ROOT).parts) < 4]
+    short = [relative(f) for f in rooms if len((ast.get_docstring(TREES[f]) or "").splitlines()) < 4]
+    assert not short
 
 
 def test_libraries() -> None:

@@ -195,8 +195,7 @@ def test_evaluation_has_one_pass() -> None:
 def test_the_report_shows_choices_and_timelines(tmp_path: Path) -> None:
     made = auto()
     dumper = Dumper(tmp_path)
-    dumper.add_attention(made)
-    dumper.finish(made.context, parameters=made.parameters)
+    dumper.add_compiled(made)
     page = (tmp_path / "report.html").read_text()
     rows = Page(page).rows
     assert f"<h2>{SECTION}</h2>" in page and "Links: ring:5e10:5e-6." in page

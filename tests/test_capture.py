@@ -10,12 +10,12 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from autopar.adapters.aot import _Tagging
 from autopar.capture import adapter_for, capture
 from autopar.exact import LiftFloat32
 from autopar.ir.signature import Signature
 from autopar.models.tiny import TINY, TinyModel
 from autopar.passes.normalize import Normalize
+from autopar.passes.trace_joint import _Tagging
 
 EXACT = 1e-12
 

@@ -269,14 +269,14 @@ def test_verify_and_demo_hand_over(
     capsys: pytest.CaptureFixture[str], config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[Any] = []
-    for name in ("verify", "demo"):
-        module = ModuleType(f"autopar.{name}")
-        module.main = lambda *args, **facts: calls.append((args, facts)) or 1  # type: ignore[attr-defined,func-returns-value]
-        monkeypatch.setitem(sys.modules, f"autopar.{name}", module)
+    for name, function in (("verify_run", "verify_config"), ("demo", "run_demo")):
+        module = ModuleType(f"autopar.cli.{name}")
+        setattr(module, function, lambda *args, **facts: calls.append((args, facts)) or 1)  # type: ignore[func-returns-value]
+        monkeypatch.setitem(sys.modules, f"autopar.cli.{name}", module)
     code, _, _ = run(capsys, "verify", "--config", config, "--mesh", "dp=2,tp=2", "--zero", 3)
     assert code == 1  # a mismatch
     assert run(capsys, "demo", "--steps", 3)[0] == 1
-    assert calls[1] == ((["--steps", "3"],), {})
+    assert calls[1] == ((3, "dp=2,tp=2", 3, Path("demo_output")), {})
     (model, mesh, options), facts = calls[0]
     assert (model.model_type, mesh, options) == ("llama", Mesh.of(dp=2, tp=2), Options(zero=3))
     assert facts == {"seq": 16, "batch": 4, "dtype": torch.float64}

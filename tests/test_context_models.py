@@ -29,7 +29,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Shard, piece, scaled_blocks
 from autopar.models.tiny import TINY
 from autopar.options import Options
-from autopar.verify import Report
+from autopar.verification import Report
 from tests.context_cases import (
     LIMIT,
     ROWS,

@@ -8,16 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from autopar.cli import demo_command
+from autopar.cli import demo
+from autopar.cli.main import main
 
 
 def test_both_runs_agree_and_the_files_are_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert demo_command.run_demo(["--steps", "3", "--mesh", "dp=2,tp=2", "--out", str(tmp_path)]) == 0
+    assert main(["demo", "--steps", "3", "--mesh", "dp=2,tp=2", "--out", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     for words in ("largest difference: ", "Memory that a process holds", "Sent by a rank, per step"):
         assert words in shown
     assert {"loss.png", "losses.csv", "graphs"} <= {f.name for f in tmp_path.iterdir()}
-    assert (tmp_path / demo_command.REPORT).stat().st_size > 10_000
+    assert (tmp_path / demo.REPORT).stat().st_size > 10_000
     with (tmp_path / "losses.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["step"] for row in rows] == ["1", "2", "3"]
@@ -34,11 +35,11 @@ def test_both_runs_agree_and_the_files_are_there(tmp_path: Path, capsys: pytest.
     ],
 )
 def test_options_that_do_not_fit(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert demo_command.run_demo(arguments) == 2
+    assert main(["demo", *arguments]) == 2
     assert words in capsys.readouterr().err
 
 
 def test_batches_are_the_same_each_time() -> None:
-    first, second = ([b["input_ids"] for b in demo_command.batches(2)] for _ in range(2))
+    first, second = ([b["input_ids"] for b in demo.batches(2)] for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second))
-    assert first[0].shape == (demo_command.BATCH, demo_command.LENGTH) and not torch.equal(first[0], first[1])
+    assert first[0].shape == (demo.BATCH, demo.LENGTH) and not torch.equal(first[0], first[1])

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.adapters.aot import joint_graph
 from autopar.adapters.fake import new_mode
 from autopar.ir.graph import placeholders
 from autopar.ir.mesh import Mesh
+from autopar.passes.trace_joint import joint_graph
 from tests.harness import check_model
 from tests.plain_models import EXACT
 from tests.ranks import run_ranks

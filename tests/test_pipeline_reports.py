@@ -17,8 +17,9 @@ from autopar.planner.step_order import make_order, owners
 from autopar.report.chrome_trace import events_of, measured_events
 from autopar.report.dump import STEP_GRAPHS, Dumper
 from autopar.report.layer_names import modules_of
-from autopar.report.pipeline_dump import dump_pipeline, measured_costs, per_rank
+from autopar.report.pipeline_dump import dump_pipeline, measured_costs
 from autopar.rewrite.compilation import Compilation
+from autopar.runtime.pipeline_executor import per_rank
 from autopar.runtime.pipeline_values import Routes
 from autopar.schedule.lowering import lower
 from autopar.schedule.order import parse_row
@@ -130,8 +131,7 @@ def test_a_pipeline_is_dumped_with_its_trace(tmp_path: Path) -> None:
     ranks = [({"pp": pp, "dp": dp}, recorded[pp]) for pp in (1, 0) for dp in (1, 0)]
     assert per_rank(ranks) == recorded
     dumper = Dumper(tmp_path)
-    dumper.add_pipeline(made, recorded)
-    dumper.finish(made.context, parameters=made.parameters)
+    dumper.add_compiled(made, recorded)
     rows = [parse_row(line) for line in (tmp_path / "order.txt").read_text().splitlines()]
     assert made.pipeline is not None and tuple(rows) == lowered_order(made.pipeline).ranks
     trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

@@ -17,6 +17,7 @@ from autopar.ir.placement import INVARIANT, PARTIAL, REPLICATE, Shard
 from autopar.options import Options
 from autopar.plan import ParameterPlan, Plan, Stream
 from autopar.rewrite.checks import PlacementError, _check_inputs
+from autopar.rewrite.compilation import Compilation
 
 PLAN = Plan(
     Mesh.of(dp=2, tp=2),
@@ -129,7 +130,7 @@ def test_graphs_whose_parameters_are_stored_as_sums_are_no_graphs() -> None:
     batch = {"x": torch.zeros(4, 8), "y": torch.zeros(4, 8)}
     made = compile_model(Two(), batch, Mesh.of(dp=2), outputs=())
     for wrong in (REPLICATE, PARTIAL):
-        ctx, graph = made.context, made.local
+        ctx, graph = Compilation(made.plan.mesh, made.plan), made.local
         entry = next(s for s in graph.meta["signature"].inputs if s.name == "a.bias")
         node = next(n for n in graph.graph.nodes if n.name == entry.node)
         stored = {"dp": ParameterPlan(wrong, REPLICATE)}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from autopar.registry import Registry
@@ -35,6 +38,25 @@ def test_unknown_name_lists_the_known_ones_and_the_closest() -> None:
         schedules["interleave"]
     with pytest.raises(ValueError, match="known are none"):
         Registry[int]("axis")["x"]
+
+
+def test_entries_can_be_added_by_a_module_that_is_imported_when_somebody_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "number_two.py").write_text("from tests.test_registry import LATER\nLATER.add('two', 2)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    LATER.add("one", 1)
+    LATER.add_later("two", "number_two")
+    LATER.add("three", 3)
+    assert list(LATER) == ["one", "two", "three"] and "two" in LATER and "number_two" not in sys.modules
+    assert LATER["two"] == 2 and LATER.items() == [("one", 1), ("two", 2), ("three", 3)]
+    with pytest.raises(ValueError, match="known are one, two, three; did you mean 'two'"):
+        LATER["twoo"]
+    with pytest.raises(AssertionError, match="'two' is registered twice"):
+        LATER.add_later("two", "number_two")
+
+
+LATER: Registry[int] = Registry("number")
 
 
 def test_a_name_has_one_owner() -> None:

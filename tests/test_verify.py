@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.adapters.eager_dropout import shared_dropout
+from autopar.cli.verify_run import ignored_labels, random_batch, verify_config
 from autopar.ir.mesh import Mesh
 from autopar.models.tiny import TINY
+from autopar.ops.eager_dropout import shared_dropout
 from autopar.options import Options
 from autopar.runtime.module import ParallelModule
-from autopar.verify import TOLERANCES, Compared, Report, ignored_labels, random_batch, verify_config
+from autopar.verification import TOLERANCES, Compared, Report
 from tests.ranks import run_ranks
 
 

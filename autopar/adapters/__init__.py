@@ -1,1 +1,9 @@
-"""The files that may use private names of torch. Nothing else imports them."""
+"""The files that may use private names of torch: one for each corner of it that the compiler needs.
+
+aot, export, inductor        torch's compilers as functions of graphs
+fake, rebuild, frozen, hooks, function_watch      modules without weights, and what a capture would lose of them
+autograd, autograd_function, dispatch, operators, decompositions, effects      operators, and what runs below them
+distributed, dtensor, foreach, state_dict, lazy, flash_attn      single names of torch, and of one other package
+
+Everything may import this room; it imports nothing of the project. Nothing private leaves it.
+"""

@@ -1,110 +1,32 @@
-"""The one place that talks to AOTAutograd: a local graph becomes the joint graph of its forward and backward."""
+"""The one place that talks to AOTAutograd: a function becomes the joint graph of its forward and backward."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._functorch.aot_autograd import aot_export_joint_simple
-from torch.fx import GraphModule, Interpreter, Node
-from torch.fx.node import map_arg
+from torch.fx import GraphModule
 
 from autopar.adapters.effects import without_tokens
-from autopar.ir.own_backward import OwnBackward, inside_of, own_backwards
-from autopar.ops.gradient import OWN_BACKWARD, RESULT
-
-PROVENANCE = ("nn_module_stack", "stack_trace")
 
 
-class _Tagging(Interpreter):
-    """Runs a graph so that traced nodes carry the metadata of the node they come from; a model's own backwards run
-    where autograd asks for them."""
+def traced_joint(run: Callable[..., Any], inputs: Sequence[Tensor], checked: Any) -> GraphModule:
+    """Forward and backward of a function of flat tensors as one graph of core operators; the forward alone if no input
+    requires a gradient.
 
-    def __init__(self, gm: GraphModule) -> None:
-        own = own_backwards(gm.graph)
-        super().__init__(gm, garbage_collect_values=not own)  # what a backward takes is kept until its token
-        self.own = {one.token: one for one in own}
-        self.inside = inside_of(gm.graph)
-
-    def run_node(self, n: Node) -> Any:
-        if n in self.inside:
-            return None
-        with torch.fx.traceback.set_current_meta(n):
-            if n.target is OWN_BACKWARD:
-                return self._own_backward(self.own[n])
-            if n.target is RESULT:
-                return self._result(n)
-            return super().run_node(n)
-
-    def _own_backward(self, own: OwnBackward) -> dict[Node, Tensor]:
-        """Sources of the results' gradients, by hole."""
-        inputs, saved = [self.env[x] for x in own.inputs], [self.env[x].detach() for x in own.saved]
-        shapes = [hole.meta["val"] for hole in own.holes]
-        sources = _DeferredBackward.apply(own, shapes, len(inputs), *inputs, *saved)
-        return dict(zip(own.holes, sources, strict=True))
-
-    def _result(self, n: Node) -> Tensor:
-        value, hole, token = n.all_input_nodes
-        made: Tensor = torch.ops.autopar.with_gradient_of(self.env[value], self.env[token][hole])
-        return made
-
-
-class _DeferredBackward(torch.autograd.Function):
-    """Gives tensors without values; of their gradients it computes those of its inputs, by a part of a graph."""
-
-    @staticmethod
-    def forward(ctx: Any, own: OwnBackward, like: Sequence[Tensor], count: int, *tensors: Tensor) -> Any:
-        ctx.own, ctx.like = own, like
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors[count:])
-        return tuple(tensors[0].new_empty(x.shape, dtype=x.dtype) for x in like)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        own: OwnBackward = ctx.own
-        if not own.zeros and any(g is None for g in grads):
-            raise ValueError(
-                f"the autograd function {own.name} asks for None instead of gradients of zeros (set_materialize_grads) "
-                "and one of its results has no gradient here; let its backward take zeros"
-            )
-        grads = tuple(_zeros(x) if g is None else g for g, x in zip(grads, ctx.like, strict=True))
-        known: dict[Node, Any] = dict(zip(own.holes, grads, strict=True))
-        known |= zip(own.saved, ctx.saved_tensors, strict=True)
-        for node in own.inside:
-            with torch.fx.traceback.set_current_meta(node):
-                args, kwargs = map_arg((node.args, node.kwargs), known.__getitem__)
-                known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-        return None, None, None, *(known[g] for g in own.gradients), *(None for _ in own.saved)
-
-
-def _zeros(like: Tensor) -> Tensor:
-    """Made anew: ``like`` is no tensor of the trace."""
-    return torch.zeros(tuple(like.shape), dtype=like.dtype, device=like.device)
-
-
-def joint_graph(gm: GraphModule, differentiable: Sequence[bool]) -> GraphModule:
-    """Forward and backward of a flat functional graph as one graph of core operators.
-
-    Args:
-        gm: a graph of placeholders with fake values in ``meta["val"]`` and a flat tuple as output.
-        differentiable: per placeholder, whether its gradient is wanted.
-
-    Returns: a graph with the placeholders of ``gm``, then one tangent per output that has a gradient; it returns the
-    outputs of ``gm``, then one gradient (or None) per placeholder. Without any gradient wanted: the forward alone.
+    ``run`` runs under AOTAutograd, on stand-ins of the fakes ``inputs``. ``checked``: see `without_tokens`. Raises
+    ValueError where torch has no backward.
     """
-    nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    args = []
-    for node, wanted in zip(nodes, differentiable, strict=True):
-        args.append(node.meta["val"].detach().requires_grad_(wanted))
 
-    def function(*inputs: torch.Tensor) -> Any:
+    def function(*args: Tensor) -> Any:
         with torch.fx.traceback.preserve_node_meta():
-            return _Tagging(gm).run(*inputs)
+            return run(*args)
 
     try:
-        traced = aot_export_joint_simple(function, tuple(args), trace_joint=any(differentiable))
+        traced = aot_export_joint_simple(function, tuple(inputs), trace_joint=any(x.requires_grad for x in inputs))
     except RuntimeError as error:
         if "derivative" not in str(error) and "differentia" not in str(error):
             raise
@@ -113,4 +35,4 @@ def joint_graph(gm: GraphModule, differentiable: Sequence[bool]) -> GraphModule:
             "what it is applied to, or compute it in another way"
         ) from error
     assert isinstance(traced, GraphModule)
-    return without_tokens(traced)
+    return without_tokens(traced, checked)

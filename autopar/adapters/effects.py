@@ -16,19 +16,18 @@ from torch._higher_order_ops.effects import with_effects
 from torch.fx import GraphModule, Node
 
 from autopar.adapters.export import line_of
-from autopar.ops import checked as checked  # registers the operator
 
 CHECK = torch.ops.aten._linalg_check_errors.default
-CHECKED = torch.ops.autopar.checked.default
 
 
-def without_tokens(gm: GraphModule) -> GraphModule:
-    """The graph with its checks as values and without tokens. Raises ValueError for an operator with another effect."""
+def without_tokens(gm: GraphModule, checked: Any) -> GraphModule:
+    """The graph with its checks as values (by the operator ``checked``) and without tokens. Raises ValueError for an
+    operator with another effect."""
     calls = [n for n in gm.graph.nodes if n.target is with_effects]
     if not calls:
         return gm
     for call in calls:
-        _write_out(call)
+        _write_out(call, checked)
     tokens: set[Any] = {t for call in calls for t in (call.args[0], *call.users)}
     out = gm.graph.output_node()
     results: Any = out.args[0]
@@ -40,7 +39,7 @@ def without_tokens(gm: GraphModule) -> GraphModule:
     return gm
 
 
-def _write_out(call: Node) -> None:
+def _write_out(call: Node, checked: Any) -> None:
     """What came out of a factorisation comes out of its check instead."""
     _, target, *rest = call.args
     if target is not CHECK:
@@ -52,7 +51,7 @@ def _write_out(call: Node) -> None:
     assert isinstance(info, Node) and isinstance(info.args[0], Node), f"aot: a check of {info}"
     for value in [user for user in info.args[0].users if user is not info]:
         with call.graph.inserting_after(max(value, info)):
-            made = call.graph.call_function(CHECKED, (value, info, name, call.kwargs.get("is_matrix", False)))
+            made = call.graph.call_function(checked, (value, info, name, call.kwargs.get("is_matrix", False)))
         made.meta = dict(value.meta)
         others = [user for user in value.users if user is not made]
         for user in others:

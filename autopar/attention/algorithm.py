@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from autopar.attention.attend import Gradients
+from autopar.attention.attend import Attend, Gradients
 from autopar.attention.exchanges import Comm
 from autopar.attention.problem import Problem
-
-if TYPE_CHECKING:
-    from autopar.attention.attend import Attend
 
 
 class AttentionAlgorithm(ABC):

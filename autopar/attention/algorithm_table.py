@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from autopar.attention.algorithm import AttentionAlgorithm
+from typing import TYPE_CHECKING
+
 from autopar.registry import Registry
+
+if TYPE_CHECKING:
+    from autopar.attention.algorithm import AttentionAlgorithm
 
 ALGORITHMS: Registry[AttentionAlgorithm] = Registry("attention")

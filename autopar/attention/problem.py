@@ -3,8 +3,8 @@
     rows      positions of queries       columns   positions of keys and values      (global, in consecutive spans)
 
 A rank holds some rows and some columns; an algorithm brings them together. It is code over a `Comm`, which a running
-mesh, a test in one process and the estimator (`autopar.attention.program`, on meta tensors) each provide, so that what is
-counted and drawn is what runs. The algorithms are in `autopar.passes.attention`, whose import fills `ALGORITHMS`.
+mesh, a test in one process and the estimator (`autopar.attention.program`, on meta tensors) each provide, so that what
+is counted and drawn is what runs. The algorithms are in `autopar.passes.attention`, whose import fills `ALGORITHMS`.
 """
 
 from __future__ import annotations

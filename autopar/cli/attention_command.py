@@ -9,41 +9,17 @@ Bytes are those of the rank that sends most. Times are estimates; their ratios a
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import sys
-from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
-import torch
-from rich.console import Console
-from rich.table import Table
-
 from autopar.attention.layouts import LAYOUTS
-from autopar.attention.problem import Mask, Problem
+from autopar.cli.command import Command
 from autopar.cli.shared_arguments import positive
-from autopar.cost.attention_costs import PASSES, AttentionCost, candidates, pass_timeline, worth
-from autopar.cost.attention_timeline import ideal_seconds
-from autopar.cost.hardware import A100, H100, V100, Device
-from autopar.cost.topology import Topology
-from autopar.planner.attention_choice import (
-    AUTO,
-    AttentionChoice,
-    check_layout,
-    choose_algorithms,
-    choose_layout,
-    dealt,
-)
-from autopar.report.attention_picture import timeline_svg
-from autopar.report.tables import escaped, table_of
+from autopar.cost.hardware import DEFAULT, DEVICES
 
-DEVICES = {device.name: device for device in (A100, H100, V100)}
-DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float64")}
-_WIDTH = 180  # of tables when stdout is no terminal
+DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--ranks", type=positive, required=True, metavar="N", help="ranks of the axis cp")
     add("--seq", type=positive, required=True, metavar="N", help="queries of an example, over all ranks")
@@ -57,149 +33,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     mask.add_argument("--full", action="store_true", help="all keys")
     add("--window", type=positive, default=0, metavar="N", help="only keys less than N tokens away")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of q, k, v (default: %(default)s)")
-    add("--device", choices=DEVICES, default=A100.name, help="what a rank computes with (default: %(default)s)")
+    add("--device", choices=DEVICES, default=DEFAULT.name, help="what a rank computes with (default: %(default)s)")
     add("--topology", default="switch", metavar="KIND[:B/S[:S]]", help="ring, mesh or switch (default: %(default)s)")
     add("--bandwidth", type=float, metavar="B/S", help="bytes per second of a link (default: the device's)")
     add("--latency", type=float, metavar="S", help="seconds of a message (default: the device's)")
-    add("--attention", default=AUTO, metavar="NAME", help="an algorithm, or FORWARD+BACKWARD (default: the fastest)")
-    add("--layout", choices=(AUTO, *LAYOUTS), default=AUTO, help="how the sequence is dealt (default: the faster)")
+    add("--attention", default="auto", metavar="NAME", help="an algorithm, or FORWARD+BACKWARD (default: the fastest)")
+    add("--layout", choices=("auto", *LAYOUTS), default="auto", help="how the sequence is dealt (default: the faster)")
     add("--svg", type=Path, metavar="FILE", help="draw the timelines of all algorithms")
 
 
-def command(args: argparse.Namespace) -> int:
-    """Run it. Returns the exit code; raises ValueError for bad input."""
-    problem, device = asked_problem(args), DEVICES[args.device]
-    topology = Topology.parse(args.topology, args.bandwidth or device.link, _given(args.latency, device.latency))
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
-    with Console(stderr=True).status("running the algorithms without data"):
-        layout, why = choose_layout([problem], args.attention, args.layout, topology, device)
-        choice = choose_algorithms(_as_dealt(problem, layout), args.attention, topology, device)
-        layouts = _layouts(problem) if args.layout == AUTO else [layout]
-        rows = {name: candidates(_as_dealt(problem, name), topology, device) for name in layouts}
-        if args.svg:
-            _draw(args.svg, _as_dealt(problem, layout), layout, topology, device)
-    _print(console, problem, topology, device, rows, (layout, why), choice)
-    return 0
+def _run(args: argparse.Namespace) -> int:
+    from autopar.cli.algorithms_compared import compare_algorithms
+
+    return compare_algorithms(args)
 
 
-def asked_problem(args: argparse.Namespace) -> Problem:
-    """The attention that the arguments describe. Raises ValueError."""
-    kv_heads, keys = args.kv_heads or args.heads, args.kv_seq or args.seq
-    if args.heads % kv_heads:
-        raise ValueError(f"--kv-heads: {args.heads} query heads are no multiple of {kv_heads} key heads")
-    causal = args.causal or not (args.full or args.kv_seq)
-    if causal and keys != args.seq:
-        raise ValueError(f"--causal: needs as many keys as queries, found {keys} and {args.seq}; use --full")
-    for name, tokens in (("--seq", args.seq), ("--kv-seq", keys)):
-        if tokens % args.ranks:
-            nearest = -(-tokens // args.ranks) * args.ranks
-            raise ValueError(f"{name}: {tokens} tokens do not divide over {args.ranks} ranks; use {nearest}")
-    return Problem(
-        batch=args.batch, heads=args.heads, kv_heads=kv_heads, queries=args.seq, keys=keys,
-        width=args.head_dim, value_width=args.head_dim, dtype=DTYPES[args.dtype], size=args.ranks,
-        mask=Mask(causal, args.window),
-    )  # fmt: skip
-
-
-def _given(value: float | None, default: float) -> float:
-    return default if value is None else value
-
-
-def _layouts(problem: Problem) -> list[str]:
-    """Those between which there is a choice."""
-    able = []
-    for name in LAYOUTS if problem.mask.causal else ["contiguous"]:
-        with suppress(ValueError):
-            check_layout(problem, name)
-            able.append(name)
-    return able
-
-
-def _as_dealt(problem: Problem, layout: str) -> Problem:
-    if problem.queries == problem.keys:
-        return dealt(problem, layout)
-    return dataclasses.replace(problem, query_blocks=LAYOUTS[layout])
-
-
-def _draw(file: Path, problem: Problem, layout: str, topology: Topology, device: Device) -> None:
-    """One panel for each pass of each algorithm that can run it."""
-    able = [algorithm for algorithm in worth(problem) if not algorithm.refusal(problem)]
-    panels = {
-        f"{algorithm.name}, {way}": pass_timeline(algorithm, problem, way, topology, device)
-        for algorithm in able
-        for way in PASSES
-    }
-    title = f"{problem.queries} queries, {problem.keys} keys over {problem.size} ranks"
-    try:
-        file.write_text(timeline_svg(panels, title, f"{layout} · {topology} · {device.name}"), encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{file}: cannot be written: {error.strerror}") from error
-
-
-# --- printing --------------------------------------------------------------------------------------------
-
-
-def _print(
-    console: Console,
-    problem: Problem,
-    topology: Topology,
-    device: Device,
-    rows: dict[str, list[AttentionCost]],
-    layout: tuple[str, str],
-    choice: AttentionChoice,
-) -> None:
-    kind = "causal" if problem.mask.causal else "full"
-    window = f", window {problem.mask.window}" if problem.mask.window else ""
-    console.print(
-        f"attention of {problem.queries} queries to {problem.keys} keys ({kind}{window}), {problem.heads} heads, "
-        f"{problem.kv_heads} key heads, over {problem.size} ranks; {topology}; {device.name}",
-        soft_wrap=True,
-    )
-    console.print(algorithms_table(rows, (layout[0], choice)))
-    ideals = [f"{way} {_ms(ideal_seconds(problem, way == 'backward', device))} ms" for way in PASSES]
-    console.print(f"ideal: {', '.join(ideals)} (the allowed pairs shared out evenly, at full speed, nothing exposed)")
-    both = choice.forward if choice.forward == choice.backward else f"{choice.forward}+{choice.backward}"
-    console.print(f"choice: {both} ({choice.reason})", soft_wrap=True)
-    console.print(f"layout: {layout[0]} ({layout[1]})", soft_wrap=True)
-
-
-def algorithms_table(rows: dict[str, list[AttentionCost]], chosen: tuple[str, AttentionChoice]) -> Table:
-    """A row per layout, algorithm and pass; what was chosen is bold, what is refused says why."""
-    numbers = ("steps", "time, ms", "exposed, ms")
-    table = table_of("", "layout", "algorithm", "pass", "bytes per rank", *numbers, "why not", right=numbers)
-    for column in table.columns[:3]:
-        column.no_wrap = True
-    layout, choice = chosen
-    picked = {"forward": choice.forward, "backward": choice.backward}
-    for name, found in rows.items():
-        for candidate in found:
-            table.add_row(
-                *_cells(name, candidate),
-                style="dim"
-                if candidate.refusal
-                else "bold"
-                if name == layout and picked[candidate.direction] == candidate.algorithm
-                else None,
-            )
-        table.add_section()
-    return table
-
-
-def _cells(layout: str, candidate: AttentionCost) -> Sequence[str]:
-    if candidate.refusal:
-        return (layout, candidate.algorithm, candidate.direction, "", "", "", "", escaped(candidate.refusal))
-    sent = ", ".join(f"{way} {_size(size)}" for way, size in candidate.sent)
-    times = (_ms(candidate.seconds), _ms(candidate.exposed))
-    return (layout, candidate.algorithm, candidate.direction, sent, str(candidate.steps), *times, "")
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:,.4g}"
-
-
-def _size(number: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if number < 1000:
-            return f"{number:.3g} {unit}"
-        number /= 1000
-    return f"{number:,.3g} GB"
+ATTENTION = Command("attention", "compare algorithms of context parallelism", _add_arguments, _run)

@@ -18,6 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from autopar.cli.command import Command
 from autopar.report.chrome_trace import events_of, write_trace
 from autopar.report.schedule_grid import grid
 from autopar.report.schedule_picture import svg
@@ -33,8 +34,7 @@ UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 _WIDTH = 160  # of the grid when stdout is no terminal
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--name", required=True, help=f"a schedule, or '{ALL}' for a table: {', '.join(SCHEDULES)}")
     add("--stages", type=int, required=True, metavar="N", help="ranks of the pp axis")
@@ -62,8 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--trace", type=Path, metavar="FILE", help="write a trace for chrome://tracing or ui.perfetto.dev")
 
 
-def command(args: argparse.Namespace) -> int:
-    """Run it. Returns the exit code; raises ValueError for bad input."""
+def _run(args: argparse.Namespace) -> int:
     for name in ("stages", "micro_batches", "slices"):
         if getattr(args, name) < 1:
             option = f"--{name.replace('_', '-')}"
@@ -173,3 +172,6 @@ def schedules_table(outcomes: Sequence[Outcome]) -> Table:
         bold = "bold" if t.cost <= fastest * (1 + 1e-9) else None
         table.add_row(outcome.name, str(t.order.parts), *facts, str(entry.copies), "", style=bold)
     return table
+
+
+SCHEDULE = Command("schedule", "simulate and draw a pipeline schedule", _add_arguments, _run)

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+import autopar.passes.attention  # (fills the table of algorithms)
 import autopar.runtime.schedules  # noqa: F401  (fills the table of schedules)
 from autopar.attention.algorithm_table import ALGORITHMS
 from autopar.attention.layouts import LAYOUTS

@@ -118,7 +118,7 @@ def compile_graph(
     parameters = parameter_specs(gm, plan)
     if plan.pipeline is not None:
         pipeline = timed(timings, "pipeline", lambda: compile_pipeline(gm, ctx, train, most_static(parameters, mesh)))
-        return Compiled(gm.meta["signature"], plan, gm, None, prologue, parameters, train, ctx, pipeline)
+        return Compiled(gm.meta["signature"], plan, gm, None, prologue, parameters, train, timings, pipeline)
     steps = timed(timings, "differentiate", lambda: differentiate(gm, train, tangents))
     if steps.backward is not None:
         check_gradients(steps.backward, steps.gradients, gm)
@@ -131,7 +131,7 @@ def compile_graph(
                 ctx.observe("differentiate", step)
                 PassManager(STEP_PASSES).run(promise(step), ctx, facts=("step",))
             ctx.observe(name, step)
-    return Compiled(gm.meta["signature"], plan, gm, steps, prologue, parameters, train, ctx)
+    return Compiled(gm.meta["signature"], plan, gm, steps, prologue, parameters, train, timings)
 
 
 def keep_outputs(gm: GraphModule, names: Sequence[str]) -> None:

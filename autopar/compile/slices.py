@@ -47,7 +47,7 @@ def compile_sliced(gm: GraphModule, ctx: Compilation) -> Compiled:
     pipeline = timed(ctx.timings, "pipeline", lambda: compile_sliced_pipeline(made, ctx, samples))
     local = made[0][0]
     parameters = parameter_specs(local, plan)
-    return Compiled(local.meta["signature"], plan, local, None, prologues[0], parameters, True, ctx, pipeline)
+    return Compiled(local.meta["signature"], plan, local, None, prologues[0], parameters, True, ctx.timings, pipeline)
 
 
 def _slice_unit(plan: Plan) -> int:

@@ -1,0 +1,11 @@
+"""What graphs and steps cost: seconds, bytes on the wire, bytes of memory. Estimates from shapes; decides nothing.
+
+hardware, topology                    chips, and the links between ranks
+flops                                 seconds of a node by a roofline
+traffic, step_traffic                 bytes per collective, per graph, per step
+memory, stage_memory                  what a rank holds, and how it rises and falls in a step
+stage_costs, step_timeline            actions of a pipeline's parts, and a step of it simulated
+attention_costs, attention_timeline, attention_traffic      the same for attention over ranks
+
+Stands on ir, attention, rules and steps. The planner, compile and reports import it.
+"""

@@ -1,4 +1,5 @@
-"""How long an attention over ranks takes: what each rank does (`autopar.attention.program`), played on device and links.
+"""How long an attention over ranks takes: what each rank does (`autopar.attention.program`), played on device and
+links.
 
 Each rank runs its program on one stream. An exchange runs beside it from its start until it is waited for. A way (up,
 down, home) carries one exchange of a rank at a time, as a communicator's stream does; a message needs both its ends. A

@@ -1,27 +1,28 @@
-"""What a rank computes with: speeds of chips, as their data sheets have them."""
+"""What a rank computes with: speeds of chips, as their data sheets have them. Loads no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-
-import autopar.ops  # noqa: F401  (registers the operators that the table names)
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
 class Device:
     """What one rank computes with. Every time is in seconds, every size in bytes.
 
-    flops: operations per second of products in half precision; ``others``: (dtype, operations per second) of other
-    types. memory: bytes per second. efficiency: the share of ``flops`` that real products reach. launch: least time
-    of a node (0: graphs may be fused). link, latency: bytes per second and start-up time of a transfer between ranks.
+    flops: operations per second of products in half precision; ``others``: (dtype's name, operations per second) of
+    other types. memory: bytes per second. efficiency: the share of ``flops`` that real products reach. launch: least
+    time of a node (0: graphs may be fused). link, latency: bytes per second and start-up time of a transfer between
+    ranks.
     """
 
     name: str
     flops: float
     memory: float
-    others: tuple[tuple[torch.dtype, float], ...] = ()
+    others: tuple[tuple[str, float], ...] = ()
     efficiency: float = 0.5
     launch: float = 0.0
     link: float = 25e9
@@ -29,11 +30,12 @@ class Device:
 
     def speed(self, dtype: torch.dtype) -> float:
         """Operations per second that products in a dtype reach."""
-        return self.efficiency * dict(self.others).get(dtype, self.flops)
+        return self.efficiency * dict(self.others).get(str(dtype).removeprefix("torch."), self.flops)
 
 
 # Peaks as in NVIDIA's data sheets (dense, SXM); links of 100 to 400 Gbit/s per device.
-V100 = Device("V100", 125e12, 0.9e12, ((torch.float32, 15.7e12), (torch.float64, 7.8e12)), link=12.5e9)
-A100 = Device("A100", 312e12, 2.0e12, ((torch.float32, 19.5e12), (torch.float64, 19.5e12)))
-H100 = Device("H100", 989e12, 3.35e12, ((torch.float32, 67e12), (torch.float64, 67e12)), link=50e9)
+V100 = Device("V100", 125e12, 0.9e12, (("float32", 15.7e12), ("float64", 7.8e12)), link=12.5e9)
+A100 = Device("A100", 312e12, 2.0e12, (("float32", 19.5e12), ("float64", 19.5e12)))
+H100 = Device("H100", 989e12, 3.35e12, (("float32", 67e12), ("float64", 67e12)), link=50e9)
 DEFAULT = A100
+DEVICES = {device.name: device for device in (A100, H100, V100)}

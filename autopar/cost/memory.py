@@ -12,9 +12,8 @@ reports.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
@@ -24,15 +23,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import Shard
 from autopar.ir.storages import bytes_of, peak_of_values, saved_bytes
-from autopar.ir.storages import is_view as is_view
-from autopar.ir.storages import storage_bytes as storage_bytes
-from autopar.ir.storages import storages as storages
-
-if TYPE_CHECKING:
-    from autopar.steps.graphs import Compiled
-
-
-from collections.abc import Sequence
+from autopar.steps.graphs import Compiled
 
 # Floating states of AdamW per element: the two moments.
 _MOMENTS = 2

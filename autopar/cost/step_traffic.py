@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch.fx import GraphModule
 
 from autopar.cost.traffic import Volume, collective_bytes, communication, total_volume
 from autopar.ops import collectives as collectives  # registers the raw collectives
+from autopar.steps.graphs import Compiled, Pipeline
 from autopar.steps.of_rank import broadcasts, graphs_of_rank, losses, sends, shared_gradients, slice_shares
-
-if TYPE_CHECKING:
-    from autopar.steps.graphs import Compiled, Pipeline
-
 
 ONCE = ("prologue", "once", "each", "gather", "reduce")  # graphs that do not run for every token slice
 

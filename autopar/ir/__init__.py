@@ -1,0 +1,11 @@
+"""The one intermediate representation: `torch.fx` graphs whose values have a placement on each mesh axis.
+
+placement, mesh         the four placements of a value, the table of conversions, axes and their sizes
+conversions             the one node through which a value changes its placement
+graph, storages, flow   reading and editing graphs; which memory their values take; what depends on what
+signature, parameter, batch      what goes in and comes out: inputs, parameters with their pieces, the batch
+own_backward            a model's own backwards as nodes
+dtype_checks            operands that torch's kernels would refuse
+
+Stands on adapters and ops. Attention, rules, steps and all above import it.
+"""

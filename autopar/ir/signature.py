@@ -51,4 +51,6 @@ class Signature:
 
 @dataclass(frozen=True)
 class ConstantLeaf:
+    """A leaf of the user's structure that is no value of the graph."""
+
     value: Any

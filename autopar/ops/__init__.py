@@ -1,7 +1,13 @@
 """The `autopar::` operators: each is one node in every graph, with a fake, an autograd formula and a backward
 that is itself an `autopar::` operator, so that joint graphs keep single nodes.
 
-Importing this package registers them under `torch.ops.autopar`.
+attention, facts, kernels     softmax attention that knows facts about its mask, and who computes it
+cross_entropy, vocabulary     losses by row, and with embeddings over a cut vocabulary
+dropout, eager_dropout        masks that depend on a seed and positions alone, in graphs and in eager runs
+collectives                   what moves between ranks, by the name of an axis
+moe, cache, gradient, checked, watch      experts, keys of earlier slices, own backwards, reports, ranges
+
+Importing this package registers them under `torch.ops.autopar`. Stands on adapters; ir and all above import it.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     ids = watch(ids, 0, 49, None, "...")       an id out of range is noted, and told once the step has run
 
 A kernel cannot raise for a value that lies on an accelerator without waiting for it. So it notes the least and the
-greatest value there, and `autopar.runtime.note_watch` reads the notes when that costs nothing. On the CPU only what is out
-of range is noted.
+greatest value there, and `autopar.runtime.note_watch` reads the notes when that costs nothing. On the CPU only what is
+out of range is noted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,15 @@
-"""Making a plan: from a graph, a mesh and options to every decision, by dataflow alone."""
+"""Every decision, from a graph, a mesh, options and costs, by dataflow alone: it matches no names.
+
+make_plan                     all of a plan but the pipeline
+batch_dims, tensor_parallel, closure, streams, context_parallel      what is cut along which dim
+attention_choice              algorithms and layouts of attention over ranks
+stages, units, balance        where a pipeline is cut, and by which schedule (schedule_choice)
+slice_lengths, tera_pipe_slices      lengths of token slices
+step_order                    the order of actions, and who holds which parameter
+option_checks, plan_fits      options and plans that fit neither mesh nor graph, refused
+
+Stands on costs and rules; knows no pass. `autopar.compile` imports it.
+"""
 
 from autopar.planner.make_plan import make_plan, planned_batch_dims
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from torch.fx import GraphModule
 
 from autopar.ir.graph import global_shape, placeholders
 from autopar.ir.placement import Placement, Shard, check_shard, local_shape
-
-if TYPE_CHECKING:
-    from autopar.plan import Plan
+from autopar.plan import Plan
 
 
 def check_fits(plan: Plan, gm: GraphModule) -> None:

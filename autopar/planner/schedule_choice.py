@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import autopar.runtime.schedules  # noqa: F401  (fills the table of schedules)
 from autopar.schedule.request import SCHEDULES, Costs, Request
 from autopar.schedule.simulate import Timeline, simulate
 

@@ -179,6 +179,15 @@ class Dumper:
         if self.enabled:
             self.sections += attention_sections(compiled)
 
+    def add_compiled(
+        self, compiled: Compiled, recorded: Sequence[Recorded] = (), summary: Iterable[tuple[str, str]] = ()
+    ) -> None:
+        """All that there is to say of a compiled model, and `finish`."""
+        self.add_attention(compiled)
+        self.add_pipeline(compiled, recorded)
+        ctx = Compilation(compiled.plan.mesh, compiled.plan, timings=compiled.timings)
+        self.finish(ctx, parameters=compiled.parameters, summary=summary)
+
     def finish(
         self,
         ctx: Compilation,

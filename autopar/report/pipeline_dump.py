@@ -1,13 +1,13 @@
 """The pipeline's part of a dump: what the ranks run as text, as a trace, and as a section of the report.
 
-Without a measured step the times are estimates (`autopar.cost.flops`). With one, the simulation takes the median time of
-every part's actions, so that it says what the schedule would come to if each action always took that long, and what is
-drawn below it is what happened.
+Without a measured step the times are estimates (`autopar.cost.flops`). With one, the simulation takes the median time
+of every part's actions, so that it says what the schedule would come to if each action always took that long, and what
+is drawn below it is what happened.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -128,10 +128,3 @@ def _ranks(compiled: Compiled, timeline: Timeline) -> str:
         rows.append([str(rank), parts, busy, str(timeline.live[rank]), *map(human_bytes, sizes)])
     head = ("pp", "parts", "busy, ms", "live", "activations", "parameters", "optimizer", "gathered", "peak", "sent")
     return table(head, rows, numeric=tuple(range(2, 10)))
-
-
-def per_rank(recorded: Iterable[tuple[Mapping[str, int], Recorded]]) -> list[Recorded]:
-    """What to draw of what all ranks of the world recorded, as (coordinate on the mesh, actions) pairs: for every
-    coordinate on pp the first rank, whose other coordinates are 0."""
-    first = {where["pp"]: actions for where, actions in recorded if not any(i for a, i in where.items() if a != "pp")}
-    return [first[i] for i in sorted(first)]

@@ -48,8 +48,8 @@ MEMORY_NOTES = {
 
 
 def summarize(compiled: Compiled, model: str = "") -> dict[str, Any]:
-    """Everything about a compiled plan as plain JSON values, which `show_summary` prints. Bytes are those of one rank; with
-    pipeline stages, memory is that of the fullest rank and communication that of the rank that sends most."""
+    """Everything about a compiled plan as plain JSON values, which `show_summary` prints. Bytes are those of one rank;
+    with pipeline stages, memory is that of the fullest rank and communication that of the rank that sends most."""
     plan = compiled.plan
     every, sent = memories(compiled), volumes(compiled)
     fullest = max(every, key=lambda m: m.peak)

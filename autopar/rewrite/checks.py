@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 from torch.fx import GraphModule, Node
 
@@ -12,11 +11,9 @@ from autopar.ir.conversions import conversion_of, is_conversion
 from autopar.ir.graph import describe, global_shape, has_gradient, outputs, placeholders, placement, shape_on, values
 from autopar.ir.placement import INVARIANT, PARTIAL, REPLICATE, Invariant, Placement, Shard, check_shard, conversion
 from autopar.ir.storages import shared_outputs
+from autopar.rewrite.compilation import Compilation
 from autopar.rewrite.step_checks import check_step
 from autopar.rules import RuleError, local_shapes, matches, operand_placements, result_placements, type_of
-
-if TYPE_CHECKING:
-    from autopar.rewrite.compilation import Compilation
 
 Check = Callable[[GraphModule, "Compilation"], None]
 

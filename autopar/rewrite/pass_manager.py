@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Protocol, TypeVar
+from typing import ClassVar, Protocol
 
 from torch.fx import GraphModule
 
 from autopar.rewrite.checks import CHECKS
-from autopar.rewrite.compilation import Compilation
-
-T = TypeVar("T")
+from autopar.rewrite.compilation import Compilation, timed
 
 
 class Pass(Protocol):
@@ -41,16 +38,9 @@ class PassManager:
         for p in self.passes:
             missing = [fact for fact in p.requires if fact not in known]
             assert not missing, f"pass {p.name} requires {missing}, which no earlier pass ensured"
-            gm = self._timed(p.name, partial(p.apply, gm, ctx), ctx)
+            gm = timed(ctx.timings, p.name, partial(p.apply, gm, ctx))
             known += [fact for fact in p.ensures if fact not in known]
             for fact in known:
-                self._timed("checks", partial(CHECKS[fact], gm, ctx), ctx)
+                timed(ctx.timings, "checks", partial(CHECKS[fact], gm, ctx))
             ctx.observe(p.name, gm)
         return gm
-
-    @staticmethod
-    def _timed(name: str, call: Callable[[], T], ctx: Compilation) -> T:
-        start = time.perf_counter()
-        result = call()
-        ctx.timings[name] = ctx.timings.get(name, 0.0) + time.perf_counter() - start
-        return result

@@ -12,16 +12,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from autopar.ir.graph import arguments, describe, outputs, placeholders
 from autopar.ops.collectives import COLLECTIVES
-
-if TYPE_CHECKING:
-    from autopar.rewrite.compilation import Compilation
+from autopar.rewrite.compilation import Compilation
 
 Result = tuple[tuple[int, ...], torch.dtype] | None  # shape and dtype of an output; None: no value
 Moved = Counter[tuple[str, str, str, str]]  # (collective, axis, what reduces, dtype) -> elements that go in

@@ -1,4 +1,13 @@
-"""Sharding rules as data (`rule`), the table of them (`table`), and how a node of a graph meets its rule."""
+"""Sharding rules as data, the table of them, and how a node of a graph meets its rule.
+
+rule, call, builders        what a rule says, of which call, and how families of rules are made
+table                       operator -> rule; one without a row is an error that names it
+special, views, matrices, attention_rules, gradient_holes      rules with a meaning of their own
+custom_backwards            whether an operator of others has a backward that is linear
+follow                      one dim along the dataflow
+
+Stands on ir, attention and plan. Rewrites, costs, the planner and passes import it.
+"""
 
 from __future__ import annotations
 

@@ -8,10 +8,11 @@
     3SB0>2   stage 3 sends gradients back                                2RB0<3  stage 2 receives them
     2G       gather the parameters of stage 2                            2R      reduce its gradients
 
-A schedule is a pure function that gives an `Order` of F, B, W and BW. `autopar.schedule.lowering.lower` adds the transfers,
-gathers and reductions; `autopar.schedule.simulate.simulate` runs either on given costs and proves that nothing waits for ever;
-`autopar.schedule.order_checks.validate` checks that every action is there once. The executor runs the lowered Order, and
-pictures show the same. The schedules themselves are in `autopar.runtime.schedules`, whose import fills `SCHEDULES`.
+A schedule is a pure function that gives an `Order` of F, B, W and BW. `autopar.schedule.lowering.lower` adds the
+transfers, gathers and reductions; `autopar.schedule.simulate.simulate` runs either on given costs and proves that
+nothing waits for ever; `autopar.schedule.order_checks.validate` checks that every action is there once. The executor
+runs the lowered Order, and pictures show the same. The schedules themselves are in `autopar.runtime.schedules`, whose
+import fills `SCHEDULES`.
 
 A *stage* runs one *part* of the model on one rank. Parts follow each other along a *chain* of stages. All schedules
 have one chain, but for dual_pipe: there every part has two stages, on mirrored ranks, and each micro-batch takes one
@@ -20,16 +21,18 @@ of two chains.
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from autopar.values import parse, read
+
+if TYPE_CHECKING:
+    import torch
 
 COMPUTE = ("F", "B", "W", "BW")
 TRANSFERS = ("SF", "RF", "SB", "RB")
@@ -201,4 +204,4 @@ class Hop:
     target: int
     gradient: bool = True
     shapes: tuple[tuple[int, ...], ...] = ()
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype = field(default_factory=lambda: importlib.import_module("torch").float32)

@@ -9,7 +9,6 @@ from torch.fx import GraphModule
 from autopar.ir.parameter import ParameterSpec
 from autopar.ir.signature import Signature
 from autopar.plan import Plan
-from autopar.rewrite.compilation import Compilation
 from autopar.schedule.order import Hop, Order
 
 
@@ -122,7 +121,7 @@ class Compiled:
 
     ``local``: the typed local graph. ``graphs``: its forward and backward, or ``pipeline``: those of its parts.
     ``prologue``: what is computed once per step from the inputs of all micro-batches (None without micro-batches).
-    ``context``: what the passes knew, and how long they took.
+    ``timings``: seconds per stage of the compiler.
     """
 
     signature: Signature
@@ -132,7 +131,7 @@ class Compiled:
     prologue: Prologue | None
     parameters: tuple[ParameterSpec, ...]
     train: bool
-    context: Compilation
+    timings: dict[str, float]
     pipeline: Pipeline | None = None
 
     @property
@@ -140,8 +139,3 @@ class Compiled:
         """The step graphs of a model that is not cut into parts."""
         assert self.graphs is not None, "a pipeline has the graphs of its parts"
         return self.graphs
-
-    @property
-    def timings(self) -> dict[str, float]:
-        """Seconds per stage of the compiler."""
-        return self.context.timings

@@ -73,7 +73,8 @@ class RowRun:
 
 
 def run_rows(problem: RowProblem, rows: Rows) -> RowRun | None:
-    """Run rows as `autopar.schedule.simulate.simulate` does: in order, each action when its input is there. None: a deadlock."""
+    """Run rows as `autopar.schedule.simulate.simulate` does: in order, each action when its input is there. None: a
+    deadlock."""
     running = _Running(problem, rows)
     ready = [0]
     while ready:

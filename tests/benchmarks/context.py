@@ -157,8 +157,8 @@ def ours(case: Case, groups: Groups, name: str) -> Side:
 
 
 class _Ours:
-    """`autopar.attention.operator.attention_of_piece` and its backward, run by hand: heads for sequence among neighbours if
-    the algorithm wants that, and the algorithm over the others."""
+    """`autopar.attention.operator.attention_of_piece` and its backward, run by hand: heads for sequence among
+    neighbours if the algorithm wants that, and the algorithm over the others."""
 
     def __init__(self, case: Case, groups: Groups, name: str, blocks: Blocks, head_ranks: int) -> None:
         self.groups, self.head_ranks, self.blocks = groups, head_ranks, list(blocks)

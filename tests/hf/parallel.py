@@ -27,7 +27,7 @@ from autopar.ir.mesh import Mesh
 from autopar.models.tiny import TINY
 from autopar.options import Options
 from autopar.steps.graphs import Compiled
-from autopar.verify import reference
+from autopar.verification import reference
 from tests.ranks import close_pools, run_ranks
 
 LIMIT = 1e-10  # of loss and gradients, in float64

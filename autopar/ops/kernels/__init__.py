@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from autopar.ops.facts import Facts
 
 __all__ = [
-    "KERNELS", "Kernel", "backward", "choose_kernel", "forward", "note_blocked_rows", "sum_to", "using", "with_sinks", "wide",
+    "KERNELS", "Kernel", "backward", "choose_kernel", "forward", "note_blocked_rows", "sum_to", "using", "with_sinks",
+    "wide",
 ]  # fmt: skip
 
 KERNELS: Registry[Kernel] = Registry("attention kernel")  # in the order of preference

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.adapters.dispatch import DispatchMode
 from autopar.ops.dropout import keep_mask
 
 aten = torch.ops.aten
 
 
-class _Masks(TorchDispatchMode):
+class _Masks(DispatchMode):
     """Answers requests for random bits; counts them in ``site``."""
 
     def __init__(self, seed: int):

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.fx import Node
 from torch.fx.node import map_arg
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
+from autopar.adapters.dispatch import has_kernel, without_modes
+from autopar.adapters.export import flatten
+from autopar.adapters.operators import OpOverload
 from autopar.ir.graph import has_gradient
 
 OURS = ("aten", "prims", "autopar", "_c10d_functional", "higher_order")
@@ -42,7 +42,7 @@ def _has_backward(node: Node) -> bool:
     op = node.target
     if not isinstance(op, OpOverload) or op.namespace in OURS or not has_gradient(node):
         return False
-    return any(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key) for key in AUTOGRAD)
+    return any(has_kernel(op.name(), key) for key in AUTOGRAD)
 
 
 def _tried(node: Node) -> bool:
@@ -50,7 +50,7 @@ def _tried(node: Node) -> bool:
         size = sum(math.prod(x.meta["val"].shape) for x in node.all_input_nodes)
         if size > MOST:
             raise ValueError(f"its operands have {size} elements")
-        with _disable_current_modes(), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        with without_modes(), torch.enable_grad(), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)
             return _is_nonlinear(node)
     except Exception as error:
@@ -65,8 +65,8 @@ def _tried(node: Node) -> bool:
 def _is_nonlinear(node: Node) -> bool:
     args, kwargs = map_arg((node.args, node.kwargs), _example)
     made = node.target(*args, **kwargs)  # type: ignore[operator]
-    results = [y for y in pytree.tree_leaves(made) if isinstance(y, Tensor) and y.requires_grad]
-    inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
+    results = [y for y in flatten(made)[0] if isinstance(y, Tensor) and y.requires_grad]
+    inputs = [x for x in flatten((args, kwargs))[0] if isinstance(x, Tensor) and x.requires_grad]
 
     def backward(grads: Sequence[Tensor]) -> Tensor:
         found = torch.autograd.grad(results, inputs, grads, retain_graph=True, allow_unused=True)

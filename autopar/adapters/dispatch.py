@@ -1,0 +1,22 @@
+"""Modes below autograd, which torch keeps in a private module, and who answers a call of an operator."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+__all__ = ["DispatchMode", "has_kernel", "without_modes"]
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """Within: no mode sees a call, those that fake tensors neither."""
+    return _disable_current_modes()
+
+
+def has_kernel(name: str, key: str) -> bool:
+    """Whether an operator ("namespace::name.overload") has a kernel of its own under a dispatch key."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)

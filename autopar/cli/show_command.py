@@ -1,0 +1,91 @@
+"""`autopar show`: print a graph of any level."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from autopar.cli.command import Command
+from autopar.cli.shared_arguments import add_model, whole
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
+
+    from autopar.rewrite.compilation import Compilation
+
+# --level -> the name under which the compiler shows the graph to its observers.
+LEVELS = {
+    "global": "expand_kv_heads",
+    "typed": "propagate_placements",
+    "local": "localize_shapes",
+    "forward": "forward",
+    "backward": "backward",
+}
+# Those that a part of a pipeline has, with a prefix such as part0.
+LEVELS_OF_PARTS = ("part", "gather", "forward", "backward", "backward_input", "backward_weight", "reduce")
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, seq=2048, batch=None, dtype="bfloat16")
+    levels = list(dict.fromkeys([*LEVELS, *LEVELS_OF_PARTS]))
+    parser.add_argument(
+        "--level",
+        choices=levels,
+        default="local",
+        metavar="LEVEL",
+        help=f"which graph: {', '.join(levels)}; with pp, those from forward on are of a part (default: %(default)s)",
+    )
+    parser.add_argument("--part", type=whole, metavar="K", help="with pp: which part of the model (default: 0)")
+
+
+class _Shown(Exception):
+    """The wanted graph is there: no need to compile further."""
+
+
+def _run(args: argparse.Namespace) -> int:
+    from autopar.cli.compiling import asked_mesh, compile_config, shown_progress
+    from autopar.report.graph_text import format_graph
+
+    texts: list[str] = []
+    wanted = _level(args, asked_mesh(args.mesh).size("pp") > 1)
+
+    def stop(name: str, gm: GraphModule, ctx: Compilation) -> None:
+        if name == wanted:
+            texts.append(format_graph(gm, ctx.mesh))
+            raise _Shown
+
+    with shown_progress() as observer, suppress(_Shown):
+        compile_config(args, [observer, stop])
+    if not texts:
+        raise ValueError(f"show: there is no {wanted} graph; {_missing(args.level)}")
+    print(texts[0], end="")
+    return 0
+
+
+def _level(args: argparse.Namespace, stages: bool) -> str:
+    """The name under which the compiler shows the wanted graph."""
+    level = str(args.level)
+    if stages and level in LEVELS_OF_PARTS:
+        return f"part{args.part or 0}.{level}"
+    if args.part is not None:
+        need = "one of the levels " + ", ".join(LEVELS_OF_PARTS) if stages else "a mesh with an axis pp"
+        raise ValueError(f"--part: needs {need}, found {'--level ' + level if stages else args.mesh}")
+    if level not in LEVELS:
+        raise ValueError(
+            f"--level {level}: needs a mesh with an axis pp, found {args.mesh}; the levels are {', '.join(LEVELS)}"
+        )
+    return LEVELS[level]
+
+
+def _missing(level: str) -> str:
+    """Why a graph is not there."""
+    return {
+        "gather": "this part uses its parameters as they are stored, or gathers them for each use",
+        "reduce": "the gradients of this part need no sum",
+        "part": "the model has fewer parts",
+        "forward": "the model has fewer parts",
+    }.get(level, "nothing there has a gradient, or the model has fewer parts")
+
+
+SHOW = Command("show", "print a graph", _add_arguments, _run)
