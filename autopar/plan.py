@@ -88,10 +88,10 @@ class Plan:
 
     ``parameters``: name -> axis -> ParameterPlan (absent: Invariant). ``inputs``: name -> axis -> placement.
     ``notes``: (subject, reason) pairs for what was left whole, and why. ``overrides``: the user's choices, kept so
-    that the plans of further batch shapes follow them. ``slices``: parts of whole weights that enter compute cut on
-    tp, by node. ``pipeline``: with an axis pp, its parts. ``attention``: with an axis cp, how each attention runs, by
-    node. ``batch_dims``: input -> its batch dim, None for one that is no part of the batch; empty where nothing cuts
-    the batch.
+    that the plans of further batch shapes follow them. ``weight_pieces``: parts of whole weights that enter compute cut
+    on tp, by node. ``pipeline``: with an axis pp, its parts. ``attention``: with an axis cp, how each attention runs,
+    by node. ``batch_dims``: input -> its batch dim, None for one that is no part of the batch; empty where nothing
+    cuts the batch.
     """
 
     mesh: Mesh
@@ -102,7 +102,7 @@ class Plan:
     streams: tuple[Stream, ...] = ()
     notes: tuple[tuple[str, str], ...] = ()
     overrides: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    slices: Mapping[str, Placement] = field(default_factory=dict)
+    weight_pieces: Mapping[str, Placement] = field(default_factory=dict)
     pipeline: PipelinePlan | None = None
     attention: Mapping[str, AttentionPlan] = field(default_factory=dict)
     batch_dims: Mapping[str, int | None] = field(default_factory=dict)
@@ -176,7 +176,7 @@ class Plan:
         for node, a in self.attention.items():
             lines.append(f"  attention {node:<50} cp: forward {a.forward}, backward {a.backward}  {a.reason}")
         lines += self._candidates()
-        lines += [f"  slice {name:<54} tp: {p}  of a whole fused weight" for name, p in self.slices.items()]
+        lines += [f"  piece {name:<54} tp: {p}  of a whole fused weight" for name, p in self.weight_pieces.items()]
         lines += [f"  note {subject}: {reason}" for subject, reason in self.notes]
         return "\n".join(lines)
 
@@ -212,7 +212,7 @@ class Plan:
                 "streams": [dataclasses.asdict(s) for s in self.streams],
                 "attention": {node: dataclasses.asdict(a) for node, a in self.attention.items()},
                 "notes": [list(n) for n in self.notes],
-                "slices": {name: str(p) for name, p in self.slices.items()},
+                "weight_pieces": {name: str(p) for name, p in self.weight_pieces.items()},
                 "overrides": {name: dict(axes) for name, axes in self.overrides.items()},
                 "batch_dims": dict(self.batch_dims),
                 "pipeline": dataclasses.asdict(self.pipeline) if self.pipeline is not None else None,
@@ -224,11 +224,18 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         """Inverse of `to_json`. Raises ValueError for text that is not a plan, or a plan that no mesh could follow."""
         try:
-            plan: Plan = read(cls, parse(text), "the plan", _READERS)
+            plan: Plan = read(cls, _renamed(parse(text)), "the plan", _READERS)
         except ValueError as error:
             raise ValueError(f"plan: expected the JSON of a plan: {error}; write it with plan.to_json()") from error
         check_plan(plan)
         return plan
+
+
+def _renamed(value: Any) -> Any:
+    """Plans that were saved when ``weight_pieces`` were called slices, as token slices are, can still be read."""
+    if isinstance(value, dict) and "slices" in value and "weight_pieces" not in value:
+        return {"weight_pieces" if name == "slices" else name: v for name, v in value.items()}
+    return value
 
 
 def _placement(value: Any, at: str) -> Placement:
@@ -291,8 +298,8 @@ def _stored(plan: Plan) -> Iterator[tuple[str, str, Placement]]:
         yield from ((f"parameter {name}", axis, p.stored) for axis, p in axes.items())
     for name, placed in plan.inputs.items():
         yield from ((f"input {name}", axis, p) for axis, p in placed.items())
-    for name, p in plan.slices.items():
-        yield f"slice {name}", "tp", p
+    for name, p in plan.weight_pieces.items():
+        yield f"piece {name}", "tp", p
     for stream in plan.streams:
         yield f"stream {stream.node}", stream.axis, Shard(max(stream.dim, 0))
 

@@ -281,8 +281,8 @@ class _PlacementSweep:
         if used is not None and used != placement(x, self.axis):
             return used
         have = placement(x, self.axis)
-        if self.axis == "tp" and x.name in self.plan.slices:
-            return self.plan.slices[x.name]
+        if self.axis == "tp" and x.name in self.plan.weight_pieces:
+            return self.plan.weight_pieces[x.name]
         if isinstance(have, Partial):
             resolved = [p for p in self.versions.get(x, {}) if not isinstance(p, Partial)]
             return resolved[0] if resolved else have

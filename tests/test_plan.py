@@ -48,6 +48,13 @@ def test_json_round_trip() -> None:
     assert Plan.from_json(PLAN.to_json()) == PLAN
 
 
+def test_plans_whose_weight_pieces_were_called_slices_can_be_read() -> None:
+    plan = dataclasses.replace(PLAN, weight_pieces={"split": Shard(0)})
+    saved = plan.to_json()
+    assert saved.count('"weight_pieces"') == 1
+    assert Plan.from_json(saved.replace('"weight_pieces"', '"slices"')) == plan
+
+
 WRONG = {  # what a JSON says instead -> what the error says
     "surplus": ({"more": 1}, "found unknown name 'more'"),
     "surplus option": ({"options": {**json.loads(PLAN.to_json())["options"], "zerro": 3}}, "unknown name 'zerro'"),
@@ -65,7 +72,7 @@ WRONG = {  # what a JSON says instead -> what the error says
     "stored P": ({"parameters": {"w": {"tp": ["P", "R", ""]}}}, "parameter w is stored as P on axis 'tp'"),
     "used P": ({"parameters": {"w": {"tp": ["I", "P", ""]}}}, "w is used as P, a pending sum"),
     "input P": ({"inputs": {"x": {"dp": "P"}}}, "input x is stored as P"),
-    "slice R": ({"slices": {"split": "R"}}, "slice split is stored as R"),
+    "piece R": ({"weight_pieces": {"split": "R"}}, "piece split is stored as R"),
     "micro-batches": ({"parameters": {"w": {"mb": ["S(0)", "R", ""]}}}, "w is cut on axis 'mb'"),
     "attention": ({"attention": {"a": {"forward": "ring", "backward": "ring", "query_blocks": [], "key_blocks": [],
                                        "reason": "", "candidates": []}}}, "attention a: no axis 'cp'"),

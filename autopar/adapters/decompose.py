@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 _REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
 
 
-class _Unknown(Exception):
+class _NotKnown(Exception):
     """What takes the long way."""
 
 
@@ -39,7 +39,7 @@ def decompose(program: ExportedProgram, table: Mapping[Any, Callable[..., Any]])
     graph = Graph()
     try:
         graph.output(_copied(program.graph_module, graph, {}, table))
-    except _Unknown:
+    except _NotKnown:
         flat: ExportedProgram = program.run_decompositions(dict(table))
         return flat
     _keep_metas(graph.output_node(), program.graph_module.graph.output_node())
@@ -73,7 +73,7 @@ def _call(node: Node, graph: Graph, known: Mapping[Node, Any], table: Mapping[An
     if node.target is operator.getitem:
         return graph.node_copy(node, known.__getitem__)
     if not isinstance(node.target, OpOverload) or node.target in table:
-        raise _Unknown
+        raise _NotKnown
     if node.target in _LIFTS:
         return _traced(torch.ops.aten.clone.default, node, graph, known)
     if node.target is torch.ops.aten.detach_.default and node.all_input_nodes[0].target in _LIFTS:
@@ -97,10 +97,10 @@ def _functional(node: Node, graph: Graph, known: Mapping[Node, Any]) -> Any:
     name = target._schema.name.removeprefix("aten::")
     packet = getattr(torch.ops.aten, name[:-1], None) if name.endswith("_") else None
     if packet is None or target._overloadname not in packet.overloads() or not isinstance(written, Node):
-        raise _Unknown
+        raise _NotKnown
     others = [written, *(user for user in written.users if user is not node)]
     if written.op != "call_function" or any(map(_may_alias, others)):
-        raise _Unknown
+        raise _NotKnown
     return _traced(getattr(packet, target._overloadname), node, graph, known)
 
 
@@ -143,12 +143,12 @@ def _traced(target: OpOverload, node: Node, graph: Graph, known: Mapping[Node, A
         if inner.op in ("placeholder", "output"):
             continue
         if inner.op != "call_function" or _writes(inner):
-            raise _Unknown
+            raise _NotKnown
         copies[inner] = graph.node_copy(inner, copies.__getitem__)
         _keep_metas(copies[inner], node)
     result = pytree.tree_map_only(Node, copies.__getitem__, body.graph.output_node().args[0])
     if isinstance(result, Node) and _facts(result.meta["val"]) != _facts(node.meta["val"]):
-        raise _Unknown  # what is written to keeps its dtype
+        raise _NotKnown  # what is written to keeps its dtype
     return result
 
 

@@ -46,13 +46,13 @@ def make_plan(
     parameters: dict[str, dict[str, ParameterPlan]] = {name: {} for name in names.values()}
     notes: list[tuple[str, str]] = []
     streams: tuple[Stream, ...] = ()
-    slices: dict[str, Placement] = {}
+    pieces: dict[str, Placement] = {}
     context = plan_context(gm, mesh, options) if mesh.size("cp") > 1 else ContextPlan()
     if mesh.size("tp") > 1:
         analysis = Analysis(gm, mesh, "tp")
         keep = {n: p.stored for n, name in names.items() if isinstance((p := _fixed(fixed, name, "tp")).stored, Shard)}
         chosen = plan_tensor_parallel(analysis, names, keep)
-        slices |= chosen.slices
+        pieces |= chosen.weight_pieces
         for name, decision in chosen.parameters.items():
             parameters[name]["tp"] = decision
         if fixed is not None:
@@ -75,8 +75,8 @@ def make_plan(
     streams += tuple(context.streams)
     notes += context.notes
     plan = Plan(
-        mesh, digest, options, parameters, inputs, streams, tuple(notes), slices=slices, attention=context.attention,
-        batch_dims=dims,
+        mesh, digest, options, parameters, inputs, streams, tuple(notes), weight_pieces=pieces,
+        attention=context.attention, batch_dims=dims,
     )  # fmt: skip
     if fixed is not None and fixed.overrides:
         known = {n: axes for n, axes in fixed.overrides.items() if n in plan.parameters or n in plan.inputs}

@@ -24,7 +24,7 @@ class TensorParallel:
     contractions: list[Node] = field(default_factory=list)
     refused: dict[tuple[str, int], str] = field(default_factory=dict)
     cut: set[Node] = field(default_factory=set)
-    slices: dict[str, Shard] = field(default_factory=dict)
+    weight_pieces: dict[str, Shard] = field(default_factory=dict)
 
 
 def plan_tensor_parallel(analysis: Analysis, names: dict[Node, str], fixed: dict[Node, Shard]) -> TensorParallel:
@@ -82,7 +82,7 @@ def _accept(analysis: Analysis, closure: Closure, names: dict[Node, str], out: T
         out.parameters[names[parameter]] = ParameterPlan(shard, shard, _reason(parameter, shard, closure))
     out.contractions += list(closure.contractions)
     out.cut |= set(closure.facts)
-    out.slices |= {node.name: shard for node, shard in closure.slices.items()}
+    out.weight_pieces |= {node.name: shard for node, shard in closure.slices.items()}
     for boundary in closure.boundaries:
         for weight in _weights_behind(analysis, boundary):
             if weight not in closure.parameters:

@@ -44,8 +44,3 @@ def one_chain(
     chain = tuple(range(len(rank_of)))
     ranks = tuple(tuple(row) for row in rows)
     return Order(name, ranks, (chain,), rank_of, (0,) * request.micro_batches, request.slices)
-
-
-def backward_then_weights(stage: int, micro_batch: int) -> list[Action]:
-    """B and W, one behind the other."""
-    return [Action(stage, "B", micro_batch), Action(stage, "W", micro_batch)]
