@@ -36,6 +36,11 @@ class Registry(Generic[T]):
         assert name not in self._modules, f"{self.kind} {name!r} is registered twice"
         self._modules[name] = module
 
+    def remove(self, name: str) -> None:
+        """Forget a name."""
+        self._entries.pop(name, None)
+        del self._modules[name]
+
     def register(self, name: str) -> Callable[[T], T]:
         """Decorator form of `add`."""
         return lambda entry: self.add(name, entry)

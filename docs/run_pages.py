@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,6 +33,7 @@ from autopar.attention.algorithm_table import ALGORITHMS
 from autopar.capture import ADAPTERS
 from autopar.ops.kernels import KERNELS
 from autopar.passes.normalize import REWRITES
+from autopar.registry import Registry
 from autopar.rules import RULES
 from autopar.schedule.request import SCHEDULES
 
@@ -98,8 +100,9 @@ def _execute(block: Block, page: str, name: str, space: dict[str, object]) -> st
 @contextlib.contextmanager
 def _own_tables() -> Iterator[None]:
     """Entries that a page makes are gone afterwards; random numbers start anew."""
-    registries = (SCHEDULES, ALGORITHMS, KERNELS)
-    tables: list[dict[object, object]] = [RULES, REWRITES, *(registry._entries for registry in registries)]
+    registries: list[Registry[Any]] = [SCHEDULES, ALGORITHMS, KERNELS]
+    known = [set(registry) for registry in registries]
+    tables: list[dict[object, object]] = [RULES, REWRITES]
     before = [dict(t) for t in tables]
     adapters = list(ADAPTERS)
     with torch.random.fork_rng(devices=[]):
@@ -109,6 +112,9 @@ def _own_tables() -> Iterator[None]:
             for table, entries in zip(tables, before):
                 table.clear()
                 table.update(entries)
+            for registry, names in zip(registries, known):
+                for name in set(registry) - names:
+                    registry.remove(name)
             ADAPTERS[:] = adapters
 
 

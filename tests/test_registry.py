@@ -64,3 +64,13 @@ def test_a_name_has_one_owner() -> None:
     names.add("one", 1)
     with pytest.raises(AssertionError, match="registered twice"):
         names.add("one", 1)
+
+
+def test_what_is_removed_can_be_added_again() -> None:
+    table: Registry[int] = Registry("number")
+    table.add("one", 1)
+    table.add_later("two", "nowhere")
+    table.remove("one")
+    table.remove("two")
+    assert list(table) == [] and "one" not in table
+    assert table.add("one", 2) == table["one"] == 2

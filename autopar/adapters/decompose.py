@@ -57,6 +57,7 @@ def _copied(gm: GraphModule, graph: Graph, known: dict[Node, Any], table: Mappin
             return pytree.tree_map_only(Node, known.__getitem__, node.args[0])
         if node.op == "placeholder":
             known[node] = graph.node_copy(node, known.__getitem__)
+            known[node].name = node.name  # the signature knows it by this one, a word of Python's (input) or not
         elif node.target is _REGION:
             known[node] = _inlined(node, gm, graph, known, table)
         elif node.target is operator.getitem and isinstance(known[node.args[0]], (tuple, list)):
