@@ -5,9 +5,17 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Later:
+    """In the place of an entry: the module that adds it."""
+
+    module: str
 
 
 class Registry(Generic[T]):
@@ -21,25 +29,22 @@ class Registry(Generic[T]):
     def __init__(self, kind: str) -> None:
         """``kind`` is the word for one entry in messages, such as "schedule"."""
         self.kind = kind
-        self._entries: dict[str, T] = {}
-        self._modules: dict[str, str] = {}  # name -> the module that adds it; in order
+        self._entries: dict[str, T | _Later] = {}
 
     def add(self, name: str, entry: T) -> T:
         """Make ``entry`` known as ``name``, and return it. A name has one owner."""
-        assert name not in self._entries, f"{self.kind} {name!r} is registered twice"
+        assert isinstance(self._entries.get(name, _Later("")), _Later), f"{self.kind} {name!r} is registered twice"
         self._entries[name] = entry
-        self._modules.setdefault(name, "")
         return entry
 
     def add_later(self, name: str, module: str) -> None:
         """Make a name known whose entry a module adds when it is imported, which is when somebody asks for it."""
-        assert name not in self._modules, f"{self.kind} {name!r} is registered twice"
-        self._modules[name] = module
+        assert name not in self._entries, f"{self.kind} {name!r} is registered twice"
+        self._entries[name] = _Later(module)
 
     def remove(self, name: str) -> None:
         """Forget a name."""
-        self._entries.pop(name, None)
-        del self._modules[name]
+        del self._entries[name]
 
     def register(self, name: str) -> Callable[[T], T]:
         """Decorator form of `add`."""
@@ -47,24 +52,27 @@ class Registry(Generic[T]):
 
     def __getitem__(self, name: str) -> T:
         """The entry of a name. Raises ValueError with the known names, and the closest one first."""
-        if name not in self._entries and name in self._modules:
-            importlib.import_module(self._modules[name])
         if name in self._entries:
-            return self._entries[name]
-        close = difflib.get_close_matches(str(name), self._modules, n=1)
+            entry = self._entries[name]
+            if isinstance(entry, _Later):
+                importlib.import_module(entry.module)
+                entry = self._entries[name]
+                assert not isinstance(entry, _Later), f"{self.kind} {name!r} is not added by its module"
+            return entry
+        close = difflib.get_close_matches(str(name), self._entries, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        known = ", ".join(self._modules) or "none"
+        known = ", ".join(self._entries) or "none"
         raise ValueError(f"{self.kind}: unknown name {name!r}; known are {known}{hint}")
 
     def __contains__(self, name: object) -> bool:
-        return name in self._modules
+        return name in self._entries
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._modules)
+        return iter(self._entries)
 
     def __len__(self) -> int:
-        return len(self._modules)
+        return len(self._entries)
 
     def items(self) -> list[tuple[str, T]]:
         """(name, entry) pairs in order."""
-        return [(name, self[name]) for name in self._modules]
+        return [(name, self[name]) for name in self._entries]

@@ -22,8 +22,6 @@ from autopar.ops import kernels
 from autopar.ops.facts import Facts
 from autopar.ops.kernels import wide
 
-# --- algorithms ------------------------------------------------------------------------------------------
-
 
 @dataclass
 class Gradients:

@@ -9,8 +9,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-# --- exchanges -------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Like:

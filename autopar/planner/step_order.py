@@ -12,8 +12,6 @@ from autopar.schedule.order import Action, Hop, Order
 from autopar.schedule.request import SCHEDULES, Request
 from autopar.steps.graphs import Stage
 
-# --- the order of actions --------------------------------------------------------------------------------
-
 
 def make_order(plan: Plan, parts: Sequence[Stage], hops: Sequence[Hop], train: bool = True, static: int = 0) -> Order:
     """The compute actions of a step. ``static``: bytes of the rank with most parameters and states, of which the
