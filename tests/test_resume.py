@@ -117,4 +117,4 @@ def test_integers_for_floats_and_steps_that_differ_are_refused() -> None:
     for whole, pieces, differs in run_ranks(2, mistakes):
         assert "head.weight is torch.int8, needs torch.float64" in whole
         assert "head.weight is torch.int8, needs torch.float64" in pieces
-        assert "rank 0: step 1" in differs and "rank 1: step 2" in differs
+        assert "the number of the step: rank 1: 2; against rank 0: 1" in differs

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 class Device:
     """What one rank computes with. Every time is in seconds, every size in bytes.
 
-    flops: operations per second of products in half precision; ``others``: (dtype's name, operations per second) of
-    other types. memory: bytes per second. efficiency: the share of ``flops`` that real products reach. launch: least
+    flops: operations per second of products in half precision; ``others``: (dtype or its name, operations per second)
+    of other types. memory: bytes per second. efficiency: the share of ``flops`` that real products reach. launch: least
     time of a node (0: graphs may be fused). link, latency: bytes per second and start-up time of a transfer between
     ranks.
     """
@@ -22,7 +22,7 @@ class Device:
     name: str
     flops: float
     memory: float
-    others: tuple[tuple[str, float], ...] = ()
+    others: tuple[tuple[str | torch.dtype, float], ...] = ()
     efficiency: float = 0.5
     launch: float = 0.0
     link: float = 25e9
@@ -30,7 +30,8 @@ class Device:
 
     def speed(self, dtype: torch.dtype) -> float:
         """Operations per second that products in a dtype reach."""
-        return self.efficiency * dict(self.others).get(str(dtype).removeprefix("torch."), self.flops)
+        speeds = {str(name).removeprefix("torch."): flops for name, flops in self.others}
+        return self.efficiency * speeds.get(str(dtype).removeprefix("torch."), self.flops)
 
 
 # Peaks as in NVIDIA's data sheets (dense, SXM); links of 100 to 400 Gbit/s per device.
