@@ -22,7 +22,7 @@ from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import Shard
 from autopar.plan import Plan
 from autopar.runtime.contents import words_of
-from autopar.runtime.groups import Groups, exchange_objects
+from autopar.runtime.groups import Groups, exchange_texts
 from autopar.runtime.rendezvous import differences
 
 MOST_SHOWN = 3
@@ -52,7 +52,7 @@ def agree_on(groups: Groups, claims: Sequence[Claim], what: str) -> None:
     """
     if groups.mesh.world_size == 1 or not claims:
         return
-    told = [t.split("\n") for t in exchange_objects(groups, "\n".join(c.digest for c in claims), what)]
+    told = [t.split("\n") for t in exchange_texts(groups, "\n".join(c.digest for c in claims), what)]
     for i, claim in enumerate(claims, 1):
         if any(len({told[r][i] for r in ranks}) > 1 for ranks in _parts(groups.mesh, claim.axes)):
             raise ValueError(_explained(groups, claim, what))
@@ -79,7 +79,7 @@ def _parts(mesh: Mesh, axes: tuple[str, ...]) -> list[list[int]]:
 
 def _explained(groups: Groups, claim: Claim, what: str) -> str:
     """Says which facts differ, and on which ranks."""
-    told = [json.loads(t.partition("\n")[2]) for t in exchange_objects(groups, json.dumps(dict(claim.facts)), what)]
+    told = [json.loads(t.partition("\n")[2]) for t in exchange_texts(groups, json.dumps(dict(claim.facts)), what)]
     found: dict[str, str] = {}
     for ranks in _parts(groups.mesh, claim.axes):
         for name in dict.fromkeys(n for r in ranks for n in told[r]):
@@ -117,7 +117,7 @@ def agree_on_plan(groups: Groups, plan: Plan) -> None:
 def check_source(groups: Groups, tensors: Mapping[str, Tensor | None]) -> None:
     """Rank 0 must have all values, where all ranks take those of rank 0. Raises the same ValueError on every rank."""
     missing = next((name for name, x in tensors.items() if x is None), "")
-    first = exchange_objects(groups, missing, WEIGHTS)[0].partition("\n")[2]
+    first = exchange_texts(groups, missing, WEIGHTS)[0].partition("\n")[2]
     if first:
         raise ValueError(
             f"parallelize: sync=True takes the weights of rank 0, found {first} on the meta device there; build "

@@ -15,7 +15,7 @@ from autopar.ir.placement import Placements, Shard
 from autopar.plan import Plan
 from autopar.runtime.agreement import Claim, everywhere
 from autopar.runtime.contents import words_of
-from autopar.runtime.groups import Groups, exchange_objects
+from autopar.runtime.groups import Groups, exchange_texts
 
 
 def facts_of(batch: Mapping[str, Any]) -> tuple[str, ...]:
@@ -109,7 +109,7 @@ def check_unclear(groups: Groups, batch: Mapping[str, Any], plan: Plan, contents
         warnings.warn(_unclear(list(tensors), "check_batches=False"), stacklevel=2)
         return
     words = words_of(tensors)
-    told = [text.split("\n")[1:] for text in exchange_objects(groups, "\n".join(words.values()), "the batch")]
+    told = [text.split("\n")[1:] for text in exchange_texts(groups, "\n".join(words.values()), "the batch")]
     same = [name for name, found in zip(words, zip(*told)) if len(set(found)) == 1]
     if same:
         raise ValueError(_unclear(same, "the same on all ranks"))

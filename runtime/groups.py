@@ -351,15 +351,15 @@ def agree(
     """All ranks (or those of my group on ``axis``) must hold the same digest.
 
     Raises the same ValueError on each of them that says the need, the ranks which differ and the way out, and
-    RuntimeError as `exchange_objects` does.
+    RuntimeError as `exchange_texts` does.
     """
     ranks = groups.ranks(axis) if axis else list(range(groups.mesh.world_size))
-    found = differences(ranks, exchange_objects(groups, digest, what, axis, timeout))
+    found = differences(ranks, exchange_texts(groups, digest, what, axis, timeout))
     if found:
         raise ValueError(f"{need or f'agree: {what} must be the same on all ranks'}, found {found}; {way_out}")
 
 
-def exchange_objects(
+def exchange_texts(
     groups: Groups, text: str, what: str, axis: str | None = None, timeout: float | None = None
 ) -> list[str]:
     """ "what", a line break and the text of every rank (or of those of my group on ``axis``), in their order.

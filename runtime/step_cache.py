@@ -21,7 +21,7 @@ from autopar.runtime.ambient import Surroundings
 from autopar.runtime.batches import check_unclear, claim_contents, claim_shapes, facts_of, shapes_of
 from autopar.runtime.comm import Ledger, add_ledgers
 from autopar.runtime.executor import Executor
-from autopar.runtime.groups import Groups, exchange_objects
+from autopar.runtime.groups import Groups, exchange_texts
 from autopar.runtime.module_watch import ModuleWatch
 from autopar.runtime.pipeline_executor import PipelineExecutor
 from autopar.runtime.step_facts import step_facts
@@ -110,7 +110,7 @@ class StepCache:
             return False
         told = [
             text.partition("\n")[2]
-            for text in exchange_objects(self._groups, json.dumps(self._tree.flags()), "parameters")
+            for text in exchange_texts(self._groups, json.dumps(self._tree.flags()), "parameters")
         ]
         self._tree.take({name: (wants, dtype) for text in told for name, (wants, dtype) in json.loads(text).items()})
         self._told_last, before = told, self._told_last
@@ -172,7 +172,7 @@ class StepCache:
         check_unclear(self._groups, batch, self.plan, self._check_batches)
         run = Executor if compiled.pipeline is None else PipelineExecutor
         runner = run(compiled, self._groups, self._backend)
-        exchange_objects(
+        exchange_texts(
             self._groups, "", "the bound step"
         )  # one that binds slowly (inductor) would be missed in a collective
         return _CachedStep(runner, watch, self._tree.flags_elsewhere(), structure, shapes_of(batch), how)
