@@ -220,16 +220,34 @@ _made = itertools.count()  # a store may outlive a default group, and serve the 
 def board() -> FailureBoard:
     """The board of the default process group, made at the first call. Not collective."""
     store = default_store()
-    key = id(store)
-    if key not in _boards:
-        close()
-        rank = dist.get_rank()
-        try:
-            _boards[key] = FailureBoard(store, rank, dist.get_world_size(), f"autopar/failures/{next(_made)}")
-        except StoreError as error:
-            raise CollectiveError(f"comm: joining the others failed on rank {rank}: {error}") from error
-        _install_hook()
-    return _boards[key]
+    if id(store) not in _boards:
+        _boards[id(store)] = _new_board(store, dist.get_rank(), dist.get_world_size())
+    return _boards[id(store)]
+
+
+def _new_board(store: dist.Store, rank: int, world: int) -> FailureBoard:
+    close()
+    try:
+        made = FailureBoard(store, rank, world, f"autopar/failures/{next(_made)}")
+    except StoreError as error:
+        raise CollectiveError(f"comm: joining the others failed on rank {rank}: {error}") from error
+    _install_hook()
+    return made
+
+
+def starting(store: dist.Store, rank: int, world: int, limit: float, call: Callable[[], None]) -> None:
+    """A call that makes the default process group over ``store``: ranks see each other live from before it.
+
+    Raises CollectiveError that names the ranks which do not join within ``limit`` seconds.
+    """
+    mine = _new_board(store, rank, world)
+    try:
+        _wait_for(mine, limit, call, "starting the ranks", range(world))
+    except BaseException as error:
+        mine.report(error)
+        mine.close()
+        raise
+    _boards[id(default_store())] = mine
 
 
 def clear() -> None:
@@ -285,6 +303,10 @@ def explained(what: str, ranks: Sequence[int]) -> Iterator[None]:
 def within(limit: float, call: Callable[[], T], what: str, ranks: Sequence[int]) -> T:
     """A call that blocks until ``ranks`` join, for at most ``limit`` seconds: torch's own limits do not count while the
     store is silent. Raises CollectiveError as soon as it is known that one of them will not."""
+    return _wait_for(board(), limit, call, what, ranks)
+
+
+def _wait_for(mine: FailureBoard, limit: float, call: Callable[[], T], what: str, ranks: Sequence[int]) -> T:
     answer, start, look = Answer(), time.monotonic(), BEAT
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
@@ -294,14 +316,14 @@ def within(limit: float, call: Callable[[], T], what: str, ranks: Sequence[int])
         return call()
 
     threading.Thread(target=answer.run, args=(run,), name="autopar-join", daemon=True).start()
-    with board().at(""):
+    with mine.at(""):
         while not answer.wait(0.25):
             waited = time.monotonic() - start
-            if waited > limit + BEAT or (waited > look and board().trouble(ranks)):
-                raise board().failed(what, ranks)
+            if waited > limit + BEAT or (waited > look and mine.trouble(ranks)):
+                raise mine.failed(what, ranks)
             look += BEAT if waited > look else 0.0
     if answer.error is not None:
-        raise board().translated(answer.error, what)
+        raise mine.translated(answer.error, what)
     found: T = answer.value
     return found
 

@@ -6,6 +6,7 @@ groups = Groups(mesh)            # axis name -> ProcessGroup, size, my coordinat
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
@@ -20,7 +21,7 @@ from autopar.adapters.distributed import default_store, rank_table
 from autopar.attention.exchanges import WAYS
 from autopar.ir.mesh import Mesh
 from autopar.runtime import connections
-from autopar.runtime.failures import board, within
+from autopar.runtime.failures import board, starting, within
 from autopar.runtime.rendezvous import differences, show, world_store
 from autopar.runtime.settings import device_kind, time_limit
 
@@ -85,7 +86,8 @@ def _init_world(kind: str, timeout: timedelta) -> None:
             )
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = world_store(rank, world, timeout)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+        make = functools.partial(dist.init_process_group, backend, store=store, rank=rank, world_size=world)
+        starting(store, rank, world, timeout.total_seconds(), functools.partial(make, timeout=timeout))
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 

@@ -143,6 +143,19 @@ def test_agreements_and_groups_keep_to_the_timeout_of_the_mesh() -> None:
     assert float(first.split()[0]) < 10 and float(second.split()[0]) < 20
 
 
+def gone_while_starting(rank: int) -> None:
+    """After all have met in the store, before torch has connected them."""
+    if rank == 1:
+        dist.init_process_group = lambda *_, **__: os._exit(3)  # type: ignore[assignment]
+    init_mesh("cpu", LONG, dp=2)
+
+
+@pytest.mark.parametrize("hosts", [True, False])
+def test_a_rank_that_dies_while_torch_connects_them_is_named(hosts: bool) -> None:
+    seconds, text = world(2, gone_while_starting, hosts=hosts, stays=1)[0]
+    assert seconds < SOON and "CollectiveError: comm: starting the ranks failed on rank 0: rank 1 did not" in text, text
+
+
 def uncaught(rank: int) -> str:
     """What the interpreter prints of an error that nobody catches."""
     mesh = init_mesh("cpu", LONG, dp=2)
