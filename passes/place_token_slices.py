@@ -17,7 +17,6 @@ the types say it op by op. Method: TeraPipe (Li et al., 2021), section 3.
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -28,7 +27,6 @@ from torch.fx import GraphModule, Node
 from autopar.ir.conversions import convert
 from autopar.ir.graph import (
     arguments,
-    copy_graph,
     describe,
     has_gradient,
     insert_call,
@@ -72,39 +70,9 @@ class PlaceTokenSlices:
 
     def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
         if ctx.mesh.slice is not None:
-            total = token_count(gm)
-            assert ctx.mesh.slice.total == total, f"a slice of {ctx.mesh.slice.total} tokens, the graph has {total}"
             _SliceSweep(gm, ctx).run()
             gm.recompile()
         return gm
-
-
-def check_sliceable(gm: GraphModule, ctx: Compilation) -> int:
-    """Raises ValueError, naming the op, for a normalised global graph whose tokens cannot be sliced. Returns their
-    number. The types do not depend on which slice it is: one that shares no divisor with the whole stands for all."""
-    total = token_count(gm)
-    if total < 2:
-        raise ValueError(
-            f"token_slices: expected at least 2 tokens, found {total}; use a schedule without token slices"
-        )
-    mesh = ctx.mesh.with_slice(total - 1, 0, total)
-    PlaceTokenSlices().apply(copy_graph(gm), dataclasses.replace(ctx, mesh=mesh))
-    return total
-
-
-def token_count(gm: GraphModule) -> int:
-    """How many tokens the sequence has: the queries of causal attention. Raises ValueError without any."""
-    attentions = [n for n in gm.graph.nodes if is_call(n, ATTENTION)]
-    causal = {shape(arguments(n)["q"])[2] for n in attentions if arguments(n)["causal"]}
-    if len(causal) != 1:
-        found = f"attention over {sorted(causal)} tokens" if causal else "none"
-        if attentions and not causal:
-            found = f"{describe(attentions[0])} without a causal flag"
-        raise ValueError(
-            f"token_slices: slicing the tokens needs causal attention over one sequence, found {found}; use a schedule "
-            "without token slices"
-        )
-    return causal.pop()
 
 
 class _SliceSweep:

@@ -21,13 +21,13 @@ from autopar.ir.mesh import Mesh, TokenSlice
 from autopar.ir.placement import nested_piece
 from autopar.options import Options
 from autopar.passes.in_order import GLOBAL_PASSES, PLACEMENT_PASSES
-from autopar.passes.place_token_slices import token_count
 from autopar.passes.slice_sizes import sample_slices, symbolic
 from autopar.passes.slice_tokens import slice_tokens
 from autopar.passes.split_prologue import split_prologue
 from autopar.passes.trace_joint import joint_graph
 from autopar.plan import Plan
 from autopar.planner import make_plan
+from autopar.planner.slice_lengths import token_count
 from autopar.rewrite.compilation import Compilation
 from autopar.rewrite.pass_manager import PassManager
 from autopar.steps.graphs import Cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -14,8 +15,11 @@ from autopar.compile.parameters import plan_model
 from autopar.ir.mesh import Mesh
 from autopar.models.tiny import TINY
 from autopar.options import Options
+from autopar.planner import make_plan
+from autopar.planner.plan_fits import check_fits
 from autopar.runtime.groups import init_mesh
 from tests.ranks import run_ranks
+from tests.slices import normalized
 
 LLAMA = TINY["llama"].build(dtype=torch.float64)
 BATCH = TINY["llama"].batch(8, 16)
@@ -39,6 +43,29 @@ def test_refused_when_planning(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=r"^(pipeline|schedule): ") as error:
         plan_model(LLAMA, BATCH, Mesh.of(pp=2), Options(**options))
     assert message in str(error.value)
+
+
+def test_slices_and_a_sequence_cut_over_ranks_exclude_each_other() -> None:
+    """By name, and where slices alone choose the schedule."""
+    for options in ({"schedule": "seq1f1b"}, {"slices": 2}):
+        with pytest.raises(ValueError, match='schedule seq1f1b cuts the sequence in time, the axis "cp" cuts it over'):
+            plan_model(LLAMA, BATCH, Mesh.of(pp=2, cp=2), Options(**options))
+
+
+def test_a_plan_holds_every_decision() -> None:
+    """Parts, schedule and token slices: what is compiled with a plan asks for no more."""
+    gm, mesh = normalized(LLAMA, BATCH), Mesh.of(pp=2)
+    plan = make_plan(gm, mesh, Options(slices=3))
+    assert plan.pipeline is not None and (plan.pipeline.schedule, plan.pipeline.slices) == ("seq1f1b", (6, 5, 5))
+    assert plan.notes[-1] == ("pipeline", "token slices 6, 5, 5: 3 equal slices, as asked")
+    evaluation = make_plan(gm, mesh, Options(slices=3), plan, train=False)
+    assert evaluation.pipeline == plan.pipeline and not evaluation.notes
+    example = make_plan(gm, mesh, Options(slices=3, micro_batches=2, sequence_parallel=False), example=True)
+    assert example.pipeline == dataclasses.replace(plan.pipeline, slices=()) and example.options.micro_batches == 1
+    check_fits(plan, gm, train=True)
+    check_fits(example, gm)
+    with pytest.raises(ValueError, match=r"slices \(\) sum to 0, the sequence has 16 tokens"):
+        check_fits(example, gm, train=True)
 
 
 def test_more_parts_than_operations() -> None:

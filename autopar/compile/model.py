@@ -14,19 +14,11 @@ from torch.fx import GraphModule
 
 from autopar.adapters.lazy import lazy_code
 from autopar.capture import capture
-from autopar.compile.parameters import parameter_specs, with_pipeline
 from autopar.compile.parts import compile_pipeline
 from autopar.compile.slices import compile_sliced
 from autopar.cost.memory import most_static
-from autopar.ir.batch import (
-    check_batch_dims,
-)
-from autopar.ir.graph import (
-    has_gradient,
-    mark_gradients,
-    output_node,
-    remove_dead_code,
-)
+from autopar.ir.batch import check_batch_dims
+from autopar.ir.graph import has_gradient, mark_gradients, output_node, remove_dead_code
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
 from autopar.passes.accumulate_gradients import split_accumulation
@@ -36,6 +28,7 @@ from autopar.passes.split_prologue import split_prologue
 from autopar.plan import Plan, check_plan
 from autopar.planner import make_plan
 from autopar.planner.plan_fits import check_fits
+from autopar.planner.step_order import parameter_specs
 from autopar.rewrite.compilation import Compilation, Observer, timed
 from autopar.rewrite.pass_manager import PassManager
 from autopar.rewrite.step_checks import check_gradients, promise
@@ -103,10 +96,10 @@ def compile_graph(
     if outputs is not None:
         keep_outputs(gm, outputs)
     if plan is None:
-        plan = timed(timings, "plan", lambda: with_pipeline(make_plan(gm, mesh, options, fixed), gm, options, fixed))
+        plan = timed(timings, "plan", lambda: make_plan(gm, mesh, options, fixed, train=train))
     else:
         check_plan(plan)
-        check_fits(plan, gm)
+        check_fits(plan, gm, train)
     ctx.plan = plan
     if train and plan.pipeline is not None and SCHEDULES[plan.pipeline.schedule].sliced:
         return compile_sliced(gm, ctx)

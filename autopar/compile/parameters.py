@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -11,7 +10,6 @@ from torch.fx import GraphModule
 
 from autopar.capture import adapter_for, capture
 from autopar.ir.batch import (
-    UNCLEAR,
     BatchDims,
     check_batch_dims,
     check_dims_exist,
@@ -19,23 +17,17 @@ from autopar.ir.batch import (
     tensors_of,
     whole_batch,
 )
-from autopar.ir.graph import (
-    global_shape,
-    mark_gradients,
-    placeholders,
-)
+from autopar.ir.graph import mark_gradients
 from autopar.ir.mesh import Mesh
 from autopar.ir.parameter import ParameterSpec
 from autopar.options import Options
 from autopar.passes.in_order import GLOBAL_PASSES
 from autopar.plan import Plan
-from autopar.planner import make_plan, planned_batch_dims
+from autopar.planner import make_plan
 from autopar.planner.batch_dims import decide_batch_dims
-from autopar.planner.stages import plan_pipeline
-from autopar.planner.step_order import owners
+from autopar.planner.step_order import parameter_specs
 from autopar.rewrite.compilation import Compilation
 from autopar.rewrite.pass_manager import PassManager
-from autopar.schedule.request import SCHEDULES
 
 
 def plan_model(
@@ -45,14 +37,9 @@ def plan_model(
 
     Only the parameters' decisions are meant to be used; those that depend on the batch are made when a batch comes.
     """
-    lean = dataclasses.replace(options, sequence_parallel=False, micro_batches=1)
     check_batch_dims(model, batch, dict(options.batch_dims))
     gm = _planning_graph(model, batch, Compilation(mesh))
-    plan = with_pipeline(make_plan(gm, mesh, lean, fixed), gm, options, fixed)
-    dims = planned_batch_dims(gm, mesh, options, fixed) | dict(plan.batch_dims)
-    unclear = gm.meta.get("unclear_batch_dims", []) if mesh.size("dp") > 1 else []
-    notes = tuple((f"input {name}", UNCLEAR) for name in unclear)
-    plan = dataclasses.replace(plan, batch_dims=dims, notes=(*plan.notes, *notes))
+    plan = make_plan(gm, mesh, options, fixed, example=True)
     return plan, parameter_specs(gm, plan)
 
 
@@ -120,36 +107,3 @@ def _planning_graph(model: nn.Module, batch: Mapping[str, Any], ctx: Compilation
     gm = PassManager(GLOBAL_PASSES).run(capture(model, batch), ctx)
     mark_gradients(gm, [s.node for s in gm.meta["signature"].inputs if s.kind == "parameter" and s.requires_grad])
     return gm
-
-
-def with_pipeline(plan: Plan, gm: GraphModule, options: Options, fixed: Plan | None) -> Plan:
-    """The plan with the parts of a mesh with several ranks on pp."""
-    if plan.mesh.size("pp") == 1:
-        return plan
-    known = fixed.pipeline if fixed is not None else None
-    if options.schedule and SCHEDULES[options.schedule].sliced and plan.mesh.size("cp") > 1:
-        raise ValueError(
-            f'pipeline: the schedule {options.schedule} cuts the sequence in time, the axis "cp" cuts it over ranks; '
-            "keys of earlier slices would lie on all ranks; use a schedule without token slices, or no axis cp"
-        )
-    pipeline, notes = plan_pipeline(gm, plan.mesh, options, parameter_specs(gm, plan), known)
-    return dataclasses.replace(plan, pipeline=pipeline, notes=(*plan.notes, *notes))
-
-
-def parameter_specs(gm: GraphModule, plan: Plan) -> tuple[ParameterSpec, ...]:
-    """What the runtime must hold, from the signature and the plan."""
-    ranks = owners(plan)
-    nodes = {n.name: n for n in placeholders(gm)}
-    return tuple(
-        ParameterSpec(
-            s.name,
-            global_shape(nodes[s.node]),
-            nodes[s.node].meta["val"].dtype,
-            s.requires_grad,
-            s.aliases,
-            plan.stored(s.name),
-            ranks.get(s.name, (0,)),
-        )
-        for s in gm.meta["signature"].inputs
-        if s.kind == "parameter"
-    )

@@ -1,6 +1,6 @@
 """Every decision, from a graph, a mesh, options and costs, by dataflow alone: it matches no names.
 
-make_plan                     all of a plan but the pipeline
+make_plan                     the plan, from what the others decide
 batch_dims, tensor_parallel, closure, streams, context_parallel      what is cut along which dim
 attention_choice              algorithms and layouts of attention over ranks
 stages, units, balance        where a pipeline is cut, and by which schedule (schedule_choice)
@@ -11,6 +11,6 @@ option_checks, plan_fits      options and plans that fit neither mesh nor graph,
 Stands on costs and rules; knows no pass. `autopar.compile` imports it.
 """
 
-from autopar.planner.make_plan import make_plan, planned_batch_dims
+from autopar.planner.make_plan import make_plan
 
-__all__ = ["planned_batch_dims", "make_plan"]
+__all__ = ["make_plan"]

@@ -1,14 +1,14 @@
-"""`make_plan`: choose the placement of every parameter, input and residual stream."""
+"""`make_plan`: every decision about a graph on a mesh."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch.fx import GraphModule, Node
 
-from autopar.ir.batch import BatchDims
+from autopar.ir.batch import UNCLEAR, BatchDims
 from autopar.ir.graph import global_shape
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import INVARIANT, REPLICATE, Pieces, Placement, Shard, nested_shape
@@ -20,8 +20,12 @@ from autopar.planner.closure import Analysis
 from autopar.planner.context_parallel import ContextPlan, plan_context
 from autopar.planner.option_checks import check_names, check_used
 from autopar.planner.plan_fits import check_fits
+from autopar.planner.slice_lengths import best_lengths, slice_lengths, slice_unit, token_count
+from autopar.planner.stages import main_parts, plan_pipeline
+from autopar.planner.step_order import parameter_specs
 from autopar.planner.streams import find_streams
 from autopar.planner.tensor_parallel import plan_tensor_parallel
+from autopar.schedule.request import SCHEDULES
 
 
 def make_plan(
@@ -29,17 +33,23 @@ def make_plan(
     mesh: Mesh,
     options: Options | None = None,
     fixed: Plan | None = None,
+    *,
+    train: bool = True,
+    example: bool = False,
 ) -> Plan:
     """Decide everything for a normalised global graph.
 
-    ``fixed``: an earlier plan of the same parameters (another input shape); its parameter placements and batch dims
-    are kept.
+    ``fixed``: an earlier plan of the same parameters (another input shape); its parameter placements, batch dims,
+    schedule and cuts are kept. ``train``: for a step with gradients; an evaluation runs no token slices. ``example``:
+    to place parameters by; what each batch decides anew (micro-batches, sequence parallelism, token slices) is left
+    open, and inputs that are only likely part of the batch are noted.
     Raises ValueError for sizes that do not divide and for a plan of other parameters.
     """
-    options, digest = options or Options(), graph_digest(gm)
-    check_names(options)
-    check_used(options, mesh)
+    asked, digest = options or Options(), graph_digest(gm)
+    check_names(asked)
+    check_used(asked, mesh)
     _check(mesh, digest, fixed)
+    options = dataclasses.replace(asked, sequence_parallel=False, micro_batches=1) if example else asked
     if fixed is not None:
         check_fits(dataclasses.replace(fixed, inputs={}), gm)
     names = {n: s.name for n, s in _nodes(gm) if s.kind == "parameter"}
@@ -70,7 +80,7 @@ def make_plan(
     if options.micro_batches > 1:
         for axes in parameters.values():
             axes["mb"] = ParameterPlan(INVARIANT, REPLICATE, "gradients of micro-batches are added up")
-    dims = planned_batch_dims(gm, mesh, options, fixed)
+    dims = _batch_dims(gm, mesh, asked, fixed)
     inputs = _inputs(gm, mesh, options.micro_batches, dims)
     streams += tuple(context.streams)
     notes += context.notes
@@ -82,7 +92,30 @@ def make_plan(
         known = {n: axes for n, axes in fixed.overrides.items() if n in plan.parameters or n in plan.inputs}
         plan = plan.override(known)
         check_fits(plan, gm)
-    return plan
+    if mesh.size("pp") > 1:
+        plan = _with_pipeline(plan, gm, asked, fixed, sliced=train and not example)
+    unclear = gm.meta.get("unclear_batch_dims", []) if example and mesh.size("dp") > 1 else []
+    return _with_notes(plan, [(f"input {name}", UNCLEAR) for name in unclear])
+
+
+def _with_pipeline(plan: Plan, gm: GraphModule, options: Options, fixed: Plan | None, sliced: bool) -> Plan:
+    """The plan with the parts of a pipeline; ``sliced``: and with token slices, where its schedule runs them."""
+    known = fixed.pipeline if fixed is not None else None
+    pipeline, notes = plan_pipeline(gm, plan.mesh, options, parameter_specs(gm, plan), known)
+    if sliced and SCHEDULES[pipeline.schedule].sliced:
+        total, unit = token_count(gm), slice_unit(options, plan.mesh)
+
+        def best() -> tuple[tuple[int, ...], str]:
+            return best_lengths(main_parts(gm, pipeline.cuts), total, options.micro_batches, unit)
+
+        lengths, reason = slice_lengths(options.slices, total, unit, best)
+        pipeline = dataclasses.replace(pipeline, slices=lengths)
+        notes.append(("pipeline", f"token slices {', '.join(map(str, lengths))}: {reason}"))
+    return _with_notes(dataclasses.replace(plan, pipeline=pipeline), notes)
+
+
+def _with_notes(plan: Plan, notes: Sequence[tuple[str, str]]) -> Plan:
+    return dataclasses.replace(plan, notes=(*plan.notes, *notes))
 
 
 def _check(mesh: Mesh, digest: str, fixed: Plan | None) -> None:
@@ -148,7 +181,7 @@ def _inputs(gm: GraphModule, mesh: Mesh, micro_batches: int, dims: BatchDims) ->
     return out
 
 
-def planned_batch_dims(gm: GraphModule, mesh: Mesh, options: Options, fixed: Plan | None) -> dict[str, int | None]:
+def _batch_dims(gm: GraphModule, mesh: Mesh, options: Options, fixed: Plan | None) -> dict[str, int | None]:
     """Which dim of each input is the batch; nothing where nothing cuts it."""
     if mesh.size("dp") == options.micro_batches == 1:
         return {}

@@ -9,10 +9,13 @@ from torch.fx import GraphModule
 from autopar.ir.graph import global_shape, placeholders
 from autopar.ir.placement import Placement, Shard, check_shard, local_shape
 from autopar.plan import Plan
+from autopar.planner.slice_lengths import check_lengths, slice_unit, token_count
+from autopar.schedule.request import SCHEDULES
 
 
-def check_fits(plan: Plan, gm: GraphModule) -> None:
-    """Names are those of a graph's parameters, dims exist, blocks sum up and divide. Raises ValueError.
+def check_fits(plan: Plan, gm: GraphModule, train: bool = False) -> None:
+    """Names are those of a graph's parameters, dims exist, blocks sum up and divide; a step with gradients (``train``)
+    has the token slices that its schedule runs. Raises ValueError.
 
     Inputs are checked where the graph has them: a plan serves batches with others, too.
     """
@@ -41,6 +44,8 @@ def check_fits(plan: Plan, gm: GraphModule) -> None:
     for name, placed in plan.inputs.items():
         if name in inputs:
             _check_cuts(plan, f"input {name}", inputs[name], placed)
+    if train and plan.pipeline is not None and SCHEDULES[plan.pipeline.schedule].sliced:
+        check_lengths(plan.pipeline.slices, token_count(gm), slice_unit(plan.options, plan.mesh))
 
 
 def _check_cuts(plan: Plan, name: str, shape: tuple[int, ...], placements: Mapping[str, Placement]) -> None:

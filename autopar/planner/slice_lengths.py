@@ -8,18 +8,41 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from autopar.cost.flops import flops
 from autopar.cost.hardware import DEFAULT, Device
-from autopar.ir.graph import arguments, is_call, nbytes, tensor_operands
+from autopar.ir.graph import arguments, describe, is_call, nbytes, shape, tensor_operands
+from autopar.ir.mesh import Mesh
 from autopar.ir.storages import is_view
+from autopar.options import Options
 from autopar.planner.tera_pipe_slices import best_slices
 
 # A kernel takes microseconds to start, however short its slice is: this is what keeps slices from becoming tiny.
 DEVICE = dataclasses.replace(DEFAULT, launch=3e-6)
 BACKWARD = 2.0  # backward time relative to forward
+ATTENTION = torch.ops.autopar.attention.default
 GRID = 8  # tokens; slices begin at multiples of it where the sequence is long enough
+
+
+def token_count(gm: GraphModule) -> int:
+    """How many tokens the sequence has: the queries of causal attention. Raises ValueError without any."""
+    attentions = [n for n in gm.graph.nodes if is_call(n, ATTENTION)]
+    causal = {shape(arguments(n)["q"])[2] for n in attentions if arguments(n)["causal"]}
+    if len(causal) != 1:
+        found = f"attention over {sorted(causal)} tokens" if causal else "none"
+        if attentions and not causal:
+            found = f"{describe(attentions[0])} without a causal flag"
+        raise ValueError(
+            f"token_slices: slicing the tokens needs causal attention over one sequence, found {found}; use a schedule "
+            "without token slices"
+        )
+    return causal.pop()
+
+
+def slice_unit(options: Options, mesh: Mesh) -> int:
+    """Of what the length of a slice is a multiple: sequence parallelism cuts it again."""
+    return mesh.size("tp") if options.sequence_parallel else 1
 
 
 def slice_lengths(
@@ -38,9 +61,16 @@ def slice_lengths(
         reason = f"{asked} equal slices, as asked"
     else:
         lengths, reason = time()
+    check_lengths(lengths, total, unit)
+    return lengths, reason
+
+
+def check_lengths(lengths: Sequence[int], total: int, unit: int) -> None:
+    """Raises ValueError for lengths that do not sum to the tokens, or are not multiples of the unit."""
     if sum(lengths) != total or min(lengths) < 1:
+        shown = ", ".join(map(str, lengths)) or "()"
         raise ValueError(
-            f"token_slices: slices {', '.join(map(str, lengths))} sum to {sum(lengths)}, the sequence has {total} "
+            f"token_slices: slices {shown} sum to {sum(lengths)}, the sequence has {total} "
             f"tokens; give positive lengths that sum to {total}, or their number, at most {total // unit}"
         )
     if any(n % unit for n in lengths):
@@ -48,7 +78,6 @@ def slice_lengths(
             f"token_slices: sequence parallelism cuts each slice over {unit} ranks, found slices "
             f"{', '.join(map(str, lengths))}; use multiples of {unit}"
         )
-    return lengths, reason
 
 
 def best_lengths(
@@ -80,7 +109,7 @@ class SliceEstimate:
         for node in nodes:
             if is_view(node):
                 continue
-            attention = is_call(node, torch.ops.autopar.attention.default)
+            attention = is_call(node, ATTENTION)
             speed, share = device.speed(_dtype(node)), 1.0 / (total * micro_batches)
             work = flops(node) / speed * share
             fixed = sum(nbytes(x) for x in tensor_operands(node) if _is_weight(x)) / device.memory

@@ -40,6 +40,11 @@ def plan_pipeline(
         return replace(fixed, holders=planner.holders(fixed.cuts)), []
     name, notes = planner.schedule()
     entry = SCHEDULES[name]
+    if entry.sliced and mesh.size("cp") > 1:
+        raise ValueError(
+            f'pipeline: the schedule {name} cuts the sequence in time, the axis "cp" cuts it over ranks; '
+            "keys of earlier slices would lie on all ranks; use a schedule without token slices, or no axis cp"
+        )
     chunks = options.chunks or entry.chunks
     cuts, costs = planner.cut(mesh.size("pp") * chunks, entry)
     if options.cuts:

@@ -1,12 +1,16 @@
-"""The order of a step's actions, and which rank holds which parameter."""
+"""The order of a step's actions, and which rank holds what of which parameter."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
+from torch.fx import GraphModule
+
 from autopar.cost.stage_costs import stage_costs
+from autopar.ir.graph import global_shape, placeholders
 from autopar.ir.mesh import Mesh
+from autopar.ir.parameter import ParameterSpec
 from autopar.plan import PipelinePlan, Plan
 from autopar.schedule.order import Action, Hop, Order
 from autopar.schedule.request import SCHEDULES, Request
@@ -62,3 +66,22 @@ def owners(plan: Plan) -> dict[str, tuple[int, ...]]:
         ranks = {order.rank_of[chain[k]] for chain in order.chains for k in parts}
         found[name] = tuple(sorted(ranks)) or (0,)
     return found
+
+
+def parameter_specs(gm: GraphModule, plan: Plan) -> tuple[ParameterSpec, ...]:
+    """What the runtime must hold, from the signature and the plan."""
+    ranks = owners(plan)
+    nodes = {n.name: n for n in placeholders(gm)}
+    return tuple(
+        ParameterSpec(
+            s.name,
+            global_shape(nodes[s.node]),
+            nodes[s.node].meta["val"].dtype,
+            s.requires_grad,
+            s.aliases,
+            plan.stored(s.name),
+            ranks.get(s.name, (0,)),
+        )
+        for s in gm.meta["signature"].inputs
+        if s.kind == "parameter"
+    )

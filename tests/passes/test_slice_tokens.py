@@ -17,14 +17,13 @@ from autopar.ir.mesh import Mesh, TokenSlice
 from autopar.models.tiny import TINY
 from autopar.options import Options
 from autopar.passes.joint import Joint
-from autopar.passes.place_token_slices import check_sliceable
 from autopar.passes.slice_sizes import sample_slices, symbolic
 from autopar.passes.slice_tokens import of_slice
 from autopar.planner import make_plan
+from autopar.planner.slice_lengths import token_count
 from autopar.report.graph_text import format_graph
-from autopar.rewrite.compilation import Compilation
 from tests.harness import Run
-from tests.slices import SlicedModel, normalized, sliced
+from tests.slices import SlicedModel, check_slices, normalized, sliced
 
 EXACT = 1e-10
 B, S, H, HEADS = 4, 16, 16, 4
@@ -218,7 +217,7 @@ class Bidirectional(Causal):
 def test_refused(model: type[Causal], named: str) -> None:
     made = model()
     with pytest.raises(ValueError, match=rf"(?s)token_slices: .*({named}).*use a schedule without token slices"):
-        check_sliceable(normalized(made, made.batch()), Compilation(Mesh.of()))
+        check_slices(made, made.batch())
 
 
 @pytest.mark.parametrize(
@@ -232,7 +231,7 @@ def test_refused(model: type[Causal], named: str) -> None:
 )
 def test_models_refused(name: str, module: str) -> None:
     with pytest.raises(ValueError, match=rf"token_slices: .*{module}"):
-        check_sliceable(normalized(TINY[name].build(), TINY[name].batch(2, 16)), Compilation(Mesh.of()))
+        check_slices(TINY[name].build(), TINY[name].batch(2, 16))
 
 
 # --- graphs -----------------------------------------------------------------------------------------------------------
@@ -241,7 +240,7 @@ def test_models_refused(name: str, module: str) -> None:
 def test_graph_of_a_slice() -> None:
     model = Causal()
     gm = normalized(model, model.batch())
-    assert check_sliceable(gm, Compilation(Mesh.of())) == S
+    assert token_count(gm) == S
     local, caches = sliced(gm, TokenSlice(5, 4, S), make_plan(gm, Mesh.of()))
     text = format_graph(local)
     assert "exchange_slice" not in text and text.count("autopar.extend") == 2
