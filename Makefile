@@ -28,6 +28,7 @@ bench: $(STAMP)
 
 docs: $(STAMP)
 	$(PY) docs/make_passes.py
+	$(PY) docs/make_options.py
 	$(PY) -m tests.planted_page
 	$(PY) -m tests.habit_page
 	$(PY) docs/make_pictures.py

@@ -22,7 +22,7 @@ from autopar.adapters.fake import skeleton_of
 from autopar.capture import adapter_for
 from autopar.compile.model import compile_model
 from autopar.compile.parameters import for_whole_batch, plan_model
-from autopar.options import Options
+from autopar.options import DECLARED, Options
 from autopar.plan import Plan
 from autopar.report.dump import check_writable, dumper_for
 from autopar.report.progress import Progress
@@ -68,9 +68,7 @@ def parallelize(
             device. Otherwise the ranks' weights are compared, and those that differ refused.
         check_batches: compare at every step what several ranks must be given alike (all inputs over tp, pp and cp,
             those that are no part of the batch over dp), by a hash made where the tensors are.
-        options: fields of `autopar.options.Options`: zero, sequence_parallel, micro_batches, whole_ops, bucket_bytes;
-            with an axis pp: schedule, cuts, chunks, slices, gathers, memory_limit; batch_dims={"x": 1, "table": None}
-            says which dim of an input is the batch where the plan cannot tell, or is wrong.
+        options: fields of `autopar.Options`, whose docstring says what each does: zero=3, micro_batches=8 ...
 
     Raises ValueError, on every rank and before any collective, for sizes that do not divide, models that do not
     export, plans of other models.
@@ -136,10 +134,9 @@ def _compiler(groups: Groups, options: Options, exact: bool, dump: str | Path | 
 
 
 def _options(given: Mapping[str, Any]) -> Options:
-    known = set(Options.__dataclass_fields__)
-    unknown = sorted(set(given) - known)
+    unknown = sorted(set(given) - set(DECLARED))
     if unknown:
-        raise ValueError(f"parallelize: unknown option {unknown[0]!r}; the options are {', '.join(sorted(known))}")
+        raise ValueError(f"parallelize: unknown option {unknown[0]!r}; the options are {', '.join(sorted(DECLARED))}")
     return Options(**given)
 
 

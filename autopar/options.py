@@ -1,83 +1,174 @@
-"""What the user may ask for, and what each option may be."""
+"""What the user may ask for: each option declared once, with its values, its words and the axes that it is about.
+
+The command line (`autopar.cli.shared_arguments`), docs/options.md, the docstring of `Options` and the check that an
+option counts on a mesh (`autopar.planner.option_checks`) read the declarations. Loads no torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
+from autopar.attention.algorithm_table import ALGORITHMS
 from autopar.attention.layouts import LAYOUTS
+from autopar.schedule.request import SCHEDULES
 from autopar.values import a_text, byte_count, dims_by_name, number_or_lengths, one_of, texts, whole_number, yes_or_no
 
-CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "zero": partial(one_of, known=(0, 3)),
-    "sequence_parallel": yes_or_no,
-    "micro_batches": partial(whole_number, least=1),
-    "whole_ops": texts,
-    "bucket_bytes": byte_count,
-    "schedule": a_text,
-    "cuts": texts,
-    "chunks": whole_number,
-    "slices": number_or_lengths,
-    "gathers": partial(one_of, known=("step", "layer")),
-    "memory_limit": byte_count,
-    "attention": a_text,
-    "layout": partial(one_of, known=("auto", *LAYOUTS)),
-    "topology": a_text,
-    "batch_dims": dims_by_name,
-}
+
+@dataclass(frozen=True)
+class ValueKind:
+    """What values an option takes. ``check(name, value)`` gives a value in its own type, ``read`` makes one of a text;
+    both raise ValueError. ``shown`` stands for a value in help."""
+
+    check: Callable[[str, Any], Any]
+    read: Callable[[str], Any] = str
+    shown: str = ""
 
 
-def checked_option(name: str, value: Any) -> Any:
-    """The value of an option in its own type. Raises ValueError."""
-    return CHECKS[name](name, value)
+@dataclass(frozen=True)
+class DeclaredOption:
+    """A declared option. help: what it says. left_out: what holds without it, where the default does not say that.
+    axes: with any of them it counts, without all of them it would be ignored (none: it always counts). names: a table
+    that its values come from."""
+
+    name: str
+    default: Any
+    kind: ValueKind
+    help: str
+    left_out: str = ""
+    axes: tuple[str, ...] = ()
+    names: Iterable[str] = ()
+
+    @property
+    def flag(self) -> str:
+        """On the command line."""
+        return f"--{self.name.replace('_', '-')}"
+
+    @property
+    def without(self) -> str:
+        """What holds without it."""
+        return self.left_out or str(self.default)
+
+    @property
+    def words(self) -> str:
+        """What it says, what it takes, and what holds without it, in a line."""
+        names = f": {', '.join(self.names)}" if list(self.names) else ""
+        return f"{self.help}{names} (default: {self.without})"
+
+    def read(self, text: str) -> Any:
+        """The value that a text of the command line means. Raises ValueError."""
+        try:
+            value = self.kind.read(text)
+        except ValueError:
+            value = text  # the check says what it should have been
+        return self.kind.check(self.name, value)
+
+
+def _number(text: str) -> int | float:
+    return int(text) if text.isdecimal() else float(text)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _lengths(text: str) -> int | tuple[int, ...]:
+    lengths = tuple(int(length) for length in text.split(","))
+    return lengths if len(lengths) > 1 else lengths[0]
+
+
+def _dims(text: str) -> tuple[tuple[str, int | None], ...]:
+    pairs = (pair.rpartition("=") for pair in text.split(","))
+    return tuple((name.strip(), None if dim.strip().lower() == "none" else int(dim)) for name, _, dim in pairs)
+
+
+def _choice(*known: Any) -> ValueKind:
+    by_text = {str(value): value for value in known}
+    return ValueKind(partial(one_of, known=known), lambda text: by_text.get(text, text), f"{{{','.join(by_text)}}}")
+
+
+FLAG, NAME, LENGTHS = (
+    ValueKind(yes_or_no),
+    ValueKind(a_text, shown="NAME"),
+    ValueKind(number_or_lengths, _lengths, "N|L1,L2"),
+)
+COUNT, POSITIVE = ValueKind(whole_number, int, "N"), ValueKind(partial(whole_number, least=1), int, "N")
+NAMES, BYTES = ValueKind(texts, _names, "A,B"), ValueKind(byte_count, _number, "BYTES")
+DIMS, LINKS = ValueKind(dims_by_name, _dims, "x=1,table=none"), ValueKind(a_text, shown="cp=ring:50e9:5e-6")
+
+
+def _option(default: Any, kind: ValueKind, words: str, left_out: str = "", **more: Any) -> Any:
+    return field(default=default, metadata={"kind": kind, "help": words, "left_out": left_out, **more})
+
+
+_CP, _PP = ("cp",), ("pp",)
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the user may ask for.
+    """What the user may ask for: keyword arguments of `autopar.parallelize`, on the command line with dashes."""
 
-    zero: 0 (parameters whole on dp) or 3 (cut over dp, gathered for use).
-    sequence_parallel: cut the residual stream along the sequence on tp.
-    micro_batches: number of gradient accumulation steps of one `train_step`.
-    whole_ops: operators without a rule (or with one) that shall run on whole values, by name ("aten.foo.default").
-    bucket_bytes: size of a gradient bucket.
-
-    With pipeline stages (axis pp):
-    schedule: a name of `autopar.schedule.request.SCHEDULES`; "" lets the plan choose.
-    cuts: the module with which each part but the first begins; () lets the plan choose.
-    chunks: parts per rank, for schedules that take several; 0: as many as the schedule takes by default.
-    slices: for schedules over token slices: their number, or their lengths; 0 lets the plan choose.
-    gathers: "step" gathers parameters that ZeRO cuts once per step, "layer" for each use.
-    memory_limit: bytes that one rank may hold, for the cut and for schedules that search; 0: no limit.
-
-    With a sequence that is cut over ranks (axis cp):
-    attention: an algorithm of `autopar.attention.algorithm_table.ALGORITHMS`, "FORWARD+BACKWARD", or "auto": the
-    fastest by estimate.
-    layout: how causal sequences are dealt, "contiguous" or "zigzag"; "auto" lets the plan choose.
-    topology: links per axis, such as "cp=ring:50e9:5e-6,tp=switch:450e9" (`autopar.cost.topology`); "": a default.
-
-    batch_dims: which dim of an input is the batch, over dp and micro-batches: ``{"x": 1, "table": None}``, None for an
-    input that is no part of it. Names of nested inputs are paths ("past.0"). What is left out is decided by the plan.
-    """
-
-    zero: int = 0
-    sequence_parallel: bool = False
-    micro_batches: int = 1
-    whole_ops: tuple[str, ...] = ()
-    bucket_bytes: int = 25 * 2**20
-    schedule: str = ""
-    cuts: tuple[str, ...] = ()
-    chunks: int = 0
-    slices: int | tuple[int, ...] = 0
-    gathers: str = "step"
-    memory_limit: int = 0
-    attention: str = "auto"
-    layout: str = "auto"
-    topology: str = ""
-    batch_dims: tuple[tuple[str, int | None], ...] = ()
+    zero: int = _option(0, _choice(0, 3), "3: parameters are cut over dp, too, and gathered for use", axes=("dp", "cp"))
+    sequence_parallel: bool = _option(False, FLAG, "cut the residual stream along the sequence over tp", axes=("tp",))
+    micro_batches: int = _option(1, POSITIVE, "gradient accumulation steps of a train_step, which also fill a pipeline")
+    whole_ops: tuple[str, ...] = _option(
+        (), NAMES, "operators that run on whole values, with or without a rule: aten.foo.default", "none"
+    )
+    bucket_bytes: int = _option(25 * 2**20, BYTES, "size of a bucket of small gradients")
+    schedule: str = _option(
+        "", NAME, "how micro-batches run through the stages", "the fastest by simulation", axes=_PP, names=SCHEDULES
+    )
+    cuts: tuple[str, ...] = _option(
+        (), NAMES, "modules with which each part but the first begins", "balanced by estimated time", axes=_PP
+    )
+    chunks: int = _option(
+        0, COUNT, "parts per rank, for schedules that take several", "the schedule's own number", axes=_PP
+    )
+    slices: int | tuple[int, ...] = _option(
+        0, LENGTHS, "for schedules over token slices: their number, or their lengths", "by estimated time", axes=_PP
+    )
+    gathers: str = _option(
+        "step", _choice("step", "layer"), "with zero=3: gather parameters once per step, or for each use", axes=_PP
+    )
+    memory_limit: int = _option(
+        0, BYTES, "what a rank may hold, such as 80e9; for cuts and for schedules that search", "no limit", axes=_PP
+    )
+    attention: str = _option(
+        "auto",
+        ValueKind(a_text, shown="NAME|F+B"),
+        "how attention runs over a cut sequence, one name or two, for forward and backward",
+        "the fastest by estimate",
+        axes=_CP,
+        names=ALGORITHMS,
+    )
+    layout: str = _option(
+        "auto",
+        _choice("auto", *LAYOUTS),
+        "how causal sequences are dealt to the ranks",
+        "the faster by estimate",
+        axes=_CP,
+    )
+    topology: str = _option(
+        "",
+        LINKS,
+        "links of each axis, for estimates: ring, mesh or switch, bytes per second, seconds of a message",
+        "those of the device, by a switch",
+        axes=_CP,
+    )
+    batch_dims: tuple[tuple[str, int | None], ...] = _option(
+        (),
+        DIMS,
+        "which dim of an input is the batch, over dp and micro-batches; none for one that is no part; nested ones "
+        "by path (past.0)",
+        "found in the graph",
+    )
 
     def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
-            object.__setattr__(self, name, checked_option(name, getattr(self, name)))
+        for name, option in DECLARED.items():
+            object.__setattr__(self, name, option.kind.check(name, getattr(self, name)))
+
+
+DECLARED = {f.name: DeclaredOption(f.name, f.default, **f.metadata) for f in fields(Options)}
+Options.__doc__ = "\n".join([f"{Options.__doc__}\n", *(f"{o.name}: {o.words}." for o in DECLARED.values())])

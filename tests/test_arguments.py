@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
@@ -13,7 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import autopar
+from autopar.cli.compiling import asked_options
+from autopar.cli.shared_arguments import add_model
 from autopar.ir.mesh import Mesh
+from autopar.options import DECLARED
 from autopar.plan import Plan
 from tests.plain_models import EXACT, Net, Tied, build, gap, gradients, numbers, part, tokens
 from tests.ranks import run_ranks
@@ -170,6 +174,31 @@ OPTIONS: list[tuple[str, Any, str]] = [
 def test_options_have_types(name: str, value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{name}: {message}"):
         autopar.Options(**{name: value})
+
+
+READ: dict[str, tuple[str, Any]] = {  # of the command line
+    "zero": ("3", 3), "micro_batches": ("4", 4), "whole_ops": ("aten.sinc.default", ("aten.sinc.default",)),
+    "bucket_bytes": ("1e6", 10**6), "schedule": ("zb_h1", "zb_h1"), "cuts": ("a, b", ("a", "b")), "chunks": ("2", 2),
+    "slices": ("9,7", (9, 7)), "gathers": ("layer", "layer"), "memory_limit": ("80e9", 80 * 10**9),
+    "attention": ("ring+token_ring", "ring+token_ring"), "layout": ("zigzag", "zigzag"),
+    "topology": ("cp=ring", "cp=ring"), "batch_dims": ("x=1,past.0=none", (("past.0", None), ("x", 1))),
+}  # fmt: skip
+
+
+def test_the_command_line_takes_every_option() -> None:
+    """One declaration: what a text means, what holds without it, and the words of both."""
+    parser = argparse.ArgumentParser()
+    add_model(parser, seq=16, batch=None, dtype="float64")
+    given = ["--config", "x", "--mesh", "dp=2"]
+    assert asked_options(parser.parse_args(given)) == autopar.Options()
+    for name, (text, _) in READ.items():
+        given += [f"--{name.replace('_', '-')}", text]
+    found = asked_options(parser.parse_args([*given, "--sequence-parallel"]))
+    assert found == autopar.Options(sequence_parallel=True, **{name: value for name, (_, value) in READ.items()})
+    assert {*READ, "sequence_parallel"} == set(DECLARED)
+    text = " ".join(parser.format_help().split()).replace("- ", "-")
+    for name, option in DECLARED.items():
+        assert option.help.replace("- ", "-") in text and f"\n{name}: {option.help}" in str(autopar.Options.__doc__)
 
 
 def test_options_take_what_means_the_same() -> None:

@@ -76,6 +76,7 @@ def test_every_file_of_passes_has_a_part() -> None:
 
 def test_the_page_of_passes_is_up_to_date(generator: ModuleType) -> None:
     assert generator.main(["--check"]) == 0, "docs/passes.md is out of date; run make docs"
+    assert script("make_options").main(["--check"]) == 0, "docs/options.md is out of date; run make docs"
 
 
 # --- pages that run ---------------------------------------------------------------------------------------

@@ -11,10 +11,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from autopar.attention.layouts import LAYOUTS
 from autopar.cli.command import Command
-from autopar.cli.shared_arguments import positive
+from autopar.cli.shared_arguments import add_option, positive
 from autopar.cost.hardware import DEFAULT, DEVICES
+from autopar.options import DECLARED
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -37,8 +37,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--topology", default="switch", metavar="KIND[:B/S[:S]]", help="ring, mesh or switch (default: %(default)s)")
     add("--bandwidth", type=float, metavar="B/S", help="bytes per second of a link (default: the device's)")
     add("--latency", type=float, metavar="S", help="seconds of a message (default: the device's)")
-    add("--attention", default="auto", metavar="NAME", help="an algorithm, or FORWARD+BACKWARD (default: the fastest)")
-    add("--layout", choices=("auto", *LAYOUTS), default="auto", help="how the sequence is dealt (default: the faster)")
+    add_option(parser, DECLARED["attention"])
+    add_option(parser, DECLARED["layout"])
     add("--svg", type=Path, metavar="FILE", help="draw the timelines of all algorithms")
 
 

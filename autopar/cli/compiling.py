@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 
 from autopar.compile.model import compile_model
 from autopar.ir.mesh import Mesh
-from autopar.options import Options
+from autopar.options import DECLARED, Options
 from autopar.rewrite.compilation import Compilation, Observer
 from autopar.steps.graphs import Compiled
 
@@ -26,11 +26,7 @@ def asked_mesh(text: str) -> Mesh:
 
 def asked_options(args: argparse.Namespace) -> Options:
     """Of the arguments of `autopar.cli.shared_arguments.add_model`."""
-    names = (
-        "zero", "sequence_parallel", "micro_batches", "schedule", "cuts", "chunks", "slices", "memory_limit", "gathers",
-        "attention", "layout", "topology",
-    )  # fmt: skip
-    return Options(**{name: getattr(args, name) for name in names})
+    return Options(**{name: getattr(args, name) for name in DECLARED})
 
 
 def compile_config(args: argparse.Namespace, observers: Sequence[Observer]) -> tuple[str, Compiled]:

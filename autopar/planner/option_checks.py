@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from autopar.adapters.operators import OpOverload
 from autopar.attention.algorithm_table import ALGORITHMS
 from autopar.cost.topology import Topologies
 from autopar.ir.mesh import Mesh
+from autopar.options import DECLARED, Options
 from autopar.schedule.request import SCHEDULES
 
 
-def check_names(options: Any) -> None:
+def check_names(options: Options) -> None:
     """Names of things that are registered: a misspelled one is an error on any mesh. Raises ValueError."""
     if options.schedule:
         SCHEDULES[options.schedule]
@@ -25,27 +24,17 @@ def check_names(options: Any) -> None:
             raise ValueError(f"whole_ops: no operator {name!r}; their names are such as 'aten.cumsum.default'")
 
 
-# The axes with which an option counts; without any of them it would be ignored.
-AXES_OF = {
-    "zero": ("dp", "cp"),
-    "sequence_parallel": ("tp",),
-    **dict.fromkeys(("schedule", "cuts", "chunks", "slices", "gathers", "memory_limit"), ("pp",)),
-    **dict.fromkeys(("attention", "layout", "topology"), ("cp",)),
-}
-
-
-def check_used(options: Any, mesh: Mesh) -> None:
+def check_used(options: Options, mesh: Mesh) -> None:
     """Options without an axis that they are about: whoever sets one expects that it does something. An axis of one rank
     will do, so that a script runs on meshes of all sizes. Raises ValueError."""
-    default = type(options)()
-    for name, axes in AXES_OF.items():
-        value = getattr(options, name)
-        if value != getattr(default, name) and not any(axis in mesh.sizes for axis in axes):
+    for name, option in DECLARED.items():
+        value, axes = getattr(options, name), option.axes
+        if axes and value != option.default and not any(axis in mesh.sizes for axis in axes):
             raise ValueError(
                 f"{name}: counts with an axis {' or '.join(axes)} only, found {name}={value!r} on the mesh {mesh}; "
                 f"leave it out, or add such an axis"
             )
-    if options.gathers != default.gathers and options.zero == 0:
+    if options.gathers != DECLARED["gathers"].default and options.zero == 0:
         raise ValueError(
             f"gathers: says when parameters that ZeRO cuts are gathered, found gathers={options.gathers!r} with "
             "zero=0; leave it out, or set zero=3"

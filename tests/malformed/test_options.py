@@ -8,7 +8,8 @@ from typing import Any
 import autopar
 from autopar.compile.model import compile_model
 from autopar.ir.mesh import Mesh
-from autopar.planner.option_checks import AXES_OF, check_used
+from autopar.options import DECLARED
+from autopar.planner.option_checks import check_used
 from tests.malformed import judge
 from tests.malformed.judge import ANY, Case, failures
 from tests.plain_models import Net, build, numbers
@@ -41,13 +42,13 @@ def test_options_without_the_axis_that_they_are_about() -> None:
         "gathers": {"gathers": "layer", "zero": 3}, "attention": {"attention": "ring"}, "layout": {"layout": "zigzag"},
         "topology": {"topology": "ring"},
     }  # fmt: skip
-    assert values.keys() == AXES_OF.keys()
+    assert values.keys() == {name for name, option in DECLARED.items() if option.axes}
     axes = ("pp", "dp", "cp", "tp")
     for name, options in values.items():
         for axis in axes:
             mesh = Mesh.of(**{"dp": 2, axis: 1})
             problem = _refusal(autopar.Options(**options), mesh)
-            if axis in AXES_OF[name] or "dp" in AXES_OF[name]:
+            if {axis, "dp"} & set(DECLARED[name].axes):
                 assert problem == "", (name, mesh)
             else:
                 assert problem.startswith(f"{name}: counts with an axis ") and judge.unclear(problem) == "", problem
