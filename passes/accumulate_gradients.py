@@ -18,19 +18,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from autopar.ir.graph import add_placeholder, copy_graph, insert_call, is_call, output_node, outputs, remove_dead_code
+from autopar.ops.traits import PASSING, SUMS
 from autopar.passes.own_gradients import own_gradients
 
-aten, ops = torch.ops.aten, torch.ops.autopar
-
-SUMS = (ops.all_reduce.default, ops.reduce_scatter.default)
-PASSING = (
-    aten.view.default,
-    aten.t.default,
-    aten.transpose.int,
-    aten.permute.default,
-    aten._to_copy.default,
-    aten.clone.default,
-)
+aten = torch.ops.aten
 
 
 def split_accumulation(gm: GraphModule) -> tuple[GraphModule, GraphModule]:

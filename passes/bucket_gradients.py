@@ -22,6 +22,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from autopar.ir.graph import insert_call, is_call, nbytes, output_node, shape
+from autopar.ops.traits import PASSING
 from autopar.options import Options
 from autopar.rewrite.compilation import Compilation
 
@@ -71,14 +72,7 @@ def _is_gradient_sum(node: Node) -> bool:
 
 
 def _ends_in_output(node: Node) -> bool:
-    passing = (
-        torch.ops.autopar.all_reduce.default,
-        aten.view.default,
-        aten.t.default,
-        aten.transpose.int,
-        aten._to_copy.default,
-        aten.clone.default,
-    )
+    passing = (torch.ops.autopar.all_reduce.default, *PASSING)
     return bool(node.users) and all(
         u.op == "output" or (is_call(u, *passing) and _ends_in_output(u)) for u in node.users
     )

@@ -28,7 +28,8 @@ from autopar.ir.flow import Flow
 from autopar.ir.graph import add_placeholder, ancestors, copy_node, has_gradient, is_call, outputs
 from autopar.ir.own_backward import parts_of_token
 from autopar.ops.gradient import OWN_BACKWARD
-from autopar.passes.joint import VIEWS, part_of_view
+from autopar.ops.traits import is_view
+from autopar.passes.joint import part_of_view
 from autopar.passes.slice_tokens import of_slice
 from autopar.schedule.order import Hop
 
@@ -169,7 +170,7 @@ class _Cutter:
     @staticmethod
     def _is_view(node: Node) -> bool:
         """A view of what a prologue made is made again where it is used: sent through, it would be written out."""
-        return bool(node.all_input_nodes) and (node.target in VIEWS or part_of_view(node))
+        return bool(node.all_input_nodes) and (is_view(node.target) or part_of_view(node))
 
     def refuse_split_backwards(self) -> None:
         """Raises ValueError for a function of parameters alone that several parts would make again: each would run its

@@ -24,12 +24,11 @@ from torch.fx import GraphModule, Node
 from autopar.ir.conversions import is_conversion
 from autopar.ir.graph import ancestors, has_gradient, output_node, outputs, placeholders
 from autopar.ir.placement import conversion, parse_placement
-from autopar.passes.joint import VIEWS, Joint, part_of_view
+from autopar.ops.traits import PRODUCTS, aliases
+from autopar.passes.joint import Joint, part_of_view
 from autopar.steps.graphs import Stage, StepGraph, StepGraphs
 
 aten = torch.ops.aten
-# Products of values with more than two dims end in a view of a product of matrices.
-RESHAPED = {aten.reshape.default, aten.linear.default, aten.matmul.default}
 FIXED = ("parameter", "buffer", "constant")
 
 
@@ -211,7 +210,8 @@ def _may_alias(value: Node) -> bool:
     """Whether an output may share storage with an input or with another value."""
     if is_conversion(value):
         return conversion(*map(parse_placement, map(str, value.args[-2:]))) in ("none", "slice")
-    return value.op == "placeholder" or value.target in VIEWS | RESHAPED or part_of_view(value)
+    # products of values with more than two dims end in a view of a product of matrices
+    return value.op == "placeholder" or value.target in PRODUCTS or aliases(value.target) or part_of_view(value)
 
 
 __all__ = ["StepGraphs", "differentiate", "differentiate_part", "lowered", "own_outputs"]

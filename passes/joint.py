@@ -11,46 +11,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
-import torch
 from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.lazy import graph_module
 from autopar.ir.graph import add_placeholder, ancestors, copy_node, is_call, output_node, outputs, placeholders
+from autopar.ops.traits import is_cheap, is_view
 from autopar.passes.own_gradients import own_gradients
 from autopar.passes.trace_joint import joint_graph
 from autopar.steps.graphs import StepGraph
-
-aten = torch.ops.aten
-
-# A view costs nothing to make again, and saving it would keep its base alive anyway.
-VIEWS = {
-    getattr(aten, name).default
-    for name in (
-        "view",
-        "t",
-        "permute",
-        "expand",
-        "unsqueeze",
-        "alias",
-        "detach",
-        "_unsafe_view",
-        "squeeze",
-        "diagonal",
-    )
-} | {
-    aten.transpose.int,
-    aten.slice.Tensor,
-    aten.select.int,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.split_with_sizes.default,
-}
-VIEWS |= {aten.split.Tensor, aten.unbind.int}
-
-# Made again although they are no views: what they join is kept anyway.
-REMADE: set[Any] = {torch.ops.autopar.extend.default}
 
 
 class Joint:
@@ -114,7 +83,7 @@ class Joint:
         return sorted(saved, key=self.order.__getitem__)
 
     def _is_remade(self, x: Node) -> bool:
-        cheap = x.target in VIEWS or x.target in REMADE or part_of_view(x) or not x.all_input_nodes
+        cheap = is_cheap(x.target) or part_of_view(x) or not x.all_input_nodes
         return cheap or x in self.parameter_only or not self._made_by_forward(x)
 
     def _made_by_forward(self, x: Node) -> bool:
@@ -187,4 +156,4 @@ class Joint:
 
 def part_of_view(node: Node) -> bool:
     """getitem of a split: a view as well."""
-    return is_call(node, operator.getitem) and isinstance(node.args[0], Node) and node.args[0].target in VIEWS
+    return is_call(node, operator.getitem) and isinstance(node.args[0], Node) and is_view(node.args[0].target)

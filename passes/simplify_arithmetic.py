@@ -26,9 +26,9 @@ from autopar.rewrite.compilation import Compilation
 
 aten = torch.ops.aten
 
-PRODUCTS = (aten.mul.Tensor, aten.mul.Scalar)
-QUOTIENTS = (aten.div.Tensor, aten.div.Scalar)
-SUMS = (aten.add.Tensor, aten.add.Scalar)
+MULTIPLIED = (aten.mul.Tensor, aten.mul.Scalar)
+DIVIDED = (aten.div.Tensor, aten.div.Scalar)
+ADDED = (aten.add.Tensor, aten.add.Scalar)
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,14 @@ class SimplifyArithmetic:
 
 def _neutral(gm: GraphModule, node: Node) -> Node | None:
     """pow(x, 1), mul(x, 1), div(x, 1), and x + 0 of integers (a float's -0 would change) -> x"""
-    if not is_call(node, aten.pow.Tensor_Scalar, *PRODUCTS, *QUOTIENTS, *SUMS) or _is_output(node):
+    if not is_call(node, aten.pow.Tensor_Scalar, *MULTIPLIED, *DIVIDED, *ADDED) or _is_output(node):
         return None
     x, other = node.args
     if not isinstance(x, Node) or isinstance(other, Node):
         return None
     value, result = x.meta["val"], node.meta["val"]
-    neutral = 0 if is_call(node, *SUMS) and not value.is_floating_point() else 1
-    if is_call(node, *SUMS) and neutral:
+    neutral = 0 if is_call(node, *ADDED) and not value.is_floating_point() else 1
+    if is_call(node, *ADDED) and neutral:
         return None
     return x if other == neutral and value.dtype == result.dtype else None
 
@@ -76,7 +76,7 @@ def _double_transpose(gm: GraphModule, node: Node) -> Node | None:
 
 def _quotient_of_expanded(gm: GraphModule, node: Node) -> Node | None:
     """div(expand(m), n) -> expand(div(m, n))"""
-    if not is_call(node, *QUOTIENTS):
+    if not is_call(node, *DIVIDED):
         return None
     expanded, divisor = node.args[:2]
     if isinstance(divisor, Node) or not is_call(expanded, aten.expand.default) or _is_output(node):  # type: ignore[arg-type]

@@ -17,13 +17,13 @@ from typing import ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.adapters.operators import OpOverload, returns_alias
+from autopar.adapters.operators import OpOverload
 from autopar.ir.graph import is_call, remove_dead_code
+from autopar.ops.traits import PASSING, SILENT_VIEWS, aliases, is_view
 from autopar.rewrite.compilation import Compilation
 
 aten = torch.ops.aten
 
-RESHAPING = (aten.view.default, aten._unsafe_view.default, aten.expand.default)
 GRADIENT_OF = torch.ops.autopar.with_gradient_of.default
 IDENTITIES = (aten.detach.default, aten.alias.default, GRADIENT_OF)
 
@@ -54,7 +54,7 @@ class SimplifyViews:
 def _changes_nothing(node: Node) -> bool:
     if is_call(node, *IDENTITIES):
         return True
-    if not is_call(node, *RESHAPING):
+    if node.target not in PASSING or not is_view(node.target):
         return False
     source, result = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
     return bool(source.shape == result.shape and source.stride() == result.stride())
@@ -69,5 +69,5 @@ def _bypass(node: Node) -> None:
 
 
 def _is_new(node: Node) -> bool:
-    made = node.op == "call_function" and isinstance(node.target, OpOverload) and not returns_alias(node.target)
+    made = isinstance(node.target, OpOverload) and (node.target in SILENT_VIEWS or not aliases(node.target))
     return made and all(user.op != "output" for user in node.users)

@@ -23,10 +23,9 @@ from torch.fx import Graph, GraphModule, Node
 from autopar.adapters.lazy import graph_module
 from autopar.ir.graph import add_placeholder, describe
 from autopar.ir.mesh import TokenSlice
-from autopar.ops.collectives import COLLECTIVES, LOCAL
+from autopar.ops.traits import COLLECTIVES, LOCAL
 
 LENGTH, START = "slice_length", "slice_start"
-_COLLECTIVES = (*COLLECTIVES, *LOCAL)
 
 _SAMPLES = (  # (length, start) of four slices, for at least so many tokens
     (12, ((5, 4), (7, 4), (5, 6), (3, 9))),
@@ -113,7 +112,11 @@ class _Merge:
             if values not in self.copies:
                 raise ValueError(_refusal(f"{describe(row[0])} has different operands"))
             return self.copies[values]
-        if row[0].target in _COLLECTIVES and isinstance(first, list) and len({_ratio(v) for v in values}) == 1:
+        if (
+            row[0].target in (*COLLECTIVES, *LOCAL)
+            and isinstance(first, list)
+            and len({_ratio(v) for v in values}) == 1
+        ):
             return first if all(v == first for v in values) else list(_ratio(first))
         if isinstance(first, (list, tuple)) and all(
             isinstance(v, (list, tuple)) and len(v) == len(first) for v in values

@@ -18,11 +18,10 @@ from torch.fx import GraphModule, Node
 
 from autopar.ir.graph import arguments, insert_call, is_call, set_argument, shape
 from autopar.ir.placement import Placement, Shard
+from autopar.ops.traits import CONVOLUTIONS, PERMUTED
 from autopar.rewrite.compilation import Compilation
 
 aten = torch.ops.aten
-CONVOLUTIONS = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
-_TRANSPOSED = (aten.t.default, aten.transpose.int)
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class SplitBiases:
 
 
 def _behind_transpose(weight: Node) -> tuple[Node, bool]:
-    if is_call(weight, *_TRANSPOSED) and isinstance(weight.args[0], Node) and len(shape(weight)) == 2:
+    if is_call(weight, *PERMUTED) and isinstance(weight.args[0], Node) and len(shape(weight)) == 2:
         return weight.args[0], True
     return weight, False
 

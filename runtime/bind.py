@@ -16,12 +16,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
 
-from autopar.adapters.operators import OpOverload, argument_defaults, name_of, returns_alias
-from autopar.ops.collectives import COLLECTIVES, LOCAL
+from autopar.adapters.operators import OpOverload, argument_defaults, name_of
+from autopar.ops.traits import COLLECTIVES, LOCAL, aliases
 from autopar.runtime import comm
 from autopar.runtime.attention_comm import OPERATORS, Comms
 from autopar.runtime.calls import shorten
@@ -170,9 +169,6 @@ def lambda_named(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
     return fn
 
 
-_ALIASING = (torch.ops.aten._unsafe_view.default, torch.ops.autopar.shard_slice.default)  # say nothing in the schema
-
-
 def _is_temporary(x: Node, user: Node) -> bool:
     """Whether ``user`` may overwrite x: nobody else sees its storage, and it is no input of the graph."""
     while True:
@@ -190,7 +186,4 @@ def _is_temporary(x: Node, user: Node) -> bool:
 
 
 def _returns_alias(node: Node) -> bool:
-    target = node.target
-    if not isinstance(target, OpOverload) or target in _ALIASING:
-        return True
-    return returns_alias(target)
+    return not isinstance(node.target, OpOverload) or aliases(node.target)

@@ -16,16 +16,12 @@ from torch.distributed.tensor import DTensor
 
 from autopar.adapters.dtensor import local_of, record_of
 from autopar.adapters.operators import name_of
+from autopar.ops.traits import is_elementwise
 from autopar.runtime.failures import explained
 from autopar.runtime.sharded_tensor import ShardedTensor, reduction_groups
 
 aten = torch.ops.aten
 
-# Elementwise without the tag that says so: they keep the layout of the first operand.
-ELEMENTWISE = {
-    aten.clone, aten.detach, aten.alias, aten.copy_, aten._to_copy, aten.zeros_like, aten.ones_like, aten.empty_like,
-    aten.full_like, aten.fill_, aten.zero_, aten.lift_fresh, aten.native_dropout, aten.contiguous,
-}  # fmt: skip
 SCALAR_RESULT = {
     aten.sum: ("sum", dist.ReduceOp.SUM),
     aten.amax: ("max", dist.ReduceOp.MAX),
@@ -62,7 +58,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _foreach(func, args, kwargs)
     if packet is aten.view and list(args[1]) == list(args[0].shape):
         return args[0].like(local_of(args[0]).view_as(local_of(args[0])))
-    if torch.Tag.pointwise in func.tags or packet in ELEMENTWISE:
+    if is_elementwise(func):
         return _elementwise(func, args, kwargs)
     raise refused(func, next(a for a in _flat((args, kwargs)) if isinstance(a, ShardedTensor)))
 

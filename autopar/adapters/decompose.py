@@ -27,6 +27,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from autopar.adapters.operators import mutates, returns_alias
+
 _REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
 
 
@@ -64,7 +66,7 @@ def _copied(gm: GraphModule, graph: Graph, known: dict[Node, Any], table: Mappin
             known[node] = known[node.args[0]][node.args[1]]
         else:
             known[node] = _call(node, graph, known, table)
-            if _writes(node):
+            if mutates(node.target):
                 known[node.args[0]] = known[node]
     raise AssertionError("a graph returns")
 
@@ -79,15 +81,11 @@ def _call(node: Node, graph: Graph, known: Mapping[Node, Any], table: Mapping[An
         return _traced(torch.ops.aten.clone.default, node, graph, known)
     if node.target is torch.ops.aten.detach_.default and node.all_input_nodes[0].target in _LIFTS:
         return known[node.all_input_nodes[0]]
-    if _writes(node):
+    if mutates(node.target):
         return _functional(node, graph, known)
     if _is_cia_op(node.target) and not _is_preservable_cia_op(node.target):
         return _traced(node.target, node, graph, known)
     return graph.node_copy(node, known.__getitem__)
-
-
-def _writes(node: Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def _functional(node: Node, graph: Graph, known: Mapping[Node, Any]) -> Any:
@@ -111,7 +109,7 @@ def _may_alias(node: Node) -> bool:
         return _may_alias(node.args[0])
     if not isinstance(node.target, OpOverload):
         return node.op == "call_function"
-    return _is_cia_op(node.target) or any(r.alias_info is not None for r in node.target._schema.returns)
+    return _is_cia_op(node.target) or returns_alias(node.target)
 
 
 def _inlined(node: Node, gm: GraphModule, graph: Graph, known: Mapping[Node, Any], table: Mapping[Any, Any]) -> Any:
@@ -143,7 +141,7 @@ def _traced(target: OpOverload, node: Node, graph: Graph, known: Mapping[Node, A
     for inner in body.graph.nodes:
         if inner.op in ("placeholder", "output"):
             continue
-        if inner.op != "call_function" or _writes(inner):
+        if inner.op != "call_function" or mutates(inner.target):
             raise _NotKnown
         copies[inner] = graph.node_copy(inner, copies.__getitem__)
         _keep_metas(copies[inner], node)

@@ -23,14 +23,15 @@ from torch import Tensor
 from torch.fx import Node
 
 import autopar.ops  # noqa: F401  (registers the operators that the table names)
-from autopar.adapters.operators import OpOverload, mutates, name_of, returns_alias
+from autopar.adapters.operators import OpOverload, mutates, name_of
 from autopar.attention.operator import attention_of_piece
 from autopar.cost.hardware import DEFAULT, Device
 from autopar.cost.traffic import transfer
 from autopar.ir.conversions import convert, exchange
 from autopar.ir.graph import arguments, is_call, tensor_operands
 from autopar.ir.mesh import Mesh
-from autopar.ops.collectives import COLLECTIVES
+from autopar.ir.storages import shares_storage
+from autopar.ops.traits import COLLECTIVES
 from autopar.ops.vocabulary import embedding_of_piece
 
 Arguments = dict[str, Any]
@@ -188,7 +189,6 @@ for _kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention
 
 # They read as much of their operands as they return, not the whole.
 _LOOKUPS = ("aten::embedding", "aten::index_select", "aten::gather", "aten::index", "autopar::shard_slice")
-_VIEWS = ("aten::_unsafe_view",)  # views whose schemas do not tell
 _FREE = (operator.getitem, convert, exchange, *COLLECTIVES)
 
 
@@ -198,12 +198,9 @@ def _name(node: Node) -> str:
 
 def _is_free(node: Node) -> bool:
     """Whether a node computes nothing: inputs, views, and transfers, which `node_seconds` counts by their bytes."""
-    if node.op != "call_function" or is_call(node, *_FREE) or _name(node) in _VIEWS:
+    if node.op != "call_function" or is_call(node, *_FREE):
         return True
-    if not isinstance(node.target, OpOverload) or mutates(node.target) or not returns_alias(node.target):
-        return False
-    operands = tensor_operands(node)
-    return not operands or _dtype(operands[0]) == _dtype(node)  # `to` is a view only where the dtype stays
+    return shares_storage(node) and not mutates(node.target) and not _is_lookup(node)
 
 
 def _is_lookup(node: Node) -> bool:

@@ -12,30 +12,12 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from autopar.adapters.export import line_of
+from autopar.ops.traits import PRODUCTS
 
 aten = torch.ops.aten
 
 # All floating operands have one dtype.
-PRODUCTS = {
-    aten.linear.default,
-    aten.matmul.default,
-    aten.mm.default,
-    aten.bmm.default,
-    aten.mv.default,
-    aten.dot.default,
-    aten.addmm.default,
-    aten.baddbmm.default,
-    aten.einsum.default,
-    aten.bilinear.default,
-    aten.conv1d.default,
-    aten.conv2d.default,
-    aten.conv3d.default,
-    aten.convolution.default,
-    aten.conv_transpose1d.default,
-    aten.conv_transpose2d.input,
-    aten.complex.default,
-    aten.polar.default,
-}
+ONE_DTYPE = PRODUCTS - {torch.ops.autopar.grouped_mm.default} | {aten.complex.default, aten.polar.default}
 # So have these, but that half precision may meet float32 weights.
 NORMS = {aten.layer_norm.default, aten.group_norm.default}
 HALVES = (torch.bfloat16, torch.float16)
@@ -51,7 +33,7 @@ def check_dtypes(graph: Graph, names: Mapping[str, str]) -> None:
     losses refuse. ``names``: of placeholders, as the user
     knows them."""
     for node in graph.nodes:
-        if node.target in PRODUCTS or node.target in NORMS:
+        if node.target in ONE_DTYPE or node.target in NORMS:
             operands = [x for x in node.all_input_nodes if isinstance(x.meta.get("val"), Tensor)]
             dtypes = {x.meta["val"].dtype for x in operands}
             mixed = node.target in NORMS and dtypes in [{half, torch.float32} for half in HALVES]

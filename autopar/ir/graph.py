@@ -16,7 +16,7 @@ from autopar.adapters.lazy import graph_module
 from autopar.adapters.operators import OpOverload, argument_defaults
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import INVARIANT, Pieces, Placement, nested_shape
-from autopar.ops.gradient import HOLE
+from autopar.ops.traits import STOPS_GRADIENT
 
 
 def is_call(node: Node, *targets: Any) -> bool:
@@ -122,9 +122,6 @@ def has_gradient(node: Node) -> bool:
     return bool(node.meta.get("has_gradient", False))
 
 
-_NO_GRADIENT = (torch.ops.aten.detach.default, HOLE)
-
-
 def mark_gradients(gm: GraphModule, trainable: Iterable[str]) -> None:
     """meta['has_gradient']: a floating value that depends on a trainable parameter, not through a detach."""
     names = set(trainable)
@@ -137,7 +134,7 @@ def mark_gradients(gm: GraphModule, trainable: Iterable[str]) -> None:
 
 def passes_gradient(node: Node) -> bool:
     """Whether a gradient flows into the result of a call, as marked at its operands."""
-    from_operand = any(has_gradient(x) for x in tensor_operands(node)) and node.target not in _NO_GRADIENT
+    from_operand = any(has_gradient(x) for x in tensor_operands(node)) and node.target not in STOPS_GRADIENT
     return from_operand and any(v.dtype.is_floating_point or v.dtype.is_complex for v in values(node))
 
 

@@ -14,18 +14,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.adapters.operators import OpOverload, returns_alias
 from autopar.ir.graph import arguments, is_call, output_node, outputs, placeholders
+from autopar.ops import traits
 
 Storage = tuple[Node, int]  # the node that allocates it, and which of its results it is
-
-# Views that their schemas do not tell of.
-_SILENT_VIEWS = (
-    torch.ops.aten._unsafe_view.default,
-    torch.ops.aten.unsafe_split.Tensor,
-    torch.ops.aten.unsafe_split_with_sizes.default,
-    torch.ops.aten.unsafe_chunk.default,
-)
 
 
 def bytes_of(nodes: Iterable[Node]) -> int:
@@ -68,11 +60,17 @@ def _base(node: Node) -> Node | None:
         return None
     if is_call(node, torch.ops.autopar.shard_slice.default):
         return node.all_input_nodes[0] if not arguments(node)["blocks"] else None
-    is_view = isinstance(node.target, OpOverload) and returns_alias(node.target)
-    return node.all_input_nodes[0] if is_view or node.target in _SILENT_VIEWS else None
+    base = node.all_input_nodes[0]
+    # `to` is a view only where the dtype stays
+    shares = traits.is_view(node.target) or (traits.aliases(node.target) and _dtype(node) == _dtype(base))
+    return base if shares else None
 
 
-def is_view(node: Node) -> bool:
+def _dtype(node: Node) -> Any:
+    return getattr(_results(node)[0], "dtype", None)
+
+
+def shares_storage(node: Node) -> bool:
     """Whether a call allocates nothing."""
     return is_call(node, operator.getitem) or _base(node) is not None
 

@@ -21,11 +21,6 @@ _library.define(
 _library.define("shard_slice(Tensor x, int dim, int[] blocks, str axis, int size) -> Tensor")
 _library.define("shard_pad(Tensor x, int dim, int[] blocks, str axis, int size) -> Tensor")
 
-COLLECTIVES = tuple(
-    getattr(torch.ops.autopar, name).default for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-)
-LOCAL = (torch.ops.autopar.shard_slice.default, torch.ops.autopar.shard_pad.default)
-
 
 def _resized(x: Tensor, dim: int, size: int) -> Tensor:
     shape = list(x.shape)

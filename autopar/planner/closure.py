@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 from autopar.ir.graph import describe, getitem_index, global_shape, is_call, nbytes, tensor_operands, values
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Shard
+from autopar.ops.traits import PRODUCTS
 from autopar.rules import Cat, Cut, Rule, RuleError, has_rule, rule_of
 
 # A slice of their result is free, and what is before them stays whole: kv heads repeated for more ranks than heads.
@@ -244,16 +245,6 @@ class _Search:
         if call.target in PRODUCTS:
             weights = [x for x in tensor_operands(call) if x in self.analysis.from_parameter]
             self.closure.products += min((x.meta["val"].numel() for x in weights), default=0)
-
-
-PRODUCTS = (
-    torch.ops.aten.linear.default,
-    torch.ops.aten.matmul.default,
-    torch.ops.aten.conv1d.default,
-    torch.ops.aten.conv2d.default,
-    torch.ops.aten.conv3d.default,
-    torch.ops.autopar.grouped_mm.default,
-)
 
 
 def suggestions(rule: Rule, dims: tuple, shard: Shard) -> list[tuple[int, ...]]:  # type: ignore[type-arg]

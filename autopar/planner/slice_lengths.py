@@ -14,7 +14,7 @@ from autopar.cost.flops import flops
 from autopar.cost.hardware import DEFAULT, Device
 from autopar.ir.graph import arguments, describe, is_call, nbytes, shape, tensor_operands
 from autopar.ir.mesh import Mesh
-from autopar.ir.storages import is_view
+from autopar.ir.storages import shares_storage
 from autopar.options import Options
 from autopar.planner.tera_pipe_slices import best_slices
 
@@ -107,7 +107,7 @@ class SliceEstimate:
         self.rows: list[tuple[float, float, float, float, float]] = []
         self.launch, self.wire = device.launch, 0.0
         for node in nodes:
-            if is_view(node):
+            if shares_storage(node):
                 continue
             attention = is_call(node, ATTENTION)
             speed, share = device.speed(_dtype(node)), 1.0 / (total * micro_batches)

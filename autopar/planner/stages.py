@@ -16,7 +16,7 @@ from autopar.ir.flow import Flow, flow_of
 from autopar.ir.graph import ancestors, nbytes
 from autopar.ir.mesh import Mesh
 from autopar.ir.parameter import ParameterSpec
-from autopar.ir.storages import is_view
+from autopar.ir.storages import shares_storage
 from autopar.options import Options
 from autopar.plan import PipelinePlan
 from autopar.planner.balance import UnitCosts, balance
@@ -143,7 +143,7 @@ class _Planner:
         for unit in units:
             names = {self.names[x.name] for n in unit.nodes for x in self._parameters_behind(n)} - seen
             seen |= names
-            made = sum(nbytes(n) for n in unit.nodes if not is_view(n))
+            made = sum(nbytes(n) for n in unit.nodes if not shares_storage(n))
             static = static_bytes(self.specs, sorted(names), self.mesh)
             out.append(UnitCosts(seconds_of(unit.nodes), static, made // shares))
         return out

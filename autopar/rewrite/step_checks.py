@@ -18,7 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from autopar.ir.graph import arguments, describe, outputs, placeholders
-from autopar.ops.collectives import COLLECTIVES
+from autopar.ops.traits import COLLECTIVES
 from autopar.rewrite.compilation import Compilation
 
 Result = tuple[tuple[int, ...], torch.dtype] | None  # shape and dtype of an output; None: no value

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from autopar.ops.traits import is_random
 from autopar.rewrite.build import shape_of
 
 LARGEST = 2**24  # entries of a mask: larger ones are left as they are
@@ -67,8 +68,7 @@ def _behind(mask: Node) -> list[Node] | None:
             continue
         value = node.meta.get("val")
         small = isinstance(value, Tensor) and value.numel() <= LARGEST
-        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        if node.op != "call_function" or not small or random:
+        if node.op != "call_function" or not small or is_random(node.target):
             return None
         found[node] = None
         todo += node.all_input_nodes

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.adapters.operators import OpOverload
 from autopar.ir.graph import arguments, describe, set_argument
 from autopar.ir.signature import InputSpec
+from autopar.ops.traits import DROPOUTS, is_random
 from autopar.rewrite.build import Build, calls, operand
 
 aten = torch.ops.aten
-_DROPOUTS = (aten.dropout.default, aten.native_dropout.default)
 
 
 def number_dropouts(gm: GraphModule, fake_mode: Any) -> None:
@@ -29,7 +28,7 @@ def number_dropouts(gm: GraphModule, fake_mode: Any) -> None:
     seed: Node | None = None
     site = 0
     for node in list(gm.graph.nodes):
-        if calls(node, *_DROPOUTS):
+        if calls(node, *DROPOUTS):
             known = arguments(node)
             train = known["train"] if known["train"] is not None else True
             rate = float(known["p"])
@@ -77,9 +76,7 @@ def _add_seed(gm: GraphModule, fake_mode: Any) -> Node:
 
 
 def _refuse_random(node: Node) -> None:
-    target = node.target
-    random = isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
-    if random and node.users:
+    if is_random(node.target) and node.users:
         raise ValueError(
             f"normalize: random numbers must not depend on how the graph is cut, found {describe(node)}; use "
             "torch.nn.functional.dropout, set the rate to 0, or capture with train=False"

@@ -26,13 +26,13 @@ import torch
 from torch.fx import Node
 
 from autopar.ir.graph import arguments
+from autopar.ops.traits import PERMUTED
 from autopar.passes.normalize.attention_calls import FoundFacts, additive, attend
 from autopar.passes.normalize.constant_masks import LEAST
 from autopar.passes.normalize.empty_rows import NEVER, WrittenMask, outcome
 from autopar.rewrite.build import Build, calls, operand, shape_of, value_of
 
 aten = torch.ops.aten
-PERMUTED = (aten.transpose.int, aten.permute.default)
 
 
 @dataclass(frozen=True)
@@ -277,6 +277,6 @@ def _order(x: Node) -> list[int]:
     if "dims" in known:
         return [d % rank for d in known["dims"]]
     order = list(range(rank))
-    a, b = known["dim0"] % rank, known["dim1"] % rank
+    a, b = known.get("dim0", 0) % rank, known.get("dim1", 1) % rank  # t names none
     order[a], order[b] = b, a
     return order

@@ -1,0 +1,123 @@
+"""What an operator is. Every pass, cost and check that asks one of these questions asks it here.
+
+Each trait is of the target of a call. What is no operator (the name of a placeholder, `operator.getitem`) has none.
+
+    is_view, aliases, SILENT_VIEWS     whose storage a result has
+    is_cheap                           made again rather than kept
+    PERMUTED, PASSING                  no element changes
+    is_elementwise                     each element of the result comes of one position of the operands
+    PRODUCTS, CONVOLUTIONS             multiply by a weight, or may
+    COLLECTIVES, SUMS, LOCAL           exchange between ranks, or pretend to
+    DROPOUTS, is_random                draw numbers
+    STOPS_GRADIENT                     no gradient goes back through them
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from autopar.adapters.operators import OpOverload, is_composite, mutates, returns_alias
+from autopar.ops import cache, collectives, moe  # noqa: F401  (registers what is named here)
+from autopar.ops.gradient import HOLE
+
+aten, ours = torch.ops.aten, torch.ops.autopar
+
+# Views of which the schema says nothing: autograd need not know of them, whoever overwrites or frees storage must.
+SILENT_VIEWS = {
+    aten._unsafe_view.default,
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
+    aten.unsafe_chunk.default,
+}
+
+
+@functools.cache
+def aliases(target: Any) -> bool:
+    """Whether a result may share storage with an operand: views, what is a view where it can be (reshape, to,
+    contiguous, a rank's slice), and what writes in place. Only a composite product may and not say so (einsum of one
+    operand): step graphs hold none."""
+    if not isinstance(target, OpOverload):
+        return False
+    return returns_alias(target) or target in SILENT_VIEWS or target is ours.shard_slice.default
+
+
+@functools.cache
+def is_view(target: Any) -> bool:
+    """Whether no result has storage of its own, whatever the operands. Composite operators may copy where strides ask
+    for it; they are taken apart before anybody asks about each run."""
+    schema = aliases(target) and not mutates(target) and not is_composite(target)
+    return target in SILENT_VIEWS or (schema and target is not ours.shard_slice.default)
+
+
+def is_cheap(target: Any) -> bool:
+    """Whether it is made again rather than kept: views, which would keep their base alive anyway, and what joins values
+    that are kept anyway."""
+    return is_view(target) or target is ours.extend.default
+
+
+# The same elements, dims in another order.
+PERMUTED = {aten.t.default, aten.transpose.int, aten.permute.default}
+
+# One operand, no element of which changes but in its dtype: a sum goes through, f(a + b) = f(a) + f(b).
+PASSING = PERMUTED | {
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.expand.default,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.alias.default,
+    aten.detach.default,
+    aten.clone.default,
+    aten._to_copy.default,
+}
+
+_ELEMENTWISE = {  # without the tag that says so
+    aten.clone, aten.detach, aten.alias, aten.copy_, aten._to_copy, aten.zeros_like, aten.ones_like, aten.empty_like,
+    aten.full_like, aten.fill_, aten.zero_, aten.lift_fresh, aten.native_dropout, aten.contiguous,
+}  # fmt: skip
+
+
+def is_elementwise(target: OpOverload) -> bool:
+    """Whether it runs on pieces of its operands as on the whole, if they are cut alike; factories of the operand's
+    shape among them."""
+    return torch.Tag.pointwise in target.tags or target.overloadpacket in _ELEMENTWISE
+
+
+CONVOLUTIONS = {aten.conv1d.default, aten.conv2d.default, aten.conv3d.default}
+PRODUCTS = CONVOLUTIONS | {
+    aten.linear.default,
+    aten.matmul.default,
+    aten.mm.default,
+    aten.bmm.default,
+    aten.mv.default,
+    aten.dot.default,
+    aten.addmm.default,
+    aten.addmv.default,
+    aten.addbmm.default,
+    aten.baddbmm.default,
+    aten.einsum.default,
+    aten.bilinear.default,
+    aten.convolution.default,
+    aten.conv_transpose1d.default,
+    aten.conv_transpose2d.input,
+    aten.conv_transpose3d.input,
+    ours.grouped_mm.default,
+}
+
+SUMS = (ours.all_reduce.default, ours.reduce_scatter.default)
+COLLECTIVES = (*SUMS, ours.all_gather.default, ours.all_to_all.default)
+LOCAL = (ours.shard_slice.default, ours.shard_pad.default)  # a rank's part of an exchange in which nobody sends
+
+DROPOUTS = (aten.dropout.default, aten.native_dropout.default)
+STOPS_GRADIENT = (aten.detach.default, HOLE)
+
+
+def is_random(target: Any) -> bool:
+    """Whether it draws numbers from torch's generator: they would depend on how a graph is cut."""
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
