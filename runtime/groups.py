@@ -347,8 +347,6 @@ def agree(
     what: str,
     axis: str | None = None,
     timeout: float | None = None,
-    need: str = "",
-    way_out: str = "give every rank the same model, mesh, options and batch shapes",
 ) -> None:
     """All ranks (or those of my group on ``axis``) must hold the same digest.
 
@@ -358,7 +356,10 @@ def agree(
     ranks = groups.ranks(axis) if axis else list(range(groups.mesh.world_size))
     found = differences(ranks, exchange_texts(groups, digest, what, axis, timeout))
     if found:
-        raise ValueError(f"{need or f'agree: {what} must be the same on all ranks'}, found {found}; {way_out}")
+        raise ValueError(
+            f"agree: {what} must be the same on all ranks, found {found}; give every rank the same model, mesh, "
+            "options and batch shapes"
+        )
 
 
 def exchange_texts(

@@ -6,6 +6,7 @@ So the numbers of any mesh can be checked without processes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,13 +47,24 @@ def simulate(gm: GraphModule, inputs: Sequence[Sequence[Any]], mesh: Mesh) -> li
     raise AssertionError("a graph ends in an output")
 
 
+def group_of(mesh: Mesh, axis: str, rank: int) -> list[int]:
+    """The ranks that share every coordinate with ``rank`` but that of ``axis`` (or a level), in axis order."""
+    here = mesh.coordinate(rank)
+    name, level, count = re.fullmatch(r"(\w+)([%/]?)(\d*)", axis).groups()  # type: ignore[union-attr]
+    along = [r for r in range(mesh.world_size) if all(v == here[a] for a, v in mesh.coordinate(r).items() if a != name)]
+    if not level:
+        return along
+    me, n = along.index(rank), int(count)
+    return along[me // n * n : me // n * n + n] if level == "%" else along[me % n :: n]
+
+
 def _collective(node: Node, env: list[dict[Node, Any]], mesh: Mesh) -> list[torch.Tensor]:
     x = node.args[0]
     run, axis_at = COLLECTIVE[node.target]
     axis = node.args[axis_at]
     out: list[torch.Tensor] = []
     for rank in range(mesh.world_size):
-        group = mesh.group_of(axis, rank)
+        group = group_of(mesh, axis, rank)
         out.append(run([env[r][x] for r in group], group.index(rank), *node.args[1:]))
     return out
 
@@ -62,7 +74,7 @@ def _context(node: Node, env: list[dict[Node, Any]], mesh: Mesh) -> list[tuple[t
     run_one, axis = CONTEXT[node.target], arguments(node)["axis"]
     out: dict[int, tuple[torch.Tensor, ...]] = {}
     for rank in range(mesh.world_size):
-        group = mesh.group_of(axis, rank)
+        group = group_of(mesh, axis, rank)
         if rank == group[0]:
             args = [torch.fx.node.map_arg(node.args, lambda n, e=env[r]: e[n]) for r in group]
             found, _ = run(len(group), lambda comm, args=args: run_one(comm, *args[comm.rank]))

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import autopar.passes.attention  # noqa: F401  (fills the table of algorithms)
+from autopar.attention.algorithm import AttentionAlgorithm
 from autopar.attention.algorithm_table import ALGORITHMS
 from autopar.attention.layouts import LAYOUTS
 from autopar.attention.problem import Mask, Problem
-from autopar.attention.program import WHOLE, ComputeEvent, Trace, trace, traces
+from autopar.attention.program import WHOLE, ComputeEvent, Trace, trace
 from autopar.cost.attention_costs import estimate, pass_timeline
 from autopar.cost.attention_timeline import play
 from autopar.cost.hardware import A100, Device
@@ -67,6 +68,14 @@ def test_bytes_of_a_pass(n: int, heads: int, kv_heads: int) -> None:
             assert sent(name, p, bool(backward)) == pytest.approx(wanted), name
 
 
+def traces(algorithm: AttentionAlgorithm, problem: Problem, backward: bool) -> list[Trace]:
+    return [trace(algorithm, problem, backward, rank) for rank in range(problem.size)]
+
+
+def computes(found: Trace) -> list[ComputeEvent]:
+    return [event for event in found.events if isinstance(event, ComputeEvent)]
+
+
 @pytest.mark.parametrize("n", [4, 8])
 def test_late_keys_and_early_queries_leave_a_zigzag_ring_early(n: int) -> None:
     p = dealt(problem(n, mask=CAUSAL), "zigzag")
@@ -82,7 +91,7 @@ def test_late_keys_and_early_queries_leave_a_zigzag_ring_early(n: int) -> None:
 def test_all_allowed_pairs_are_computed_once(name: str, layout: str, mask: Mask) -> None:
     p = dealt(problem(4, 8, 4, mask=mask), layout)
     wanted = pass_timeline(ALGORITHMS[name], p, "backward", SWITCH).ideal * 4 * A100.speed(p.dtype)
-    computed = sum(work.flops for found in traces(ALGORITHMS[name], p, True) for work in found.computes)
+    computed = sum(work.flops for found in traces(ALGORITHMS[name], p, True) for work in computes(found))
     assert computed == pytest.approx(wanted)
 
 
@@ -93,7 +102,7 @@ def test_all_allowed_pairs_are_computed_once(name: str, layout: str, mask: Mask)
 def test_zigzag_shares_a_causal_triangle_out_evenly(n: int) -> None:
     """In units of the blocks of a contiguous ring, the last rank computes N of them and the mean one (N + 1) / 2."""
     contiguous, zigzag = (dealt(problem(n, mask=CAUSAL), layout) for layout in LAYOUTS)
-    calls = [len(found.computes) for found in traces(ALGORITHMS["ring"], contiguous, False)]
+    calls = [len(computes(found)) for found in traces(ALGORITHMS["ring"], contiguous, False)]
     assert max(calls) / (sum(calls) / n) == pytest.approx(2 * n / (n + 1))
     chunk = zigzag.queries // n // 2
     for found in traces(ALGORITHMS["zigzag_ring"], zigzag, False):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Shard, local_shape, nested_shape, rows_of_slice
+from tests.simulate import group_of
 
 
 def test_parse_and_print() -> None:
@@ -44,8 +45,8 @@ def test_inner_axes_cut_first() -> None:
 def test_groups() -> None:
     mesh = Mesh.of(dp=2, tp=3)
     assert mesh.coordinate(4) == {"dp": 1, "tp": 1}
-    assert mesh.group_of("tp", 4) == [3, 4, 5]
-    assert mesh.group_of("dp", 4) == [1, 4]
+    assert group_of(mesh, "tp", 4) == [3, 4, 5]
+    assert group_of(mesh, "dp", 4) == [1, 4]
 
 
 @given(st.dictionaries(st.sampled_from(["dp", "cp", "ep", "tp"]), st.integers(1, 3), max_size=3))
@@ -56,7 +57,7 @@ def test_coordinates_number_the_ranks(sizes: dict[str, int]) -> None:
     assert seen == sorted(seen)
     for axis in sizes:
         for rank in range(mesh.world_size):
-            group = mesh.group_of(axis, rank)
+            group = group_of(mesh, axis, rank)
             assert rank in group and len(group) == mesh.size(axis)
     assert Mesh.parse(str(mesh) if sizes else "") == mesh
 

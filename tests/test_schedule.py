@@ -84,12 +84,6 @@ def test_grid() -> None:
     ]
 
 
-def test_evaluation_has_forwards_only() -> None:
-    order = order_of(["0F0 0F1&0BW0 0BW1"])
-    assert rows_of(order.forward_only()) == ["0F0 0F1"]
-    validate(order.forward_only())
-
-
 # --- what is no order ---------------------------------------------------------------------------------
 
 BAD = {

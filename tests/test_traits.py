@@ -1,5 +1,5 @@
-"""What `autopar.ops.traits` says of operators holds when they run: on every sample of `tests/rule_samples.py`, whole and
-transposed, and on what the models of this world are made of besides."""
+"""What `autopar.ops.traits` says of operators holds when they run: on every sample of `tests/rule_samples.py` and on
+further views, each on plain and on strided operands."""
 
 from __future__ import annotations
 

@@ -85,10 +85,6 @@ class Trace:
     events: tuple[Event, ...]
 
     @property
-    def computes(self) -> tuple[ComputeEvent, ...]:
-        return tuple(e for e in self.events if isinstance(e, ComputeEvent))
-
-    @property
     def moved(self) -> dict[str, tuple[int, int]]:
         """Exchanges that send something and bytes that leave the rank, by way or kind of collective."""
         found: dict[str, tuple[int, int]] = {}
@@ -159,11 +155,6 @@ def trace(
 def sampled(ranks: int) -> Sequence[int]:
     """The ranks that stand for all: up to `WHOLE` each of them; of more, the first two, the middle and the last."""
     return range(ranks) if ranks <= WHOLE else (0, 1, ranks // 2, ranks - 1)
-
-
-def traces(algorithm: AttentionAlgorithm, problem: Problem, backward: bool) -> tuple[Trace, ...]:
-    """`trace` of every rank."""
-    return tuple(trace(algorithm, problem, backward, rank) for rank in range(problem.size))
 
 
 def kernel_flops(problem: Problem, pairs: int, backward: bool) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -125,18 +124,6 @@ class Mesh:
 
     def coordinates(self) -> Iterator[Mapping[str, int]]:
         return (self.coordinate(rank) for rank in range(self.world_size))
-
-    def group_of(self, axis: str, rank: int) -> list[int]:
-        """The ranks that share every coordinate with ``rank`` but that of ``axis`` (or a level), in axis order."""
-        here = self.coordinate(rank)
-        name, level, count = re.fullmatch(r"(\w+)([%/]?)(\d*)", axis).groups()  # type: ignore[union-attr]
-        along = [
-            r for r in range(self.world_size) if all(v == here[a] for a, v in self.coordinate(r).items() if a != name)
-        ]
-        if not level:
-            return along
-        me, n = along.index(rank), int(count)
-        return along[me // n * n : me // n * n + n] if level == "%" else along[me % n :: n]
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self.axes) or "1"

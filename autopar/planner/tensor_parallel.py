@@ -9,8 +9,9 @@ from torch.fx import Node
 
 from autopar.ir.graph import arguments, global_shape, is_call, module_path, tensor_operands
 from autopar.ir.placement import REPLICATE, Shard
+from autopar.ops.traits import PRODUCTS
 from autopar.plan import ParameterPlan
-from autopar.planner.closure import PRODUCTS, Analysis, Closure, Rejected, close_with_blocks
+from autopar.planner.closure import Analysis, Closure, Rejected, close_with_blocks
 
 # A table that only is looked up is worth an exchange of activations when it holds this share of all parameters.
 LOOKUP_SHARE = 0.01

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
-# (batch, lengths, contexts) -> seconds, for arrays of lengths and contexts of equal shape; `SliceTime` is one.
+# (batch, lengths, contexts) -> seconds, for arrays of lengths and contexts of equal shape; `SliceEstimate` is one.
 Time = Callable[[int, Any, Any], Any]
 Groups = Sequence[tuple[int, Sequence[int]]]
 

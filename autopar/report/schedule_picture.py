@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from autopar.report.chrome_trace import Event, events_of, transfers
+from autopar.report.chrome_trace import Event, events_of
 from autopar.report.svg import WIDTH, framed, px, ticks
 from autopar.schedule.order import PARAMETERS, TRANSFERS, Action
 from autopar.schedule.simulate import Timeline
@@ -47,7 +47,6 @@ _STYLE = """
 .schedule .row { fill: var(--row); }
 .schedule .peak { fill: var(--muted); fill-opacity: .45; }
 .schedule .tick { stroke: var(--line); }
-.schedule .sent { stroke: var(--ink); stroke-opacity: .35; stroke-width: .8; fill: none; }
 """
 
 
@@ -57,12 +56,11 @@ def svg(
     measured: Iterable[Event] | None = None,
     unit: str = "",
     notes: str = "",
-    arrows: bool = False,
 ) -> str:
     """The picture as SVG text.
 
     measured: (rank, action, start, end) of a real run in the timeline's unit, drawn below it at the same scale.
-    unit: of times, such as "ms". notes: a line below the title. arrows: thin lines for what goes between ranks.
+    unit: of times, such as "ms". notes: a line below the title.
     """
     panels = [_SchedulePanel.of("simulated" if measured is not None else "", events_of(timeline), timeline.memory)]
     if measured is not None:
@@ -73,7 +71,7 @@ def svg(
     top = float(_TOP)
     for panel in panels:
         top += _GAP / 2 if panel.name else 0
-        parts += _panel(panel, look, top, rows, arrows)
+        parts += _panel(panel, look, top, rows)
         top += rows * look.row + _AXIS + (_GAP / 2 if panel is not panels[-1] else 0)
     head = [*_title(title, notes), *_legend(panels)]
     style = _STYLE + "".join(f".schedule .{kind} {{ fill: var(--{kind}); }}\n" for kind in KINDS)
@@ -177,7 +175,7 @@ def _boxes(events: Iterable[Event], tone: Mapping[Action, int]) -> list[_ActionB
 # --- how it is drawn -----------------------------------------------------------------------------------------
 
 
-def _panel(panel: _SchedulePanel, look: _Look, top: float, rows: int, arrows: bool) -> Iterator[str]:
+def _panel(panel: _SchedulePanel, look: _Look, top: float, rows: int) -> Iterator[str]:
     bottom, right = top + rows * look.row, WIDTH - _RIGHT
     if panel.name:
         yield f'<text class="faint" x="{_PAD}" y="{px(top - 7)}">{panel.name}</text>'
@@ -194,8 +192,6 @@ def _panel(panel: _SchedulePanel, look: _Look, top: float, rows: int, arrows: bo
     yield from _axis(panel, look, top, bottom)
     for box in panel.boxes:
         yield _box(box, panel, look, top)
-    if arrows:
-        yield from _arrows(panel, look, top)
     yield from _peaks(panel, look, top)
 
 
@@ -234,13 +230,6 @@ def _axis(panel: _SchedulePanel, look: _Look, top: float, bottom: float) -> Iter
         x = px(_LEFT + value * look.scale)
         yield f'<line class="tick" x1="{x}" x2="{x}" y1="{px(top)}" y2="{px(bottom + 4)}"/>'
         yield f'<text class="faint mid" x="{x}" y="{px(bottom + 15)}">{look.time(value)}{look.unit}</text>'
-
-
-def _arrows(panel: _SchedulePanel, look: _Look, top: float) -> Iterator[str]:
-    for one, other in transfers(box.event for box in panel.boxes):
-        x1, x2 = (_LEFT + (t - panel.origin) * look.scale for t in (one[3], other[2]))
-        y1, y2 = (top + (rank + 0.5) * look.row - 1 for rank in (one[0], other[0]))
-        yield f'<line class="sent" x1="{px(x1)}" y1="{px(y1)}" x2="{px(x2)}" y2="{px(y2)}"/>'
 
 
 def _peaks(panel: _SchedulePanel, look: _Look, top: float) -> Iterator[str]:

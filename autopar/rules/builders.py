@@ -117,13 +117,11 @@ def _term_dims(call: Call, term: list[str], shape: tuple[int, ...]) -> Factors:
     return head + dots + rest
 
 
-def blocks_dims(
-    dims_of: Callable[[Call], Iterable[int]], why: str, source: str = "self", linear: bool = False
-) -> RuleFunction:
+def blocks_dims(dims_of: Callable[[Call], Iterable[int]], why: str, linear: bool = False) -> RuleFunction:
     """Same shape in and out, some dims not to be cut (softmax, cumsum, flip, sort)."""
 
     def build(call: Call) -> Rule:
-        shape = call.shape(source)
+        shape = call.shape("self")
         dims = named_dims(call, shape)
         blocked = {f"d{i}": why for i in dims_of(call)}
         operands: list[Dims | None] = [

@@ -45,9 +45,9 @@ class Call:
         """Shape of a tensor argument."""
         return self.shape_of(self.args[name])
 
-    def dim(self, name: str = "dim", of: str = "self") -> int:
+    def dim(self, name: str = "dim") -> int:
         """An argument that names a dim, counted from the front."""
-        return int(self.args[name]) % max(len(self.shape(of)), 1)
+        return int(self.args[name]) % max(len(self.shape("self")), 1)
 
     def factor(self, name: str, size: int) -> tuple[str, ...]:
         """Introduce (or meet again) a factor; a size of 1 has none."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 from torch.fx import Node
@@ -292,6 +291,3 @@ def _repetitions(placement: Shard, size: int) -> int:
     """How often the pattern of a Shard's blocks repeats in a dim of which axes between have left ``size``."""
     taken = max(1, extent(placement.blocks) // size)
     return max(1, repetitions(placement.blocks) // taken)
-
-
-GETITEM = operator.getitem

@@ -129,11 +129,6 @@ class Order:
         """Whether transfers are part of the order (`autopar.schedule.lowering.lower`)."""
         return any(action.kind in TRANSFERS for actions in self.ranks for action in actions)
 
-    def forward_only(self) -> Order:
-        """The order for evaluation: its F alone. What can run in the whole order can run in this one."""
-        rows = ((replace(action, paired=False) for action in row if action.kind == "F") for row in self.ranks)
-        return replace(self, ranks=tuple(map(tuple, rows)))
-
     def text(self) -> str:
         """One line per rank, which `parse_row` reads."""
         return "\n".join(row_text(actions) for actions in self.ranks)

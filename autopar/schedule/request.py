@@ -30,16 +30,14 @@ class Request:
 class Schedule:
     """An entry of `SCHEDULES`.
 
-    make: the pure function. chunks: parts per rank (of the default request). splits: whether B and W are apart, at
-    least for some micro-batches (dual_pipe has BW too). sliced: whether it runs token slices. copies: how many ranks
-    hold each part.
+    make: the pure function. chunks: parts per rank (of the default request). sliced: whether it runs token
+    slices. copies: how many ranks hold each part.
     """
 
     name: str
     make: Callable[[Request], Order]
     summary: str
     chunks: int = 1
-    splits: bool = False
     sliced: bool = False
     copies: int = 1
     searches: bool = False

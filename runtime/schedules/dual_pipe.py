@@ -44,5 +44,5 @@ def _row(p: int, m: int, rank: int) -> tuple[Action, ...]:
 
 SCHEDULES.add(
     "dual_pipe",
-    Schedule("dual_pipe", dual_pipe, "from both ends at once, two copies of every part", splits=True, copies=2),
+    Schedule("dual_pipe", dual_pipe, "from both ends at once, two copies of every part", copies=2),
 )

@@ -36,5 +36,5 @@ def dual_pipe_v(request: Request) -> Order:
 
 SCHEDULES.add(
     "dual_pipe_v",
-    Schedule("dual_pipe_v", dual_pipe_v, "cells of a forward and a backward along a V", chunks=2, splits=True),
+    Schedule("dual_pipe_v", dual_pipe_v, "cells of a forward and a backward along a V", chunks=2),
 )

@@ -116,7 +116,5 @@ def _actions(rank: int, row: str) -> list[Action]:
 
 SCHEDULES.add(
     "zb_auto",
-    Schedule(
-        "zb_auto", zb_auto, "W apart, order searched for given costs and memory limit", splits=True, searches=True
-    ),
+    Schedule("zb_auto", zb_auto, "W apart, order searched for given costs and memory limit", searches=True),
 )

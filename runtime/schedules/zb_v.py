@@ -61,4 +61,4 @@ def _row(request: Request, rank: int) -> list[Action]:
     return [action for action in row if action.micro_batch < request.micro_batches]
 
 
-SCHEDULES.add("zb_v", Schedule("zb_v", zb_v, "two parts per rank along a V: almost no bubble", chunks=2, splits=True))
+SCHEDULES.add("zb_v", Schedule("zb_v", zb_v, "two parts per rank along a V: almost no bubble", chunks=2))
