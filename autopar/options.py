@@ -155,7 +155,6 @@ class Options:
         LINKS,
         "links of each axis, for estimates: ring, mesh or switch, bytes per second, seconds of a message",
         "those of the device, by a switch",
-        axes=_CP,
     )
     batch_dims: tuple[tuple[str, int | None], ...] = _option(
         (),

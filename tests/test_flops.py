@@ -18,6 +18,7 @@ from autopar.adapters.operators import OpOverload, name_of
 from autopar.compile.model import compile_model
 from autopar.cost.flops import COUNTS, flops, memory_bytes, node_seconds, pairs, seconds_of
 from autopar.cost.hardware import A100, Device
+from autopar.cost.traffic import Links
 from autopar.ir.graph import set_argument
 from autopar.ir.mesh import Mesh
 from autopar.models import hf as hf
@@ -210,9 +211,7 @@ def test_a_lookup_reads_rows_and_its_gradient_writes_the_table() -> None:
 
 # --- seconds -------------------------------------------------------------------------------------------------
 
-DEVICE = Device(
-    "test", flops=100.0, memory=10.0, others=((torch.float32, 50.0),), efficiency=0.5, link=4.0, latency=2.0
-)
+DEVICE = Device("test", flops=100.0, memory=10.0, others=((torch.float32, 50.0),), efficiency=0.5)
 
 
 def test_the_roofline() -> None:
@@ -248,5 +247,5 @@ def test_time_of_a_step_of_a_llama() -> None:
     assert product_flops(steps.forward) == product_flops(compiled.local)
     assert product_flops(steps.backward) == 2 * product_flops(steps.forward)
     for gm in (compiled.local, steps.forward, steps.backward):
-        alone, together = seconds_of(gm.graph.nodes, A100), seconds_of(gm.graph.nodes, A100, mesh)
+        alone, together = seconds_of(gm.graph.nodes, A100), seconds_of(gm.graph.nodes, A100, Links(mesh))
         assert 0 < alone < together  # with the mesh, transfers count

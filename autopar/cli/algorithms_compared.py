@@ -36,7 +36,8 @@ _WIDTH = 180  # of tables when stdout is no terminal
 def compare_algorithms(args: argparse.Namespace) -> int:
     """Run it. Returns the exit code; raises ValueError for bad input."""
     problem, device = asked_problem(args), DEVICES[args.device]
-    topology = Topology.parse(args.topology, args.bandwidth or device.link, _given(args.latency, device.latency))
+    links = Topology("switch", args.bandwidth or device.links.bandwidth, _given(args.latency, device.links.latency))
+    topology = Topology.parse(args.topology, links)
     console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
     with Console(stderr=True).status("running the algorithms without data"):
         layout, why = choose_layout([problem], args.attention, args.layout, topology, device)

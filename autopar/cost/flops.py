@@ -25,11 +25,11 @@ from torch.fx import Node
 import autopar.ops  # noqa: F401  (registers the operators that the table names)
 from autopar.adapters.operators import OpOverload, mutates, name_of
 from autopar.attention.operator import attention_of_piece
+from autopar.cost.attention_traffic import is_context_attention
 from autopar.cost.hardware import DEFAULT, Device
-from autopar.cost.traffic import transfer
+from autopar.cost.traffic import Links
 from autopar.ir.conversions import convert, exchange
 from autopar.ir.graph import arguments, is_call, tensor_operands
-from autopar.ir.mesh import Mesh
 from autopar.ir.storages import shares_storage
 from autopar.ops.traits import COLLECTIVES
 from autopar.ops.vocabulary import embedding_of_piece
@@ -233,17 +233,18 @@ def memory_bytes(node: Node) -> int:
 # --- seconds -------------------------------------------------------------------------------------------------
 
 
-def node_seconds(node: Node, device: Device = DEFAULT, mesh: Mesh | None = None) -> float:
-    """Time of one run of a node on a device; with a mesh, conversions and collectives take their transfers' time."""
-    if mesh is not None and (moved := transfer(node, mesh)) is not None:
-        return device.latency + moved.bytes / device.link if moved.bytes else 0.0
+def node_seconds(node: Node, device: Device = DEFAULT, links: Links | None = None) -> float:
+    """Time of one run of a node on a device; with links, conversions and collectives take their transfers' time."""
+    moved = links.seconds(node) if links is not None else None
+    if moved is not None and not is_context_attention(node):
+        return moved
     if _is_free(node):
         return 0.0
     operands = tensor_operands(node) or [node]
     speed = device.speed(_dtype(operands[0]) or torch.float32)
-    return max(flops(node) / speed, memory_bytes(node) / device.memory, device.launch)
+    return max(flops(node) / speed, memory_bytes(node) / device.memory, device.launch, moved or 0.0)
 
 
-def seconds_of(nodes: Iterable[Node], device: Device = DEFAULT, mesh: Mesh | None = None) -> float:
+def seconds_of(nodes: Iterable[Node], device: Device = DEFAULT, links: Links | None = None) -> float:
     """Time of nodes that run one after another, such as a layer's, or a graph's: ``seconds_of(gm.graph.nodes)``."""
-    return math.fsum(node_seconds(node, device, mesh) for node in nodes)
+    return math.fsum(node_seconds(node, device, links) for node in nodes)

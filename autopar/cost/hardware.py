@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from autopar.cost.topology import Topology
 
 if TYPE_CHECKING:
     import torch
@@ -15,8 +17,7 @@ class Device:
 
     flops: operations per second of products in half precision; ``others``: (dtype or its name, operations per second)
     of other types. memory: bytes per second. efficiency: the share of ``flops`` that real products reach. launch: least
-    time of a node (0: graphs may be fused). link, latency: bytes per second and start-up time of a transfer between
-    ranks.
+    time of a node (0: graphs may be fused). links: between ranks, where nobody says others.
     """
 
     name: str
@@ -25,8 +26,7 @@ class Device:
     others: tuple[tuple[str | torch.dtype, float], ...] = ()
     efficiency: float = 0.5
     launch: float = 0.0
-    link: float = 25e9
-    latency: float = 10e-6
+    links: Topology = field(default_factory=Topology)
 
     def speed(self, dtype: torch.dtype) -> float:
         """Operations per second that products in a dtype reach."""
@@ -35,8 +35,8 @@ class Device:
 
 
 # Peaks as in NVIDIA's data sheets (dense, SXM); links of 100 to 400 Gbit/s per device.
-V100 = Device("V100", 125e12, 0.9e12, (("float32", 15.7e12), ("float64", 7.8e12)), link=12.5e9)
+V100 = Device("V100", 125e12, 0.9e12, (("float32", 15.7e12), ("float64", 7.8e12)), links=Topology(bandwidth=12.5e9))
 A100 = Device("A100", 312e12, 2.0e12, (("float32", 19.5e12), ("float64", 19.5e12)))
-H100 = Device("H100", 989e12, 3.35e12, (("float32", 67e12), ("float64", 67e12)), link=50e9)
+H100 = Device("H100", 989e12, 3.35e12, (("float32", 67e12), ("float64", 67e12)), links=Topology(bandwidth=50e9))
 DEFAULT = A100
 DEVICES = {device.name: device for device in (A100, H100, V100)}

@@ -7,35 +7,40 @@ from collections.abc import Sequence
 
 from autopar.cost.flops import seconds_of
 from autopar.cost.hardware import DEFAULT, Device
+from autopar.cost.topology import Topologies
+from autopar.cost.traffic import Links
 from autopar.ir.graph import nbytes, placeholders
-from autopar.ir.mesh import Mesh
 from autopar.ir.storages import storage_bytes
+from autopar.plan import Plan
 from autopar.schedule.order import Hop
 from autopar.schedule.request import Costs
 from autopar.steps.graphs import Stage, StepGraph
 
 
-def stage_costs(
-    parts: Sequence[Stage], hops: Sequence[Hop], mesh: Mesh | None = None, device: Device = DEFAULT
-) -> Costs:
+def stage_costs(parts: Sequence[Stage], hops: Sequence[Hop], plan: Plan, device: Device = DEFAULT) -> Costs:
     """Seconds and bytes of every part's actions, estimated from its step graphs.
 
-    ``mesh``: gathers and reductions take the time of their transfers. (Those of tp inside of F, B and W take none:
-    their links are many times faster, and a device has one speed here.)
+    Gathers, reductions and values between parts take the time of their transfers, over the links that the plan's
+    options name, or the device's. Transfers inside of F, B and W count over links that are named: others, those of tp
+    as a rule, are many times faster than the device's between machines.
     """
+    wiring = Topologies.parse(plan.options.topology, device.links)
+    between = Links(plan.mesh, wiring)
+    inside = Links(plan.mesh, wiring, given=True) if wiring.axes else None
 
-    def time(graph: StepGraph | None, mesh: Mesh | None = None) -> float:
-        return seconds_of(graph.graph.graph.nodes, device, mesh) if graph is not None else 0.0
+    def time(graph: StepGraph | None, links: Links | None = inside) -> float:
+        return seconds_of(graph.graph.graph.nodes, device, links) if graph is not None else 0.0
 
     received = [sum(_hop_bytes(h) for h in hops if h.target == k) for k in range(len(parts))]
-    comm = max((device.latency + _hop_bytes(h) / device.link for h in hops), default=0.0)
+    pp = wiring.of("pp")
+    comm = max((pp.seconds("send", _hop_bytes(h), plan.mesh.size("pp")) for h in hops), default=0.0)
     return Costs(
         F=tuple(time(p.forward) for p in parts),
         B=tuple(time(p.backward_input) for p in parts),
         W=tuple(time(p.backward_weight) for p in parts),
         comm=comm,
-        G=tuple(time(p.gather, mesh) for p in parts),
-        R=tuple(time(p.reduce, mesh) for p in parts),
+        G=tuple(time(p.gather, between) for p in parts),
+        R=tuple(time(p.reduce, between) for p in parts),
         activations=tuple(float(kept(p) + r) for p, r in zip(parts, received, strict=True)),
         stash=tuple(float(_taken(p.backward_weight)) for p in parts),
     )

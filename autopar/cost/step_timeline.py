@@ -7,6 +7,7 @@ from typing import Any
 
 from autopar.cost.hardware import DEFAULT
 from autopar.cost.stage_costs import kept, stage_costs
+from autopar.cost.topology import Topologies, Topology
 from autopar.schedule.request import Costs
 from autopar.schedule.simulate import Timeline, simulate
 from autopar.steps.graphs import Compiled, Pipeline
@@ -18,13 +19,13 @@ def step_timeline(compiled: Compiled, unit: float = 1.0) -> Timeline:
     seconds; memory in bytes."""
     pipeline = compiled.pipeline
     assert pipeline is not None
-    costs = stage_costs(pipeline.parts, pipeline.hops, compiled.plan.mesh)
+    costs = stage_costs(pipeline.parts, pipeline.hops, compiled.plan)
     if pipeline.order.slices > 1 and not costs.tokens:
-        costs = _of_slices(costs, pipeline)
+        costs = _of_slices(costs, pipeline, Topologies.parse(compiled.plan.options.topology, DEFAULT.links).of("pp"))
     return simulate(lowered_order(pipeline), in_units(costs, unit))
 
 
-def _of_slices(costs: Costs, pipeline: Pipeline) -> Costs:
+def _of_slices(costs: Costs, pipeline: Pipeline, links: Topology) -> Costs:
     """From the costs of the token slice that the graphs' shapes are for to those of a micro-batch of several: all grow
     with the tokens."""
     shares = slice_shares(pipeline)
@@ -38,7 +39,7 @@ def _of_slices(costs: Costs, pipeline: Pipeline) -> Costs:
         return sum(hop_bytes(h, i) for h in pipeline.hops if h.target == part for i in range(len(shares)))
 
     changed["activations"] = tuple(kept(part) * whole + received(k) for k, part in enumerate(pipeline.parts))
-    changed["comm"] = DEFAULT.latency + (costs.comm - DEFAULT.latency) / len(shares)  # a transfer is of one slice
+    changed["comm"] = links.latency + (costs.comm - links.latency) / len(shares)  # a transfer is of one slice
     part = tuple(share / whole for share in shares)
     return replace(costs, **changed, scale=part, tokens=part)
 

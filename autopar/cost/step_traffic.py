@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from torch.fx import GraphModule
 
+from autopar.cost.hardware import DEFAULT
+from autopar.cost.topology import Topologies
 from autopar.cost.traffic import Volume, collective_bytes, communication, total_volume
 from autopar.ops import collectives as collectives  # registers the raw collectives
+from autopar.plan import Plan
 from autopar.steps.graphs import Compiled, Pipeline
 from autopar.steps.of_rank import broadcasts, graphs_of_rank, losses, sends, shared_gradients, slice_shares
 
@@ -52,6 +55,13 @@ def step_communication(compiled: Compiled, rank: int | None = None) -> dict[tupl
     if pipeline is not None:
         volumes.append(_between_stages(compiled, pipeline, rank or 0))
     return total_volume(volumes)
+
+
+def transfer_seconds(plan: Plan, axis: str, kind: str, volume: Volume) -> float:
+    """What a step's transfers over an axis take one after another, over the links that the options name, or else the
+    device's; how many of them hide behind computing is not counted."""
+    wires = Topologies.parse(plan.options.topology, DEFAULT.links).of(axis)
+    return wires.seconds(kind, volume.bytes, plan.mesh.size(axis), volume.calls) if volume.bytes else 0.0
 
 
 def _between_stages(compiled: Compiled, pipeline: Pipeline, rank: int) -> dict[tuple[str, str], Volume]:

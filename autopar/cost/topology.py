@@ -1,23 +1,24 @@
-"""How the ranks of an axis are wired, and over which links a message goes.
+"""How the ranks of an axis are wired, over which links a message goes, and how long it takes.
 
     ring     links to both neighbours; a message over distance d crosses d links, and occupies them all
     mesh     a link to every other rank
     switch   one port per rank, into which and out of which everything goes
 
     Topology.parse("ring:50e9:5e-6")                          50 GB/s per link and direction, 5 us per hop
-    Topologies.parse("cp=ring:50e9:5e-6,tp=switch:450e9")     per mesh axis
+    Topologies.parse("cp=ring:50e9:5e-6,tp=switch:450e9")     per mesh axis; of others the links of the device
 
 All links carry both directions at full speed at the same time.
 """
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 KINDS = ("ring", "mesh", "switch")
-BANDWIDTH = 25e9  # as in `autopar.cost.hardware.Device`
-LATENCY = 10e-6
+ROUND = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")  # go from neighbour to neighbour, but on a mesh
 EXAMPLE = "ring:50e9:5e-6 (kind:bytes per second:seconds)"
 
 Link = tuple[str, int]  # what it is to the rank that sends over it (a port: out or in), and that rank
@@ -32,8 +33,8 @@ class Topology:
     """
 
     kind: str = "switch"
-    bandwidth: float = BANDWIDTH
-    latency: float = LATENCY
+    bandwidth: float = 25e9
+    latency: float = 10e-6
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -44,8 +45,8 @@ class Topology:
             raise ValueError(f"topology: latency needs 0 or more seconds, found {self.latency:g}")
 
     @classmethod
-    def parse(cls, text: str, bandwidth: float = BANDWIDTH, latency: float = LATENCY) -> Topology:
-        """Of "kind", "kind:bandwidth" or "kind:bandwidth:latency"; what is left out is as given here."""
+    def parse(cls, text: str, default: Topology | None = None) -> Topology:
+        """Of "kind", "kind:bandwidth" or "kind:bandwidth:latency"; what is left out is as in the default."""
         kind, *numbers = text.strip().split(":")
         if len(numbers) > 2:
             raise ValueError(f"topology: expected kind:bandwidth:latency, found {text!r}; such as {EXAMPLE}")
@@ -53,7 +54,8 @@ class Topology:
             found = [float(number) for number in numbers]
         except ValueError:
             raise ValueError(f"topology: expected numbers behind the kind, found {text!r}; such as {EXAMPLE}") from None
-        return cls(kind, *[*found, *(bandwidth, latency)[len(found) :]])
+        left_out = default or cls()
+        return cls(kind, *[*found, *(left_out.bandwidth, left_out.latency)[len(found) :]])
 
     def __str__(self) -> str:
         return f"{self.kind}:{_short(self.bandwidth)}:{_short(self.latency)}"
@@ -75,15 +77,25 @@ class Topology:
         """Seconds until the first byte of a message over a route is there."""
         return self.latency * (len(route) if self.kind == "ring" else 1)
 
+    def seconds(self, kind: str, nbytes: float, size: int, calls: int = 1) -> float:
+        """What ``size`` ranks take for collectives of a kind (or "send": to a neighbour), or parts of them, that send
+        so many bytes per rank: one after another, each with one delay."""
+        straight = kind == "all_to_all" or (kind in ROUND and self.kind == "mesh")
+        routes = [self.route(0, distance, size) for distance in range(1, size if straight else 2)]
+        loads = Counter(name for route in routes for name, _ in route)  # of a link of each rank, in messages
+        hops = size - 1 if kind in ROUND and self.kind == "ring" else 1
+        return calls * hops * max(map(self.delay, routes)) + nbytes / len(routes) * max(loads.values()) / self.bandwidth
+
 
 @dataclass(frozen=True)
 class Topologies:
-    """The wiring of each mesh axis; ``str`` and `parse` are inverse. Axes without an entry: a switch."""
+    """The wiring of each mesh axis; ``str`` and `parse` are inverse, but for the default: of axes without an entry."""
 
     axes: Mapping[str, Topology] = field(default_factory=dict)
+    default: Topology = field(default_factory=Topology)
 
     @classmethod
-    def parse(cls, text: str, bandwidth: float = BANDWIDTH, latency: float = LATENCY) -> Topologies:
+    def parse(cls, text: str, default: Topology | None = None) -> Topologies:
         """Of "cp=ring:50e9:5e-6,tp=switch", or of one topology for all axes, as in "ring:50e9"; "" is no entry."""
         axes: dict[str, Topology] = {}
         for entry in text.split(",") if text.strip() else []:
@@ -93,12 +105,16 @@ class Topologies:
                 raise ValueError(f"topology: expected AXIS=TOPOLOGY, found {entry!r}; such as cp={EXAMPLE}")
             if (axis or "*") in axes:
                 raise ValueError(f"topology: {axis or 'all axes'} given twice in {text!r}; name each axis once")
-            axes[axis or "*"] = Topology.parse(topology, bandwidth, latency)
-        return cls(axes)
+            axes[axis or "*"] = Topology.parse(topology, default)
+        return cls(axes, default or Topology())
 
     def of(self, axis: str) -> Topology:
-        """The wiring of an axis."""
-        return self.axes.get(axis) or self.axes.get("*") or Topology()
+        """The wiring of an axis, or of a level of one (cp%4)."""
+        return self.given(axis) or self.default
+
+    def given(self, axis: str) -> Topology | None:
+        """The same, if there is an entry for it."""
+        return self.axes.get(re.split("[%/]", axis)[0]) or self.axes.get("*")
 
     def __str__(self) -> str:
         return ",".join(str(t) if axis == "*" else f"{axis}={t}" for axis, t in self.axes.items())

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.fx import GraphModule, Node
 
 from autopar.cost.attention_traffic import is_context_attention, sent_by
+from autopar.cost.topology import Topologies
 from autopar.ir.conversions import conversion_of, exchange, is_conversion
 from autopar.ir.graph import arguments, global_shape, is_call, nbytes, placement
 from autopar.ir.mesh import Mesh
@@ -60,6 +61,33 @@ class Volume:
     def times(self, count: int, share: float = 1.0) -> Volume:
         """The volume of as many runs, each on a share of the data."""
         return Volume(self.calls * count, round(self.bytes * count * share))
+
+
+@dataclass(frozen=True)
+class Links:
+    """What transfers take on a mesh. given: of axes alone whose links the user has named; others take no time."""
+
+    mesh: Mesh
+    wiring: Topologies = field(default_factory=Topologies)
+    given: bool = False
+
+    def seconds(self, node: Node) -> float | None:
+        """Of what a node moves; None for one that moves nothing that counts. Attention over ranks: of the exchanges
+        that take longest, beside which it computes."""
+        if is_context_attention(node):
+            axis = str(arguments(node)["axis"])
+            moved = [Transfer(axis, kind, size) for kind, (_, size) in sent_by(node).items() if self._counts(axis)]
+        else:
+            found = transfer(node, self.mesh)
+            moved = [found] if found is not None and self._counts(found.axis) else []
+        return max(map(self._seconds, moved), default=None)
+
+    def _counts(self, axis: str) -> bool:
+        return not self.given or self.wiring.given(axis) is not None
+
+    def _seconds(self, moved: Transfer) -> float:
+        wires = self.wiring.of(moved.axis)
+        return wires.seconds(moved.kind, moved.bytes, self.mesh.size(moved.axis)) if moved.bytes else 0.0
 
 
 def transfer(node: Node, mesh: Mesh) -> Transfer | None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from torch.fx import GraphModule, Node
 
+from autopar.cost.topology import Topologies
 from autopar.ir.batch import UNCLEAR, BatchDims
 from autopar.ir.graph import global_shape
 from autopar.ir.mesh import Mesh
@@ -106,7 +107,8 @@ def _with_pipeline(plan: Plan, gm: GraphModule, options: Options, fixed: Plan | 
         total, unit = token_count(gm), slice_unit(options, plan.mesh)
 
         def best() -> tuple[tuple[int, ...], str]:
-            return best_lengths(main_parts(gm, pipeline.cuts), total, options.micro_batches, unit)
+            links = Topologies.parse(options.topology).given("pp")
+            return best_lengths(main_parts(gm, pipeline.cuts), total, options.micro_batches, unit, links)
 
         lengths, reason = slice_lengths(options.slices, total, unit, best)
         pipeline = dataclasses.replace(pipeline, slices=lengths)

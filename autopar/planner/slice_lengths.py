@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 
 from autopar.cost.flops import flops
 from autopar.cost.hardware import DEFAULT, Device
+from autopar.cost.topology import Topology
 from autopar.ir.graph import arguments, describe, is_call, nbytes, shape, tensor_operands
 from autopar.ir.mesh import Mesh
 from autopar.ir.storages import shares_storage
@@ -81,14 +82,20 @@ def check_lengths(lengths: Sequence[int], total: int, unit: int) -> None:
 
 
 def best_lengths(
-    parts: Sequence[Sequence[Node]], total: int, micro_batches: int, unit: int = 1, device: Device = DEVICE
+    parts: Sequence[Sequence[Node]],
+    total: int,
+    micro_batches: int,
+    unit: int = 1,
+    links: Topology | None = None,
+    device: Device = DEVICE,
 ) -> tuple[tuple[int, ...], str]:
     """The dynamic program (TeraPipe, Eq. 6 to 8) on the estimated times of the slowest part.
 
-    parts: main nodes of each part of a global graph, all micro-batches together.
+    parts: main nodes of each part of a global graph, all micro-batches together. links: those of the axis pp, if the
+    user names them.
     """
     grid = max(GRID, unit) if total >= 8 * GRID else unit
-    times = [SliceEstimate(nodes, total, micro_batches, device) for nodes in parts]
+    times = [SliceEstimate(nodes, total, micro_batches, links, device) for nodes in parts]
     slowest = max(times, key=lambda t: float(t(1, np.array([total]), np.array([0]))[0]))
     found = best_slices(total, len(parts), slowest, micro_batches, 1, grid)
     lengths = found.groups[0][1]
@@ -101,11 +108,16 @@ def best_lengths(
 
 class SliceEstimate:
     """t(batch, length, context) of a part, a roofline per node: products and bytes of tokens grow with the length,
-    weights are read once per slice, attention reads the context as well."""
+    weights are read once per slice, attention reads the context as well. What leaves the part is sent over ``links``,
+    and its gradient comes back."""
 
-    def __init__(self, nodes: Sequence[Node], total: int, micro_batches: int, device: Device) -> None:
+    def __init__(
+        self, nodes: Sequence[Node], total: int, micro_batches: int, links: Topology | None, device: Device
+    ) -> None:
         self.rows: list[tuple[float, float, float, float, float]] = []
-        self.launch, self.wire = device.launch, 0.0
+        self.launch, own = device.launch, set(nodes)
+        sent = sum(nbytes(n) for n in nodes if any(user not in own for user in n.users))
+        self.wire = 2 * sent / (total * micro_batches) / links.bandwidth if links is not None else 0.0
         for node in nodes:
             if shares_storage(node):
                 continue
@@ -118,7 +130,7 @@ class SliceEstimate:
             pairs = work * 2.0 / total if attention else 0.0
             keys = sum(nbytes(arguments(node)[k]) for k in "kv") * share / device.memory if attention else 0.0
             self.rows.append((0.0 if attention else work, pairs, fixed, moved / device.memory, keys))
-        self.latency = 2 * device.latency
+        self.latency = 2 * (links or device.links).latency
 
     def __call__(self, batch: int, lengths: Any, contexts: Any) -> Any:
         n, c = np.asarray(lengths, dtype=np.float64), np.asarray(contexts, dtype=np.float64)
@@ -127,7 +139,7 @@ class SliceEstimate:
             compute = batch * (work * n + pairs * n * (c + (n + 1) / 2))
             read = fixed + batch * (moved * n + keys * c)
             time = time + np.maximum(np.maximum(compute, read), self.launch)
-        return time * (1 + BACKWARD) + self.latency
+        return time * (1 + BACKWARD) + self.latency + self.wire * batch * n
 
 
 def _is_weight(x: Node) -> bool:

@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 
 from autopar.cost.flops import seconds_of
 from autopar.cost.memory import static_bytes
+from autopar.cost.topology import Topologies
 from autopar.ir.conversions import is_conversion
 from autopar.ir.flow import Flow, flow_of
 from autopar.ir.graph import ancestors, nbytes
@@ -46,7 +47,7 @@ def plan_pipeline(
             "keys of earlier slices would lie on all ranks; use a schedule without token slices, or no axis cp"
         )
     chunks = options.chunks or entry.chunks
-    cuts, costs = planner.cut(mesh.size("pp") * chunks, entry)
+    cuts, costs, _ = planner.cut(mesh.size("pp") * chunks, entry)
     if options.cuts:
         notes.append(("pipeline", f"cuts {', '.join(cuts)}: the user's choice"))
     else:
@@ -81,14 +82,16 @@ class _Planner:
         costs: dict[int, Costs] = {}
         for chunks in range(1, 1 if self.options.cuts else MOST_CHUNKS + 1):
             try:
-                _, times = self.cut(ranks * chunks, SCHEDULES["1f1b"])
+                _, times, sent = self.cut(ranks * chunks, SCHEDULES["1f1b"])
             except ValueError:
                 if chunks == 1:
                     raise
                 continue
             shares = math.prod(self.mesh.size(axis) for axis in ("dp", "tp")) * self.options.micro_batches
             t = tuple(time / shares for time in times)
-            costs[chunks] = Costs(t, t, t, activations=t, stash=tuple(x / 2 for x in t))
+            links = Topologies.parse(self.options.topology).given("pp")
+            comm = links.seconds("send", sent / shares * self.mesh.size("tp"), ranks) if links is not None else 0.0
+            costs[chunks] = Costs(t, t, t, comm=comm, activations=t, stash=tuple(x / 2 for x in t))
         if self.options.cuts:
             costs[1] = Costs()
         name, reason = chosen(ranks, self.options.micro_batches, costs)
@@ -106,8 +109,8 @@ class _Planner:
             chunks = self.options.chunks or entry.chunks
             entry.make(Request(self.mesh.size("pp"), self.options.micro_batches, chunks))
 
-    def cut(self, parts: int, entry: Schedule) -> tuple[tuple[str, ...], list[float]]:
-        """Names of the units that begin further parts, and the time of each part."""
+    def cut(self, parts: int, entry: Schedule) -> tuple[tuple[str, ...], list[float], int]:
+        """Names of the units that begin further parts, the time of each part, and the most bytes between two."""
         if self.options.cuts:
             if len(self.options.cuts) != parts - 1:
                 raise ValueError(
@@ -120,7 +123,8 @@ class _Planner:
             starts = self._balanced(units, parts, entry)
         ends = [*starts[1:], len(units)]
         times = [seconds_of(n for u in units[a:b] for n in u.nodes) for a, b in zip(starts, ends, strict=True)]
-        return tuple(units[s].name for s in starts[1:]), times
+        crossing = self._crossing(units)
+        return tuple(units[s].name for s in starts[1:]), times, max(crossing[s - 1] for s in starts[1:])
 
     def _balanced(self, units: Sequence[Unit], parts: int, entry: Schedule) -> list[int]:
         """First unit of each part: the least time of the slowest part, within the memory limit."""

@@ -26,7 +26,7 @@ def make_order(plan: Plan, parts: Sequence[Stage], hops: Sequence[Hop], train: b
     assert plan.pipeline is not None
     pipeline = plan.pipeline
     entry = SCHEDULES[pipeline.schedule]
-    costs = stage_costs(parts, hops, plan.mesh)
+    costs = stage_costs(parts, hops, plan)
     limit = float(plan.options.memory_limit - static) if plan.options.memory_limit else None
     slices = max(len(pipeline.slices), 1)
     request = Request(plan.mesh.size("pp"), plan.options.micro_batches, pipeline.chunks, slices, costs, limit)

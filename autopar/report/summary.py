@@ -17,14 +17,14 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar.cost.memory import Memory, memories
-from autopar.cost.step_traffic import graph_runs, step_communication
+from autopar.cost.step_traffic import graph_runs, step_communication, transfer_seconds
 from autopar.cost.traffic import Volume
 from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import Shard
 from autopar.plan import Plan
 from autopar.report.attention_section import attention_summary, attention_table
 from autopar.report.graph_text import DTYPES
-from autopar.report.human_numbers import human_bytes
+from autopar.report.human_numbers import human_bytes, human_seconds
 from autopar.report.layer_names import compressed, without_indices
 from autopar.report.pipeline_summary import pipeline_summary, pipeline_tables
 from autopar.report.tables import escaped, table_of
@@ -69,8 +69,14 @@ def summarize(compiled: Compiled, model: str = "") -> dict[str, Any]:
         "notes": note_rows(plan),
         "memory": memory_row(fullest),
         "communication": [
-            {"axis": axis, "kind": kind, "calls": v.calls, "bytes": v.bytes}
-            for (axis, kind), v in sorted(busiest.items())
+            {
+                "axis": key[0],
+                "kind": key[1],
+                "calls": v.calls,
+                "bytes": v.bytes,
+                "seconds": transfer_seconds(plan, *key, v),
+            }
+            for key, v in sorted(busiest.items())
         ],
         "runs": _runs(compiled),
         "seconds": {name: round(s, 3) for name, s in compiled.timings.items()},
@@ -211,12 +217,13 @@ def _memory(summary: dict[str, Any]) -> Table:
 
 
 def _communication(summary: dict[str, Any]) -> Table:
-    title = "Communication of a rank per step (bytes sent, ring algorithms)"
+    title = "Communication of a rank per step (bytes sent, ring algorithms; time by estimate)"
     if "pipeline" in summary:
         title = f"Communication per step, rank {summary['pipeline']['busiest']} of pp"
-    table = table_of(title, "axis", "kind", "calls", "bytes", right=("calls", "bytes"))
+    table = table_of(title, "axis", "kind", "calls", "bytes", "time", right=("calls", "bytes", "time"))
     for row in summary["communication"]:
-        table.add_row(_axis(row["axis"]), row["kind"], str(row["calls"]), human_bytes(row["bytes"]))
+        numbers = str(row["calls"]), human_bytes(row["bytes"]), human_seconds(row["seconds"])
+        table.add_row(_axis(row["axis"]), row["kind"], *numbers)
     return table
 
 
