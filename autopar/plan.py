@@ -23,6 +23,8 @@ from autopar.ir.placement import (
 from autopar.options import Options
 from autopar.values import parse, read
 
+UNCLEAR = "has as many rows as the batch, and nothing in the graph tells whether they are its rows"  # a note
+
 
 @dataclass(frozen=True)
 class ParameterPlan:
@@ -113,6 +115,10 @@ class Plan:
     def stored(self, name: str) -> dict[str, Placement]:
         """Stored placements of a parameter, Invariant axes left out."""
         return {a: p.stored for a, p in self.parameters.get(name, {}).items() if p.stored != INVARIANT}
+
+    def unclear_inputs(self) -> list[str]:
+        """Inputs that are only likely part of the batch."""
+        return [subject.removeprefix("input ") for subject, reason in self.notes if reason == UNCLEAR]
 
     def of_parameters(self, names: Collection[str]) -> Plan:
         """The decisions for these parameters alone, for a model in which they may have other dtypes."""

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from autopar.adapters.export import flatten, one_level, unflatten
-from autopar.ir.batch import UNCLEAR, tensors_of
+from autopar.ir.batch import tensors_of
 from autopar.ir.placement import Placements, Shard
-from autopar.plan import Plan
+from autopar.plan import UNCLEAR, Plan
 from autopar.runtime.agreement import Claim, everywhere
 from autopar.runtime.contents import words_of
 from autopar.runtime.groups import Groups, exchange_texts
@@ -101,8 +101,7 @@ def check_unclear(groups: Groups, batch: Mapping[str, Any], plan: Plan, contents
 
     Raises ValueError, on all ranks, where the ranks of dp were given the same.
     """
-    noted = {subject.removeprefix("input ") for subject, reason in plan.notes if reason == UNCLEAR}
-    tensors = {name: x for name, x in tensors_of(batch).items() if name in noted and x.numel()}
+    tensors = {name: x for name, x in tensors_of(batch).items() if name in plan.unclear_inputs() and x.numel()}
     if not tensors:
         return
     if not contents:

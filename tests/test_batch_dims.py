@@ -134,8 +134,8 @@ def test_what_is_given_counts_and_what_is_not_clear_is_asked_for() -> None:
     for wrong, why in (
         ({"z": 0}, r"batch_dims: no input 'z'; the tensors of the batch are x, other"),
         ({"x.0": 0}, r"batch_dims: no input 'x.0'"),
-        ({"x": 2}, r"batch_dims: input 'x' has no dim 2, its shape is \(4, 8\)"),
-        ({"x": -3}, r"no dim -3"),
+        ({"x": 2}, r"batch_dims: the batch is dim 2 of input x, found a tensor of shape \[4, 8\]; pass a row for"),
+        ({"x": -3}, r"the batch is dim -3 of input x"),
         ({"x": "0"}, r"batch_dims: expected the number of a dim or None for 'x', found '0'"),
     ):
         with pytest.raises(ValueError, match=why):

@@ -14,10 +14,10 @@ from torch.fx import GraphModule
 
 from autopar.adapters.lazy import lazy_code
 from autopar.capture import capture
+from autopar.compile.parameters import known_batch_dims
 from autopar.compile.parts import compile_pipeline
 from autopar.compile.slices import compile_sliced
 from autopar.cost.memory import most_static
-from autopar.ir.batch import check_batch_dims
 from autopar.ir.graph import has_gradient, mark_gradients, output_node, remove_dead_code
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
@@ -65,7 +65,7 @@ def compile_model(
     Raises: ValueError for a model that does not export, sizes that do not divide, ops without a rule.
     """
     start = time.perf_counter()
-    check_batch_dims(model, batch, dict(options.batch_dims) if options is not None else {})
+    known_batch_dims(model, batch, options or Options(), fixed)  # for what it refuses
     gm = capture(model, batch, train=None if train else False, exact=exact, autocast=autocast)
     seconds = time.perf_counter() - start
     how: dict[str, Any] = {"plan": plan, "fixed": fixed, "outputs": outputs, "tangents": tangents}

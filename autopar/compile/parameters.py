@@ -1,7 +1,8 @@
-"""What is known of a model's parameters before a batch is compiled: their plan and their pieces."""
+"""What is known of a model before a batch is compiled: its plan, the pieces of its parameters, the whole batch."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -9,14 +10,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from autopar.capture import adapter_for, capture
-from autopar.ir.batch import (
-    BatchDims,
-    check_batch_dims,
-    check_dims_exist,
-    likely_dims,
-    tensors_of,
-    whole_batch,
-)
+from autopar.ir.batch import tensors_of, whole_batch
 from autopar.ir.graph import mark_gradients
 from autopar.ir.mesh import Mesh
 from autopar.ir.parameter import ParameterSpec
@@ -24,7 +18,7 @@ from autopar.options import Options
 from autopar.passes.in_order import GLOBAL_PASSES
 from autopar.plan import Plan
 from autopar.planner import make_plan
-from autopar.planner.batch_dims import decide_batch_dims
+from autopar.planner.batch_dims import decide_batch_dims, known_dims, likely_dims
 from autopar.planner.step_order import parameter_specs
 from autopar.rewrite.compilation import Compilation
 from autopar.rewrite.pass_manager import PassManager
@@ -37,7 +31,7 @@ def plan_model(
 
     Only the parameters' decisions are meant to be used; those that depend on the batch are made when a batch comes.
     """
-    check_batch_dims(model, batch, dict(options.batch_dims))
+    known_batch_dims(model, batch, options, fixed)  # for what it refuses
     gm = _planning_graph(model, batch, Compilation(mesh))
     plan = make_plan(gm, mesh, options, fixed, example=True)
     return plan, parameter_specs(gm, plan)
@@ -62,8 +56,7 @@ def for_whole_batch(
     """
     ranks, known = mesh.size("dp"), known_batch_dims(model, batch, options, fixed)
     shapes = {name: tuple(x.shape) for name, x in tensors_of(batch).items()}
-    check_dims_exist(known, shapes)
-    dims, tried = likely_dims(shapes, {n: d for n, d in known.items() if n in shapes}), []
+    dims, tried = likely_dims(shapes, known), []
     while dims not in tried:
         tried.append(dims)
         try:
@@ -72,9 +65,10 @@ def for_whole_batch(
             if ranks == 1 or all(dims.get(name, dim) == dim for name, dim in found.items()):
                 return made
         except ValueError:
-            if ranks == 1 or set(shapes) <= set(known) or len(tried) > 1:
+            if ranks == 1 or shapes.keys() == known.keys() or len(tried) > 1:
                 raise
-            found = _dims_of_part(model, batch, options, fixed)  # a wrong whole may be no batch of the model at all
+            # a wrong whole may be no batch of the model at all; the part of one rank is
+            found = decide_batch_dims(_planning_graph(model, batch, Compilation(Mesh.of(dp=1))), options, fixed)
             if all(dims.get(name, dim) == dim for name, dim in found.items()):
                 raise
         dims = {**dims, **found}
@@ -85,22 +79,22 @@ def for_whole_batch(
 
 
 def known_batch_dims(
-    model: nn.Module, batch: Mapping[str, Any], options: Options, fixed: Plan | None
+    model: nn.Module, batch: Mapping[str, Any], options: Options, fixed: Plan | None = None
 ) -> dict[str, int | None]:
-    """Batch dims that need no evidence: of an adapter, an earlier plan, the user. The later ones count."""
-    check_batch_dims(model, batch, dict(options.batch_dims))
+    """Batch dims of a batch's tensors that need no evidence (`autopar.planner.batch_dims.known_dims`). Raises
+    ValueError for names that are no inputs (one that the forward takes may be absent), and dims that are not there."""
+    tensors, takes = tensors_of(batch), inspect.signature(model.forward).parameters
+    anything = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+    for name, _ in options.batch_dims:
+        first = name.partition(".")[0]
+        if name not in tensors and (first in batch or (first not in takes and not anything)):
+            raise ValueError(
+                f"batch_dims: no input {name!r}; the tensors of the batch are {', '.join(tensors)}, those in tuples, "
+                "lists and dicts are named by their path"
+            )
     adapter = adapter_for(model)
     hints = adapter.batch_dims(model, batch) if adapter is not None else {}
-    return {**hints, **(fixed.batch_dims if fixed is not None else {}), **dict(options.batch_dims)}
-
-
-def _dims_of_part(model: nn.Module, batch: Mapping[str, Any], options: Options, fixed: Plan | None) -> BatchDims:
-    """Batch dims by the graph of one rank's part of the batch."""
-    return decide_batch_dims(
-        _planning_graph(model, batch, Compilation(Mesh.of(dp=1))),
-        dict(options.batch_dims),
-        fixed.batch_dims if fixed is not None else {},
-    )
+    return known_dims({name: tuple(x.shape) for name, x in tensors.items()}, options, fixed, hints)
 
 
 def _planning_graph(model: nn.Module, batch: Mapping[str, Any], ctx: Compilation) -> GraphModule:

@@ -15,27 +15,59 @@ from typing import NoReturn
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.ir.batch import BatchDims, likely_dims
+from autopar.ir.batch import BatchDims
 from autopar.ir.graph import arguments, describe, global_shape, has_gradient, is_call
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Shard
+from autopar.options import Options
+from autopar.plan import Plan
 from autopar.rules.follow import spread_label
 
 ATTENTION = torch.ops.autopar.attention.default
+Shapes = Mapping[str, tuple[int, ...]]
 
 
-def decide_batch_dims(gm: GraphModule, given: BatchDims, known: BatchDims) -> dict[str, int | None]:
-    """Input -> its batch dim, or None, for a normalised global graph.
+def known_dims(shapes: Shapes, options: Options, fixed: Plan | None, hints: BatchDims) -> dict[str, int | None]:
+    """Batch dims of the inputs that need no evidence: of the user, of an earlier plan, ``hints`` of an adapter, in this
+    order. Raises ValueError for a dim that an input lacks."""
+    said = {**hints, **(fixed.batch_dims if fixed is not None else {}), **dict(options.batch_dims)}
+    said = {name: dim for name, dim in said.items() if name in shapes}
+    check_dims_exist(said, shapes)
+    return {name: dim if dim is None else dim % len(shapes[name]) for name, dim in said.items()}
 
-    ``given`` by the user, then ``known`` from an earlier plan, then ``gm.meta["batch_dims"]`` from an adapter; the
-    others follow from those, or from the graph alone. Raises ValueError, asking for them, where it is ambiguous.
-    ``gm.meta["unclear_batch_dims"]`` gets those that are only likely.
+
+def check_dims_exist(dims: BatchDims, shapes: Shapes) -> None:
+    """Inputs have the dim that is their batch. Raises ValueError."""
+    for name, dim in dims.items():
+        shape = shapes.get(name)
+        if dim is not None and shape is not None and not -len(shape) <= dim < len(shape):
+            raise ValueError(
+                f"batch_dims: the batch is dim {dim} of input {name}, found a tensor of shape {list(shape)}; pass a "
+                f"row for each example, name another dim, or batch_dims={{{name!r}: None}} for no part of it"
+            )
+
+
+def likely_dims(shapes: Shapes, known: BatchDims) -> dict[str, int | None]:
+    """The dims as far as they tell: what is known, else dim 0 where its size is that of the batch.
+
+    The size is that of the first known dim, else the most common leading size, of several the first.
+    """
+    rows = next((shapes[n][d] for n, d in known.items() if d is not None), None)
+    if rows is None:
+        leading = Counter(shape[0] for name, shape in shapes.items() if shape and name not in known)
+        rows = max(leading, key=leading.__getitem__, default=0)
+    return {n: known[n] if n in known else 0 if shape and shape[0] == rows else None for n, shape in shapes.items()}
+
+
+def decide_batch_dims(gm: GraphModule, options: Options, fixed: Plan | None) -> dict[str, int | None]:
+    """Input -> its batch dim, or None, for a normalised global graph: those that are known (hints of an adapter are in
+    ``gm.meta["batch_dims"]``); the others follow from those, or from the graph alone. Raises ValueError, asking for
+    them, where it is ambiguous. ``gm.meta["unclear_batch_dims"]`` gets those that are only likely.
     """
     nodes = {n.name: n for n in gm.graph.nodes if n.op == "placeholder"}
     inputs = {s.name: nodes[s.node] for s in gm.meta["signature"].inputs if s.kind == "input"}
     shapes = {name: tuple(global_shape(node)) for name, node in inputs.items()}
-    said = {**gm.meta.get("batch_dims", {}), **known, **given}
-    said = {name: dim for name, dim in said.items() if name in inputs}
+    said = known_dims(shapes, options, fixed, gm.meta.get("batch_dims", {}))
     gm.meta["unclear_batch_dims"] = []
     likely = likely_dims(shapes, said)
     free = [name for name, shape in shapes.items() if name not in said and shape]

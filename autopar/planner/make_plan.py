@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from torch.fx import GraphModule, Node
 
 from autopar.cost.topology import Topologies
-from autopar.ir.batch import UNCLEAR, BatchDims
+from autopar.ir.batch import BatchDims
 from autopar.ir.graph import global_shape
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import INVARIANT, REPLICATE, Pieces, Placement, Shard, nested_shape
 from autopar.ir.signature import InputSpec
 from autopar.options import Options
-from autopar.plan import ParameterPlan, Plan, Stream, graph_digest
+from autopar.plan import UNCLEAR, ParameterPlan, Plan, Stream, graph_digest
 from autopar.planner.batch_dims import decide_batch_dims
 from autopar.planner.closure import Analysis
 from autopar.planner.context_parallel import ContextPlan, plan_context
@@ -187,7 +187,7 @@ def _batch_dims(gm: GraphModule, mesh: Mesh, options: Options, fixed: Plan | Non
     """Which dim of each input is the batch; nothing where nothing cuts it."""
     if mesh.size("dp") == options.micro_batches == 1:
         return {}
-    return decide_batch_dims(gm, dict(options.batch_dims), fixed.batch_dims if fixed is not None else {})
+    return decide_batch_dims(gm, options, fixed)
 
 
 def _refusals(

@@ -9,6 +9,7 @@ from torch.fx import GraphModule
 from autopar.ir.graph import global_shape, placeholders
 from autopar.ir.placement import Placement, Shard, check_shard, local_shape
 from autopar.plan import Plan
+from autopar.planner.batch_dims import check_dims_exist
 from autopar.planner.slice_lengths import check_lengths, slice_unit, token_count
 from autopar.schedule.request import SCHEDULES
 
@@ -33,12 +34,7 @@ def check_fits(plan: Plan, gm: GraphModule, train: bool = False) -> None:
             raise ValueError(
                 f"plan: an override of {name!r}, which is no parameter or input of this model; leave it out"
             )
-    for name, dim in plan.batch_dims.items():
-        if dim is not None and name in inputs and not -len(inputs[name]) <= dim < len(inputs[name]):
-            raise ValueError(
-                f"plan: input {name} is cut as S({dim}) on axis 'dp', it has shape {tuple(inputs[name])}; use an "
-                "existing dim"
-            )
+    check_dims_exist(plan.batch_dims, inputs)
     for name, axes in plan.parameters.items():
         _check_cuts(plan, f"parameter {name}", parameters[name], {a: p.stored for a, p in axes.items()})
     for name, placed in plan.inputs.items():
