@@ -1,15 +1,15 @@
 """accumulate_gradients: reduce gradients once per step, not once per micro-batch.
 
 Consumes    a backward step graph whose gradients end in sums over ranks.
-Guarantees  two graphs. The local one stops before the sums: it returns this rank's own gradients. The other takes the
-            sums of earlier micro-batches as further inputs (``earlier_0``, ...), adds them, and reduces.
+Guarantees  two graphs. BW stops before the sums: it returns this rank's own gradients. BWR, which is the last of a
+            step, takes the sums of the earlier ones as further inputs (``earlier_0``, ...), adds them, and reduces.
 Leaves      sums over ranks of activations, which every micro-batch needs; sums that several gradients come of (those of
             ``w1 + w2.t()``), which every micro-batch takes as well.
 
     g = mm(dy, x); r = all_reduce(g, "dp"); return r
         -->
-    local:  return mm(dy, x)
-    last:   g = add(mm(dy, x), earlier_0); r = all_reduce(g, "dp"); return r
+    BW:   return mm(dy, x)
+    BWR:  g = add(mm(dy, x), earlier_0); r = all_reduce(g, "dp"); return r
 """
 
 from __future__ import annotations
@@ -20,13 +20,17 @@ from torch.fx import GraphModule, Node
 from autopar.ir.graph import add_placeholder, copy_graph, insert_call, is_call, output_node, outputs, remove_dead_code
 from autopar.ops.traits import PASSING, SUMS
 from autopar.passes.own_gradients import own_gradients
+from autopar.steps.graphs import StepGraph
 
 aten = torch.ops.aten
 
 
-def split_accumulation(gm: GraphModule) -> tuple[GraphModule, GraphModule]:
-    """(local, last): see the module's docstring. ``gm`` is not changed."""
-    return _local(copy_graph(gm)), _last(copy_graph(gm))
+def split_accumulation(backward: StepGraph) -> tuple[StepGraph, StepGraph]:
+    """(BW, BWR): see the module's docstring. The graph is left as it is."""
+    own = StepGraph(_local(copy_graph(backward.graph)), backward.inputs, backward.outputs)
+    last = _last(copy_graph(backward.graph))
+    sums = [f"sum:{name.removeprefix('grad:')}" for name in backward.outputs if name is not None]
+    return own, StepGraph(last, [*backward.inputs, *sums], backward.outputs)
 
 
 def own_gradient(gradient: Node) -> Node:

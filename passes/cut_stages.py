@@ -17,8 +17,9 @@ Leaves      one computation of each main value. Values that derive from paramete
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -27,6 +28,7 @@ from autopar.adapters.lazy import graph_module
 from autopar.ir.flow import Flow
 from autopar.ir.graph import add_placeholder, ancestors, copy_node, has_gradient, is_call, outputs
 from autopar.ir.own_backward import parts_of_token
+from autopar.ir.signature import OutputSpec, Signature
 from autopar.ops.gradient import OWN_BACKWARD
 from autopar.ops.traits import is_view
 from autopar.passes.joint import part_of_view
@@ -36,14 +38,16 @@ from autopar.schedule.order import Hop
 
 @dataclass
 class PartGraph:
-    """One part: its graph, the kind of each result (see `differentiate_part`), the names of its placeholders that are
-    parameters, buffers or constants, and of those that it receives."""
+    """One part: its graph, the kind of each result (see `differentiate`), the names of its placeholders that are
+    parameters, buffers or constants. parameters: original names of those that it holds. used: what is cut out between
+    stored and used parameters, as used node -> its parameter; None where that is inside of the graph."""
 
     graph: GraphModule
     results: dict[str, str]
     fixed: list[str]
-    received: list[str]
-    mutations: dict[str, str] = field(default_factory=dict)
+    mutations: dict[str, str]
+    parameters: list[str]
+    used: dict[Node, Node] | None = None
 
 
 @dataclass
@@ -51,10 +55,9 @@ class Cut:
     """The parts of a model, what goes between them, and the prologue's graphs with the names of their results."""
 
     parts: list[PartGraph]
-    hops: list[Hop]
-    once: GraphModule | None
-    each: GraphModule | None
-    flow: Flow
+    hops: list[Hop] = field(default_factory=list)
+    once: GraphModule | None = None
+    each: GraphModule | None = None
 
 
 def cut_stages(gm: GraphModule, flow: Flow, part_of: Mapping[Node, int], count: int) -> Cut:
@@ -64,7 +67,29 @@ def cut_stages(gm: GraphModule, flow: Flow, part_of: Mapping[Node, int], count: 
     cutter.refuse_split_backwards()
     once = cutter.prologue([n for n in cutter.frontier if n not in flow.repeated], "Once")
     each = cutter.prologue([n for n in cutter.frontier if n in flow.repeated], "Each")
-    return Cut(parts, cutter.hops, once, each, flow)
+    return Cut(parts, cutter.hops, once, each)
+
+
+def uncut(gm: GraphModule, tangents: Sequence[str] = ()) -> Cut:
+    """A local graph as its only part. ``tangents``: names of outputs that gradients come for, beside the losses."""
+    signature = gm.meta["signature"]
+    results = {}
+    for i, (spec, value) in enumerate(zip(signature.outputs, outputs(gm), strict=True)):
+        results[f"output:{i}"] = "sent" if spec.name in tangents and has_gradient(value) else _kind(spec, value)
+    fixed = [s.node for s in signature.inputs if s.kind in ("parameter", "buffer", "constant")]
+    held = [s.name for s in signature.inputs if s.kind == "parameter"]
+    return Cut([PartGraph(gm, results, fixed, _mutations(signature, results), held)])
+
+
+def _kind(spec: OutputSpec, value: Any) -> str:
+    """Of an output of the model: a loss is a scalar with a gradient."""
+    loss = isinstance(value, Node) and has_gradient(value) and not value.meta["val"].dim() and spec.kind == "output"
+    return "loss" if loss else spec.kind
+
+
+def _mutations(signature: Signature, results: Mapping[str, str]) -> dict[str, str]:
+    """Output -> name of the buffer whose new value it is."""
+    return {name: signature.outputs[int(name[7:])].name for name, kind in results.items() if kind == "mutation"}
 
 
 class _Cutter:
@@ -87,8 +112,7 @@ class _Cutter:
             if spec.kind == "own":  # keys for later token slices: their gradient comes back as that of a sent value
                 found[part].append((value.name, "sent", value))
                 continue
-            loss = has_gradient(value) and not value.meta["val"].dim() and spec.kind == "output"
-            found[part].append((f"output:{i}", "loss" if loss else spec.kind, value))
+            found[part].append((f"output:{i}", _kind(spec, value), value))
         return found
 
     def _hops(self) -> tuple[list[Hop], list[list[Node]], list[list[Node]]]:
@@ -129,15 +153,13 @@ class _Cutter:
         for token in (n for n in copies if is_call(n, OWN_BACKWARD)):
             self.backwards.setdefault(token, []).append(k)
         gm = graph_module(graph, f"Part{k}")
-        gm.meta["signature"] = self.gm.meta["signature"]
-        mutated = self.gm.meta["signature"].outputs
-        return PartGraph(
-            gm,
-            {name: kind for name, kind, _ in results},
-            [n.name for n in inputs if n in self.flow.used or self.flow.kinds.get(n.name) in ("buffer", "constant")],
-            [n.name for n in self.received[k]],
-            {name: mutated[int(name[7:])].name for name, kind, _ in results if kind == "mutation"},
-        )
+        gm.meta["signature"] = signature = self.gm.meta["signature"]
+        kinds = {name: kind for name, kind, _ in results}
+        fixed = [n.name for n in inputs if n in self.flow.used or self.flow.kinds.get(n.name) in ("buffer", "constant")]
+        used = {n: self.flow.used[n] for n in inputs if n in self.flow.used}
+        names = {s.node: s.name for s in signature.inputs}
+        held = list(dict.fromkeys(names[p.name] for p in used.values()))
+        return PartGraph(gm, kinds, fixed, _mutations(signature, kinds), held, used)
 
     def _as_input(self, new: Node, node: Node) -> None:
         """A received value is contiguous, whatever its strides were; a gathered weight has a gradient as stored."""

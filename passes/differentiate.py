@@ -3,7 +3,7 @@
 Consumes    a local graph, or the graph of one part of a pipeline.
 Guarantees  F returns the outputs and what the backward needs; BW takes that, parameters and tangents, and returns the
             gradients. F saves no views (it saves their base), no tuples, and nothing that derives from parameters
-            alone: the backward makes it again. For a part of a pipeline the backward also comes in two: B is what
+            alone: the backward makes it again. The backward also comes in two, for schedules of pipelines: B is what
             leads to the gradient of a received value or to two or more parameters' gradients (else the first part's
             B would be empty), W the rest.
 Leaves      the operators: they are AOTAutograd's.
@@ -15,7 +15,7 @@ Leaves      the operators: they are AOTAutograd's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -26,66 +26,35 @@ from autopar.ir.graph import ancestors, has_gradient, output_node, outputs, plac
 from autopar.ir.placement import conversion, parse_placement
 from autopar.ops.traits import PRODUCTS, aliases
 from autopar.passes.joint import Joint, part_of_view
-from autopar.steps.graphs import Stage, StepGraph, StepGraphs
+from autopar.steps.graphs import Stage, StepGraph
 
 aten = torch.ops.aten
-FIXED = ("parameter", "buffer", "constant")
 
 
-def differentiate(gm: GraphModule, train: bool = True, tangents: Sequence[str] = ()) -> StepGraphs:
-    """Make the step graphs of a local graph. The backward starts from losses, which are scalars with a gradient, and
-    from the outputs named in ``tangents``."""
-    values = outputs(gm)
-    kinds = gm.meta["signature"].outputs
-    dependent = [
-        i for i, v in enumerate(values) if kinds[i].kind == "output" and isinstance(v, Node) and has_gradient(v)
-    ]
-    losses = [i for i in dependent if train and (_is_loss(values[i]) or kinds[i].name in tangents)]
-    own_outputs(gm, losses)
-    joint = _joint(gm, losses, [s.node for s in gm.meta["signature"].inputs if s.kind in FIXED])
-    forward, names = joint.forward(), joint.names
-    if not joint.gradients:
-        return StepGraphs(forward, None, names, len(values), dependent=dependent)
-    known = _known(joint) | {t: t.name for t in joint.tangents}
-    results = [(name, g) for name, g in joint.gradients.items()]
-    backward = joint.graph_of(joint.dependent, results, known, "Backward", always=joint.tangents)
-    return StepGraphs(
-        forward, backward.graph, names, len(values),
-        saved=[_saved_name(n) for n in joint.saved], backward_inputs=backward.inputs, tangents=len(joint.tangents),
-        losses=losses, dependent=dependent, gradients=list(joint.gradients),
-    )  # fmt: skip
-
-
-def differentiate_part(gm: GraphModule, results: Mapping[str, str], fixed: Iterable[str]) -> Stage:
-    """The step graphs of one part of a pipeline.
+def differentiate(gm: GraphModule, results: Mapping[str, str], fixed: Iterable[str], split: bool = False) -> Stage:
+    """The step graphs of one part of a model.
 
     results: name of each output, in order -> its kind: "loss", "sent", "mutation" or "output". fixed: names of the
-    placeholders that are parameters, buffers or constants. Gradients are made for every placeholder that has one.
+    placeholders that are parameters, buffers or constants. Gradients are made for every placeholder that has one; they
+    start from losses and from what is sent. split: make B and W as well.
     """
-    names = list(results)
-    values = outputs(gm)
-    active = [
-        i
-        for i, (name, v) in enumerate(zip(names, values, strict=True))
-        if results[name] in ("loss", "sent") and has_gradient(v)
-    ]
+    names, values = list(results), outputs(gm)
+    live = [i for i, v in enumerate(values) if isinstance(v, Node) and has_gradient(v)]
+    active = [i for i in live if results[names[i]] in ("loss", "sent")]
     own_outputs(gm, active)
     joint = _joint(gm, active, fixed)
-    losses = [n for n, kind in results.items() if kind == "loss"]
-    forward = _forward_of(joint, names)
-    stage = Stage(forward, losses=losses)
+    graph = joint.forward(keep=())
+    forward = StepGraph(graph, _inputs_of(graph, joint), [*names, *(_saved_name(n) for n in joint.saved)])
+    stage = Stage(forward, losses=[n for n, kind in results.items() if kind == "loss"])
+    stage.dependent = [names[i] for i in live if names[i].startswith("output:") and results[names[i]] != "mutation"]
     if not joint.gradients:
         return stage
-    tangents = {}
-    for i, tangent in zip(active, joint.tangents, strict=True):
-        if results[names[i]] == "loss":
-            _seed_loss(joint, tangent)
-        else:
-            tangents[tangent] = f"grad:{names[i]}"
-    known = _known(joint) | tangents
+    known = {**joint.primals, **{n: _saved_name(n) for n in joint.saved}}
+    known |= {tangent: f"grad:{names[i]}" for i, tangent in zip(active, joint.tangents, strict=True)}
     grads = {f"grad:{name}": g for name, g in joint.gradients.items()}
     stage.backward = joint.graph_of(joint.dependent, list(grads.items()), known, "Backward")
-    stage.backward_input, stage.backward_weight = _split_backward(joint, grads, known, set(fixed))
+    if split:
+        stage.backward_input, stage.backward_weight = _split_backward(joint, grads, known, set(fixed))
     return stage
 
 
@@ -130,28 +99,11 @@ def _needed_first(joint: Joint, inputs: Iterable[Node | None], weights: Iterable
     return needed
 
 
-def _forward_of(joint: Joint, names: list[str]) -> StepGraph:
-    graph = joint.forward(keep=())
-    return StepGraph(graph, _inputs_of(graph, joint), [*names, *(_saved_name(n) for n in joint.saved)])
-
-
 def _inputs_of(graph: GraphModule, joint: Joint) -> list[str]:
     known = set(joint.names)
     found = [n.name for n in placeholders(graph)]
     assert known.issuperset(found)
     return found
-
-
-def _seed_loss(joint: Joint, tangent: Node) -> None:
-    """The tangent of a loss is 1, made where it is used."""
-    graph, val = tangent.graph, tangent.meta["val"]
-    with graph.inserting_after(joint.tangents[-1]):
-        one = graph.call_function(aten.ones.default, (list(val.shape),), {"dtype": val.dtype, "device": val.device})
-    one.meta = dict(tangent.meta)
-    tangent.replace_all_uses_with(one)
-    joint.gradients = {n: one if g is tangent else g for n, g in joint.gradients.items()}
-    joint.dependent = {one if n is tangent else n: None for n in joint.dependent}
-    joint.order = {n: i for i, n in enumerate(graph.nodes)}
 
 
 def lowered(gm: GraphModule) -> GraphModule:
@@ -168,16 +120,8 @@ def _joint(gm: GraphModule, active: list[int], fixed: Iterable[str]) -> Joint:
     return Joint(gm, [has_gradient(n) and n in reached for n in placeholders(gm)], fixed)
 
 
-def _known(joint: Joint) -> dict[Node, str]:
-    return {**joint.primals, **{n: _saved_name(n) for n in joint.saved}}
-
-
 def _saved_name(node: Node) -> str:
     return f"saved:{node.name}"
-
-
-def _is_loss(value: Any) -> bool:
-    return isinstance(value, Node) and has_gradient(value) and not value.meta["val"].dim()
 
 
 def own_outputs(gm: GraphModule, active: list[int]) -> None:
@@ -212,6 +156,3 @@ def _may_alias(value: Node) -> bool:
         return conversion(*map(parse_placement, map(str, value.args[-2:]))) in ("none", "slice")
     # products of values with more than two dims end in a view of a product of matrices
     return value.op == "placeholder" or value.target in PRODUCTS or aliases(value.target) or part_of_view(value)
-
-
-__all__ = ["StepGraphs", "differentiate", "differentiate_part", "lowered", "own_outputs"]

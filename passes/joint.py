@@ -113,16 +113,15 @@ class Joint:
         results: Sequence[tuple[str, Node | None]],
         known: Mapping[Node, str],
         title: str,
-        always: Iterable[Node] = (),
     ) -> StepGraph:
         """Runs ``run`` (in order) and what must be made again for it; returns ``results`` by name.
 
-        ``known``: nodes that are given, by their names in the environment; those that are needed become inputs, and
-        those in ``always``. A node that is made again is copied right before its first use. Every result but those
-        named ``stash:...``, which nobody writes to, is alone in its storage.
+        ``known``: nodes that are given, by their names in the environment; those that are needed become inputs. A node
+        that is made again is copied right before its first use. Every result but those named ``stash:...``, which
+        nobody writes to, is alone in its storage.
         """
         run = list(run)
-        needed = self._given([*run, *(n for _, n in results if n is not None)], known) | set(always)
+        needed = self._given([*run, *(n for _, n in results if n is not None)], known)
         graph, copies = Graph(), dict[Node, Node]()
         given = [n for n in known if n in needed]
         for node in given:

@@ -23,9 +23,10 @@ from autopar.adapters.autograd import keeps_graph, version_of
 from autopar.adapters.dtensor import local_of
 from autopar.ir.graph import outputs
 from autopar.ir.placement import Replicate
-from autopar.runtime.executor import Executor
+from autopar.runtime.executor import Executor, Paused
 from autopar.runtime.results import placements_of
 from autopar.runtime.state import local_gradient
+from autopar.steps.of_rank import backwards
 
 Again = Callable[[tuple[str, ...]], Executor]  # names of outputs -> the step that has gradients for them
 
@@ -40,28 +41,29 @@ class Forward:
 
     executor: Executor
     values: Mapping[str, Tensor]
-    saved: list[Any]
+    paused: Paused
     parameters: Mapping[str, nn.Parameter]
     again: Again
     used: bool = False
 
     def __post_init__(self) -> None:
-        steps, specs = self.executor.compiled.steps, self.executor.specs
-        read = {specs[n].name for n in steps.backward_inputs if n in specs and specs[n].kind != "seed"}
+        stage, specs = self.executor.compiled.stage, self.executor.specs
+        taken = [name for step in backwards(stage) for name in step.inputs]
+        read = {specs[n].name for n in taken if n in specs and specs[n].kind != "seed"}
         self.trained = {n: p for n, p in self.parameters.items() if p.requires_grad}
         # Operators on a DTensor are counted at the DTensor, those on its piece at the piece.
         self._given = [*_versions(self.values), *_versions(self.parameters)]
         self._read = [entry for entry in self._given if entry[0] in read]
-        self._read += _versions({n.replace("saved:", "the value of ", 1): x for n, x in zip(steps.saved, self.saved)})
+        self._read += _versions({n.replace("saved:", "the value of ", 1): x for n, x in self.paused.saved})
 
     @property
     def differentiable(self) -> list[int]:
         """The outputs that depend on a parameter that wants a gradient."""
-        return self.executor.compiled.steps.dependent
+        return [int(name.removeprefix("output:")) for name in self.executor.compiled.stage.dependent]
 
     def watch(self, name: str, output: DTensor) -> None:
         """An output that lies where a saved value lies must not be written to, either."""
-        kept = {x.untyped_storage().data_ptr() for x in self.saved if isinstance(x, Tensor)}
+        kept = {x.untyped_storage().data_ptr() for _, x in self.paused.saved}
         if local_of(output).untyped_storage().data_ptr() in kept:
             self._read += _versions({f"output {name}": output.detach()})  # the output itself holds this object
 
@@ -73,29 +75,29 @@ class Forward:
                 "keep them: backward(retain_graph=True)"
             )
         self.used = not keep
-        missing = [k for k in tangents if k not in self.executor.compiled.steps.losses]
+        missing = [k for k in tangents if f"output:{k}" not in self.executor.program.tangents]
         if missing:
             return self._run_again(tangents, missing)
         _check(self._read)
-        saved = list(self.saved) if keep else self.saved
-        return self._run_backward(self.executor, saved, tangents)
+        return self._run_backward(self.executor, self.paused, tangents, keep)
 
     def _run_again(self, tangents: Mapping[int, Tensor], missing: Sequence[int]) -> dict[str, Tensor]:
         _check(self._given)
         names = [self.executor.compiled.signature.outputs[k].name for k in missing]
         executor = self.again(tuple(names))
-        _, saved = executor.run_forward(self.values)
-        return self._run_backward(executor, saved, tangents)
+        _, paused = executor.run_forward(self.values)
+        return self._run_backward(executor, paused, tangents)
 
-    def _run_backward(self, executor: Executor, saved: list[Any], tangents: Mapping[int, Tensor]) -> dict[str, Tensor]:
-        steps = executor.compiled.steps
-        given = [
-            self._own_part(executor, k, tangents[k]) if k in tangents else _no_tangent(executor, k)
-            for k in steps.losses
-        ]
-        found = executor.run_backward(self.values, saved, given)
-        names = [executor.specs[n].name for n in steps.gradients]
-        return {n: g for n, g in zip(names, found, strict=True) if g is not None}
+    def _run_backward(
+        self, executor: Executor, paused: Paused, tangents: Mapping[int, Tensor], keep: bool = False
+    ) -> dict[str, Tensor]:
+        places = [int(name.removeprefix("output:")) for name in executor.program.tangents]
+        given = {
+            f"output:{k}": self._own_part(executor, k, tangents[k]) if k in tangents else _no_tangent(executor, k)
+            for k in places
+        }
+        found = executor.run_backward(paused, given, keep)
+        return {executor.specs[node].name: gradient for node, gradient in found.items()}
 
     def _own_part(self, executor: Executor, k: int, tangent: Tensor) -> Tensor:
         """The gradient of a copy (Replicate) is a sum over the axis: one rank of it brings it in."""
@@ -120,7 +122,7 @@ def _check(versions: Sequence[tuple[str, Tensor, int]]) -> None:
 
 
 def _no_tangent(executor: Executor, k: int) -> Tensor:
-    like = outputs(executor.compiled.steps.forward)[k].meta["val"]
+    like = outputs(executor.compiled.stage.forward.graph)[k].meta["val"]
     return torch.zeros(like.shape, dtype=like.dtype, device=executor.groups.device)
 
 

@@ -1,16 +1,16 @@
-"""Runs the step graphs of one compiled model on this rank: feed, prologue, forward, backward, micro-batches.
+"""Runs a compiled step on this rank: the actions of its lowered order, then what stages exchange.
 
-    prologue(all micro-batches)  ->  totals
-    for each micro-batch:            F -> outputs, saved;  B(saved) -> gradients, summed over micro-batches
-    once:                            R(gradients) -> reduced gradients
+    for each action:    wait for what it takes; run it                    (see `step_program`)
+    at the end:         gradients of parameters that several ranks of pp hold are summed over these
+                        losses are summed over pp; new buffers and outputs go to all ranks; sends have arrived
 
-Without micro-batches the reductions are part of B, so that they overlap with it. With them the last micro-batch's B
-takes the sums of the earlier ones, adds its own and reduces: once per step, and overlapped as well.
+A model that is not cut into stages is one part on one rank of pp: nothing is sent, and nothing exchanged at the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,14 +22,20 @@ from autopar.runtime.bind import Bound, bind
 from autopar.runtime.comm import Ledger, add_ledgers
 from autopar.runtime.feed import Feed
 from autopar.runtime.groups import Groups
-from autopar.steps.graphs import Compiled
+from autopar.runtime.point_to_point import AXIS, Channels
+from autopar.runtime.stage_exchange import StageExchange
+from autopar.runtime.step_program import Entry, Program, make_program
+from autopar.runtime.step_values import Routes, unit_of
+from autopar.schedule.order import BACKWARD, TRANSFERS, Action
+from autopar.steps.graphs import Compiled, StepGraph
+from autopar.steps.of_rank import lowered_order
 
 
 @dataclass
 class Result:
     """Outputs of a step (flat, in signature order), gradients by placeholder name of the local graph, and the losses.
 
-    A pipeline has only losses and new buffers among its outputs; others are None.
+    With stages in training there are only losses and new buffers among the outputs; others are None.
     """
 
     outputs: list[Any]
@@ -37,114 +43,175 @@ class Result:
     losses: list[Tensor] = field(default_factory=list)
 
 
-class Executor:
-    """The bound step graphs of one batch shape."""
+@dataclass
+class Paused:
+    """A step between its forward and its backward. ``saved``: what the backward will read of the forward, by name."""
 
-    def __init__(self, compiled: Compiled, groups: Groups, backend: str = "eager") -> None:
-        self.compiled, self.groups = compiled, groups
-        steps = compiled.steps
-        prologue = compiled.prologue.graph if compiled.prologue is not None else None
-        for graph in (steps.forward, steps.backward, steps.backward_local, prologue):
-            if graph is not None and groups.device.type != "cpu":
-                set_device(graph, groups.device)
-        self.forward = bind(steps.forward, groups, backend)
-        self.backward = bind(steps.backward, groups, backend) if steps.backward is not None else None
-        self.accumulate = bind(steps.backward_local, groups, backend) if steps.backward_local is not None else None
-        self.prologue = bind(compiled.prologue.graph, groups, backend) if compiled.prologue is not None else None
+    slots: list[Any]
+    saved: list[tuple[str, Tensor]]
+
+
+@dataclass
+class Peaks:
+    """live: most units (stage, micro-batch, slice) between F and B. saved: most bytes of what F and B keep."""
+
+    live: int = 0
+    saved: int = 0
+
+
+class Executor:
+    """The bound step of one batch shape. ``traffic`` grows with every step.
+
+    All ranks of the world must make theirs at the same time: it makes process groups. record: after a step ``timeline``
+    has (action, start, end) in seconds of every action, waiting for other ranks left out. measure: ``peaks`` has the
+    most of what was alive at a time (slow).
+    """
+
+    def __init__(
+        self,
+        compiled: Compiled,
+        groups: Groups,
+        backend: str = "eager",
+        *,
+        record: bool = False,
+        measure: bool = False,
+    ) -> None:
+        pipeline = compiled.pipeline
+        self.compiled, self.groups, self._backend = compiled, groups, backend
         self.feed = Feed(compiled, groups.device)
         self.specs, self.micro_batches = self.feed.specs, self.feed.micro_batches
+        self.timeline: list[tuple[Action, float, float]] = []
+        self.peaks = Peaks()
+        self.record, self._measure = record, measure
+        self.order = Routes(pipeline).drop_empty(lowered_order(pipeline))
+        assert self.order.micro_batches == self.micro_batches, f"{self.order.name} is for other micro-batches"
+        self.channels = Channels(groups)
+        of = self.order.rank_of
+        moves = [a for actions in self.order.ranks for a in actions if a.kind in TRANSFERS]
+        self.channels.connect({(of[a.stage], of[a.peer]) for a in moves})
+        self._exchange = StageExchange(compiled, self.order, groups)
+        self.program: Program = make_program(
+            pipeline, self.order, groups.coordinate.get(AXIS, 0), self._bind, self.feed, self.channels, groups.device,
+            compiled.prologue, self._exchange.results,
+        )  # fmt: skip
+        entries = self.program.entries
+        kinds = [entry.action.kind if entry.action is not None else "" for entry in entries]
+        first = next((i for i, kind in enumerate(kinds) if kind in BACKWARD), len(entries))
+        self._forward, self._backward = entries[:first], entries[first:]
+        self._comms = {bound.comms for entry in entries for bound in entry.runs}
+        self._traffic_of = [
+            add_ledgers(*(bound.traffic for entry in of_phase for bound in entry.runs))
+            for of_phase in (self._forward, self._backward)
+        ]
         self._traffic: Ledger = {}
+
+    def _bind(self, graph: StepGraph) -> Bound:
+        if self.groups.device.type != "cpu":
+            set_device(graph.graph, self.groups.device)
+        return bind(graph.graph, self.groups, self._backend)
 
     @property
     def traffic(self) -> Ledger:
         """Calls and bytes sent by this rank so far, by (axis, kind)."""
-        bounds = (self.forward, self.backward, self.accumulate, self.prologue)
-        return add_ledgers(self._traffic, *(bound.comms.traffic for bound in bounds if bound is not None))
+        attention = (comms.traffic for comms in self._comms)
+        return add_ledgers(self._traffic, self._exchange.traffic, self.channels.traffic, *attention)
 
-    def _run(self, bound: Bound, inputs: list[Any]) -> tuple[Any, ...]:
-        self._traffic = add_ledgers(self._traffic, bound.traffic)
-        return bound(inputs)
-
-    # --- steps --------------------------------------------------------------------------------------------
+    # --- a step -------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def run_forward(self, values: Mapping[str, Tensor], micro_batch: int = 0) -> tuple[list[Any], list[Any]]:
-        """(outputs, saved values) of one micro-batch."""
-        steps = self.compiled.steps
-        out = self._run(self.forward, self.feed.many(steps.inputs, values, micro_batch))
-        return list(out[: steps.outputs]), list(out[steps.outputs :])
-
-    @torch.no_grad()
-    def run_backward(
-        self,
-        values: Mapping[str, Tensor],
-        saved: list[Any],
-        tangents: Sequence[Tensor],
-        micro_batch: int = 0,
-        sums: list[Tensor | None] | None = None,
-        last: bool = True,
-    ) -> list[Tensor | None]:
-        """Gradients of one micro-batch, in the order of ``steps.gradients``; empties ``saved``.
-
-        ``last``: reduce them over the mesh, together with ``sums`` of earlier micro-batches. Otherwise they are this
-        rank's own, added to ``sums`` in place.
-        """
-        steps = self.compiled.steps
-        available = {**values, **dict(zip(steps.saved, saved, strict=True))}
-        saved.clear()
-        fixed = steps.backward_inputs[: len(steps.backward_inputs) - steps.tangents]
-        inputs = self.feed.many(fixed, available, micro_batch) + list(tangents)
-        available.clear()
-        if last:
-            assert self.backward is not None
-            if self.micro_batches > 1:
-                inputs += [x for x in sums or [] if x is not None]
-            return list(self._run(self.backward, inputs))
-        assert self.accumulate is not None
-        found = list(self._run(self.accumulate, inputs))
-        if sums is None:
-            return found
-        return [f if s is None or f is None else s.add_(f) for s, f in zip(sums, found, strict=True)]
-
     def train_step(self, values: Mapping[str, Tensor]) -> Result:
-        """Forward and backward of all micro-batches."""
-        values = self.with_totals(values)
-        outputs: list[Any] = []
-        sums: list[Tensor | None] | None = None
-        losses = self.compiled.steps.losses
-        for i in range(self.micro_batches):
-            out, saved = self.run_forward(values, i)
-            for k in losses:
-                out[k] = out[k].clone()
-            tangents = [torch.ones_like(out[k]) for k in losses]
-            sums = self.run_backward(values, saved, tangents, i, sums, last=i == self.micro_batches - 1)
-            outputs = out if not outputs else self._summed(outputs, out)
-        names = self.compiled.steps.gradients
-        gradients = {n: g for n, g in zip(names, sums or [], strict=True) if g is not None}
-        return Result(outputs, gradients, [outputs[k] for k in losses])
+        """All micro-batches. ``values``: stored parameters of this rank's stages and all buffers by original name,
+        inputs by path (all micro-batches of this rank).
 
-    def _summed(self, total: list[Any], more: list[Any]) -> list[Any]:
-        """Losses of micro-batches add up; buffers keep their newest value; other outputs are those of the last one."""
-        losses = self.compiled.steps.losses
-        return [total[k] + value if k in losses else value for k, value in enumerate(more)]
+        Raises CollectiveError that names the action and the rank it waited for when another rank fails.
+        """
+        slots = self._start(values)
+        self._run(self._backward, slots)
+        self.channels.flush()
+        gradients = self._exchange.gradients(self._gradients(slots))
+        losses = self._exchange.losses({name: slots[i] for name, i in self.program.losses.items()})
+        return Result(self._outputs({**self._kept(slots), **losses}), gradients, list(losses.values()))
 
     @torch.no_grad()
-    def with_totals(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The values, and what the prologue sums over all micro-batches."""
-        out = dict(values)
-        prologue = self.compiled.prologue
-        if prologue is None:
-            return out
-        assert self.prologue is not None
-        for i in range(self.micro_batches):
-            found = self._run(self.prologue, self.feed.many(prologue.inputs, values, i))
-            for name, value in zip(prologue.totals, found, strict=True):
-                out[name] = out[name] + value if name in out else value
-        return out
+    def run_forward(self, values: Mapping[str, Tensor]) -> tuple[list[Any], Paused]:
+        """(outputs, the step up to there). With stages, of a model compiled without gradients, on every rank."""
+        assert not self.compiled.train or len(self.order.ranks) == 1, "stages train in train_step"
+        slots = self._start(values)
+        self.channels.flush()
+        kept = [(name, slots[i]) for i, name in self.program.saved.items()]
+        saved = [(name, x) for name, x in kept if isinstance(x, Tensor)]
+        return self._outputs(self._kept(slots)), Paused(slots, saved)
+
+    @torch.no_grad()
+    def run_backward(self, paused: Paused, tangents: Mapping[str, Tensor], keep: bool = False) -> dict[str, Tensor]:
+        """The rest of a step of one micro-batch: gradients by placeholder of the stored parameter. ``tangents``: by
+        name of the output. ``keep``: the step can be gone on with once more."""
+        slots = list(paused.slots) if keep else paused.slots
+        if not keep:
+            paused.slots, paused.saved = [], []
+        for name, given in tangents.items():
+            for i in self.program.tangents.get(name, ()):
+                slots[i] = given
+        self._run(self._backward, slots)
+        return self._gradients(slots)
+
+    def _gradients(self, slots: list[Any]) -> dict[str, Tensor]:
+        return {name: slots[i] for name, i in self.program.gradients.items() if slots[i] is not None}
+
+    def _kept(self, slots: list[Any]) -> dict[str, Any]:
+        """What left the model."""
+        return self._exchange.outputs({name: slots[i] for name, i in self.program.results.items()})
+
+    def _outputs(self, found: Mapping[str, Any]) -> list[Any]:
+        return [found.get(f"output:{i}") for i in range(len(self.compiled.signature.outputs))]
+
+    def _start(self, values: Mapping[str, Tensor]) -> list[Any]:
+        """New slots with what comes from outside, after all that is ahead of the first backward."""
+        slots: list[Any] = [None] * self.program.size
+        for slot, constant in self.program.constants.items():
+            slots[slot] = constant
+        for slot, name, micro_batch in self.program.loads:
+            slots[slot] = self.feed.value(name, values, micro_batch)
+        self.channels.clear()
+        self.timeline, self.peaks, self._live = [], Peaks(), set[tuple[int, int, int]]()
+        self._run(self._forward, slots)
+        return slots
+
+    def _run(self, entries: list[Entry], slots: list[Any]) -> None:
+        watched = self.record or self._measure
+        for entry in entries:
+            for instruction in entry.waits:
+                instruction.run(slots)
+            start = time.perf_counter() if watched else 0.0
+            for instruction in entry.does:
+                instruction.run(slots)
+            if watched and entry.action is not None:
+                self._watch(entry.action, start, slots)
+        self._traffic = add_ledgers(self._traffic, self._traffic_of[entries is self._backward])
+
+    def _watch(self, action: Action, start: float, slots: list[Any]) -> None:
+        self.timeline.append((action, start, time.perf_counter()))
+        if not self._measure:
+            return
+        if action.kind == "F":
+            self._live.add(unit_of(action))
+            self.peaks.live = max(self.peaks.live, len(self._live))
+        elif action.kind in BACKWARD:
+            self._live.discard(unit_of(action))
+        kept = [slots[i] for i in self.program.saved if isinstance(slots[i], Tensor)]
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}
+        self.peaks.saved = max(self.peaks.saved, sum(storages.values()))
 
 
-def has_losses(compiled: Compiled) -> bool:
-    """Whether there is anything to differentiate."""
-    if compiled.pipeline is not None:
-        return any(part.losses for part in compiled.pipeline.parts)
-    return bool(compiled.steps.losses)
+Recording = Sequence[tuple[Action, float, float]]  # (action, start, end) in seconds
+
+
+def per_rank(recorded: Iterable[tuple[Mapping[str, int], Recording]]) -> list[Recording]:
+    """What to draw of what all ranks of the world recorded, as (coordinate on the mesh, actions) pairs: for every
+    coordinate on pp the first rank, whose other coordinates are 0."""
+    first = {
+        where.get(AXIS, 0): actions
+        for where, actions in recorded
+        if not any(i for axis, i in where.items() if axis != AXIS)
+    }
+    return [first[i] for i in sorted(first)]

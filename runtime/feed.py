@@ -8,7 +8,7 @@ spec.kind       parameter, buffer, constant, seed    the value stored under the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -53,7 +53,3 @@ class Feed:
         count = value.shape[dim] // self.micro_batches
         piece = value.narrow(dim, micro_batch * count, count)
         return piece.contiguous() if dim else piece  # graphs are made for contiguous inputs
-
-    def many(self, names: Sequence[str], values: Mapping[str, Tensor], micro_batch: int) -> list[Any]:
-        """Values of several placeholders."""
-        return [self.value(name, values, micro_batch) for name in names]

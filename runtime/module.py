@@ -24,15 +24,14 @@ from autopar.runtime.ambient import Surroundings, outside
 from autopar.runtime.clipping import clip_gradients
 from autopar.runtime.comm import Ledger
 from autopar.runtime.differentiable import Forward, attach, refuse_gradients
-from autopar.runtime.executor import Executor, has_losses
+from autopar.runtime.executor import Executor, per_rank
 from autopar.runtime.failures import reporting
 from autopar.runtime.groups import Groups
 from autopar.runtime.inputs import by_name, check_values
 from autopar.runtime.note_watch import NoteWatch
-from autopar.runtime.pipeline_executor import PipelineExecutor, per_rank
 from autopar.runtime.results import rebuild_outputs
 from autopar.runtime.stateful import Stateful
-from autopar.runtime.step_cache import Compiler, Kind, Runner, StepCache
+from autopar.runtime.step_cache import Compiler, Kind, StepCache
 from autopar.runtime.tree import Tree
 from autopar.steps.graphs import Compiled
 from autopar.values import a_path
@@ -180,7 +179,7 @@ class ParallelModule(Stateful):
             _need_gradients()
             _no_anomalies()
             executor, values = self._prepare(args, batch, Kind(True, ()), surroundings)
-            if not has_losses(executor.compiled):
+            if not executor.compiled.losses:
                 raise ValueError(
                     "train_step: the model returns no scalar with a gradient; pass what makes it return a loss (labels)"
                 )
@@ -202,16 +201,15 @@ class ParallelModule(Stateful):
             _no_anomalies()
             kind = Kind(True, None, self._tangents)
             executor, values = self._prepare(args, batch, kind, surroundings)
-            assert isinstance(executor, Executor)
             with self._watch.step(self.training_steps):
-                outputs, saved = executor.run_forward(values)
+                outputs, paused = executor.run_forward(values)
             before = self._store_buffers(executor.compiled, outputs)
             run = None
             if torch.is_grad_enabled():
                 again = functools.partial(
                     self._with_tangents, by_name(self._tree.root, args, batch), kind, surroundings
                 )
-                run = Forward(executor, values | before, saved, dict(self._tree.own), again)
+                run = Forward(executor, values | before, paused, dict(self._tree.own), again)
                 attach(run, outputs)
             return rebuild_outputs(executor.compiled, outputs, self._groups, run.watch if run is not None else None)
 
@@ -232,9 +230,7 @@ class ParallelModule(Stateful):
     ) -> Executor:
         """The same step with a backward that also starts from these outputs; from now on that of every forward."""
         self._tangents = tuple(sorted({*self._tangents, *kind.tangents, *names}))
-        executor = self._cache.runner(kind._replace(tangents=self._tangents), named, surroundings)
-        assert isinstance(executor, Executor)
-        return executor
+        return self._cache.runner(kind._replace(tangents=self._tangents), named, surroundings)
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -264,7 +260,7 @@ class ParallelModule(Stateful):
 
     def _prepare(
         self, args: tuple[Any, ...], batch: dict[str, Any], kind: Kind, surroundings: Surroundings
-    ) -> tuple[Runner, dict[str, Tensor]]:
+    ) -> tuple[Executor, dict[str, Tensor]]:
         if not self._loaded:
             raise ValueError(
                 "parallelize: the model came without weights (meta device); load them first with "
@@ -290,7 +286,7 @@ class ParallelModule(Stateful):
         found = {name: state.local_tensor(p) for name, p in self._tree.own.items()}
         return found | dict(self.named_buffers())
 
-    def _store_gradients(self, executor: Runner, gradients: Mapping[str, Tensor]) -> None:
+    def _store_gradients(self, executor: Executor, gradients: Mapping[str, Tensor]) -> None:
         own = self._tree.own
         names = {executor.specs[node].name: gradient.contiguous() for node, gradient in gradients.items()}
         state.set_gradients((name, own[name], g) for name, g in names.items())
@@ -315,15 +311,13 @@ class ParallelModule(Stateful):
         self._cache.dump(folder)
 
     def trace(self, folder: str | Path, **batch: Any) -> Tensor:
-        """A `train_step` of a pipeline that records when every action ran; returns its loss.
+        """A `train_step` that records when every action ran; returns its loss.
 
         Writes what `dump` writes, the measured timeline beside the simulated one. Collective.
         """
-        if self._cache.plan.pipeline is None:
-            raise ValueError(f"trace: records the stages of a pipeline, found the mesh {self._groups.mesh}; use dump")
         self.train_step(**batch)  # compiles, and warms up
         executor = self._cache.last
-        assert isinstance(executor, PipelineExecutor)
+        assert executor is not None
         executor.record = True
         try:
             loss = self.train_step(**batch)

@@ -45,8 +45,7 @@ class Channels:
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
         self._ranks = groups.ranks(AXIS)
-        self._me = groups.coordinate[AXIS]
-        self._up, self._down = groups.channel("up"), groups.channel("down")
+        self._me = groups.coordinate.get(AXIS, 0)
         self._sends: dict[Action, PendingTransfer] = {}
         self._calls = self._bytes = 0
 
@@ -59,7 +58,7 @@ class Channels:
         until both are there; in the midst of a schedule this could close a circle. All ranks give the same pairs."""
         for low, high in sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]}):
             for source, target in ((low, high), (high, low)):
-                group = self._up if source < target else self._down
+                group = self._groups.channel("up" if source < target else "down")
                 token = torch.zeros(1, dtype=torch.uint8, device=self._groups.device)
                 if self._me == source:
                     self._join(group.send([token], target, 0), target)
@@ -77,7 +76,7 @@ class Channels:
 
     def send(self, action: Action, peer: int, tensors: Sequence[Tensor]) -> None:
         """Start to send; the tensors must not change until it has arrived."""
-        group = self._up if peer > self._me else self._down
+        group = self._groups.channel("up" if peer > self._me else "down")
         kept = [x.contiguous() for x in tensors]
         pending = PendingTransfer(action, peer, [], kept)
         try:
@@ -91,7 +90,7 @@ class Channels:
 
     def post(self, action: Action, peer: int, buffers: list[Tensor]) -> PendingTransfer:
         """Start to receive into the buffers."""
-        group = self._up if peer < self._me else self._down
+        group = self._groups.channel("up" if peer < self._me else "down")
         try:
             works = [_started(group.recv([x], peer, 0)) for x in buffers]
         except RuntimeError as error:

@@ -23,7 +23,6 @@ from autopar.runtime.comm import Ledger, add_ledgers
 from autopar.runtime.executor import Executor
 from autopar.runtime.groups import Groups, exchange_texts
 from autopar.runtime.module_watch import ModuleWatch
-from autopar.runtime.pipeline_executor import PipelineExecutor
 from autopar.runtime.step_facts import step_facts
 from autopar.runtime.tree import Tree
 from autopar.steps.graphs import Compiled
@@ -31,7 +30,6 @@ from autopar.steps.graphs import Compiled
 STATES = 8  # of the modules that compiled steps are kept for, for each kind of step and batch
 
 Compiler = Callable[..., Compiled]
-Runner = Executor | PipelineExecutor
 
 
 class Kind(NamedTuple):
@@ -51,7 +49,7 @@ class Kind(NamedTuple):
 class _CachedStep:
     """A bound step and all that it was made from."""
 
-    runner: Runner
+    runner: Executor
     watch: ModuleWatch
     flags: tuple[tuple[bool, str], ...]  # of parameters that only other ranks hold
     structure: nn.Module
@@ -77,20 +75,20 @@ class StepCache:
         self._steps: dict[tuple[Any, ...], _CachedStep] = {}
         self._past = add_ledgers()  # traffic of steps that are no longer kept
         self._told_last: list[str] = []  # by rank
-        self.last: Runner | None = None  # that was asked for
+        self.last: Executor | None = None  # that was asked for
 
     def traffic(self) -> Ledger:
         """Of all steps so far, by (axis, kind)."""
         return add_ledgers(self._past, *(runner.traffic for runner in self.runners))
 
     @property
-    def runners(self) -> list[Runner]:
+    def runners(self) -> list[Executor]:
         """Oldest first."""
         return [step.runner for step in self._steps.values()]
 
     def runner(
         self, kind: Kind, batch: dict[str, Any], surroundings: Surroundings, number: int | None = None
-    ) -> Runner:
+    ) -> Executor:
         """The step for a batch (this rank's part); ``number``: how many training steps there are with this one.
 
         Raises ValueError, on all ranks, when they are to run different ones.
@@ -116,7 +114,7 @@ class StepCache:
         self._told_last, before = told, self._told_last
         return told != before
 
-    def _agreed(self, facts: tuple[Any, ...], batch: dict[str, Any], number: int | None) -> Runner:
+    def _agreed(self, facts: tuple[Any, ...], batch: dict[str, Any], number: int | None) -> Executor:
         key = self._key(facts)
         kind, _, surroundings = facts
         told = {"the call": kind, "the number of the step": number, **surroundings._asdict(), "the batch": facts[1]}
@@ -170,8 +168,7 @@ class StepCache:
         )
         agree_on(self._groups, [same, *self._contents(batch, compiled)], "the compiled step")
         check_unclear(self._groups, batch, self.plan, self._check_batches)
-        run = Executor if compiled.pipeline is None else PipelineExecutor
-        runner = run(compiled, self._groups, self._backend)
+        runner = Executor(compiled, self._groups, self._backend)
         exchange_texts(
             self._groups, "", "the bound step"
         )  # one that binds slowly (inductor) would be missed in a collective
@@ -181,7 +178,7 @@ class StepCache:
         """What must be equal of a batch on several ranks."""
         return claim_contents(self._groups, batch, compiled.plan.inputs) if self._check_batches else []
 
-    def dump(self, folder: str | Path, runner: Runner | None = None, **how: Any) -> None:
+    def dump(self, folder: str | Path, runner: Executor | None = None, **how: Any) -> None:
         """Compile a step (default: the last one) once more and write its levels to a folder."""
         step = next(s for s in reversed(list(self._steps.values())) if runner in (None, s.runner))
         self._compiler(step.structure, step.batch, dump=folder, **step.how, **how)

@@ -32,10 +32,7 @@ def _parts(compiled: Compiled) -> Iterator[tuple[str, Any]]:
     yield "plan", compiled.plan.to_json()
     yield "parameters", compiled.parameters
     yield "outputs", [(s.kind, s.name) for s in compiled.signature.outputs]
-    for what in (compiled.graphs, compiled.prologue):
-        yield from _fields("", what)
-    if compiled.pipeline is None:
-        return
+    yield from _fields("", compiled.prologue)
     yield from _fields("", compiled.pipeline, but=("parts", "notes"))
     for k, part in enumerate(compiled.pipeline.parts):
         yield from _fields(f"part {k} ", part)

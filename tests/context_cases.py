@@ -32,8 +32,8 @@ from autopar.runtime.attention_comm import OPERATORS
 from autopar.runtime.executor import Executor
 from autopar.runtime.groups import Groups, init_mesh
 from autopar.runtime.module import step_seed
-from autopar.runtime.pipeline_executor import PipelineExecutor
 from autopar.steps.graphs import Compiled
+from autopar.steps.of_rank import backwards
 from autopar.verification import reference
 from tests.pipeline_cases import holds, values_of, with_schedule
 from tests.ranks import close_pools, run_ranks
@@ -193,13 +193,8 @@ compiled = functools.cache(compile_case)
 
 def step_graphs(made: Compiled) -> Iterator[GraphModule]:
     """All that run once per micro-batch."""
-    if made.pipeline is None:
-        found = [made.steps.forward, made.steps.backward, made.steps.backward_local]
-        yield from (graph for graph in found if graph is not None)
-        return
     for part in made.pipeline.parts:
-        steps = (part.forward, part.backward, part.backward_input, part.backward_weight)
-        yield from (step.graph for step in steps if step is not None)
+        yield from (step.graph for step in (part.forward, *backwards(part)))
 
 
 def rename(made: Compiled, attention: str) -> int:
@@ -269,7 +264,7 @@ def _on_rank(case: Case, algorithms: list[str], schedule: str) -> dict[str, Foun
 def _run(made: Compiled, known: Captured, groups: Groups) -> Found:
     """One training step on this rank, compared with one process."""
     cut_order, here = groups.mesh.cut_order, groups.coordinate
-    executor = Executor(made, groups) if made.pipeline is None else PipelineExecutor(made, groups)
+    executor = Executor(made, groups)
     result = executor.train_step(values_of(made, known, groups, SEED))
     specs = {s.name: s for s in made.parameters}
     nodes = {s.node: s.name for s in made.local.meta["signature"].inputs}

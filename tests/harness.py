@@ -19,7 +19,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.placement import INVARIANT, Partial, Placement, Placements, join, nested_piece, piece
 from autopar.models.hf import exact_experts
 from autopar.options import Options
-from autopar.steps.graphs import Compiled
+from autopar.steps.graphs import Compiled, StepGraph
 from tests.simulate import simulate
 
 
@@ -175,40 +175,37 @@ class Run:
     @torch.no_grad()
     def step(self) -> tuple[list[float], dict[str, list[Tensor]]]:
         """Sum of the losses per rank; parameter name -> its reduced gradient on every rank."""
-        steps, world = self.compiled.steps, range(self.mesh.world_size)
-        totals = self._totals()
-        losses = [torch.zeros(len(steps.losses), dtype=torch.float64) for _ in world]
-        sums: list[list[Any]] = [[None] * len(steps.gradients) for _ in world]
+        stage, world = self.compiled.stage, range(self.mesh.world_size)
+        known = self._totals()
+        losses = [0.0 for _ in world]
+        sums: list[dict[str, Any]] = [{} for _ in world]
         for mb in range(self.count):
-            fed = [self.feed(steps.inputs, r, mb, totals[r]) for r in world]
-            out = simulate(steps.forward, fed, self.mesh)
-            losses = [total + torch.stack([o[k] for k in steps.losses]) for total, o in zip(losses, out, strict=True)]
+            made = self._run(stage.forward, mb, known)
+            losses = [total + sum(float(o[k]) for k in stage.losses) for total, o in zip(losses, made, strict=True)]
             last = mb == self.count - 1
-            graph = steps.backward if last else steps.backward_local
-            if steps.backward is None:
+            graph = stage.backward_reduce if last else stage.backward
+            if graph is None:
                 continue
-            assert graph is not None
-            given = [self._backward_inputs(values, o) for values, o in zip(fed, out, strict=True)]
-            if last and self.count > 1:  # the last backward takes the sums of the others, and reduces everything
-                given = [[*g, *(x for x in s if x is not None)] for g, s in zip(given, sums, strict=True)]
-                sums = [[None] * len(steps.gradients) for _ in world]
-            made = simulate(graph, given, self.mesh)
-            for own, values in zip(made, given, strict=True):
-                check_alone(own, values)
-            sums = [[_plus(a, b) for a, b in zip(x, y, strict=True)] for x, y in zip(sums, made, strict=True)]
-        names = [self.specs[n].name for n in steps.gradients]
-        return [float(x.sum()) for x in losses], {n: [sums[r][i] for r in world] for i, n in enumerate(names)}
+            ones = {f"grad:{name}": torch.ones((), dtype=torch.float64) for name in stage.losses}
+            earlier = [{f"sum:{n.removeprefix('grad:')}": x for n, x in of_rank.items()} for of_rank in sums]
+            given = [{**a, **b, **c, **ones} for a, b, c in zip(known, made, earlier, strict=True)]
+            found = self._run(graph, mb, given)
+            for own, values in zip(found, given, strict=True):
+                check_alone(list(own.values()), list(values.values()))
+            sums = found if last else [_plus(x, y) for x, y in zip(sums, found, strict=True)]
+        names = {n: self.specs[n.removeprefix("grad:")].name for n in sums[0]}
+        return losses, {name: [of_rank[n] for of_rank in sums] for n, name in names.items()}
 
-    def _backward_inputs(self, values: Sequence[Any], out: Sequence[Any]) -> list[Any]:
-        steps = self.compiled.steps
-        known = dict(zip(steps.inputs, values, strict=True)) | dict(zip(steps.saved, out[steps.outputs :], strict=True))
-        names = steps.backward_inputs[: len(steps.backward_inputs) - steps.tangents]
-        return [known[n] for n in names] + [torch.ones((), dtype=torch.float64) for _ in range(steps.tangents)]
+    def _run(self, step: StepGraph, mb: int, known: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Results of a step graph by name on every rank."""
+        given = [self.feed(step.inputs, r, mb, values) for r, values in enumerate(known)]
+        out = simulate(step.graph, given, self.mesh)
+        return [{n: x for n, x in zip(step.outputs, values, strict=True) if n is not None} for values in out]
 
 
-def _plus(a: Any, b: Any) -> Any:
+def _plus(sums: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     """In place, as the runtime does: what shares its storage with another gradient would count twice."""
-    return b if a is None else a if b is None else a.add_(b)
+    return {name: sums[name].add_(x) if name in sums else x for name, x in more.items()}
 
 
 def check_alone(gradients: Sequence[Tensor | None], inputs: Sequence[Any] = ()) -> None:

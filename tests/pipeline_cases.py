@@ -28,7 +28,6 @@ from autopar.planner.step_order import make_order
 from autopar.runtime.comm import Ledger
 from autopar.runtime.executor import Executor
 from autopar.runtime.groups import Groups, init_mesh
-from autopar.runtime.pipeline_executor import PipelineExecutor
 from autopar.steps.graphs import Compiled
 from tests.harness import eager
 from tests.ranks import close_pools, run_ranks
@@ -120,7 +119,7 @@ def run_schedules(case: Case, schedules: list[str]) -> dict[str, Found]:
 
 def with_schedule(made: Compiled, name: str) -> Compiled:
     """The same parts in the order of another schedule."""
-    assert made.pipeline is not None and made.plan.pipeline is not None
+    assert made.plan.pipeline is not None
     plan = dataclasses.replace(made.plan, pipeline=dataclasses.replace(made.plan.pipeline, schedule=name))
     order = make_order(plan, made.pipeline.parts, made.pipeline.hops)
     return dataclasses.replace(made, plan=plan, pipeline=dataclasses.replace(made.pipeline, order=order))
@@ -141,17 +140,15 @@ def values_of(made: Compiled, known: Any, groups: Groups, seed: int = 0) -> dict
     return values | dict.fromkeys(seeds, torch.tensor(seed))
 
 
-def holds(executor: Executor | PipelineExecutor, name: str, here: dict[str, int]) -> bool:
+def holds(executor: Executor, name: str, here: dict[str, int]) -> bool:
     """Whether a parameter's stage runs on this rank."""
-    if isinstance(executor, Executor):
-        return True
-    order, parts = executor.order, executor.pipeline.parts
+    order, parts = executor.order, executor.compiled.pipeline.parts
     held = [k for k, part in enumerate(parts) if name in part.parameters]
-    return any(order.rank_of[chain[k]] == here["pp"] for chain in order.chains for k in held)
+    return any(order.rank_of[chain[k]] == here.get("pp", 0) for chain in order.chains for k in held)
 
 
 def _run(made: Compiled, known: Captured, groups: Groups) -> Found:
-    executor = PipelineExecutor(made, groups, measure=True)
+    executor = Executor(made, groups, measure=True)
     mesh, here = groups.mesh, groups.coordinate
     specs = {s.name: s for s in made.parameters}
     result = executor.train_step(values_of(made, known, groups))

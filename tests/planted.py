@@ -148,7 +148,7 @@ def in_typed_graph(subject: Subject, change: Callable[[GraphModule], None]) -> t
 
 
 def in_step_graph(subject: Subject, at: str, name: str, change: Callable[[GraphModule], None]) -> tuple[str, float]:
-    """A fault behind the pass ``name`` of the step graph ``at``: 'forward', 'backward' or 'backward_local'."""
+    """A fault behind the pass ``name`` of the step graph ``at``: 'forward', 'backward' or 'backward_reduce'."""
     compiled = subject.compiled
     gm, ctx = subject.seen[f"{at}.differentiate"]
     faulty = [_Changed(p, change) if p.name == name else p for p in STEP_PASSES]
@@ -156,7 +156,8 @@ def in_step_graph(subject: Subject, at: str, name: str, change: Callable[[GraphM
 
     def run() -> float:
         step = PassManager(faulty).run(promise(copy_graph(gm)), replace(ctx, observers=[]), facts=("step",))
-        return subject.error(replace(compiled, graphs=replace(compiled.steps, **{at: step})))
+        stage = replace(compiled.stage, **{at: replace(getattr(compiled.stage, at), graph=step)})
+        return subject.error(replace(compiled, pipeline=replace(compiled.pipeline, parts=[stage])))
 
     found, error = stopped_by(run)
     return "step checks" if found == "types" else found, error  # that of storages is told by the same error

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch.fx import GraphModule, Node
 
-import autopar.compile.model
+import autopar.compile.parts
 import autopar.ir.conversions
 import autopar.passes.accumulate_gradients as accumulation
 import autopar.passes.normalize as normalize
 import autopar.passes.normalize.losses as losses
 from autopar.ir.graph import insert_call, output_node, outputs, remove_dead_code
 from autopar.passes.joint import Joint
+from autopar.steps.graphs import StepGraph
 from tests.planted import (
     calls,
     set_outputs,
@@ -184,26 +185,26 @@ def _factor(gm: GraphModule) -> None:
 
 
 for _name, _stop, _where, _change in (
-    ("a bucket takes the largest", "step checks", "ddp backward bucket_gradients", _largest_sum),
-    ("a bucket is summed twice", "step checks", "ddp backward bucket_gradients", _twice),
-    ("a bucket of dp is summed over tp", "step checks", "both backward bucket_gradients", _over_tp),
+    ("a bucket takes the largest", "step checks", "ddp backward_reduce bucket_gradients", _largest_sum),
+    ("a bucket is summed twice", "step checks", "ddp backward_reduce bucket_gradients", _twice),
+    ("a bucket of dp is summed over tp", "step checks", "both backward_reduce bucket_gradients", _over_tp),
     (
         "gradients of one shape change places",
         "numbers",
-        "ddp backward bucket_gradients",
+        "ddp backward_reduce bucket_gradients",
         lambda g: _like_parts(g, True),
     ),
-    ("a gradient leaves its bucket unsummed", "numbers", "ddp backward bucket_gradients", _dropped_member),
-    ("a bucket is not summed", "step checks", "ddp backward bucket_gradients", lambda g: skip(_sums(g)[-1])),
-    ("a part of a bucket is left over", "step checks", "zero backward bucket_gathers", _gathered_twice),
-    ("a gradient is sliced, not scattered", "step checks", "zero backward bucket_gathers", _own_part),
+    ("a gradient leaves its bucket unsummed", "numbers", "ddp backward_reduce bucket_gradients", _dropped_member),
+    ("a bucket is not summed", "step checks", "ddp backward_reduce bucket_gradients", lambda g: skip(_sums(g)[-1])),
+    ("a part of a bucket is left over", "step checks", "zero backward_reduce bucket_gathers", _gathered_twice),
+    ("a gradient is sliced, not scattered", "step checks", "zero backward_reduce bucket_gathers", _own_part),
 ):
     in_step("buckets", _name, _stop, _where, _change)
 for _name, _stop, _where, _change in (
     ("a gather starts before its operand is made", "step checks", "zero forward prefetch_gathers", _early),
-    ("a gradient is an input", "step checks", "ddp backward simplify_views", _returns_input),
-    ("two gradients are one storage", "step checks", "ddp backward own_gradients", _transposed),
-    ("a factor is simplified away", "numbers", "ddp backward simplify_arithmetic", _factor),
+    ("a gradient is an input", "step checks", "ddp backward_reduce simplify_views", _returns_input),
+    ("two gradients are one storage", "step checks", "ddp backward_reduce own_gradients", _transposed),
+    ("a factor is simplified away", "numbers", "ddp backward_reduce simplify_arithmetic", _factor),
 ):
     in_step("step passes", _name, _stop, _where, _change)
 
@@ -216,12 +217,12 @@ _split, _own = accumulation.split_accumulation, accumulation.own_gradient
 def _last(change: Callable[[GraphModule], None]) -> Callable[[pytest.MonkeyPatch], None]:
     """A mistake in the backward of the last micro-batch."""
 
-    def split(gm: GraphModule) -> tuple[GraphModule, GraphModule]:
-        local, last = _split(gm)
-        change(last)
+    def split(backward: StepGraph) -> tuple[StepGraph, StepGraph]:
+        local, last = _split(backward)
+        change(last.graph)
         return local, last
 
-    return patched(autopar.compile.model, "split_accumulation", split)
+    return patched(autopar.compile.parts, "split_accumulation", split)
 
 
 def _earlier(gm: GraphModule) -> list[Node]:

@@ -76,8 +76,8 @@ def measured(ranks: int) -> int:
     made = compiled(case(ranks))
     executor, values = Executor(made, groups), values_of(made, captured("long llama"), groups)
     held = {x.untyped_storage().data_ptr() for x in values.values()}
-    _, saved = executor.run_forward(values)
-    storages = {s.data_ptr(): s.nbytes() for x in saved if isinstance(x, Tensor) and (s := x.untyped_storage())}
+    _, paused = executor.run_forward(values)
+    storages = {s.data_ptr(): s.nbytes() for _, x in paused.saved if (s := x.untyped_storage())}
     return sum(size for at, size in storages.items() if at not in held)
 
 

@@ -99,7 +99,7 @@ def test_algorithms_stand_in_forward_and_backward() -> None:
     (call,) = calls(backward, "autopar.context_attention_backward")
     assert "'ring', 'token_ring', [1, -1], [1, -1], 'cp', 2, False)" in call
     assert call.startswith("context_attention_backward: (f64[2,2,8,4], f64[2,2,8,4], f64[2,2,8,4], f64[0], f64[0])")
-    kept = [tuple(n.meta["val"].shape) for n in outputs(made.steps.forward)]
+    kept = [tuple(n.meta["val"].shape) for n in outputs(made.stage.forward.graph)]
     assert kept.count((ROWS * TOKENS // 2, 3 * WIDTH)) == 1  # q, k and v
     assert kept.count((ROWS, 2, TOKENS // 2, 4)) == kept.count((ROWS, 2, TOKENS // 2)) == 1
 

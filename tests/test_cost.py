@@ -183,11 +183,11 @@ def test_a_step_counts_each_graph_as_often_as_it_runs() -> None:
     assert {name: n for name, (_, n) in graph_runs(two).items()} == {
         "prologue": 2,
         "forward": 2,
-        "backward_local": 1,
         "backward": 1,
+        "backward_reduce": 1,
     }
     one = {name: communication(gm, two.plan.mesh) for name, (gm, _) in graph_runs(two).items()}
     key = ("dp", "all_gather")
-    sums = [one[name].get(key, Volume()) for name in ("forward", "forward", "backward_local", "backward")]
+    sums = [one[name].get(key, Volume()) for name in ("forward", "forward", "backward", "backward_reduce")]
     assert step_communication(two)[key] == functools.reduce(operator.add, sums)
     assert Volume(2, 3).times(2) == Volume(4, 6)

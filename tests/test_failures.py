@@ -271,18 +271,19 @@ def fail_in_step(how: str, victim: int) -> str:
     for _ in range(2):
         parallel.train_step(**batch_of(4))
     executor = parallel._cache.runners[0]
-    backward = executor.run_backward
+    instruction = executor.program.entries[-1].does[0]
+    backward = instruction.apply
 
-    def failing(*args: Any, **facts: Any) -> Any:
+    def failing(inputs: list[Any]) -> Any:
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "raises":
             raise KeyError("boom")
         time.sleep(TIMEOUT + 4)
-        return backward(*args, **facts)
+        return backward(inputs)
 
     if dist.get_rank() == victim:
-        executor.run_backward = failing  # type: ignore[method-assign]
+        instruction.apply = failing
     start = time.monotonic()
     try:
         parallel.train_step(**batch_of(4))

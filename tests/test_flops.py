@@ -241,11 +241,12 @@ def test_time_of_a_step_of_a_llama() -> None:
     mesh = Mesh.of(dp=2, tp=2)
     compiled = compile_model(model, data, mesh, Options(), outputs=())
     weights = 3 * hidden * hidden + 3 * hidden * inner + vocab * hidden
-    steps = compiled.steps
-    assert steps.backward is not None
+    backward = compiled.stage.backward_reduce
+    assert backward is not None
+    forward = compiled.stage.forward.graph
     assert product_flops(compiled.local) == 2 * weights * batch * length // mesh.world_size
-    assert product_flops(steps.forward) == product_flops(compiled.local)
-    assert product_flops(steps.backward) == 2 * product_flops(steps.forward)
-    for gm in (compiled.local, steps.forward, steps.backward):
+    assert product_flops(forward) == product_flops(compiled.local)
+    assert product_flops(backward.graph) == 2 * product_flops(forward)
+    for gm in (compiled.local, forward, backward.graph):
         alone, together = seconds_of(gm.graph.nodes, A100), seconds_of(gm.graph.nodes, A100, Links(mesh))
         assert 0 < alone < together  # with the mesh, transfers count

@@ -13,6 +13,7 @@ from autopar.adapters.fake import new_mode
 from autopar.ir.graph import placeholders
 from autopar.ir.mesh import Mesh
 from autopar.passes.trace_joint import joint_graph
+from autopar.steps.of_rank import backwards
 from tests.harness import check_model
 from tests.plain_models import EXACT
 from tests.ranks import run_ranks
@@ -44,7 +45,7 @@ def test_matrices_are_exact() -> None:
     torch.manual_seed(0)
     result = check_model(Matrices().double(), {"x": torch.randn(4, 6, dtype=torch.float64)}, Mesh.of(dp=2, tp=2))
     assert result.worst < EXACT
-    graphs = (result.compiled.steps.forward, result.compiled.steps.backward)
+    graphs = [step.graph for step in (result.compiled.stage.forward, *backwards(result.compiled.stage))]
     assert not any("token" in n.name for graph in graphs for n in placeholders(graph))
 
 

@@ -47,7 +47,7 @@ def pipeline_of(this: Case) -> Pipeline:
 
 def order_of(this: Case, schedule: str) -> Order:
     made = compiled(this)
-    assert made.pipeline is not None and made.plan.pipeline is not None
+    assert made.plan.pipeline is not None
     plan = dataclasses.replace(made.plan, pipeline=dataclasses.replace(made.plan.pipeline, schedule=schedule))
     return make_order(plan, made.pipeline.parts, made.pipeline.hops)
 

@@ -19,8 +19,8 @@ from autopar.report.dump import STEP_GRAPHS, Dumper
 from autopar.report.layer_names import modules_of
 from autopar.report.pipeline_dump import dump_pipeline, measured_costs
 from autopar.rewrite.compilation import Compilation
-from autopar.runtime.pipeline_executor import per_rank
-from autopar.runtime.pipeline_values import Routes
+from autopar.runtime.executor import per_rank
+from autopar.runtime.step_values import Routes
 from autopar.schedule.lowering import lower
 from autopar.schedule.order import parse_row
 from autopar.schedule.request import SCHEDULES, Costs, Request
@@ -36,7 +36,7 @@ TIED = Case("gpt2", Mesh.of(pp=2, dp=2), Options(micro_batches=2, schedule="1f1b
 def under(case: Case, schedule: str) -> Compiled:
     """A compiled case with another schedule."""
     made = compiled(case)
-    assert made.pipeline is not None and made.plan.pipeline is not None
+    assert made.plan.pipeline is not None
     plan = dataclasses.replace(made.plan, pipeline=dataclasses.replace(made.plan.pipeline, schedule=schedule))
     order = make_order(plan, made.pipeline.parts, made.pipeline.hops)
     specs = tuple(dataclasses.replace(p, ranks=owners(plan)[p.name]) for p in made.parameters)
@@ -133,7 +133,7 @@ def test_a_pipeline_is_dumped_with_its_trace(tmp_path: Path) -> None:
     dumper = Dumper(tmp_path)
     dumper.add_compiled(made, recorded)
     rows = [parse_row(line) for line in (tmp_path / "order.txt").read_text().splitlines()]
-    assert made.pipeline is not None and tuple(rows) == lowered_order(made.pipeline).ranks
+    assert tuple(rows) == lowered_order(made.pipeline).ranks
     trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     named = {e["args"]["name"]: e["pid"] for e in trace if e["name"] == "process_name"}
     spans = {

@@ -244,11 +244,11 @@ def lift_constant(compiled: Compiled) -> None:
 
 
 PLANTED: dict[str, Callable[[Any], Any]] = {
-    "forward": lambda c: bent(c.graphs.forward),
-    "backward": lambda c: bent(c.graphs.backward),
-    "backward_local": lambda c: bent(c.graphs.backward_local),
+    "part 0 forward": lambda c: bent(c.stage.forward.graph),
+    "part 0 backward": lambda c: bent(c.stage.backward.graph),
+    "part 0 backward_reduce": lambda c: bent(c.stage.backward_reduce.graph),
     "prologue": lambda c: bent(c.prologue.graph),
-    "losses": lambda c: c.graphs.losses.append(0),
+    "part 0 losses": lambda c: c.stage.losses.append("output:0"),
     "the contents of the constant table": lift_constant,
 }
 IN_PIPELINES: dict[str, Callable[[Any], Any]] = {

@@ -47,7 +47,7 @@ def compile_llama(layers: int, zero: int, sequence_parallel: bool) -> dict[str, 
         "seconds": time.process_time() - start,
         "resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "elements": sum(math.prod(p.shape) for p in compiled.parameters),
-        "gradients": len(compiled.steps.gradients),
+        "gradients": len(compiled.stage.backward_reduce.outputs),
         "parameters": found.parameters,
         "peak": found.peak,
     }

@@ -26,7 +26,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from autopar.api import parallelize
-from autopar.ir.graph import nbytes, outputs
+from autopar.cost.memory import memory
 from autopar.ir.mesh import Mesh
 from autopar.models.tiny import TINY
 from autopar.report.human_numbers import human_bytes
@@ -190,8 +190,7 @@ def _on_mesh(settings: Settings) -> DemoRun:
 
     label = f"{_words(settings.mesh)}, {math.prod(settings.mesh.values())} processes"
     run = _train(model, step, settings.steps, f"{label:<32}", shown=torch.distributed.get_rank() == 0)
-    steps = model.compiled()[0].steps
-    run.memory[SAVED] = sum(nbytes(node) for node in outputs(steps.forward)[steps.outputs :])
+    run.memory[SAVED] = memory(model.compiled()[0]).saved
     run.traffic = {
         key: type(t)(t.calls // settings.steps, t.bytes // settings.steps) for key, t in model.traffic().items()
     }

@@ -21,9 +21,8 @@ from autopar.cost.memory import most_static
 from autopar.ir.graph import has_gradient, mark_gradients, output_node, remove_dead_code
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
-from autopar.passes.accumulate_gradients import split_accumulation
-from autopar.passes.differentiate import differentiate, lowered
-from autopar.passes.in_order import GLOBAL_PASSES, PLACEMENT_PASSES, STEP_PASSES
+from autopar.passes.differentiate import lowered
+from autopar.passes.in_order import GLOBAL_PASSES, PLACEMENT_PASSES
 from autopar.passes.split_prologue import split_prologue
 from autopar.plan import Plan, check_plan
 from autopar.planner import make_plan
@@ -31,7 +30,6 @@ from autopar.planner.plan_fits import check_fits
 from autopar.planner.step_order import parameter_specs
 from autopar.rewrite.compilation import Compilation, Observer, timed
 from autopar.rewrite.pass_manager import PassManager
-from autopar.rewrite.step_checks import check_gradients, promise
 from autopar.schedule.request import SCHEDULES
 from autopar.steps.graphs import Compiled
 
@@ -109,22 +107,8 @@ def compile_graph(
         prologue.graph = lowered(prologue.graph)
         ctx.observe("prologue", prologue.graph)
     parameters = parameter_specs(gm, plan)
-    if plan.pipeline is not None:
-        pipeline = timed(timings, "pipeline", lambda: compile_pipeline(gm, ctx, train, most_static(parameters, mesh)))
-        return Compiled(gm.meta["signature"], plan, gm, None, prologue, parameters, train, timings, pipeline)
-    steps = timed(timings, "differentiate", lambda: differentiate(gm, train, tangents))
-    if steps.backward is not None:
-        check_gradients(steps.backward, steps.gradients, gm)
-    if options.micro_batches > 1 and steps.backward is not None:
-        steps.backward_local, steps.backward = split_accumulation(steps.backward)
-    graphs = {"forward": steps.forward, "backward_local": steps.backward_local, "backward": steps.backward}
-    for name, step in graphs.items():
-        if step is not None:
-            with ctx.within(f"{name}."):
-                ctx.observe("differentiate", step)
-                PassManager(STEP_PASSES).run(promise(step), ctx, facts=("step",))
-            ctx.observe(name, step)
-    return Compiled(gm.meta["signature"], plan, gm, steps, prologue, parameters, train, timings)
+    pipeline = compile_pipeline(gm, ctx, train, most_static(parameters, mesh), tangents)
+    return Compiled(gm.meta["signature"], plan, gm, pipeline, prologue, parameters, train, timings)
 
 
 def keep_outputs(gm: GraphModule, names: Sequence[str]) -> None:

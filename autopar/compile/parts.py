@@ -5,7 +5,7 @@ local graph -> cut_stages -> per part: F, BW, B, W, G, R -> schedule -> Order
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -15,36 +15,47 @@ from autopar.ir.conversions import is_conversion
 from autopar.ir.flow import Flow, flow_of
 from autopar.ir.graph import placeholders
 from autopar.ir.mesh import TokenSlice
-from autopar.passes.cut_stages import Cut, PartGraph, cut_stages
-from autopar.passes.differentiate import differentiate_part, lowered
+from autopar.passes.accumulate_gradients import split_accumulation
+from autopar.passes.cut_stages import Cut, PartGraph, cut_stages, uncut
+from autopar.passes.differentiate import differentiate, lowered
 from autopar.passes.in_order import STEP_PASSES
 from autopar.passes.own_gradients import OwnGradients
 from autopar.passes.parameter_graphs import gather_graph, inline_gathers, reduce_graph
 from autopar.passes.slice_sizes import LENGTH, START, symbolic
+from autopar.plan import Plan
 from autopar.planner.step_order import make_order
 from autopar.planner.units import parts_by_node, resolve
-from autopar.rewrite.compilation import Compilation
+from autopar.rewrite.compilation import Compilation, timed
 from autopar.rewrite.pass_manager import PassManager
-from autopar.rewrite.step_checks import promise
+from autopar.rewrite.step_checks import check_gradients, promise
 from autopar.schedule.lowering import lower
 from autopar.schedule.order import Hop, Order
 from autopar.schedule.simulate import simulate
 from autopar.steps.graphs import Cache, Pipeline, Stage, StepGraph
+from autopar.steps.of_rank import backwards
 
 
-def compile_pipeline(gm: GraphModule, ctx: Compilation, train: bool = True, static: int = 0) -> Pipeline:
-    """Cut a local graph as the plan says and compile its parts. ``static``: see `make_order`.
+def compile_pipeline(
+    gm: GraphModule, ctx: Compilation, train: bool = True, static: int = 0, tangents: Sequence[str] = ()
+) -> Pipeline:
+    """Cut a local graph as the plan says and compile its parts. ``static``: see `make_order`. ``tangents``: names of
+    outputs that gradients come for, beside the losses, where there is one part.
 
     Raises ValueError where the graph has no such layers or the schedule does not take the number of micro-batches.
     """
     plan = ctx.plan
-    assert plan is not None and plan.pipeline is not None
-    chosen = plan.pipeline
-    flow = flow_of(gm, plan.inputs)
-    cut = cut_stages(gm, flow, place(flow, chosen.cuts), chosen.parts)
+    assert plan is not None
+    cut = timed(ctx.timings, "cut_stages", lambda: _cut(gm, plan)) if plan.pipeline is not None else uncut(gm, tangents)
     parts = [_compile_part(k, part, cut, ctx, train) for k, part in enumerate(cut.parts)]
-    order = proven(make_order(plan, parts, cut.hops, train, static), cut.hops)
-    return Pipeline(parts, cut.hops, order, *_prologues(cut, ctx), chosen.slices)
+    order = timed(ctx.timings, "order", lambda: proven(make_order(plan, parts, cut.hops, train, static), cut.hops))
+    slices = plan.pipeline.slices if plan.pipeline is not None else ()
+    return Pipeline(parts, cut.hops, order, *_prologues(cut, ctx), slices)
+
+
+def _cut(gm: GraphModule, plan: Plan) -> Cut:
+    assert plan.pipeline is not None
+    flow = flow_of(gm, plan.inputs)
+    return cut_stages(gm, flow, place(flow, plan.pipeline.cuts), plan.pipeline.parts)
 
 
 def compile_sliced_pipeline(
@@ -56,16 +67,14 @@ def compile_sliced_pipeline(
     chosen = plan.pipeline
     cuts, made = [], []
     for gm, _ in graphs:
-        flow = flow_of(gm, plan.inputs)
-        cut = cut_stages(gm, flow, place(flow, chosen.cuts), chosen.parts)
-        cuts.append(cut)
-        made.append([_differentiated(part, cut, True) for part in cut.parts])
+        cuts.append(_cut(gm, plan))
+        made.append([_differentiated(part, True) for part in cuts[-1].parts])
     parts = []
     for k, stages in enumerate(zip(*made, strict=True)):
         stage = _merged(stages, slices)
         names = {n.name for n in placeholders(cuts[0].parts[k].graph)}
         stage.caches = [c for c in graphs[0][1] if c.past in names]
-        parts.append(_finish(k, stage, ctx, FIXED_GRAPHS))
+        parts.append(_finish(f"part{k}.", stage, ctx, FIXED_GRAPHS))
     hops = [_sliced_hop(same, slices, chosen.slices) for same in zip(*(cut.hops for cut in cuts), strict=True)]
     order = proven(make_order(plan, parts, hops), hops)
     return Pipeline(parts, hops, order, *_prologues(cuts[0], ctx), chosen.slices)
@@ -119,43 +128,47 @@ def place(flow: Flow, cuts: tuple[str, ...]) -> dict[Node, int]:
 
 
 def _compile_part(k: int, part: PartGraph, cut: Cut, ctx: Compilation, train: bool) -> Stage:
-    with ctx.within(f"part{k}."):
-        ctx.observe("part", part.graph)
-    stage = _differentiated(part, cut, train)
     assert ctx.plan is not None
-    if ctx.plan.options.gathers == "layer" and stage.gather is not None:
+    prefix = f"part{k}." if len(cut.parts) > 1 else ""
+    if prefix:
+        with ctx.within(prefix):
+            ctx.observe("part", part.graph)
+    stage = timed(ctx.timings, "differentiate", lambda: _differentiated(part, train))
+    options = ctx.plan.options
+    if part.used is None and stage.backward is not None:
+        if options.micro_batches == 1:
+            stage.backward, stage.backward_reduce = None, stage.backward
+        else:
+            stage.backward, stage.backward_reduce = split_accumulation(stage.backward)
+    if options.gathers == "layer" and stage.gather is not None:
         _gather_inside(stage)
-    return _finish(k, stage, ctx, (*FIXED_GRAPHS, *COMPUTE_GRAPHS))
+    return _finish(prefix, stage, ctx, (*FIXED_GRAPHS, *COMPUTE_GRAPHS))
 
 
-def _differentiated(part: PartGraph, cut: Cut, train: bool) -> Stage:
+def _differentiated(part: PartGraph, train: bool) -> Stage:
     """The step graphs of a part."""
-    stage = differentiate_part(part.graph, part.results if train else _without_gradients(part.results), part.fixed)
-    nodes = {n.name: n for n in cut.flow.used}
-    used = {nodes[name]: cut.flow.used[nodes[name]] for name in part.fixed if name in nodes}
-    stage.gather, stage.aliases = gather_graph(used)
-    stage.mutations = part.mutations
-    stage.parameters = parameter_names(part.graph, [p.name for p in used.values()])
-    graphs = [g for g in (stage.backward, stage.backward_input, stage.backward_weight) if g is not None]
-    stage.reduce = reduce_graph(used, [name for g in graphs for name in g.outputs])
+    results = part.results if train else dict.fromkeys(part.results, "output")
+    stage = differentiate(part.graph, results, part.fixed, split=part.used is not None)
+    for step in backwards(stage):
+        check_gradients(step, part.graph)
+    stage.mutations, stage.parameters = part.mutations, part.parameters
+    if part.used is not None:
+        stage.gather, stage.aliases = gather_graph(part.used)
+        stage.reduce = reduce_graph(part.used, [name for step in backwards(stage) for name in step.outputs])
     return stage
 
 
 FIXED_GRAPHS = ("gather", "reduce")
-COMPUTE_GRAPHS = ("forward", "backward", "backward_input", "backward_weight")
+COMPUTE_GRAPHS = ("forward", "backward", "backward_input", "backward_weight", "backward_reduce")
 
 
-def _finish(k: int, stage: Stage, ctx: Compilation, names: Sequence[str]) -> Stage:
+def _finish(prefix: str, stage: Stage, ctx: Compilation, names: Sequence[str]) -> Stage:
     """Run the passes over step graphs. (Those of token slices compute with sizes, which the passes do not know.)"""
     for name in (*FIXED_GRAPHS, *COMPUTE_GRAPHS):
         step = getattr(stage, name)
         if step is not None:
-            setattr(stage, name, _finished(f"part{k}.{name}", step, ctx, name in names))
+            setattr(stage, name, _finished(f"{prefix}{name}", step, ctx, name in names))
     return stage
-
-
-def _without_gradients(results: Mapping[str, str]) -> dict[str, str]:
-    return {name: "output" for name in results}
 
 
 def _gather_inside(stage: Stage) -> None:
@@ -172,6 +185,7 @@ def _gather_inside(stage: Stage) -> None:
 
 def _finished(name: str, step: StepGraph, ctx: Compilation, simplified: bool) -> StepGraph:
     with ctx.within(f"{name}."):
+        ctx.observe("differentiate", step.graph)
         graph = PassManager(STEP_PASSES if simplified else (OwnGradients(),)).run(
             promise(step.graph), ctx, facts=("step",)
         )
@@ -191,9 +205,3 @@ def _prologues(cut: Cut, ctx: Compilation) -> tuple[StepGraph | None, StepGraph 
         ctx.observe(name, step.graph)
         found.append(step)
     return found[0], found[1]
-
-
-def parameter_names(gm: GraphModule, nodes: list[str]) -> list[str]:
-    """Original names of parameters by the names of their placeholders."""
-    names = {s.node: s.name for s in gm.meta["signature"].inputs}
-    return list(dict.fromkeys(names[n] for n in nodes))

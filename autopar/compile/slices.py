@@ -13,7 +13,7 @@ from autopar.passes.slice_tokens import slice_tokens
 from autopar.passes.split_prologue import split_prologue
 from autopar.planner.slice_lengths import slice_unit
 from autopar.planner.step_order import parameter_specs
-from autopar.rewrite.compilation import Compilation, timed
+from autopar.rewrite.compilation import Compilation
 from autopar.rewrite.pass_manager import PassManager
 from autopar.steps.graphs import Compiled
 
@@ -36,7 +36,7 @@ def compile_sliced(gm: GraphModule, ctx: Compilation) -> Compiled:
     if prologues[0] is not None:
         prologues[0].graph = lowered(prologues[0].graph)
         ctx.observe("prologue", prologues[0].graph)
-    pipeline = timed(ctx.timings, "pipeline", lambda: compile_sliced_pipeline(made, ctx, samples))
+    pipeline = compile_sliced_pipeline(made, ctx, samples)
     local = made[0][0]
     parameters = parameter_specs(local, plan)
-    return Compiled(local.meta["signature"], plan, local, None, prologues[0], parameters, True, ctx.timings, pipeline)
+    return Compiled(local.meta["signature"], plan, local, pipeline, prologues[0], parameters, True, ctx.timings)

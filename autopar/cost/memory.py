@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from autopar.cost.stage_memory import walk_rank
-from autopar.ir.graph import outputs, placeholders
+from autopar.ir.graph import placeholders
 from autopar.ir.mesh import Mesh
 from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import Shard
-from autopar.ir.storages import bytes_of, peak_of_values, saved_bytes
+from autopar.ir.storages import bytes_of
 from autopar.steps.graphs import Compiled
 
 # Floating states of AdamW per element: the two moments.
@@ -75,35 +75,12 @@ def memory(compiled: Compiled) -> Memory:
 
 
 def memories(compiled: Compiled) -> tuple[Memory, ...]:
-    """The memory of a rank for every coordinate on pp; of one rank where there are no pipeline stages."""
-    if compiled.pipeline is None:
-        return (_memory(compiled),)
-    return tuple(_of_stage(compiled, rank) for rank in range(compiled.plan.mesh.size("pp")))
+    """The memory of a rank for every coordinate on pp: of one where there are no pipeline stages."""
+    return tuple(_of_rank(compiled, rank) for rank in range(compiled.plan.mesh.size("pp")))
 
 
-def _memory(compiled: Compiled) -> Memory:
-    steps = compiled.steps
-    kept = ("parameter", "buffer", "constant", "input")
-    held = {s.node for s in compiled.local.meta["signature"].inputs if s.kind in kept}
-    with_gradient = set(steps.gradients)
-    nodes = {s.name: s.node for s in compiled.local.meta["signature"].inputs if s.kind == "parameter"}
-    trained = [p for p in compiled.parameters if p.requires_grad and nodes[p.name] in with_gradient]
-    accumulated = _accumulated(compiled)
-    backward = [peak_of_values(steps.backward, held)] if steps.backward else [0]
-    if steps.backward_local is not None:
-        backward.append(peak_of_values(steps.backward_local, held) + accumulated)
-    return Memory(
-        **_steady(compiled, compiled.parameters, trained),
-        accumulated=accumulated,
-        saved=saved_bytes(steps.forward, steps.outputs, held),
-        forward_peak=peak_of_values(steps.forward, held) + accumulated,
-        backward_peak=max(backward),
-    )
-
-
-def _of_stage(compiled: Compiled, rank: int) -> Memory:
+def _of_rank(compiled: Compiled, rank: int) -> Memory:
     """Of a rank at a coordinate of pp."""
-    assert compiled.pipeline is not None
     found = walk_rank(compiled.pipeline, rank)
     held = [p for p in compiled.parameters if rank in p.ranks]
     nodes = {s.name: s.node for s in compiled.local.meta["signature"].inputs if s.kind == "parameter"}
@@ -142,13 +119,6 @@ def optimizer_bytes(spec: ParameterSpec, mesh: Mesh) -> int:
     size = spec.dtype.itemsize
     count = spec.nbytes(mesh) // size
     return count * (_MOMENTS * max(size, 4) + (4 if size < 4 else 0))
-
-
-def _accumulated(compiled: Compiled) -> int:
-    local = compiled.steps.backward_local
-    if local is None:
-        return 0
-    return bytes_of(g for g in outputs(local) if isinstance(g, Node))
 
 
 def _input_bytes(compiled: Compiled, inputs: Mapping[str, str], nodes: Mapping[str, Node]) -> int:

@@ -36,7 +36,7 @@ def stage_costs(parts: Sequence[Stage], hops: Sequence[Hop], plan: Plan, device:
     comm = max((pp.seconds("send", _hop_bytes(h), plan.mesh.size("pp")) for h in hops), default=0.0)
     return Costs(
         F=tuple(time(p.forward) for p in parts),
-        B=tuple(time(p.backward_input) for p in parts),
+        B=tuple(time(p.backward_input or p.backward_reduce) for p in parts),
         W=tuple(time(p.backward_weight) for p in parts),
         comm=comm,
         G=tuple(time(p.gather, between) for p in parts),

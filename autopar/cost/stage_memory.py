@@ -19,7 +19,7 @@ from autopar.ir.graph import outputs, placeholders
 from autopar.ir.storages import bytes_of, peak_of_values, storage_bytes, storages
 from autopar.schedule.order import PARAMETERS, TRANSFERS, Action, Order
 from autopar.steps.graphs import Pipeline, StepGraph
-from autopar.steps.of_rank import graph_of, lowered_order, slice_shares
+from autopar.steps.of_rank import backwards, graph_of, lowered_order, slice_shares
 
 
 @dataclass
@@ -52,7 +52,7 @@ class _Part:
     def __init__(self, pipeline: Pipeline, index: int) -> None:
         self.part = part = pipeline.parts[index]
         self.received = {h.value for h in pipeline.hops if h.target == index}
-        self.backwards = [g for g in (part.backward, part.backward_input, part.backward_weight) if g is not None]
+        self.backwards = backwards(part)
         self.sizes = {n: bytes_of([x]) for g in self.backwards for n, x in zip(g.inputs, placeholders(g.graph))}
         saved = [i for i, n in enumerate(part.forward.outputs) if n and n.startswith("saved:")]
         self.saved = storage_bytes(part.forward.graph, saved)
@@ -69,7 +69,7 @@ class _Part:
     def kept_by(self, graph: StepGraph | None) -> set[str]:
         """Names of what a backward takes that F or B has kept."""
         names = graph.inputs if graph is not None else ()
-        return {n for n in names if n.startswith(("saved:", "stash:")) or n in self.received}
+        return {n for n in names if n.startswith(("saved:", "stash:", "sum:")) or n in self.received}
 
     def _left_by_b(self) -> int:
         """Bytes that B leaves for W, each storage once."""
@@ -90,7 +90,9 @@ class _Part:
     def peak(self, step: StepGraph, others: Collection[str] = ()) -> int:
         """Live values of a run: own ones and those it is given, but for what is there anyway (parameters, values of
         the prologue, inputs) and ``others``."""
-        transient = {n for n in step.inputs if n.startswith(("saved:", "stash:", "grad:")) or n in self.received}
+        transient = {
+            n for n in step.inputs if n.startswith(("saved:", "stash:", "grad:", "sum:")) or n in self.received
+        }
         nodes = zip(step.inputs, placeholders(step.graph), strict=True)
         return peak_of_values(step.graph, {x.name for n, x in nodes if n not in transient or n in others})
 
@@ -139,7 +141,10 @@ class _RankWalk:
         live, own = self.live(part, action.kind, graph)
         self.peak(action.kind, self.there + (live - own) * share)
         self.keep(part, action.kind, share)
-        if graph is not None and action.kind != "F":
+        if graph is not None and action.kind == "BWR":
+            self.sums.pop(action.stage, None)
+            self.become_gradients(graph)
+        elif graph is not None and action.kind != "F":
             sums, trained = self.sums.setdefault(action.stage, {}), self.gradients(part, graph)
             sums |= trained
             several = self.order.micro_batches * self.order.slices > 1
@@ -166,6 +171,7 @@ class _RankWalk:
         change = {
             "F": (part.saved + part.arrived, part.arrived),
             "BW": (-part.saved - part.arrived, -part.arrived),
+            "BWR": (-part.saved - part.arrived, -part.arrived),
             "B": (part.left - part.saved - part.arrived, arrived_later - part.arrived),
             "W": (-part.left, -arrived_later),
         }[kind]
@@ -194,8 +200,12 @@ class _RankWalk:
         self.peak("R", self.there - sum(sums.get(n, 0) for n in graph.inputs) + part.peak(graph))
         self.sums[action.stage] = {n: size for n, size in sums.items() if n not in graph.inputs}
         self.found.trained -= {n[5:] for n in graph.inputs}
+        self.become_gradients(graph)
+
+    def become_gradients(self, graph: StepGraph) -> None:
+        """What BWR or R makes stays until the end of the step."""
         self.found.trained |= {n[5:] for n in graph.outputs if n}
-        self.reduced += own
+        self.reduced += storage_bytes(graph.graph, range(len(graph.outputs)))
 
     def leave(self, action: Action, part: _Part) -> None:
         """What dies with the last action of a micro-batch on this rank, or of a stage."""

@@ -1,4 +1,4 @@
-"""The step of a pipeline, simulated on times that are estimated from its graphs."""
+"""A step, simulated on times that are estimated from its graphs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from autopar.steps.of_rank import hop_bytes, lowered_order, slice_shares
 
 
 def step_timeline(compiled: Compiled, unit: float = 1.0) -> Timeline:
-    """The step of a compiled pipeline, as its ranks run it, on times estimated from its graphs, in units of ``unit``
+    """The step of a compiled model, as its ranks run it, on times estimated from its graphs, in units of ``unit``
     seconds; memory in bytes."""
     pipeline = compiled.pipeline
-    assert pipeline is not None
     costs = stage_costs(pipeline.parts, pipeline.hops, compiled.plan)
     if pipeline.order.slices > 1 and not costs.tokens:
         costs = _of_slices(costs, pipeline, Topologies.parse(compiled.plan.options.topology, DEFAULT.links).of("pp"))

@@ -16,44 +16,31 @@ ONCE = ("prologue", "once", "each", "gather", "reduce")  # graphs that do not ru
 
 
 def graph_runs(compiled: Compiled, rank: int = 0) -> dict[str, tuple[GraphModule, int]]:
-    """Name -> (step graph, how often a step runs it): only the last micro-batch reduces gradients.
-
-    With pipeline stages: those of the ranks at coordinate ``rank`` of pp, such as part1.backward_input, which runs for
-    every micro-batch and token slice.
-    """
-    if compiled.pipeline is not None:
-        return graphs_of_rank(compiled.pipeline, compiled.prologue, rank)
-    steps, count = compiled.steps, compiled.plan.options.micro_batches
-    prologue = compiled.prologue.graph if compiled.prologue is not None else None
-    found = {
-        "prologue": (prologue, count),
-        "forward": (steps.forward, count),
-        "backward_local": (steps.backward_local, count - 1),
-        "backward": (steps.backward, 1),
-    }
-    return {name: (gm, n) for name, (gm, n) in found.items() if gm is not None}
+    """Name -> (step graph, how often a step runs it), of the ranks at coordinate ``rank`` of pp: forward, or with
+    stages part1.backward_input, which runs for every micro-batch and token slice."""
+    return graphs_of_rank(compiled.pipeline, compiled.prologue, rank)
 
 
 def step_communication(compiled: Compiled, rank: int | None = None) -> dict[tuple[str, str], Volume]:
-    """(axis, kind) -> volume of one whole step: forward and backward of all micro-batches, and the prologue.
+    """(axis, kind) -> volume of one whole step: forward and backward of all micro-batches, and the prologue; of the
+    ranks at coordinate ``rank`` of pp, by default of those that send most.
 
-    With pipeline stages: of the ranks at coordinate ``rank`` of pp; by default of those that send most. ("pp", "send")
+    With pipeline stages ("pp", "send")
     are values that go to other stages and gradients that come back, ("pp", "all_reduce") the losses and the gradients
     of parameters that several stages hold, ("pp", "broadcast") new buffers.
     """
     mesh, pipeline = compiled.plan.mesh, compiled.pipeline
-    if pipeline is not None and rank is None:
+    if rank is None:
         every = [step_communication(compiled, i) for i in range(mesh.size("pp"))]
         return max(every, key=lambda volumes: sum(v.bytes for v in volumes.values()))
-    found = graph_runs(compiled, rank or 0)
-    shares = slice_shares(pipeline) if pipeline is not None else [1.0]
+    shares = slice_shares(pipeline)
     share = sum(shares) / len(shares)  # of graphs that run for every token slice
-    volumes = [
-        {key: volume.times(n, 1.0 if name.endswith(ONCE) else share) for key, volume in communication(gm, mesh).items()}
-        for name, (gm, n) in found.items()
-    ]
-    if pipeline is not None:
-        volumes.append(_between_stages(compiled, pipeline, rank or 0))
+    volumes = []
+    for name, (gm, n) in graph_runs(compiled, rank).items():
+        once = name.rpartition(".")[2] in ONCE
+        volumes.append({k: v.times(n, 1.0 if once else share) for k, v in communication(gm, mesh).items()})
+    if mesh.size("pp") > 1:
+        volumes.append(_between_stages(compiled, pipeline, rank))
     return total_volume(volumes)
 
 

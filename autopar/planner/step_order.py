@@ -23,8 +23,9 @@ def make_order(plan: Plan, parts: Sequence[Stage], hops: Sequence[Hop], train: b
 
     Raises ValueError where the schedule does not take the number of micro-batches.
     """
-    assert plan.pipeline is not None
     pipeline = plan.pipeline
+    if pipeline is None:
+        return one_after_another(plan.options.micro_batches, train)
     entry = SCHEDULES[pipeline.schedule]
     costs = stage_costs(parts, hops, plan)
     limit = float(plan.options.memory_limit - static) if plan.options.memory_limit else None
@@ -33,6 +34,13 @@ def make_order(plan: Plan, parts: Sequence[Stage], hops: Sequence[Hop], train: b
     if train:
         return entry.make(request)
     return forward_order(entry.make(replace(request, micro_batches=least_micro_batches(pipeline, plan.mesh))))
+
+
+def one_after_another(micro_batches: int, train: bool) -> Order:
+    """The order of a model that is not cut into parts: F and BW of each micro-batch."""
+    kinds = ("F", "BW") if train else ("F",)
+    row = tuple(Action(0, kind, i) for i in range(micro_batches) for kind in kinds)
+    return Order("one part", (row,), ((0,),), (0,), (0,) * micro_batches)
 
 
 def forward_order(order: Order) -> Order:

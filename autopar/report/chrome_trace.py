@@ -14,13 +14,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from autopar.schedule.order import TRANSFERS, Action
+from autopar.schedule.order import BACKWARD, TRANSFERS, Action
 from autopar.schedule.simulate import Timeline
 
 Event = tuple[int, Action, float, float]
 
 # Perfetto picks colours by name; these are chrome://tracing's names for blue, green, yellow and purple.
-_COLORS = {"F": "thread_state_runnable", "B": "good", "W": "bad", "BW": "rail_response"}
+_COLORS = {"F": "thread_state_runnable", "B": "good", "W": "bad", "BW": "rail_response", "BWR": "rail_response"}
 
 
 def events_of(timeline: Timeline) -> list[Event]:
@@ -68,7 +68,7 @@ def transfers(events: Iterable[Event]) -> list[tuple[Event, Event]]:
     ways: dict[tuple[bool, int, int], list[Event]] = {}
     for event in events:
         action = event[1]
-        if action.kind in ("F", "B", "BW"):
+        if action.kind in ("F", *BACKWARD):
             ways.setdefault((action.kind == "F", action.micro_batch, action.slice), []).append(event)
     pairs = []
     for way in ways.values():
@@ -84,7 +84,7 @@ def _sends(events: Sequence[Event]) -> list[tuple[Event, Event]]:
         return (action.kind[1], sender, receiver, action.micro_batch, action.slice)
 
     received = {way(e[1], e[1].peer, e[1].stage): e for e in events if e[1].kind in ("RF", "RB")}
-    users = {(e[1].kind[0], *_unit(e[1])): e for e in events if e[1].kind in ("F", "B", "BW")}
+    users = {(e[1].kind[0], *_unit(e[1])): e for e in events if e[1].kind in ("F", *BACKWARD)}
     pairs = []
     for event in events:
         action = event[1]

@@ -35,9 +35,7 @@ from autopar.steps.graphs import Compiled
 
 VARIABLE = "AUTOPAR_DUMP"
 # Graphs that run as they are, such as forward or part1.backward_input.
-STEP_GRAPHS = re.compile(
-    r"prologue|once|each|backward_local|(part\d+\.)?(forward|backward(_input|_weight)?|gather|reduce)"
-)
+STEP_GRAPHS = re.compile(r"prologue|once|each|(part\d+\.)?(forward|backward(_input|_weight|_reduce)?|gather|reduce)")
 
 
 def dumper_for(folder: str | Path | None) -> Dumper | None:
@@ -162,12 +160,12 @@ class Dumper:
         self.sections.append(Section(title, body or f"<pre>{_escape(text)}</pre>"))
 
     def add_pipeline(self, compiled: Compiled, recorded: Sequence[Recorded] = ()) -> None:
-        """The schedule of a compiled pipeline: order.txt, trace.json, and a section of the report. Nothing for a model
-        without pipeline stages.
+        """The schedule of a compiled step: order.txt, trace.json, and a section of the report. Nothing for a model of
+        one part that nobody has measured.
 
         recorded: what every coordinate on pp measured in a step, see `autopar.report.pipeline_dump.dump_pipeline`.
         """
-        if not self.enabled or compiled.pipeline is None:
+        if not self.enabled or (len(compiled.pipeline.parts) == 1 and not recorded):
             return
         self.sections += dump_pipeline(self.folder, compiled, recorded)
         ranks = range(compiled.plan.mesh.size("pp"))

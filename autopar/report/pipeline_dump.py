@@ -22,7 +22,7 @@ from autopar.report.human_numbers import human_bytes
 from autopar.report.layer_names import modules_of
 from autopar.report.page import Section, table
 from autopar.report.pipeline_section import pipeline_section
-from autopar.schedule.order import Action, Order
+from autopar.schedule.order import BACKWARD, COMPUTE, PARAMETERS, Action, Order
 from autopar.schedule.request import Costs
 from autopar.schedule.simulate import Timeline, per_part, simulate
 from autopar.steps.graphs import Compiled
@@ -53,7 +53,7 @@ def measured_costs(order: Order, events: Iterable[Event], costs: Costs) -> Costs
 
     comm is the least time between the end of an action and the start of what took its result on another rank.
     """
-    events = [e for e in events if e[1].kind in ("F", "B", "W", "BW", "G", "R")]
+    events = [e for e in events if e[1].kind in (*COMPUTE, *PARAMETERS)]
     taken: dict[tuple[int, str], list[float]] = {}
     for _, action, start, end in events:
         taken.setdefault((order.part_of(action.stage), action.kind), []).append((end - start) * _slices(action, order))
@@ -64,20 +64,21 @@ def measured_costs(order: Order, events: Iterable[Event], costs: Costs) -> Costs
 
     gaps = [max(0.0, later[2] - one[3]) for one, later in _neighbours(events)]
     return replace(
-        costs, F=times("F"), B=times("B", "BW"), W=times("W"), G=times("G"), R=times("R"), comm=min(gaps, default=0.0)
+        costs, F=times("F"), B=times("B", "BWR", "BW"), W=times("W"), G=times("G"), R=times("R"),
+        comm=min(gaps, default=0.0),
     )  # fmt: skip
 
 
 def _slices(action: Action, order: Order) -> int:
     """Costs are those of a whole micro-batch."""
-    return order.slices if action.kind in ("F", "B", "W", "BW") else 1
+    return order.slices if action.kind in COMPUTE else 1
 
 
 def _neighbours(events: Sequence[Event]) -> list[tuple[Event, Event]]:
     """Pairs of actions that follow each other along a chain on two ranks."""
     ways: dict[tuple[bool, int, int], list[Event]] = {}
     for event in events:
-        if event[1].kind in ("F", "B", "BW"):
+        if event[1].kind in ("F", *BACKWARD):
             ways.setdefault((event[1].kind == "F", event[1].micro_batch, event[1].slice), []).append(event)
     found = []
     for way in ways.values():
@@ -105,7 +106,6 @@ def in_mebibytes(timeline: Timeline) -> Timeline:
 
 
 def _parts(compiled: Compiled, timeline: Timeline) -> str:
-    assert compiled.pipeline is not None
     costs, order = timeline.costs, timeline.order
     names = [p.name for p in compiled.parameters]
     rows = []

@@ -29,7 +29,7 @@ def pipeline_summary(
     Times are seconds on a device as in `autopar.cost.hardware.DEFAULT`; ``time`` of a part is its share of all compute.
     """
     pipeline, plan = compiled.pipeline, compiled.plan.pipeline
-    assert pipeline is not None and plan is not None
+    assert plan is not None
     timeline = step_timeline(compiled)
     order = pipeline.order
     sent = [sum(v.bytes for v in volume.values()) for volume in volumes]
@@ -65,7 +65,7 @@ def part_rows(compiled: Compiled, timeline: Timeline) -> list[dict[str, Any]]:
     """What each part of the model is, on which ranks it runs, and what one micro-batch takes there. parameters: their
     number. activations: kept from F until B. sent: values for later parts."""
     pipeline, plan = compiled.pipeline, compiled.plan.pipeline
-    assert pipeline is not None and plan is not None
+    assert plan is not None
     order, costs = timeline.order, timeline.costs
     specs = {p.name: p for p in compiled.parameters}
     times = [sum(per_part(getattr(costs, kind), k) for kind in "FBW") for k in range(order.parts)]

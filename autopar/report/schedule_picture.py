@@ -25,6 +25,7 @@ KINDS = {
     "B": "backward to inputs",
     "W": "backward to weights",
     "BW": "backward",
+    "BWR": "backward and reduce",
     "G": "gather parameters",
     "R": "reduce gradients",
 }
@@ -33,10 +34,11 @@ _AXIS, _GAP = 30, 30  # below a panel; between two
 _SIZE = 11.0  # of letters; a digit is 0.6 of it wide
 _STYLE = """
 .schedule { --back: #ffffff; --ink: #1c2330; --muted: #677084; --line: #e1e5ec; --row: #eef1f5;
-  --F: #7fb0f5; --B: #63c7a0; --W: #f3c65c; --BW: #e38fb4; --G: #b9a7ea; --R: #a7afbd;
+  --F: #7fb0f5; --B: #63c7a0; --W: #f3c65c; --BW: #e38fb4; --BWR: #cf6a99; --G: #b9a7ea; --R: #a7afbd;
   font: 11px system-ui, "DejaVu Sans", sans-serif; max-width: 100%; height: auto; }
 @media (prefers-color-scheme: dark) { .schedule { --back: #1a1f28; --ink: #e6ebf4; --muted: #8e98ab; --line: #2b3240;
-  --row: #212733; --F: #3467bd; --B: #23805f; --W: #92690f; --BW: #9c4372; --G: #6650b0; --R: #5b6473; } }
+  --row: #212733; --F: #3467bd; --B: #23805f; --W: #92690f; --BW: #9c4372; --BWR: #b95a8b; --G: #6650b0;
+  --R: #5b6473; } }
 .schedule text { fill: var(--ink); }
 .schedule .title { font-size: 15px; font-weight: 600; }
 .schedule .faint { fill: var(--muted); }

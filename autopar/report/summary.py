@@ -83,15 +83,14 @@ def summarize(compiled: Compiled, model: str = "") -> dict[str, Any]:
     }
     if attention := attention_summary(compiled):
         found["attention"] = attention
-    if compiled.pipeline is not None:
+    if plan.pipeline is not None:
         found["pipeline"] = pipeline_summary(compiled, [memory_row(m) for m in every], sent)
     return found
 
 
 def volumes(compiled: Compiled) -> list[dict[tuple[str, str], Volume]]:
-    """`step_communication` of a rank for every coordinate on pp; of one rank where there are no pipeline stages."""
-    ranks = range(compiled.plan.mesh.size("pp")) if compiled.pipeline is not None else [0]
-    return [step_communication(compiled, rank) for rank in ranks]
+    """`step_communication` of a rank for every coordinate on pp."""
+    return [step_communication(compiled, rank) for rank in range(compiled.plan.mesh.size("pp"))]
 
 
 def memory_row(found: Memory) -> dict[str, int]:
@@ -102,7 +101,7 @@ def memory_row(found: Memory) -> dict[str, int]:
 def _runs(compiled: Compiled) -> dict[str, dict[str, int]]:
     """Graph -> how often a rank that has it runs it, and its size."""
     found: dict[str, dict[str, int]] = {}
-    for rank in range(compiled.plan.mesh.size("pp")) if compiled.pipeline is not None else [0]:
+    for rank in range(compiled.plan.mesh.size("pp")):
         for name, (gm, n) in graph_runs(compiled, rank).items():
             row = found.setdefault(name, {"times": 0, "nodes": 0})
             row["times"], row["nodes"] = max(row["times"], n), max(row["nodes"], len(gm.graph.nodes))

@@ -10,7 +10,6 @@ summed, gathered or exchanged over an axis.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch.fx import GraphModule, Node
 from autopar.ir.graph import arguments, describe, outputs, placeholders
 from autopar.ops.traits import COLLECTIVES
 from autopar.rewrite.compilation import Compilation
+from autopar.steps.graphs import StepGraph
 
 Result = tuple[tuple[int, ...], torch.dtype] | None  # shape and dtype of an output; None: no value
 Moved = Counter[tuple[str, str, str, str]]  # (collective, axis, what reduces, dtype) -> elements that go in
@@ -94,14 +94,15 @@ def _check_order(gm: GraphModule) -> None:
             raise StepError(f"output {i} of a step is its input {value.name}")
 
 
-def check_gradients(backward: GraphModule, names: Sequence[str], local: GraphModule) -> None:
-    """The gradients that a backward returns have the local shapes and dtypes of the inputs ``names`` of the graph that
-    was differentiated."""
+def check_gradients(backward: StepGraph, local: GraphModule) -> None:
+    """The gradients that a backward returns have the local shapes and dtypes of the inputs of the graph that was
+    differentiated."""
     inputs: dict[str, Any] = {n.name: n for n in placeholders(local)}
-    for name, have in zip(names, _results(backward), strict=True):
-        expected = _type(inputs[name])
-        if have is not None and have != expected:
-            raise StepError(f"the gradient of {name} is {_shown(have)}, the parameter is {_shown(expected)}")
+    for name, have in zip(backward.outputs, _results(backward.graph), strict=True):
+        if name is not None and name.startswith("grad:"):
+            expected = _type(inputs[name.removeprefix("grad:")])
+            if have != expected:
+                raise StepError(f"the gradient of {name[5:]} is {_shown(have)}, the value is {_shown(expected)}")
 
 
 def _shown(result: Result) -> str:

@@ -1,7 +1,7 @@
 """What every action of an order waits for: the rules that `simulate` plays by and that a runtime must keep.
 
     F(part)    F(part-1) of the same micro-batch and slice; F of the slice before on the same stage
-    B, BW      own F; B(part+1); B of the slice behind on the same stage (backward runs slices in reverse)
+    B, BW, BWR own F; B(part+1); B of the slice behind on the same stage (backward runs slices in reverse)
     W          own B
     SF, SB     own F, own B
     RF, RB     nothing: they are posted, and what uses the value waits for the send at the other end
@@ -14,15 +14,15 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from autopar.schedule.order import Action, Order
+from autopar.schedule.order import BACKWARD, Action, Order
 
 Key = tuple[str, int, int, int, int]
-"""(kind, stage, micro-batch, slice, peer) of an action; BW counts as B."""
+"""(kind, stage, micro-batch, slice, peer) of an action; BW and BWR count as B."""
 
 
 def key_of(action: Action) -> Key:
     """What others wait for when they wait for this action."""
-    kind = "B" if action.kind == "BW" else action.kind
+    kind = "B" if action.kind in BACKWARD else action.kind
     return kind, action.stage, action.micro_batch, action.slice, action.peer
 
 
@@ -60,7 +60,7 @@ class Dependencies:
             return [("F", stage, micro_batch, piece, -1)]
         if kind == "F":
             return self._forward(stage, micro_batch, piece)
-        if kind in ("B", "BW"):
+        if kind in BACKWARD:
             return self._backward(stage, micro_batch, piece)
         return []
 

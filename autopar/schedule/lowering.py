@@ -19,9 +19,14 @@ Channel = tuple[int, int]  # sending rank, receiving rank
 
 
 def lower(
-    order: Order, hops: Iterable[Hop], gathers: Set[int] = frozenset(), reductions: Set[int] = frozenset()
+    order: Order,
+    hops: Iterable[Hop],
+    gathers: Set[int] = frozenset(),
+    reductions: Set[int] = frozenset(),
+    joined: Set[int] = frozenset(),
 ) -> Order:
-    """The order with transfers for ``hops``, and with G and R of the parts in ``gathers`` and ``reductions``.
+    """The order with transfers for ``hops``, and with G and R of the parts in ``gathers`` and ``reductions``; the last
+    BW of the parts in ``joined`` becomes BWR.
 
     One transfer moves all values of a pair of stages for a micro-batch (and slice), gradients only where some hop has
     one; stages of one rank need none. A send comes right behind the action that makes its values, also inside a cell.
@@ -46,8 +51,14 @@ def lower(
             for action in cell:
                 out += [action, *made[action]]
             out += reduce.get(index, [])
-        ranks.append(tuple(out))
+        ranks.append(tuple(_joined(order, out, joined)))
     return replace(order, ranks=tuple(ranks))
+
+
+def _joined(order: Order, actions: list[Action], parts: Set[int]) -> list[Action]:
+    """The actions of a rank, with BWR for the last BW of each stage that runs one of ``parts``."""
+    last = {a.stage: i for i, a in enumerate(actions) if a.kind == "BW" and order.part_of(a.stage) in parts}
+    return [replace(a, kind="BWR") if last.get(a.stage) == i else a for i, a in enumerate(actions)]
 
 
 def _ways(order: Order, hops: Iterable[Hop]) -> dict[tuple[str, int], list[int]]:

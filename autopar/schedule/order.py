@@ -7,6 +7,7 @@
     2SF0>3   stage 2 sends activations of micro-batch 0 to stage 3       3RF0<2  stage 3 receives them
     3SB0>2   stage 3 sends gradients back                                2RB0<3  stage 2 receives them
     2G       gather the parameters of stage 2                            2R      reduce its gradients
+    2BWR3    2BW3 and 2R in one, so that the reductions overlap
 
 A schedule is a pure function that gives an `Order` of F, B, W and BW. `autopar.schedule.lowering.lower` adds the
 transfers, gathers and reductions; `autopar.schedule.simulate.simulate` runs either on given costs and proves that
@@ -34,13 +35,14 @@ from autopar.values import parse, read
 if TYPE_CHECKING:
     import torch
 
-COMPUTE = ("F", "B", "W", "BW")
+COMPUTE = ("F", "B", "W", "BW", "BWR")
+BACKWARD = ("B", "BW", "BWR")  # what makes the gradients of received values
 TRANSFERS = ("SF", "RF", "SB", "RB")
 PARAMETERS = ("G", "R")
 
 ACTION = re.compile(
     r"(?P<stage>\d+)(?:(?P<parameters>[GR])"
-    r"|(?P<compute>F|BW|B|W)(?P<micro_batch>\d+)(?:\.(?P<slice>\d+))?(?P<paired>&)?"
+    r"|(?P<compute>F|BWR|BW|B|W)(?P<micro_batch>\d+)(?:\.(?P<slice>\d+))?(?P<paired>&)?"
     r"|(?P<transfer>[SR][FB])(?P<moved>\d+)(?:\.(?P<piece>\d+))?(?P<way>[<>])(?P<peer>\d+))"
 )
 
@@ -126,8 +128,8 @@ class Order:
 
     @cached_property
     def lowered(self) -> bool:
-        """Whether transfers are part of the order (`autopar.schedule.lowering.lower`)."""
-        return any(action.kind in TRANSFERS for actions in self.ranks for action in actions)
+        """Whether what `autopar.schedule.lowering.lower` adds is part of the order."""
+        return any(action.kind not in ("F", "B", "W", "BW") for actions in self.ranks for action in actions)
 
     def text(self) -> str:
         """One line per rank, which `parse_row` reads."""

@@ -21,9 +21,10 @@ def validate(order: Order) -> None:
             _check_action(order, rank, index)
             if action.kind in COMPUTE:
                 unit = units.setdefault((action.stage, action.micro_batch, action.slice), {})
-                if action.kind in unit:
+                kind = "BW" if action.kind == "BWR" else action.kind
+                if kind in unit:
                     raise ScheduleError(order, f"{action} is there twice", {rank: index})
-                unit[action.kind] = (rank, index)
+                unit[kind] = (rank, index)
     complete = [["BW", "F"], ["B", "F", "W"]] if any(unit.keys() != {"F"} for unit in units.values()) else [["F"]]
     for micro_batch, chain in enumerate(order.chain_of):
         for stage in order.chains[chain]:

@@ -126,7 +126,7 @@ def duration(order: Order, costs: Costs, action: Action) -> float:
     part = order.part_of(action.stage)
     if action.kind in PARAMETERS:
         return per_part(costs.G if action.kind == "G" else costs.R, part)
-    time = sum(per_part(getattr(costs, kind), part) for kind in action.kind)  # BW: B, then W
+    time = sum(per_part(getattr(costs, kind), part) for kind in action.kind)  # BW: B, then W; BWR: then R
     return time * (costs.scale[action.slice] if costs.scale else 1 / order.slices)
 
 
@@ -266,11 +266,11 @@ def _rank_peaks(order: Order, costs: Costs, actions: Sequence[Action]) -> tuple[
     return most_live, most_memory
 
 
-LIVE_CHANGE = {"F": 1, "B": -1, "W": 0, "BW": -1}
+LIVE_CHANGE = {"F": 1, "B": -1, "W": 0, "BW": -1, "BWR": -1}
 
 
 def _memory_change(order: Order, costs: Costs, action: Action) -> float:
     part = order.part_of(action.stage)
     share = costs.tokens[action.slice] if costs.tokens else 1 / order.slices
     held, stash = per_part(costs.activations, part) * share, per_part(costs.stash, part) * share
-    return {"F": held, "B": stash - held, "W": -stash, "BW": -held}[action.kind]
+    return {"F": held, "B": stash - held, "W": -stash, "BW": -held, "BWR": -held}[action.kind]

@@ -13,32 +13,6 @@ from autopar.schedule.order import Hop, Order
 
 
 @dataclass
-class StepGraphs:
-    """What one rank runs for one micro-batch.
-
-    forward: placeholders are ``inputs``; returns the outputs, then the saved values.
-    backward: placeholders are ``backward_inputs``: names of ``inputs``, of saved values, then one tangent per loss;
-    returns a gradient for each of ``gradients`` (names of placeholders of the local graph), reduced.
-    losses: indices of the outputs that have a tangent. backward is None when nothing has a gradient. dependent: indices
-    of all outputs that depend on a trainable parameter, whether or not there is a backward for them.
-    backward_local: with micro-batches, the backward of all but the last: gradients are this rank's own; ``backward``
-    then takes their sums as further inputs.
-    """
-
-    forward: GraphModule
-    backward: GraphModule | None
-    inputs: list[str]
-    outputs: int
-    saved: list[str] = field(default_factory=list)
-    backward_inputs: list[str] = field(default_factory=list)
-    tangents: int = 0
-    losses: list[int] = field(default_factory=list)
-    dependent: list[int] = field(default_factory=list)
-    gradients: list[str] = field(default_factory=list)
-    backward_local: GraphModule | None = None
-
-
-@dataclass
 class Prologue:
     """``graph`` takes the placeholders named in ``inputs`` and returns one value per name in ``totals``, to be summed
     over micro-batches and fed to the main graph."""
@@ -52,8 +26,10 @@ class Prologue:
 class StepGraph:
     """A graph that takes the values named in ``inputs`` and makes those named in ``outputs`` (None: no value).
 
-    A value of the model has its node's name, ``grad:NAME`` is the gradient of NAME, ``saved:NAME`` is what F keeps for
-    B and W, ``stash:NAME`` what B keeps for W. Ints ``slice_start`` and ``slice_length`` say which token slice runs.
+    A value of the model has its node's name, ``output:I`` is an output of the model, ``grad:NAME`` is the gradient of
+    NAME (that of a loss is 1 in a training step, and what autograd says behind ``model(**batch)``), ``saved:NAME`` is
+    what F keeps for B and W, ``stash:NAME`` what B keeps for W, ``sum:NAME`` the sum of what earlier backwards of a
+    step made of ``grad:NAME``. Ints ``slice_start`` and ``slice_length`` say which token slice runs.
     """
 
     graph: GraphModule
@@ -75,23 +51,30 @@ class Cache:
 class Stage:
     """The step graphs of one part of the model.
 
-    forward (F): used parameters, buffers, prologue values, received values -> sent values, losses, mutations, saved.
-    backward (BW): saved values, used parameters, ``grad:`` of sent values -> ``grad:`` of received values and of used
-    parameters. backward_input (B), backward_weight (W): the same in two. None where nothing has a gradient.
-    gather (G): stored -> used parameters; ``aliases``: used -> stored name where nothing is to do.
-    reduce (R): ``grad:`` of used parameters, summed over micro-batches -> ``grad:`` of stored ones.
-    losses: names in F's outputs, which every micro-batch adds to. mutations: F's output -> buffer name.
+    forward (F): parameters, buffers, prologue values, received values -> sent values, losses, mutations, saved.
+    backward (BW): saved values, parameters, ``grad:`` of sent values and of outputs -> ``grad:`` of received values and
+    of parameters. backward_input (B), backward_weight (W): the same in two. None where nothing has a gradient.
+    losses: names in F's outputs, which every micro-batch adds to. dependent: names of all outputs of the model that
+    depend on a trainable parameter, whether or not there is a backward for them. mutations: F's output -> buffer name.
     parameters: original names of what it holds. caches: of token slices.
+
+    What parameters go through between stored and used, and their gradients on the way back, is
+      cut out   gather (G): stored -> used parameters; ``aliases``: used -> stored name where nothing is to do.
+                reduce (R): ``grad:`` of used parameters, summed over micro-batches -> ``grad:`` of stored ones.
+      or inside of F and of backward_reduce (BWR): the last backward of a step, which takes ``sum:`` of the earlier ones
+                and reduces, so that sums over ranks overlap with it. BW makes this rank's own gradients then.
     """
 
     forward: StepGraph
     backward: StepGraph | None = None
     backward_input: StepGraph | None = None
     backward_weight: StepGraph | None = None
+    backward_reduce: StepGraph | None = None
     gather: StepGraph | None = None
     reduce: StepGraph | None = None
     aliases: dict[str, str] = field(default_factory=dict)
     losses: list[str] = field(default_factory=list)
+    dependent: list[str] = field(default_factory=list)
     mutations: dict[str, str] = field(default_factory=dict)
     parameters: list[str] = field(default_factory=list)
     caches: list[Cache] = field(default_factory=list)
@@ -99,7 +82,7 @@ class Stage:
 
 @dataclass
 class Pipeline:
-    """A model cut into parts.
+    """A model cut into parts; one part where no axis cuts it.
 
     hops: what goes between parts. once: graph of the values that are the same for all micro-batches and depend on no
     parameter; each: the same per micro-batch. A rank runs what its stages need of them. order: compute actions.
@@ -119,23 +102,27 @@ class Pipeline:
 class Compiled:
     """Everything before `bind`: the same on all ranks.
 
-    ``local``: the typed local graph. ``graphs``: its forward and backward, or ``pipeline``: those of its parts.
-    ``prologue``: what is computed once per step from the inputs of all micro-batches (None without micro-batches).
-    ``timings``: seconds per stage of the compiler.
+    ``local``: the typed local graph. ``pipeline``: the step graphs of its parts. ``prologue``: what is computed once
+    per step from the inputs of all micro-batches (None without micro-batches). ``timings``: seconds per stage of the
+    compiler.
     """
 
     signature: Signature
     plan: Plan
     local: GraphModule
-    graphs: StepGraphs | None
+    pipeline: Pipeline
     prologue: Prologue | None
     parameters: tuple[ParameterSpec, ...]
     train: bool
     timings: dict[str, float]
-    pipeline: Pipeline | None = None
 
     @property
-    def steps(self) -> StepGraphs:
+    def stage(self) -> Stage:
         """The step graphs of a model that is not cut into parts."""
-        assert self.graphs is not None, "a pipeline has the graphs of its parts"
-        return self.graphs
+        (only,) = self.pipeline.parts
+        return only
+
+    @property
+    def losses(self) -> list[str]:
+        """Names of the outputs that a training step differentiates."""
+        return list(dict.fromkeys(name for part in self.pipeline.parts for name in part.losses))

@@ -19,10 +19,24 @@ from autopar.ir.graph import ancestors, outputs, placeholders
 from autopar.ir.mesh import Mesh
 from autopar.ir.parameter import ParameterSpec
 from autopar.schedule.lowering import lower
-from autopar.schedule.order import TRANSFERS, Hop, Order
+from autopar.schedule.order import BACKWARD, TRANSFERS, Hop, Order
 from autopar.steps.graphs import Pipeline, Prologue, Stage, StepGraph
 
-GRAPHS = {"F": "forward", "BW": "backward", "B": "backward_input", "W": "backward_weight", "G": "gather", "R": "reduce"}
+GRAPHS = {
+    "F": "forward", "BW": "backward", "B": "backward_input", "W": "backward_weight", "BWR": "backward_reduce",
+    "G": "gather", "R": "reduce",
+}  # fmt: skip
+BACKWARDS = ("BW", "B", "W", "BWR")  # kinds of actions whose graphs make gradients
+
+
+def graph_name(pipeline: Pipeline, part: int, graph: str) -> str:
+    """What people call a step graph: part1.backward, or backward in a model that is not cut into parts."""
+    return f"part{part}.{graph}" if len(pipeline.parts) > 1 else graph
+
+
+def backwards(part: Stage) -> list[StepGraph]:
+    """The backward graphs that a part has."""
+    return [graph for kind in BACKWARDS if (graph := graph_of(part, kind)) is not None]
 
 
 def graph_of(part: Stage, kind: str) -> StepGraph | None:
@@ -38,7 +52,7 @@ def lowered_order(pipeline: Pipeline) -> Order:
     parts = list(enumerate(pipeline.parts))
     gathers, reductions = {i for i, p in parts if p.gather}, {i for i, p in parts if p.reduce}
     hops = [replace(hop, gradient=comes_back(pipeline, hop)) for hop in pipeline.hops]
-    return lower(pipeline.order, hops, gathers, reductions)
+    return lower(pipeline.order, hops, gathers, reductions, {i for i, p in parts if p.backward_reduce})
 
 
 def slice_shares(pipeline: Pipeline) -> list[float]:
@@ -64,7 +78,7 @@ def graphs_of_rank(pipeline: Pipeline, prologue: Prologue | None, rank: int) -> 
     order = lowered_order(pipeline)
     mine = [a for a in order.ranks[rank] if a.kind not in TRANSFERS]
     parts = [pipeline.parts[k] for k in parts_of(order, rank)]
-    taken = {name for part in parts for kind in ("F", "BW", "B", "W") for name in _inputs(graph_of(part, kind))}
+    taken = {name for part in parts for kind in ("F", *BACKWARDS) for name in _inputs(graph_of(part, kind))}
     found: dict[str, tuple[GraphModule, int]] = {}
     micro_batches = len({a.micro_batch for a in mine if a.kind == "F"})
     totals = StepGraph(prologue.graph, prologue.inputs, list(prologue.totals)) if prologue is not None else None
@@ -80,7 +94,7 @@ def graphs_of_rank(pipeline: Pipeline, prologue: Prologue | None, rank: int) -> 
     for (k, kind), times in sorted(Counter((order.part_of(a.stage), a.kind) for a in mine).items()):
         graph = graph_of(pipeline.parts[k], kind)
         if graph is not None:
-            found[f"part{k}.{GRAPHS[kind]}"] = graph.graph, times
+            found[graph_name(pipeline, k, GRAPHS[kind])] = graph.graph, times
     return found
 
 
@@ -115,7 +129,7 @@ def sends(pipeline: Pipeline, rank: int) -> Iterator[int]:
         part, chain = order.part_of(action.stage), order.chains[order.chain_of[action.micro_batch]]
         for hop in pipeline.hops:
             forward = action.kind == "F" and hop.source == part and of[chain[hop.target]] != rank
-            backward = action.kind in ("B", "BW") and hop.target == part and of[chain[hop.source]] != rank
+            backward = action.kind in BACKWARD and hop.target == part and of[chain[hop.source]] != rank
             if forward or (backward and comes_back(pipeline, hop)):
                 yield hop_bytes(hop, action.slice)
 
@@ -128,7 +142,7 @@ def hop_bytes(hop: Hop, piece: int = 0) -> int:
 def comes_back(pipeline: Pipeline, hop: Hop) -> bool:
     """Whether a gradient travels against a hop: the target makes one, or passes on that of a later part."""
     part = pipeline.parts[hop.target]
-    made = any(f"grad:{hop.value}" in _outputs(graph_of(part, kind)) for kind in ("BW", "B", "W"))
+    made = any(f"grad:{hop.value}" in _outputs(graph_of(part, kind)) for kind in BACKWARDS)
     onward = (h for h in pipeline.hops if h.source == hop.target and h.value == hop.value)
     return hop.gradient and (made or any(comes_back(pipeline, h) for h in onward))
 
@@ -142,7 +156,7 @@ def _outputs(step: StepGraph | None) -> Sequence[str | None]:
 
 def trained(part: Stage, received: Collection[str]) -> set[str]:
     """Placeholders of the stored parameters of which a part makes gradients."""
-    made = {n[5:] for kind in ("BW", "B", "W") for n in _outputs(graph_of(part, kind)) if n and n.startswith("grad:")}
+    made = {n[5:] for kind in BACKWARDS for n in _outputs(graph_of(part, kind)) if n and n.startswith("grad:")}
     made -= {*received, *(cache.past for cache in part.caches)}
     reduced = {n[5:] for n in _inputs(part.reduce)}
     found = {n[5:] for n in _outputs(part.reduce) if n}

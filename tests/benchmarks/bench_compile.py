@@ -19,6 +19,7 @@ from autopar.compile.model import compile_model
 from autopar.ir.mesh import Mesh
 from autopar.models import hf as hf  # knows transformers models
 from autopar.options import Options
+from autopar.steps.of_rank import backwards
 
 MESHES = {
     "one process": (Mesh.of(dp=1), Options()),
@@ -49,8 +50,7 @@ def _row(layers: int, name: str) -> list[object]:
     start = time.perf_counter()
     found = compile_model(model, work.tokens(), mesh, options, outputs=())
     seconds = time.perf_counter() - start
-    assert found.steps.backward is not None
-    nodes = [len(found.steps.forward.graph.nodes), len(found.steps.backward.graph.nodes)]
+    nodes = [len(step.graph.graph.nodes) for step in (found.stage.forward, *backwards(found.stage))]
     stages = [found.timings.get(stage, 0.0) for stage in STAGES]
     return [layers, name, f"{nodes[0]} + {nodes[1]}", *(f"{s:.2f}" for s in (seconds, *stages, seconds - sum(stages)))]
 

@@ -28,9 +28,9 @@ from autopar.ir.mesh import Mesh
 from autopar.models import hf as hf  # knows transformers models
 from autopar.options import Options
 from autopar.planner.step_order import make_order
+from autopar.runtime.executor import Executor
 from autopar.runtime.groups import Groups, init_mesh
 from autopar.runtime.module import ParallelModule
-from autopar.runtime.pipeline_executor import PipelineExecutor
 from autopar.schedule.order import COMPUTE, Order
 from autopar.schedule.request import SCHEDULES
 from autopar.steps.graphs import Compiled
@@ -177,7 +177,7 @@ def holders(order: Order, parts: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted({order.rank_of[chain[k]] for chain in order.chains for k in parts})) or (0,)
 
 
-def _count_ours(executor: PipelineExecutor, step: Callable[[], Any]) -> Counter[tuple[int, int]]:
+def _count_ours(executor: Executor, step: Callable[[], Any]) -> Counter[tuple[int, int]]:
     sent: Counter[tuple[int, int]] = Counter()
     channels, before = executor.channels, executor.channels.traffic
 
@@ -200,7 +200,7 @@ def _kept_ours(executor: Any, step: Callable[[], Any]) -> int:
 
 
 @contextmanager
-def _watch_ours(executor: PipelineExecutor) -> Iterator[Watch]:
+def _watch_ours(executor: Executor) -> Iterator[Watch]:
     """Computing: all but transfers, as autograd's accumulation of gradients is inside its backward."""
     watch, changed = Watch(), []
     for entry in executor.program.entries:

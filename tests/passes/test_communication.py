@@ -29,14 +29,14 @@ def compiled(mesh: str, name: str = "llama", layers: int = 2, **options: Any) ->
 
 
 def backward(c: Compiled) -> GraphModule:
-    assert c.steps.backward is not None
-    return c.steps.backward
+    assert c.stage.backward_reduce is not None
+    return c.stage.backward_reduce.graph
 
 
 def moves(c: Compiled, axis: str) -> Counter[str]:
     """Number of collectives of one micro-batch on an axis, by kind."""
     found: Counter[str] = Counter()
-    for gm in (c.steps.forward, backward(c)):
+    for gm in (c.stage.forward.graph, backward(c)):
         for (on, kind), volume in communication(gm, c.plan.mesh).items():
             found[kind] += volume.calls if on == axis else 0
     return found
@@ -65,7 +65,7 @@ def test_a_layer_under_sequence_parallelism_gathers_and_scatters_four_times() ->
 @pytest.mark.parametrize("options", [{}, {"sequence_parallel": True}])
 def test_logits_are_never_gathered(options: dict[str, Any]) -> None:
     c = compiled("tp=2", **options)
-    for gm in (c.steps.forward, backward(c)):
+    for gm in (c.stage.forward.graph, backward(c)):
         for node in collectives(gm, c.plan.mesh):
             assert VOCAB not in node.meta["val"].shape, node
 
@@ -76,7 +76,7 @@ def test_bytes_of_data_parallelism(zero: int, times: int, ranks: int) -> None:
     """2 (N-1)/N of the parameter bytes whole, at most 3 (N-1)/N cut; the count and the loss are a few bytes more."""
     c = compiled(f"dp={ranks}", zero=zero)
     weights = sum(p.nbytes() for p in c.parameters)
-    moved = sum(v.bytes for gm in (c.steps.forward, backward(c)) for v in communication(gm, c.plan.mesh).values())
+    moved = sum(v.bytes for gm in (c.stage.forward.graph, backward(c)) for v in communication(gm, c.plan.mesh).values())
     bound = times * (ranks - 1) / ranks * weights
     assert moved <= bound + 64
     if zero == 0:
@@ -91,15 +91,15 @@ def test_small_gradients_travel_together() -> None:
 
 def test_accumulation_does_not_multiply_reductions() -> None:
     c = compiled("dp=2", micro_batches=2)
-    assert c.steps.backward_local is not None
-    assert not collectives(c.steps.backward_local, c.plan.mesh)
+    assert c.stage.backward is not None
+    assert not collectives(c.stage.backward.graph, c.plan.mesh)
     assert len(collectives(backward(c), c.plan.mesh)) == len(collectives(backward(compiled("dp=2")), c.plan.mesh))
 
 
 def test_zero3_communication_is_spread_between_compute() -> None:
     """Products stand between the collectives of one layer and those of the next."""
     c = compiled("dp=2", layers=LAYERS, zero=3)
-    for gm, kinds in ((c.steps.forward, ("all_gather",)), (backward(c), ("all_gather", "reduce_scatter"))):
+    for gm, kinds in ((c.stage.forward.graph, ("all_gather",)), (backward(c), ("all_gather", "reduce_scatter"))):
         for kind in kinds:
             products, places = 0, set()
             for node in gm.graph.nodes:
@@ -111,11 +111,12 @@ def test_zero3_communication_is_spread_between_compute() -> None:
 
 def test_gathered_weights_are_not_saved() -> None:
     c = compiled("dp=2", zero=3)
-    forward = {n.name: n for n in c.steps.forward.graph.nodes}
-    weights = {n.name for n in c.steps.forward.graph.nodes if is_parameter_gather(n)}
-    assert weights
-    assert not weights & set(c.steps.saved)
+    forward = {n.name: n for n in c.stage.forward.graph.graph.nodes}
+    weights = {n.name for n in c.stage.forward.graph.graph.nodes if is_parameter_gather(n)}
+    saved = [n for n in c.stage.forward.outputs if n is not None and n.startswith("saved:")]
+    assert weights and saved
+    assert not weights & {s.removeprefix("saved:") for s in saved}
     views = (torch.ops.aten.t.default, torch.ops.aten.view.default, torch.ops.aten.permute.default)
-    assert not [s for s in c.steps.saved if forward[s.removeprefix("saved:")].target in views]
+    assert not [s for s in saved if forward[s.removeprefix("saved:")].target in views]
     stored = {tuple(p.shape) for p in c.parameters if len(p.shape) > 1}
-    assert not [s for s in c.steps.saved if tuple(forward[s.removeprefix("saved:")].meta["val"].shape) in stored]
+    assert not [s for s in saved if tuple(forward[s.removeprefix("saved:")].meta["val"].shape) in stored]

@@ -57,7 +57,6 @@ def test_text_before_and_after() -> None:
 
 def test_gathers_and_reductions_leave_the_parts() -> None:
     made, _ = compiled(Tied(), Mesh.of(pp=2, dp=2), zero=3, cuts=("blocks.1",))
-    assert made.pipeline is not None
     first = made.pipeline.parts[0]
     assert targets(first.gather)[:1] == ["all_gather"] and targets(first.reduce).count("reduce_scatter") == 1
     for step in (first.forward, first.backward, first.backward_input, first.backward_weight):
@@ -67,7 +66,6 @@ def test_gathers_and_reductions_leave_the_parts() -> None:
 
 def test_gathers_inside_when_asked_for() -> None:
     made, _ = compiled(Tied(), Mesh.of(pp=2, dp=2), zero=3, cuts=("blocks.1",), gathers="layer")
-    assert made.pipeline is not None
     last = made.pipeline.parts[1]
     assert last.gather is None and "all_gather" in targets(last.forward) and "all_gather" in targets(last.backward)
     assert "p_blocks_0_weight" in last.forward.inputs and "p_blocks_0_weight_r" not in last.forward.inputs
@@ -76,7 +74,6 @@ def test_gathers_inside_when_asked_for() -> None:
 def test_values_go_from_user_to_user() -> None:
     """The second and the last of four parts use the first one's result; the third does not handle it."""
     made, _ = compiled(Skip(), Mesh.of(pp=4), cuts=("blocks.1", "blocks.2", "blocks.3"))
-    assert made.pipeline is not None
     ways = [(h.source, h.target, h.gradient) for h in made.pipeline.hops]
     assert ways == [(0, 1, True), (1, 3, True), (0, 1, False), (1, 2, True), (2, 3, True)]
 
@@ -85,7 +82,6 @@ def test_values_go_from_user_to_user() -> None:
 def test_b_and_w_are_the_whole_backward(make: type[nn.Module]) -> None:
     """Together they make what BW makes, with as many products; W has all that makes one parameter's gradient alone."""
     made, _ = compiled(make(), Mesh.of(pp=4))
-    assert made.pipeline is not None
     for part in made.pipeline.parts:
         if part.backward is None:
             continue
@@ -102,14 +98,12 @@ def test_b_and_w_are_the_whole_backward(make: type[nn.Module]) -> None:
 def test_the_first_part_has_a_backward_to_inputs() -> None:
     """Nothing is sent back from it, yet its B must not be empty: the products between its layers belong to it."""
     made, _ = compiled(Stack(), Mesh.of(pp=2), cuts=("blocks.3",))
-    assert made.pipeline is not None
     first = made.pipeline.parts[0]
     assert targets(first.backward_input).count("mm") == 2 and targets(first.backward_weight).count("mm") == 3
 
 
 def test_a_part_without_anything_to_train_has_no_backward() -> None:
     made, _ = compiled(Frozen(), Mesh.of(pp=4), cuts=("blocks.1", "blocks.2", "blocks.3"))
-    assert made.pipeline is not None
     assert made.pipeline.parts[0].backward is None
     assert [h.gradient for h in made.pipeline.hops] == [False, True, True]
     ranks = {p.name: p.ranks for p in made.parameters}

@@ -143,7 +143,7 @@ def hops_of(case: Case) -> list[Hop]:
 
 
 def compiled_of(case: Case, order: Order, bucket_bytes: int = 2**20) -> Any:
-    """What `PipelineExecutor` reads of a `Compiled`."""
+    """What `Executor` reads of a `Compiled`."""
     names = {case.weight(k): (WIDTH, WIDTH) for k in range(case.parts)} | {f"b{k}": (WIDTH,) for k in range(case.parts)}
     inputs = [InputSpec(n, "parameter", n, requires_grad=True) for n in names]
     inputs += [InputSpec(n, "input", n) for n in ("x", "target")]

@@ -14,8 +14,8 @@ from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import Shard
 from autopar.ir.signature import InputSpec
 from autopar.options import Options
+from autopar.runtime.executor import Executor
 from autopar.runtime.groups import Groups, init_mesh
-from autopar.runtime.pipeline_executor import PipelineExecutor
 from autopar.schedule.order import Hop
 from autopar.schedule.request import SCHEDULES, Request
 from autopar.schedule.simulate import simulate
@@ -121,7 +121,7 @@ def train(schedule: str) -> tuple[float, dict[str, Tensor], int, int]:
         signature=SimpleNamespace(outputs=[None]),
         parameters=[ParameterSpec(n, (WIDTH, WIDTH), torch.float64) for n in NAMES],
     )
-    executor = PipelineExecutor(compiled, groups, measure=True)
+    executor = Executor(compiled, groups, measure=True)
     assert executor.peaks.live == 0
     result = executor.train_step(values())
     assert executor.peaks.live == simulate(order).live[groups.rank]

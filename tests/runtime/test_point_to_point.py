@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from autopar.runtime.comm import Traffic
+from autopar.runtime.executor import Executor
 from autopar.runtime.failures import CollectiveError, reporting
 from autopar.runtime.groups import Groups, init_mesh
 from autopar.runtime.instructions import Instruction
-from autopar.runtime.pipeline_executor import PipelineExecutor
 from autopar.runtime.point_to_point import Channels, acknowledged
 from autopar.schedule.order import Action, Order
 from autopar.schedule.order_checks import counterpart
@@ -107,7 +107,7 @@ def step_that_fails(how: str) -> tuple[str, float]:
     groups = Groups(init_mesh("cpu", TIMEOUT, pp=4))
     case = Case(4, 6)
     order = hand_made.order_of(case, "1f1b", 4)
-    executor = PipelineExecutor(hand_made.compiled_of(case, order), groups)
+    executor = Executor(hand_made.compiled_of(case, order), groups)
     values = hand_made.mine(case, order, groups.rank)
     executor.train_step(values)
     if groups.rank == 2:

@@ -1,9 +1,10 @@
-"""From the lowered order of a pipeline to the instructions of one rank.
+"""From the lowered order of a step to the instructions of one rank.
 
     1RF0<0    post a receive into new buffers
     1F0       wait for it; run F's graph on slots; add its losses up
     1SF0>2    send slots
     1BW0      wait for gradients; sum what came from several users; run; add gradients of parameters up
+    1BWR1     the same, but the graph takes the sums and makes the reduced gradients
 
 All names are resolved here, once. Every kind of action has one method: see `handlers`.
 """
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from autopar.ir.graph import placeholders
+from autopar.ir.graph import outputs, placeholders
 from autopar.runtime.bind import Bound
 from autopar.runtime.feed import Feed
 from autopar.runtime.instructions import (
@@ -31,21 +32,24 @@ from autopar.runtime.instructions import (
     total,
     write_rows,
 )
-from autopar.runtime.pipeline_values import Unit, Values, backwards, unit_of
 from autopar.runtime.point_to_point import Channels, acknowledged
+from autopar.runtime.step_values import Unit, Values, unit_of
 from autopar.schedule.order import Action, Hop, Order
 from autopar.steps.graphs import Cache, Pipeline, Prologue, StepGraph
+from autopar.steps.of_rank import backwards, graph_of
 
 Bind = Callable[[StepGraph], Bound]
 
 
 @dataclass
 class Entry:
-    """One action: what it waits for, then what it does. ``action`` is None for what comes ahead of all."""
+    """One action: what it waits for, then what it does. ``action`` is None for what comes ahead of all. runs: the bound
+    graphs among it."""
 
     action: Action | None
     waits: list[Instruction] = field(default_factory=list)
     does: list[Instruction] = field(default_factory=list)
+    runs: list[Bound] = field(default_factory=list)
 
 
 @dataclass
@@ -53,19 +57,20 @@ class Program:
     """What one rank runs in a step.
 
     size: number of slots. loads: (slot, placeholder, micro-batch) to fill from outside. constants: slot -> value.
-    gradients: placeholder of a stored parameter -> slot. losses: name -> slot. results: what else leaves F -> slot.
-    saved: slots of what F and B keep. runs: every bound graph, as often as it runs.
+    tangents: output -> slots for its gradient, one per backward; ones are among the constants. gradients: placeholder
+    of a stored parameter -> slot. losses: name -> slot. results: what else leaves F -> slot. saved: slot -> name of
+    what F and B keep.
     """
 
     size: int
     entries: list[Entry]
     loads: list[tuple[int, str, int]]
     constants: dict[int, Any]
+    tangents: dict[str, list[int]]
     gradients: dict[str, int]
     losses: dict[str, int]
     results: dict[str, int]
-    saved: list[int]
-    runs: list[Bound]
+    saved: dict[int, str]
 
 
 def make_program(
@@ -92,7 +97,7 @@ class _Builder:
         self.slot, self.part, self.routes, self.order = values.slot, values.part, values.routes, values.order
         self._bind = bind
         self.bound: dict[int, Bound] = {}
-        self.runs: list[Bound] = []
+        self.tangents: dict[str, list[int]] = {}
         self.losses: dict[str, int] = {}
         self.wanted = results
         self.results: dict[str, int] = {}
@@ -104,7 +109,7 @@ class _Builder:
             if action.kind in ("RF", "RB"):
                 self.receives.setdefault((action.kind, *unit_of(action)), []).append(action)
         self.handlers: dict[str, Callable[[Action, Entry], None]] = {
-            "F": self.forward, "B": self.backward, "BW": self.backward, "W": self.weights,
+            "F": self.forward, "B": self.backward, "BW": self.backward, "W": self.weights, "BWR": self.backward,
             "SF": self.send, "SB": self.send, "RF": self.receive, "RB": self.receive,
             "G": self.gather, "R": self.reduce,
         }  # fmt: skip
@@ -120,10 +125,10 @@ class _Builder:
             self._store(stage, entries[-1])
         kept = {*self.stored.values(), *self.losses.values(), *self.results.values()}
         finish_sums([i for entry in entries for i in (*entry.waits, *entry.does)], kept)
-        saved = [i for key, i in values.slots.items() if isinstance(key, tuple) and _is_saved(key[-1])]
+        saved = {i: key[-1] for key, i in values.slots.items() if isinstance(key, tuple) and _is_saved(key[-1])}
         return Program(
-            len(values.slots), entries, values.loads, values.constants, self.stored, self.losses, self.results,
-            saved, self.runs,
+            len(values.slots), entries, values.loads, values.constants, self.tangents, self.stored, self.losses,
+            self.results, saved,
         )  # fmt: skip
 
     # --- graphs -------------------------------------------------------------------------------------------
@@ -132,8 +137,8 @@ class _Builder:
         bound = self.bound.get(id(graph))
         if bound is None:
             bound = self.bound[id(graph)] = self._bind(graph)
-        self.runs.append(bound)
-        entry.does.append(Instruction(bound.run, reads, writes))
+        entry.runs.append(bound)
+        entry.does.append(Instruction(bound, reads, writes))
 
     def run_unit(self, entry: Entry, graph: StepGraph, unit: Unit) -> None:
         reads = [self.values.value(unit, name) for name in graph.inputs]
@@ -208,13 +213,16 @@ class _Builder:
     def backward(self, action: Action, entry: Entry) -> None:
         unit, part, index = unit_of(action), self.part(action.stage), self.order.part_of(action.stage)
         self._wait(entry, "RB", unit)
-        graph, weights = (part.backward, None) if action.kind == "BW" else (part.backward_input, part.backward_weight)
+        graph, weights = graph_of(part, action.kind), part.backward_weight if action.kind == "B" else None
         assert graph or weights or not backwards(part), f"part {index} has no graph for {action}"
         takes = [name for g in (graph, weights) if g is not None for name in g.inputs]
         for name in dict.fromkeys(takes):
             if name.startswith("grad:") and name not in self.values.made[index]:
                 self._make_tangent(entry, unit, name.removeprefix("grad:"))
-        if graph is not None:
+        if graph is not None and action.kind == "BWR":
+            reads = [self.values.value(unit, name) for name in graph.inputs]
+            self.run(entry, graph, reads, self._reduced(unit[0], graph))
+        elif graph is not None:
             self.run_unit(entry, graph, unit)
             self._add_gradients(entry, unit, graph)
         for value in (h.value for h in self.routes.hops if h.target == index):
@@ -238,9 +246,18 @@ class _Builder:
             entry.does.append(Instruction(cut, [self._buffer(entry, unit, cache, gradient=True)], [tangent]))
         elif len(sources) > 1:
             entry.does.append(Instruction(total, sources, [tangent]))
+        elif value.startswith("output:"):
+            self.tangents.setdefault(value, []).append(tangent)
+            self.values.constants[tangent] = self._one(unit, value)
         elif not sources:
             hop = next(h for h in self.routes.hops if h.value == value)
             entry.does.append(Instruction(filled(_shape(hop, unit), hop.dtype, self.device), [], [tangent]))
+
+    def _one(self, unit: Unit, value: str) -> torch.Tensor:
+        """The gradient of a loss by itself."""
+        forward = self.part(unit[0]).forward
+        made: torch.Tensor = outputs(forward.graph)[forward.outputs.index(value)].meta["val"]
+        return torch.ones(tuple(made.shape), dtype=made.dtype, device=self.device)
 
     def _add_gradients(self, entry: Entry, unit: Unit, graph: StepGraph) -> None:
         """Gradients of parameters and of earlier slices add up."""
@@ -312,7 +329,11 @@ class _Builder:
         graph = self.part(action.stage).reduce
         if graph is not None:
             reads = [self.slot("sum", action.stage, name) for name in graph.inputs]
-            self.run(entry, graph, reads, [self.slot("reduced", action.stage, name) for name in graph.outputs])
+            self.run(entry, graph, reads, self._reduced(action.stage, graph))
+
+    def _reduced(self, stage: int, graph: StepGraph) -> list[int]:
+        """Slots of the gradients of stored parameters."""
+        return [NOWHERE if name is None else self.slot("reduced", stage, name) for name in graph.outputs]
 
     def _store(self, stage: int, entry: Entry) -> None:
         """Gradients of stored parameters, summed over the stages of this rank."""

@@ -12,9 +12,9 @@ from torch import Tensor
 from autopar.ir.graph import outputs
 from autopar.ir.signature import InputSpec
 from autopar.runtime.comm import Traffic
+from autopar.runtime.executor import Executor
 from autopar.runtime.groups import Groups, init_mesh
-from autopar.runtime.pipeline_executor import PipelineExecutor
-from autopar.runtime.pipeline_values import Values
+from autopar.runtime.step_values import Values
 from autopar.schedule.request import SCHEDULES, Request
 from autopar.schedule.simulate import simulate
 from tests.ranks import run_ranks
@@ -28,7 +28,7 @@ def train(case: Case, schedule: str, ranks: int, bucket_bytes: int = 2**20) -> d
     """Two steps on one rank: what came out, and what was sent and alive."""
     groups = Groups(init_mesh("cpu", 20.0, pp=ranks))
     order = hand_made.order_of(case, schedule, ranks)
-    executor = PipelineExecutor(hand_made.compiled_of(case, order, bucket_bytes), groups, measure=True, record=True)
+    executor = Executor(hand_made.compiled_of(case, order, bucket_bytes), groups, measure=True, record=True)
     values = hand_made.mine(case, order, groups.rank)
     first = executor.train_step(values)
     result = executor.train_step(values)
@@ -133,7 +133,7 @@ def train_changed(case: Case, schedule: str, change: str) -> tuple[dict[str, Ten
     groups = Groups(init_mesh("cpu", 20.0, pp=2))
     compiled = hand_made.compiled_of(case, SCHEDULES[schedule].make(Request(2, case.micro_batches)))
     CHANGES[change](compiled)
-    executor = PipelineExecutor(compiled, groups)
+    executor = Executor(compiled, groups)
     result = executor.train_step(hand_made.mine(case, executor.order, groups.rank))
     sent = executor.traffic.get(("pp", "send"))
     return result.gradients, float(result.losses[0]), sent.calls if sent else 0
@@ -174,7 +174,7 @@ def train_with_buffer() -> tuple[list[int], Traffic]:
         InputSpec("steps", "buffer", "steps"),
         InputSpec("i", "micro_batch", "i"),
     ]
-    executor = PipelineExecutor(compiled, groups)
+    executor = Executor(compiled, groups)
     values = {**hand_made.mine(case, executor.order, groups.rank), "steps": torch.tensor([7, 8])}
     result = executor.train_step(values)
     assert values["steps"].tolist() == [7, 8]
@@ -196,7 +196,7 @@ def prologue_graphs() -> list[Any]:
     groups = Groups(init_mesh("cpu", 20.0, pp=2))
     case = Case(2, 2)
     compiled = hand_made.compiled_of(case, SCHEDULES["gpipe"].make(Request(2, 2)))
-    executor = PipelineExecutor(compiled, groups)
+    executor = Executor(compiled, groups)
     values = Values(compiled.pipeline, executor.order, groups.rank, executor.feed, compiled.prologue)
     found = [graph for graph in (values.once, values.each, values.totals) if graph is not None]
     assert all(set(graph.inputs) == {"target"} for graph in found)

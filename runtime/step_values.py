@@ -1,4 +1,4 @@
-"""Names of a pipeline's values on one rank: which slot holds what a graph takes, and where gradients come from.
+"""Names of a step's values on one rank: which slot holds what a graph takes, and where gradients come from.
 
     F takes   a received value       the slot of the stage that made it if that is on this rank, else of its transfer
               a used parameter       what G made of it, or the stored one
@@ -17,7 +17,7 @@ from typing import Any
 from autopar.runtime.feed import Feed
 from autopar.schedule.order import TRANSFERS, Action, Hop, Order
 from autopar.steps.graphs import Pipeline, Prologue, Stage, StepGraph
-from autopar.steps.of_rank import comes_back, restricted
+from autopar.steps.of_rank import backwards, comes_back, restricted
 
 Unit = tuple[int, int, int]  # stage, micro-batch, slice
 
@@ -25,12 +25,6 @@ Unit = tuple[int, int, int]  # stage, micro-batch, slice
 def unit_of(action: Action) -> Unit:
     """(stage, micro-batch, slice)"""
     return action.stage, action.micro_batch, action.slice
-
-
-def backwards(part: Stage) -> list[StepGraph]:
-    """The backward graphs that a part has."""
-    graphs = (part.backward, part.backward_input, part.backward_weight)
-    return [graph for graph in graphs if graph is not None]
 
 
 class Routes:
@@ -70,7 +64,7 @@ class Routes:
         return replace(order, ranks=tuple(tuple(filter(moves, actions)) for actions in order.ranks))
 
     def parameter_gradients(self, part: int) -> list[str]:
-        """Results of a part's backward that are gradients of used parameters."""
+        """Results of a part's backward that are gradients of parameters."""
         kept = {f"grad:{cache.past}" for cache in self.parts[part].caches}
         names = dict.fromkeys(name for graph in backwards(self.parts[part]) for name in graph.outputs)
         return [
@@ -80,11 +74,14 @@ class Routes:
         ]
 
     def stored_gradients(self, part: int) -> list[tuple[str, str, str]]:
-        """(placeholder of a stored parameter, "sum" or "reduced", name of its gradient), of all that R makes, and of
-        those that need no R."""
+        """(placeholder of a stored parameter, "sum" or "reduced", name of its gradient), of all that BWR or R makes,
+        and of those that need neither."""
         stage, found = self.parts[part], []
-        if stage.reduce is not None:
-            found = [(name.removeprefix("grad:"), "reduced", name) for name in stage.reduce.outputs if name]
+        reduced = stage.backward_reduce or stage.reduce
+        if reduced is not None:
+            found = [(name.removeprefix("grad:"), "reduced", name) for name in reduced.outputs if name]
+        if stage.backward_reduce is not None:
+            return found
         done = set(stage.reduce.inputs) if stage.reduce is not None else set()
         for name in self.parameter_gradients(part):
             if name not in done:
@@ -166,6 +163,8 @@ class Values:
             return self.value((source, micro_batch, piece), name) if here else self.slot("in", *unit, name)
         if name in self.made[index]:
             return self.slot("unit", *unit, name)
+        if name.startswith("sum:"):
+            return self.slot("sum", stage, f"grad:{name.removeprefix('sum:')}")
         if name.startswith("grad:"):
             return self.tangent(unit, name.removeprefix("grad:"))
         if name in ("slice_start", "slice_length"):

@@ -1,0 +1,153 @@
+"""What stages exchange at the end of a step: gradients of parameters that several hold, losses, new buffers, outputs.
+
+All ranks of the pp axis call it at the same point. A rank that is alone on it has everything already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.ir.graph import outputs
+from autopar.ir.parameter import ParameterSpec
+from autopar.runtime.comm import Ledger, Traffic, add_ledgers, all_reduce, broadcast, finish, traffic_of
+from autopar.runtime.groups import Groups
+from autopar.runtime.point_to_point import AXIS
+from autopar.runtime.step_values import Routes
+from autopar.schedule.order import Order
+from autopar.steps.graphs import Compiled, Pipeline, Stage
+
+
+class StageExchange:
+    """The exchange of one compiled step. ``results``: names of the outputs of F that a rank keeps for it. ``traffic``:
+    what this rank has sent so far."""
+
+    def __init__(self, compiled: Compiled, order: Order, groups: Groups) -> None:
+        self._groups, self._alone = groups, groups.mesh.size(AXIS) == 1
+        pipeline = compiled.pipeline
+        self._results = results_of(pipeline, order, compiled.train and not self._alone)
+        self._gradients = SharedGradients(compiled, groups, order.rank_of, order.chains)
+        self._losses = {
+            name: kind for part in pipeline.parts for name, (_, kind) in recorded_facts(part, part.losses).items()
+        }
+        self.results: Collection[str] = self._results
+        self.traffic: Ledger = {}
+
+    def _count(self, axis: str, kind: str, sent: int) -> None:
+        self.traffic = add_ledgers(self.traffic, {(axis, kind): Traffic(1, sent)})
+
+    def gradients(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
+        """By placeholder of the stored parameter, summed over the stages that hold it."""
+        return self._gradients.sum(own, self._count)
+
+    def losses(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Every rank has all losses; they travel as one vector of float64."""
+        if self._alone or not self._losses:
+            return dict(own)
+        vector = torch.zeros(len(self._losses), dtype=torch.float64, device=self._groups.device)
+        for i, name in enumerate(self._losses):
+            if name in own:
+                vector[i] = own[name]
+        total = finish(all_reduce(self._groups, "losses", AXIS, "sum", in_place=True)(vector))
+        self._count(AXIS, "all_reduce", traffic_of("all_reduce", vector.shape, vector.dtype, self._groups.size(AXIS)))
+        return {name: x.to(dtype) for (name, dtype), x in zip(self._losses.items(), total.unbind(), strict=True)}
+
+    def outputs(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """New buffers and outputs, from the ranks that made them. ``own``: what this rank has kept."""
+        if self._alone:
+            return dict(own)
+        pending = {}
+        for name, (source, shape, dtype) in self._results.items():
+            mine = source == self._groups.coordinate[AXIS]
+            x = own[name] if mine else torch.empty(shape, dtype=dtype, device=self._groups.device)
+            pending[name] = broadcast(self._groups, name, AXIS, source)(x)
+            self._count(AXIS, "broadcast", x.nbytes * mine)
+        return {name: finish(p) for name, p in pending.items()}
+
+
+class SharedGradients:
+    """Sums the gradients of parameters that several ranks of the pp axis hold, over exactly these: tied weights of
+    several parts, and both copies of a part under dual_pipe."""
+
+    def __init__(
+        self, compiled: Compiled, groups: Groups, rank_of: Sequence[int], chains: Sequence[Sequence[int]]
+    ) -> None:
+        self._groups = groups
+        self._specs = {p.name: p for p in compiled.parameters}
+        nodes = {s.name: s.node for s in compiled.local.meta["signature"].inputs if s.kind == "parameter"}
+        parts, routes = compiled.pipeline.parts, Routes(compiled.pipeline)
+        made = {name for i in range(len(parts)) for name, _, _ in routes.stored_gradients(i)}
+        self._buckets: list[tuple[str, list[tuple[str, ParameterSpec]]]] = []
+        together: dict[tuple[tuple[int, ...], torch.dtype], list[tuple[str, ParameterSpec]]] = {}
+        for name, spec in self._specs.items():
+            holders = {rank_of[chain[i]] for i, p in enumerate(parts) if name in p.parameters for chain in chains}
+            if len(holders) > 1 and nodes[name] in made:
+                together.setdefault((tuple(sorted(holders)), spec.dtype), []).append((nodes[name], spec))
+        for (coordinates, _), members in together.items():
+            axis = groups.subset(AXIS, coordinates)  # on all ranks
+            if groups.coordinate[AXIS] in coordinates:
+                for bucket in self._cut(members, compiled.plan.options.bucket_bytes):
+                    self._buckets.append((axis, bucket))
+
+    def _cut(self, members: list[tuple[str, ParameterSpec]], most: int) -> list[list[tuple[str, ParameterSpec]]]:
+        """Buckets of at most ``most`` bytes (or one gradient)."""
+        found: list[list[tuple[str, ParameterSpec]]] = []
+        room = 0
+        for node, spec in members:
+            size = spec.nbytes(self._groups.mesh)
+            if not found or size > room:
+                found.append([])
+                room = most
+            found[-1].append((node, spec))
+            room -= size
+        return found
+
+    def sum(self, gradients: dict[str, Tensor], count: Any) -> dict[str, Tensor]:
+        """Gradients by placeholder of the stored parameter; one that this rank lacks counts as zero. ``count`` is told
+        (axis, kind, bytes)."""
+        pending = []
+        for axis, bucket in self._buckets:
+            pieces = [self._piece(gradients, node, spec) for node, spec in bucket]
+            flat = torch.cat([x.reshape(-1) for x in pieces]) if len(pieces) > 1 else pieces[0].contiguous()
+            name = f"gradient of {bucket[0][1].name}"
+            pending.append(all_reduce(self._groups, name, axis, "sum", in_place=True)(flat))
+            sent = traffic_of("all_reduce", flat.shape, flat.dtype, self._groups.size(axis))
+            count(AXIS, "all_reduce", sent)
+        out = dict(gradients)
+        for (_, bucket), work in zip(self._buckets, pending, strict=True):
+            shapes = [spec.local_shape(self._groups.mesh) for _, spec in bucket]
+            sizes = [torch.Size(shape).numel() for shape in shapes]
+            pieces = torch.ops.aten.split_with_sizes_copy(finish(work).view(-1), sizes)  # none keeps the bucket alive
+            for (node, _), x, shape in zip(bucket, pieces, shapes, strict=True):
+                out[node] = x.view(shape)
+        return out
+
+    def _piece(self, gradients: Mapping[str, Tensor], node: str, spec: ParameterSpec) -> Tensor:
+        found = gradients.get(node)
+        if found is None:
+            return torch.zeros(spec.local_shape(self._groups.mesh), dtype=spec.dtype, device=self._groups.device)
+        return found.to(spec.dtype)
+
+
+def recorded_facts(part: Stage, names: Collection[str]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and type of some outputs of a part's F."""
+    made = zip(part.forward.outputs, outputs(part.forward.graph), strict=True)
+    values = {name: node.meta["val"] for name, node in made if name is not None and name in names}
+    return {name: (tuple(val.shape), val.dtype) for name, val in values.items()}
+
+
+def results_of(pipeline: Pipeline, order: Order, train: bool) -> dict[str, tuple[int, tuple[int, ...], torch.dtype]]:
+    """Output of F -> coordinate of the rank that makes it for the last micro-batch, shape, type: of the new buffers in
+    training, of everything that the model returns otherwise."""
+    last = order.chains[order.chain_of[-1]]
+    found = {}
+    for index, part in enumerate(pipeline.parts):
+        names = [
+            n for n in part.forward.outputs if n in part.mutations or (not train and n and n.startswith("output:"))
+        ]
+        for name, facts in recorded_facts(part, [n for n in names if n]).items():
+            found[name] = (order.rank_of[last[index]], *facts)
+    return found
