@@ -12,6 +12,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from autopar.ir.mesh import Mesh
+from autopar.ir.meta import signature_of
 from autopar.ir.placement import (
     INVARIANT,
     Invariant,
@@ -262,7 +263,7 @@ _READERS = {Placement: _placement, ParameterPlan: _parameter, Mesh: _mesh}
 
 def graph_digest(gm: GraphModule) -> str:
     """Identity of a graph's parameters: names, shapes, dtypes. Plans are made for it."""
-    signature = gm.meta["signature"]
+    signature = signature_of(gm)
     by_name = {n.name: n for n in gm.graph.nodes if n.op == "placeholder"}
     facts = [
         (s.name, tuple(by_name[s.node].meta["val"].shape), str(by_name[s.node].meta["val"].dtype))

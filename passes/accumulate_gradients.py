@@ -62,7 +62,7 @@ def _last(gm: GraphModule) -> GraphModule:
         own = own_gradient(gradient)
         after = add_placeholder(gm.graph, f"earlier_{i}", after)
         after.meta["val"] = own.meta["val"]
-        total = insert_call(gm.graph, own.next, aten.add.Tensor, (own, after), own, own.meta["val"])
+        total = insert_call(own.next, aten.add.Tensor, (own, after), like=own, val=own.meta["val"])
         if gradient is own:
             gradients[i] = total
             continue

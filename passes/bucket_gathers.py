@@ -142,7 +142,7 @@ def _through(gm: GraphModule, before: Node, packed: Node, op: OpOverload, chain:
     for axis, size in map(_axis, chain):
         rows, width = shape(packed)
         like = _like(before, (rows * size if op is GATHER else rows // size, width))
-        packed = insert_call(gm.graph, before, op, (packed, 0, [], axis, size), before, like, "bucket")
+        packed = insert_call(before, op, (packed, 0, [], axis, size), val=like, name="bucket")
         packed.meta["bucket"] = True
     return packed
 
@@ -150,8 +150,8 @@ def _through(gm: GraphModule, before: Node, packed: Node, op: OpOverload, chain:
 def _unpack(graph: Graph, before: Node, parts: Node, i: int, op: OpOverload, chain: Chain) -> None:
     """The i-th part, in the shape of what the chain made, takes the chain's place."""
     last = chain[-1]
-    part = insert_call(graph, before, operator.getitem, (parts, i), last, parts.meta["val"][i])
-    new = insert_call(graph, before, op, (part, list(shape(last))), last, last.meta["val"])
+    part = insert_call(before, operator.getitem, (parts, i), like=last)
+    new = insert_call(before, op, (part, list(shape(last))), like=last, val=last.meta["val"])
     last.replace_all_uses_with(new)
     for node in reversed(chain):
         graph.erase_node(node)
@@ -159,17 +159,13 @@ def _unpack(graph: Graph, before: Node, parts: Node, i: int, op: OpOverload, cha
 
 def _packed(gm: GraphModule, before: Node, values: list[Node], rows: int) -> Node:
     """[rows, N]: all values side by side, each cut along its first dim into rows."""
-    flat = [
-        insert_call(gm.graph, before, aten.reshape.default, (v, [rows, -1]), v, v.meta["val"].reshape(rows, -1))
-        for v in values
-    ]
+    flat = [insert_call(before, aten.reshape.default, (v, [rows, -1]), like=v) for v in values]
     width = sum(f.meta["val"].shape[1] for f in flat)
-    return insert_call(gm.graph, before, aten.cat.default, (flat, 1), before, _like(before, (rows, width)), "packed")
+    return insert_call(before, aten.cat.default, (flat, 1), val=_like(before, (rows, width)), name="packed")
 
 
 def _split(gm: GraphModule, before: Node, value: Node, sizes: list[int], op: OpOverload) -> Node:
-    parts = op(value.meta["val"], sizes, 1)
-    return insert_call(gm.graph, before, op, (value, sizes, 1), value, parts)
+    return insert_call(before, op, (value, sizes, 1), like=value)
 
 
 def _like(node: Node, size: tuple[int, ...]) -> torch.Tensor:

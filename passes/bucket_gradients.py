@@ -97,18 +97,18 @@ def _join(gm: GraphModule, members: list[Node]) -> None:
         x = m.args[0]
         assert isinstance(x, Node)
         val = x.meta["val"].reshape(-1)
-        flat.append(insert_call(graph, last, aten.reshape.default, (x, [-1]), x, val))
+        flat.append(insert_call(last, aten.reshape.default, (x, [-1]), like=x, val=val))
     val = torch.cat([f.meta["val"] for f in flat])
-    packed = insert_call(graph, last, aten.cat.default, (flat,), last, val, "bucket")
-    total = insert_call(graph, last, torch.ops.autopar.all_reduce.default, (packed, axis, op), last, val, "bucket_sum")
+    packed = insert_call(last, aten.cat.default, (flat,), val=val, name="bucket")
+    total = insert_call(last, torch.ops.autopar.all_reduce.default, (packed, axis, op), val=val, name="bucket_sum")
     total.meta["bucket"] = True
     end = output_node(gm)
     # copies: no gradient keeps the bucket alive, or is written to with another
     pieces = [v.clone() for v in val.split(sizes)]
-    parts = insert_call(graph, end, aten.split_with_sizes_copy.default, (total, sizes), last, pieces)
+    parts = insert_call(end, aten.split_with_sizes_copy.default, (total, sizes), like=last, val=pieces)
     for i, m in enumerate(members):
-        part = insert_call(graph, end, operator.getitem, (parts, i), m, parts.meta["val"][i])
-        new = insert_call(graph, end, aten.view.default, (part, list(shape(m))), m, m.meta["val"])
+        part = insert_call(end, operator.getitem, (parts, i), like=m)
+        new = insert_call(end, aten.view.default, (part, list(shape(m))), like=m, val=m.meta["val"])
         m.replace_all_uses_with(new)
         graph.erase_node(m)
         _move_users_to_end(graph, new, end)

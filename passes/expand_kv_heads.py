@@ -18,14 +18,13 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch.fx import GraphModule, Node
 
 from autopar.ir.graph import (
     arguments,
-    fake_mode,
     insert_call,
     is_call,
     remove_dead_code,
@@ -33,6 +32,7 @@ from autopar.ir.graph import (
     shape,
     tensor_operands,
 )
+from autopar.rewrite.build import Build
 from autopar.rewrite.compilation import Compilation
 
 aten = torch.ops.aten
@@ -71,9 +71,7 @@ def repeats(heads: int, kv_heads: int, ranks: int) -> int:
 
 
 def _repeated(gm: GraphModule, node: Node, x: Node, times: int) -> Node:
-    op = aten.repeat_interleave.self_int
-    val = x.meta["val"].repeat_interleave(times, 1)
-    return insert_call(gm.graph, node, op, (x, times, 1), x, val, f"{x.name}_repeated")
+    return insert_call(node, aten.repeat_interleave.self_int, (x, times, 1), like=x, name=f"{x.name}_repeated")
 
 
 def _take_apart(gm: GraphModule, x: Node) -> None:
@@ -97,13 +95,7 @@ def _take_apart(gm: GraphModule, x: Node) -> None:
 
 
 def _split_weight(gm: GraphModule, linear: Node, split: Node) -> None:
-    args, sizes = arguments(linear), list(arguments(split)["split_sizes"])
-
-    def call(target: Any, *operands: Any) -> Node:
-        with fake_mode(gm):
-            val = target(*torch.fx.node.map_arg(operands, lambda n: n.meta["val"]))
-        return insert_call(gm.graph, linear, target, operands, linear, val)
-
+    args, sizes, call = arguments(linear), list(arguments(split)["split_sizes"]), Build(linear)
     weights = call(aten.split_with_sizes.default, args["weight"], sizes, 0)
     biases = call(aten.split_with_sizes.default, args["bias"], sizes, 0) if args["bias"] is not None else None
     for part in list(split.users):

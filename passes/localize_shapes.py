@@ -26,17 +26,18 @@ from autopar.ir.graph import (
     ancestors,
     arguments,
     describe,
-    fake_mode,
     global_shape,
     insert_call,
     placeholders,
     placement,
+    run_fake,
     set_argument,
     tensor_operands,
     values,
 )
 from autopar.ir.mesh import Mesh
-from autopar.ir.placement import INVARIANT, Pieces, Placement, Shard, local_shape
+from autopar.ir.meta import TYPES, inherit, signature_of
+from autopar.ir.placement import INVARIANT, Pieces, Placement, Shard
 from autopar.ops.facts import Facts
 from autopar.ops.vocabulary import cross_entropy_of_piece, embedding_of_piece
 from autopar.plan import Plan
@@ -90,10 +91,7 @@ class _Local:
     def _run_fake(self) -> None:
         """Run the call on fake local operands: the shapes must come out as the placements say."""
         node = self.node
-        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        with fake_mode(self.gm):
-            val = node.target(*args, **kwargs)  # type: ignore[operator]
-        node.meta["val"] = val
+        node.meta["val"] = run_fake(node.graph, node.target, node.args, node.kwargs)  # type: ignore[arg-type]
         found = [tuple(v.shape) for v in values(node)]
         assert found == self.shapes, (
             f"localize_shapes: {describe(node)} gives {found}, its placements say {self.shapes}"
@@ -177,8 +175,8 @@ def _mean(local: _Local) -> None:
         node.target, node.kwargs = aten.sum.dim_IntList, {"dtype": local.args.get("dtype")}
         node.args = (x, dims, bool(local.args.get("keepdim", False)))
         factor = 1.0 / math.prod(global_shape(x)[d] for d in dims)
-    scaled = insert_call(local.gm.graph, node.next, aten.mul.Tensor, (node, factor), node, node.meta["val"])
-    scaled.meta |= {k: node.meta[k] for k in ("placements", "global_shape", "has_gradient") if k in node.meta}
+    scaled = insert_call(node.next, aten.mul.Tensor, (node, factor), like=node, val=node.meta["val"])
+    inherit(scaled, node, TYPES)
     node.replace_all_uses_with(scaled, delete_user_cb=lambda user: user is not scaled)
     _Local(local.gm, node, local.mesh)._run_fake()
     _Local(local.gm, scaled, local.mesh)._run_fake()
@@ -231,7 +229,7 @@ def _cross_entropy(local: _Local) -> None:
 
 def _source_of(x: Node, gm: GraphModule, what: str) -> str:
     """'ids of "tokens"': the inputs of the model that a value comes from, for messages."""
-    names = {s.node: s.name for s in gm.meta["signature"].inputs if s.kind == "input"}
+    names = {s.node: s.name for s in signature_of(gm).inputs if s.kind == "input"}
     found = [names[n.name] for n in placeholders(gm) if n.name in names and n in ancestors([x])]
     return f"{what} of " + " and ".join(f'"{name}"' for name in found) if found else what
 
@@ -293,21 +291,12 @@ def _pass_indices(local: _Local, shape: tuple[int, ...], placed: list[dict[str, 
 
 def _global_index(local: _Local, size: int, cuts: dict[str, Placement], device: torch.device) -> Node:
     """The global indices of the local rows of a dim: arange, cut as the dim is."""
-    mode = local.args["seed"].meta["val"].fake_mode
-    with mode:
-        val = torch.arange(size, device=device)
-    graph, before = local.gm.graph, local.node
-    node = insert_call(graph, before, aten.arange.default, (size,), before, val, "index")
-    node.kwargs = {"device": device}
+    node = insert_call(local.node, aten.arange.default, (size,), {"device": device}, name="index")
     for axis, p in cuts.items():
         assert isinstance(p, Shard)
         target, args = exchange_over(local.mesh, node, axis, INVARIANT, Shard(0, p.blocks))
-        before_val = node.meta["val"]
-        val = before_val.new_empty(local_shape(before_val.shape, Shard(0), local.mesh.pieces(axis)))
-        node = insert_call(graph, before, target, args, before, val, "index")
+        node = insert_call(local.node, target, args, name="index")
         node.meta["conversion"] = (axis, INVARIANT, Shard(0, p.blocks))
-    for x in _chain(node):
-        x.meta["has_gradient"] = False
     _type_chain(node, size, cuts)
     return node
 

@@ -38,12 +38,10 @@ class OwnGradients:
 
 def own_gradients(gm: GraphModule) -> None:
     """Clone the outputs in ``meta["owned"]`` that share their storage."""
-    end, values = output_node(gm), outputs(gm)
+    end, values, how = output_node(gm), outputs(gm), {"memory_format": torch.contiguous_format}
     for i in shared_outputs(gm, gm.meta.get("owned", ())):
         value = values[i]
         assert isinstance(value, Node)
-        val = value.meta["val"].clone(memory_format=torch.contiguous_format)
-        values[i] = insert_call(gm.graph, end, aten.clone.default, (value,), value, val)
-        values[i].kwargs = {"memory_format": torch.contiguous_format}
+        values[i] = insert_call(end, aten.clone.default, (value,), how, like=value)
     end.args = (tuple(values),)
     gm.recompile()

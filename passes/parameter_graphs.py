@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.lazy import graph_module
 from autopar.ir.conversions import exchange, is_conversion
-from autopar.ir.graph import add_placeholder, placeholders
+from autopar.ir.graph import add_placeholder, insert_call, placeholders
 from autopar.ir.placement import conversion, dual, parse_placement
 from autopar.passes.differentiate import lowered
 from autopar.passes.own_gradients import own_gradients
@@ -47,8 +47,7 @@ def gather_graph(used: Mapping[Node, Node]) -> tuple[StepGraph | None, dict[str,
         return None, aliases
     graph, copies = Graph(), dict[Node, Node]()
     for parameter in dict.fromkeys(moved.values()):
-        copies[parameter] = add_placeholder(graph, parameter.name)
-        copies[parameter].meta = dict(parameter.meta)
+        copies[parameter] = add_placeholder(graph, parameter.name, like=parameter)
     for u in moved:
         for node in chain_of(u):
             if node not in copies:
@@ -76,37 +75,27 @@ def reduce_graph(used: Mapping[Node, Node], available: Iterable[str | None]) -> 
         val = u.meta["val"]
         given[u].meta = {"val": val.new_empty(val.shape), "has_gradient": False}
         inputs.append(f"grad:{u.name}")
+    end = graph.output(())
     for us in targets.values():
         total = None
         for u in us:
-            reduced = _transposed(graph, given[u], u)
-            total = reduced if total is None else graph.call_function(torch.ops.aten.add.Tensor, (total, reduced))
+            reduced = _transposed(end, given[u], u)
+            total = reduced if total is None else insert_call(end, torch.ops.aten.add.Tensor, (total, reduced))
         results.append(total)
-    graph.output(tuple(results))
-    gm = graph_module(graph, "Reduce")
-    _run_fake(gm)
-    gm = lowered(gm)
+    end.args = (tuple(results),)
+    gm = lowered(graph_module(graph, "Reduce"))
     gm.meta["owned"] = list(range(len(targets)))
     own_gradients(gm)
     return StepGraph(gm, inputs, [f"grad:{p.name}" for p in targets])
 
 
-def _transposed(graph: Graph, gradient: Node, used: Node) -> Node:
-    """The gradient through the transposes of a chain, last conversion first."""
+def _transposed(end: Node, gradient: Node, used: Node) -> Node:
+    """The gradient through the transposes of a chain, last conversion first; calls are made before ``end``."""
     for node in reversed(chain_of(used)):
         _, axis, size, src, dst = node.args
         back = str(dual(parse_placement(str(dst)))), str(dual(parse_placement(str(src))))
-        gradient = graph.call_function(exchange, (gradient, axis, size, *back))
+        gradient = insert_call(end, exchange, (gradient, axis, size, *back))
     return gradient
-
-
-def _run_fake(gm: GraphModule) -> None:
-    mode = placeholders(gm)[0].meta["val"].fake_mode
-    for node in gm.graph.nodes:
-        if node.op == "call_function":
-            args = torch.fx.node.map_arg(node.args, lambda n: n.meta["val"])
-            with mode:
-                node.meta = {"val": node.target(*args), "has_gradient": False}
 
 
 def inline_gathers(step: StepGraph, gather: StepGraph) -> StepGraph:
@@ -148,9 +137,7 @@ def _copied_before(
     if source in stored:
         name = stored[source]
         if name not in nodes:
-            last = placeholders(gm)[-1]
-            nodes[name] = add_placeholder(gm.graph, source.name, last)
-            nodes[name].meta = dict(source.meta)
+            nodes[name] = add_placeholder(gm.graph, source.name, placeholders(gm)[-1], like=source)
         return nodes[name]
     for x in source.all_input_nodes:
         copies[x] = _copied_before(gm, before, x, stored, nodes, copies)

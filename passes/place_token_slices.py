@@ -38,6 +38,7 @@ from autopar.ir.graph import (
     shape,
     tensor_operands,
 )
+from autopar.ir.meta import input_specs, signature_of
 from autopar.ir.own_backward import function_of
 from autopar.ir.placement import INVARIANT, PARTIAL, REPLICATE, Invariant, Partial, Placement, Shard
 from autopar.ops.gradient import HOLE
@@ -82,7 +83,7 @@ class _SliceSweep:
         self.gm, self.mesh = gm, ctx.mesh
         self.pieces = ctx.mesh.pieces(AXIS)
         self.whole_ops = ctx.plan.options.whole_ops if ctx.plan is not None else ()
-        self.specs = {s.node: s for s in gm.meta["signature"].inputs}
+        self.specs = input_specs(gm)
         self.made: set[Node] = set()  # parameters, and what is made of them
         self.of_batch: set[Node] = set()  # what depends on the batch
         self.labels = self._labels()
@@ -117,7 +118,7 @@ class _SliceSweep:
 
     def _finish_outputs(self) -> None:
         out = output_node(self.gm)
-        for value, spec in zip(list(out.args[0]), self.gm.meta["signature"].outputs, strict=True):  # type: ignore[arg-type]
+        for value, spec in zip(list(out.args[0]), signature_of(self.gm).outputs, strict=True):  # type: ignore[arg-type]
             if value not in self.made:
                 continue
             if spec.kind == "mutation":
@@ -221,8 +222,7 @@ class _SliceSweep:
         if isinstance(need, Partial) and isinstance(have, Invariant):
             have = REPLICATE  # the same for a value without gradient
         args = (x, AXIS, str(have), str(need))
-        new = insert_call(self.gm.graph, before, convert, args, before, x.meta["val"], f"{x.name}_sl")
-        new.meta["has_gradient"] = has_gradient(x)
+        new = insert_call(before, convert, args, name=f"{x.name}_sl")
         set_placement(new, AXIS, need)
         self.versions[x, need] = new
         return new

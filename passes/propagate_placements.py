@@ -34,6 +34,7 @@ from autopar.ir.graph import (
     tensor_operands,
     values,
 )
+from autopar.ir.meta import inherit, input_specs, signature_of
 from autopar.ir.own_backward import parts_of_token
 from autopar.ir.placement import (
     INVARIANT,
@@ -103,7 +104,7 @@ class _PlacementSweep:
         self.whole = plan.options.whole_ops
         self.versions: dict[Node, dict[Placement, Node]] = {}
         self.weights: set[Node] = set()
-        self.specs = {s.node: s for s in gm.meta["signature"].inputs}
+        self.specs = input_specs(gm)
         self.labels = stream_labels(gm, plan.streams, ctx.mesh, axis)
         self.made: set[Node] = set()  # parameters, and what is made of them
         self.backwards = Backwards(gm.graph, axis, lambda node: rule_of(node, axis, ctx.mesh, whole=self.whole))
@@ -136,7 +137,7 @@ class _PlacementSweep:
     def _finish_outputs(self) -> None:
         """Scalars and pending sums leave as Invariant; tensors leave as they are cut."""
         out = output_node(self.gm)
-        mutations = {i for i, o in enumerate(self.gm.meta["signature"].outputs) if o.kind == "mutation"}
+        mutations = {i for i, o in enumerate(signature_of(self.gm).outputs) if o.kind == "mutation"}
         for i, value in enumerate(list(out.args[0])):  # type: ignore[arg-type]
             if not isinstance(value, Node):
                 continue
@@ -337,17 +338,9 @@ class _PlacementSweep:
             base, src = self._converted(x, INVARIANT, before), INVARIANT
         else:
             base = x if source or src == placement(x, self.axis) else versions[src]
-        new = insert_call(
-            self.gm.graph,
-            before,
-            convert,
-            (base, self.axis, str(src), str(need)),
-            before,
-            base.meta["val"],
-            f"{x.name}_{_suffix(need)}",
-        )
-        new.meta["has_gradient"] = has_gradient(base)
-        new.meta["placements"] = dict(base.meta.get("placements", {}))
+        args = (base, self.axis, str(src), str(need))
+        new = insert_call(before, convert, args, name=f"{x.name}_{_suffix(need)}")
+        inherit(new, base, ["placements"])
         set_placement(new, self.axis, need)
         if x in self.weights:
             self.weights.add(new)

@@ -86,8 +86,8 @@ def _quotient_of_expanded(gm: GraphModule, node: Node) -> Node | None:
     assert isinstance(small, Node)
     if small.meta["val"].dtype != node.meta["val"].dtype or len(expanded.users) > 1:
         return None
-    quotient = insert_call(gm.graph, node, node.target, (small, divisor), node, small.meta["val"])  # type: ignore[arg-type]
-    return insert_call(gm.graph, node, aten.expand.default, (quotient, sizes), node, expanded.meta["val"])
+    quotient = insert_call(node, node.target, (small, divisor), val=small.meta["val"])  # type: ignore[arg-type]
+    return insert_call(node, aten.expand.default, (quotient, sizes), val=expanded.meta["val"])
 
 
 def _silu_backward(gm: GraphModule, node: Node) -> Node | None:
@@ -100,7 +100,7 @@ def _silu_backward(gm: GraphModule, node: Node) -> Node | None:
     _, value = _operands(ones, aten.fill.Scalar)
     if one != 1 or value != 1 or same is not sigmoid or _operands(sigmoid, aten.sigmoid.default) != (x,):
         return None
-    return insert_call(gm.graph, node, aten.silu_backward.default, (gradient, x), node, node.meta["val"])
+    return insert_call(node, aten.silu_backward.default, (gradient, x), val=node.meta["val"])
 
 
 def _operands(node: Any, target: Any) -> tuple[Any, ...]:

@@ -120,8 +120,7 @@ class _Moves:
                 before.prepend(found)
             return found
         args = (x, self.axis, str(placement(x, self.axis)), str(shard))
-        new = insert_call(self.gm.graph, before, convert, args, before, x.meta["val"], f"{x.name}_s")
-        new.meta["has_gradient"] = False
+        new = insert_call(before, convert, args, name=f"{x.name}_s")
         self.slices[x, shard] = new
         made.append((x, shard))
         for axis in self.ctx.mesh.cut_order:

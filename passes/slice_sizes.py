@@ -17,11 +17,10 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
-import torch
 from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.lazy import graph_module
-from autopar.ir.graph import add_placeholder, describe
+from autopar.ir.graph import add_placeholder, describe, insert_call
 from autopar.ir.mesh import TokenSlice
 from autopar.ops.traits import COLLECTIVES, LOCAL
 
@@ -82,8 +81,7 @@ class _Merge:
     def run(self, rows: list[tuple[Node, ...]]) -> GraphModule:
         for row in (r for r in rows if r[0].op == "placeholder"):
             self._same(row, [n.op for n in row])
-            self.copies[row] = add_placeholder(self.graph, row[0].name)
-            self.copies[row].meta = dict(row[0].meta)
+            self.copies[row] = add_placeholder(self.graph, row[0].name, like=row[0])
         self.inputs = [add_placeholder(self.graph, name) for name in (LENGTH, START)]
         for node, value in zip(self.inputs, (self.slices[0].length, self.slices[0].start), strict=True):
             node.meta = {"val": value, "has_gradient": False}
@@ -112,11 +110,8 @@ class _Merge:
             if values not in self.copies:
                 raise ValueError(_refusal(f"{describe(row[0])} has different operands"))
             return self.copies[values]
-        if (
-            row[0].target in (*COLLECTIVES, *LOCAL)
-            and isinstance(first, list)
-            and len({_ratio(v) for v in values}) == 1
-        ):
+        blocks = row[0].target in (*COLLECTIVES, *LOCAL) and isinstance(first, list)
+        if blocks and len({_ratio(v) for v in values}) == 1:
             return first if all(v == first for v in values) else list(_ratio(first))
         if isinstance(first, (list, tuple)) and all(
             isinstance(v, (list, tuple)) and len(v) == len(first) for v in values
@@ -155,8 +150,6 @@ class _Merge:
         return total if q == 1 else self._int(operator.floordiv, total, q)
 
     def _int(self, target: Callable[..., Any], *args: Any) -> Node:
-        with self.graph.inserting_after(self.end):
-            node = self.graph.call_function(target, args)
-        node.meta = {"val": target(*torch.fx.node.map_arg(args, lambda n: n.meta["val"])), "has_gradient": False}
-        self.end = node
-        return node
+        val = target(*(x.meta["val"] if isinstance(x, Node) else x for x in args))
+        self.end = insert_call(self.end.next, target, args, like=self.end, val=val)
+        return self.end

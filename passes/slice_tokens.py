@@ -13,7 +13,6 @@ Leaves      graphs without slices, and values that are known before the first sl
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -23,17 +22,17 @@ from autopar.ir.conversions import conversion_of, exchange_slice, is_conversion
 from autopar.ir.graph import (
     add_placeholder,
     arguments,
-    fake_mode,
-    has_gradient,
     insert_call,
     is_call,
     output_node,
     placeholders,
     remove_dead_code,
+    run_fake,
     set_argument,
     tensor_operands,
 )
 from autopar.ir.mesh import TokenSlice
+from autopar.ir.meta import ORIGIN, TYPES, extend_signature, inherit, signature_of
 from autopar.ir.placement import Partial, Shard, parse_placement
 from autopar.ir.signature import InputSpec, OutputSpec
 from autopar.rewrite.compilation import Compilation
@@ -69,7 +68,7 @@ class _Slicer:
         self.gm, self.slice = gm, part
         self.caches: list[Cache] = []
         self.known: set[Node] = set()  # what the slice's own and earlier tokens have of a whole value
-        self.specs = {s.node: s.kind for s in gm.meta["signature"].inputs}
+        self.specs = {s.node: s.kind for s in signature_of(gm).inputs}
         self.free: set[Node] = set()
         for node in gm.graph.nodes:
             if node.op == "placeholder":
@@ -84,12 +83,8 @@ class _Slicer:
         for node in self.gm.graph.nodes:
             if node in self.free and any(of_slice(x) for x in node.all_input_nodes):
                 node.meta["of_slice"] = True
-        signature = self.gm.meta["signature"]
-        past = tuple(InputSpec(c.past, "past", c.past) for c in self.caches)
-        own = tuple(OutputSpec("own", c.own) for c in self.caches)
-        self.gm.meta["signature"] = dataclasses.replace(
-            signature, inputs=(*signature.inputs, *past), outputs=(*signature.outputs, *own)
-        )
+        past = [InputSpec(c.past, "past", c.past) for c in self.caches]
+        extend_signature(self.gm, past, [OutputSpec("own", c.own) for c in self.caches])
         nodes = {n.name: n for n in self.gm.graph.nodes}
         out = output_node(self.gm)
         out.args = ((*out.args[0], *(nodes[c.own] for c in self.caches)),)  # type: ignore[misc]
@@ -114,10 +109,12 @@ class _Slicer:
 
     def _call(self, node: Node, target: Any, *args: Any, name: str = "") -> Node:
         """A new call before ``node``, of the slice, with its placements."""
-        with fake_mode(self.gm):
-            val = target(*torch.fx.node.map_arg(args, lambda n: n.meta["val"]))
-        new = insert_call(self.gm.graph, node, target, args, node, val, name)
-        new.meta |= {k: node.meta[k] for k in ("placements", "global_shape") if k in node.meta}
+        new = self._untyped(node, target, *args, name=name)
+        inherit(new, node, TYPES)
+        return new
+
+    def _untyped(self, node: Node, target: Any, *args: Any, name: str = "") -> Node:
+        new = insert_call(node, target, args, name=name)
         if all(x in self.free for x in new.all_input_nodes):
             new.meta["of_slice"] = True
             self.free.add(new)
@@ -150,15 +147,10 @@ class _Slicer:
         lengths: of as many entries 1/S as the slice has tokens."""
         val, total = x.meta["val"], self.slice.total
         kwargs = {"dtype": val.dtype, "device": val.device}
-        with fake_mode(self.gm):
-            whole = torch.full([total], 1.0 / total, **kwargs)
-        weights = insert_call(self.gm.graph, node, aten.full.default, ([total], 1.0 / total), node, whole)
-        weights.kwargs, weights.meta["has_gradient"] = kwargs, False
+        weights = insert_call(node, aten.full.default, ([total], 1.0 / total), kwargs)
         self.free.add(weights)
         mine = self._call(node, aten.narrow.default, weights, 0, self.slice.start, self.slice.length)
         weight = self._call(node, aten.sum.default, mine)
-        for made in (mine, weight):
-            made.meta["has_gradient"] = False
         return self._call(node, aten.mul.Tensor, x, weight)
 
     def _cached(self, node: Node, x: Node, dim: int) -> Node:
@@ -166,8 +158,8 @@ class _Slicer:
         past = add_placeholder(self.gm.graph, f"past_{x.name}", placeholders(self.gm)[-1])
         val = x.meta["val"]
         shape = [self.slice.start if d == dim else n for d, n in enumerate(val.shape)]
-        past.meta = {"val": val.new_empty(shape), "has_gradient": has_gradient(x)}
-        past.meta |= {k: x.meta[k] for k in ("placements", "global_shape", "nn_module_stack") if k in x.meta}
+        past.meta["val"] = val.new_empty(shape)
+        inherit(past, x, (*TYPES, *ORIGIN, "has_gradient"))
         self.specs[past.name] = "past"
         own = self._call(node, aten.clone.default, x, name=f"own_{x.name}")
         own.kwargs = {"memory_format": torch.contiguous_format}
@@ -199,15 +191,10 @@ class _Slicer:
             return True
         if not is_conversion(x) or not self._from_cache(x.args[0]):  # type: ignore[arg-type]
             return False
-        with fake_mode(self.gm):
-            x.meta["val"] = x.target(*torch.fx.node.map_arg(x.args, lambda n: n.meta["val"]))  # type: ignore[operator]
+        x.meta["val"] = run_fake(x.graph, x.target, x.args)  # type: ignore[arg-type]
         self.known.add(x)
         return True
 
     def _until(self, node: Node, x: Node, dim: int, end: int) -> Node:
         """The rows of earlier slices and this one."""
-        new = self._call(node, aten.narrow.default, x, dim, 0, end)
-        new.meta["has_gradient"] = has_gradient(x)
-        for key in ("placements", "global_shape"):
-            new.meta.pop(key, None)
-        return new
+        return self._untyped(node, aten.narrow.default, x, dim, 0, end)

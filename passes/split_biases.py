@@ -17,6 +17,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from autopar.ir.graph import arguments, insert_call, is_call, set_argument, shape
+from autopar.ir.meta import names_of_parameters
 from autopar.ir.placement import Placement, Shard
 from autopar.ops.traits import CONVOLUTIONS, PERMUTED
 from autopar.rewrite.compilation import Compilation
@@ -34,7 +35,7 @@ class SplitBiases:
 
     def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
         assert ctx.plan is not None
-        names = {s.node: s.name for s in gm.meta["signature"].inputs if s.kind == "parameter"}
+        names = names_of_parameters(gm)
         for node in list(gm.graph.nodes):
             if not is_call(node, aten.linear.default, *CONVOLUTIONS) or arguments(node)["bias"] is None:
                 continue
@@ -66,7 +67,8 @@ def _split(gm: GraphModule, node: Node) -> None:
     after = node.next
     if is_call(node, *CONVOLUTIONS):
         space = len(shape(node)) - 2
-        view = bias.meta["val"].view(-1, *[1] * space)
-        bias = insert_call(gm.graph, after, aten.view.default, (bias, list(view.shape)), bias, view)
-    total = insert_call(gm.graph, after, aten.add.Tensor, (node, bias), node, node.meta["val"], f"{node.name}_biased")
+        bias = insert_call(after, aten.view.default, (bias, [-1, *[1] * space]), like=bias)
+    total = insert_call(
+        after, aten.add.Tensor, (node, bias), like=node, val=node.meta["val"], name=f"{node.name}_biased"
+    )
     node.replace_all_uses_with(total, delete_user_cb=lambda user: user is not total)

@@ -16,17 +16,24 @@ it.
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.lazy import graph_module
 from autopar.ir.conversions import conversion_of, is_conversion
-from autopar.ir.graph import add_placeholder, ancestors, describe, has_gradient, placeholders, remove_dead_code
+from autopar.ir.graph import (
+    add_placeholder,
+    ancestors,
+    describe,
+    has_gradient,
+    placeholders,
+    remove_dead_code,
+    run_fake,
+)
+from autopar.ir.meta import TYPES, extend_signature, inherit, input_specs
 from autopar.ir.placement import Invariant, Partial, Replicate, Shard
 from autopar.ir.signature import InputSpec
+from autopar.rewrite.build import Build
 from autopar.rewrite.compilation import Compilation
 from autopar.steps.graphs import Prologue
 
@@ -84,13 +91,12 @@ def _refusal(node: Node) -> str:
 
 def _extract(gm: GraphModule, cuts: list[Node]) -> Prologue:
     """Move the ancestors of the cut values into a graph of their own."""
-    signature = gm.meta["signature"]
-    kinds = {s.node: s for s in signature.inputs}
+    specs = input_specs(gm)
     order = list(gm.graph.nodes)
     needed = ancestors(cuts)
     graph, copies = Graph(), dict[Node, Node]()
     inputs = [n for n in order if n in needed and n.op == "placeholder"]
-    if any(kinds[n.name].kind == "parameter" and kinds[n.name].requires_grad for n in inputs):
+    if any(specs[n.name].kind == "parameter" and specs[n.name].requires_grad for n in inputs):
         raise ValueError(_refusal(cuts[0]))
     for node in order:
         if node in needed and node not in cuts:
@@ -100,14 +106,13 @@ def _extract(gm: GraphModule, cuts: list[Node]) -> Prologue:
     totals = []
     for i, cut in enumerate(cuts):
         total = add_placeholder(gm.graph, f"total_{i}", after)
-        total.meta = {k: v for k, v in cut.meta.items() if k in ("val", "placements", "global_shape")}
-        total.meta["has_gradient"] = False
+        total.meta = {"val": cut.meta["val"], "has_gradient": False}
+        inherit(total, cut, TYPES)
         cut.replace_all_uses_with(total)
         gm.graph.erase_node(cut)
         totals.append(total.name)
         after = total
-    added = tuple(InputSpec(name, "total", name) for name in totals)
-    gm.meta["signature"] = dataclasses.replace(signature, inputs=(*signature.inputs, *added))
+    extend_signature(gm, [InputSpec(name, "total", name) for name in totals])
     return Prologue(graph_module(graph, "Prologue"), [n.name for n in inputs], totals)
 
 
@@ -118,31 +123,17 @@ def _slice_by_index(gm: GraphModule, node: Node, count: int, dst: Shard) -> None
     index = _micro_batch_input(gm)
     blocks = dst.blocks or (x.meta["val"].shape[dst.dim],)
     assert min(blocks) > 0, f"micro-batches are dealt in order, found {dst}"
-    mode = x.meta["val"].fake_mode
-
-    def call(target: Any, *args: Any) -> Node:
-        with gm.graph.inserting_before(node):
-            new = gm.graph.call_function(target, args)
-        fake = torch.fx.node.map_arg(args, lambda n: n.meta["val"])
-        with mode:
-            new.meta = {**{k: node.meta[k] for k in ("nn_module_stack",) if k in node.meta}, "val": target(*fake)}
-        new.meta["has_gradient"] = False
-        return new
-
-    aten = torch.ops.aten
+    aten, call = torch.ops.aten, Build(node)
     device = x.meta["val"].device
     starts, rows = 0, []
     for block in blocks:
         size = block // count
-        with gm.graph.inserting_before(node):
-            base = gm.graph.call_function(aten.arange.start, (starts, starts + size), {"device": device})
-        with mode:
-            base.meta = {"val": torch.arange(starts, starts + size, device=device), "has_gradient": False}
+        base = call(aten.arange.start, starts, starts + size, device=device)
         rows.append(call(aten.add.Tensor, call(aten.mul.Scalar, index, size), base))
         starts += block
     chosen = rows[0] if len(rows) == 1 else call(aten.cat.default, rows)
     picked = call(aten.index_select.default, x, dst.dim, chosen)
-    picked.meta |= {k: node.meta[k] for k in ("placements", "global_shape", "has_gradient") if k in node.meta}
+    inherit(picked, node, TYPES)
     node.replace_all_uses_with(picked)
     gm.graph.erase_node(node)
 
@@ -152,13 +143,8 @@ def _micro_batch_input(gm: GraphModule) -> Node:
     for node in placeholders(gm):
         if node.name == "micro_batch":
             return node
-    last = placeholders(gm)[-1]
-    node = add_placeholder(gm.graph, "micro_batch", last)
-    mode = last.meta["val"].fake_mode
-    with mode:
-        node.meta = {"val": torch.zeros((), dtype=torch.int64), "has_gradient": False, "global_shape": ()}
-    signature = gm.meta["signature"]
-    gm.meta["signature"] = dataclasses.replace(
-        signature, inputs=(*signature.inputs, InputSpec("micro_batch", "micro_batch", "micro_batch"))
-    )
+    node = add_placeholder(gm.graph, "micro_batch", placeholders(gm)[-1])
+    val = run_fake(gm.graph, torch.zeros, ((),), {"dtype": torch.int64})
+    node.meta = {"val": val, "has_gradient": False, "global_shape": ()}
+    extend_signature(gm, [InputSpec("micro_batch", "micro_batch", "micro_batch")])
     return node

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.ir.meta import input_specs
 from autopar.ir.placement import Placement, Shard
 from autopar.steps.graphs import Compiled
 
@@ -22,7 +23,7 @@ class Feed:
     """Values by placeholder. ``specs``: placeholder -> InputSpec."""
 
     def __init__(self, compiled: Compiled, device: torch.device) -> None:
-        self.specs = {s.node: s for s in compiled.local.meta["signature"].inputs}
+        self.specs = input_specs(compiled.local)
         self.micro_batches = compiled.plan.options.micro_batches
         self._inputs, self._device = compiled.plan.inputs, device
 

@@ -54,8 +54,7 @@ def _rounded(joint: Joint) -> None:
     name = next(n for n in joint.gradients if n.endswith("head_weight"))
     g = joint.gradients[name]
     assert g is not None
-    new = insert_call(g.graph, g.next, aten._to_copy.default, (g,), g, g.meta["val"].float())
-    new.kwargs = {"dtype": torch.float32}
+    new = insert_call(g.next, aten._to_copy.default, (g,), {"dtype": torch.float32}, like=g)
     joint.gradients[name] = joint.dependent[new] = new
 
 
@@ -107,7 +106,7 @@ def _largest_sum(gm: GraphModule) -> None:
 
 def _twice(gm: GraphModule) -> None:
     node = _sums(gm)[-1]
-    again = insert_call(gm.graph, node.next, node.target, (node, *node.args[1:]), node, node.meta["val"])
+    again = insert_call(node.next, node.target, (node, *node.args[1:]), like=node)
     node.replace_all_uses_with(again, delete_user_cb=lambda user: user is not again)
 
 
@@ -149,8 +148,8 @@ def _early(gm: GraphModule) -> None:
 def _gathered_twice(gm: GraphModule) -> None:
     node = calls(gm, ours.all_gather.default)[0]
     users = list(node.users)
-    again = insert_call(gm.graph, node.next, node.target, node.args, node, node.meta["val"])
-    end = insert_call(gm.graph, output_node(gm), aten.clone.default, (again,), node, node.meta["val"])
+    again = insert_call(node.next, node.target, node.args, like=node)
+    end = insert_call(output_node(gm), aten.clone.default, (again,), like=node)
     assert users and end
 
 

@@ -13,6 +13,7 @@ from autopar.capture import adapter_for, capture
 from autopar.ir.batch import tensors_of, whole_batch
 from autopar.ir.graph import mark_gradients
 from autopar.ir.mesh import Mesh
+from autopar.ir.meta import signature_of
 from autopar.ir.parameter import ParameterSpec
 from autopar.options import Options
 from autopar.passes.in_order import GLOBAL_PASSES
@@ -99,5 +100,5 @@ def known_batch_dims(
 
 def _planning_graph(model: nn.Module, batch: Mapping[str, Any], ctx: Compilation) -> GraphModule:
     gm = PassManager(GLOBAL_PASSES).run(capture(model, batch), ctx)
-    mark_gradients(gm, [s.node for s in gm.meta["signature"].inputs if s.kind == "parameter" and s.requires_grad])
+    mark_gradients(gm, [s.node for s in signature_of(gm).inputs if s.kind == "parameter" and s.requires_grad])
     return gm

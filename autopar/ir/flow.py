@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 
 from autopar.ir.conversions import conversion_of, is_conversion
 from autopar.ir.graph import placeholders
+from autopar.ir.meta import input_specs
 from autopar.ir.placement import Placement, Shard, conversion
 
 
@@ -42,9 +43,8 @@ class Flow:
 
 def flow_of(gm: GraphModule, inputs: Mapping[str, Mapping[str, Placement]] | None = None) -> Flow:
     """Classify the values of a graph. ``inputs``: placements of the inputs, which say what micro-batches cut."""
-    signature = gm.meta["signature"]
-    specs = {s.node: s for s in signature.inputs}
-    flow = Flow(kinds={s.node: s.kind for s in signature.inputs})
+    specs = input_specs(gm)
+    flow = Flow(kinds={name: spec.kind for name, spec in specs.items()})
     from_input: set[Node] = set()
     for node in gm.graph.nodes:
         if node.op == "placeholder":

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from autopar.adapters.lazy import graph_module
 from autopar.adapters.operators import OpOverload, argument_defaults
 from autopar.ir.mesh import Mesh
+from autopar.ir.meta import ORIGIN, inherit
 from autopar.ir.placement import INVARIANT, Pieces, Placement, nested_shape
 from autopar.ops.traits import STOPS_GRADIENT
 
@@ -165,16 +168,33 @@ def describe(node: Node) -> str:
 
 
 def insert_call(
-    graph: Graph, before: Node, target: Callable[..., Any], args: Sequence[Any], like: Node, val: Any, name: str = ""
+    before: Node,
+    target: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    like: Node | None = None,
+    val: Any = None,
+    name: str = "",
 ) -> Node:
-    """A new call placed before a node; provenance is copied from ``like``, ``val`` is its fake value."""
+    """A new call placed before a node, of the same origin as ``like`` (default: ``before``). ``val``: its fake value,
+    where that is known without running it."""
+    graph, kwargs = before.graph, dict(kwargs or {})
     with graph.inserting_before(before):
-        node = graph.create_node("call_function", target, tuple(args), {}, name=name or None)
-    for key in ("nn_module_stack", "stack_trace", "has_gradient"):
-        if key in like.meta:
-            node.meta[key] = like.meta[key]
-    node.meta["val"] = val
+        node = graph.create_node("call_function", target, tuple(args), kwargs, name=name or None)
+    inherit(node, like or before, ORIGIN)
+    node.meta["val"] = run_fake(graph, target, args, kwargs) if val is None else val
+    node.meta["has_gradient"] = passes_gradient(node)
     return node
+
+
+def run_fake(graph: Graph, target: Callable[..., Any], args: Any, kwargs: Any = None) -> Any:
+    """What a call gives on the fake values of its operands."""
+    operands: list[Node] = []
+    _collect((args, kwargs), operands)
+    values, named = map_arg((args, kwargs or {}), lambda n: n.meta["val"])
+    with torch.no_grad(), fake_mode(graph, operands):
+        return target(*values, **named)
 
 
 def replace_operand(user: Node, old: Node, new: Node) -> None:
@@ -182,15 +202,17 @@ def replace_operand(user: Node, old: Node, new: Node) -> None:
     user.replace_input_with(old, new)
 
 
-def add_placeholder(graph: Graph, name: str, after: Node | None = None) -> Node:
-    """A new input, behind another one or at the insertion point. Its argument is named as the node is: unique in the
-    graph."""
+def add_placeholder(graph: Graph, name: str, after: Node | None = None, like: Node | None = None) -> Node:
+    """A new input, behind another one or at the insertion point, for values such as ``like``. Its argument is named as
+    the node is: unique in the graph."""
     if after is None:
         node = graph.placeholder(name)
     else:
         with graph.inserting_after(after):
             node = graph.placeholder(name)
     node.target = node.name
+    if like is not None:
+        node.meta = dict(like.meta)
     return node
 
 
@@ -199,10 +221,11 @@ def placeholders(gm: GraphModule) -> list[Node]:
     return [n for n in gm.graph.nodes if n.op == "placeholder"]
 
 
-def fake_mode(gm: GraphModule) -> Any:
-    """The mode that the graph's fake values live in; factories must run under it."""
-    first = next(n for n in gm.graph.nodes if n.op == "placeholder")
-    return first.meta["val"].fake_mode
+def fake_mode(graph: Graph, nodes: Iterable[Node] = ()) -> Any:
+    """The mode that the fake values of ``nodes``, or else of the graph's inputs, live in; factories must run under
+    it."""
+    inputs = (n for n in graph.nodes if n.op == "placeholder")
+    return next(v.fake_mode for n in itertools.chain(nodes, inputs) for v in values(n) if hasattr(v, "fake_mode"))
 
 
 def set_device(gm: GraphModule, device: torch.device) -> None:

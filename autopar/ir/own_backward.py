@@ -15,6 +15,7 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 
 from autopar.ir.graph import is_call, tensor_operands
+from autopar.ir.meta import signature_of
 from autopar.ops.gradient import HOLE, OWN_BACKWARD, RESULT
 
 
@@ -122,7 +123,7 @@ def check_contained(gm: GraphModule) -> None:
     """Raises ValueError where a value that depends on a gradient leaves a backward otherwise than as a gradient: what
     it writes into a buffer would be written before there is a gradient."""
     inside = inside_of(gm.graph)
-    specs = gm.meta["signature"].outputs
+    specs = signature_of(gm).outputs
     for value, spec in zip(gm.graph.output_node().args[0], specs, strict=True):  # type: ignore[arg-type]
         if value in inside:
             raise ValueError(

@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 from autopar.ir.batch import BatchDims
 from autopar.ir.graph import arguments, describe, global_shape, has_gradient, is_call
 from autopar.ir.mesh import Mesh
+from autopar.ir.meta import input_specs, signature_of
 from autopar.ir.placement import Shard
 from autopar.options import Options
 from autopar.plan import Plan
@@ -65,7 +66,7 @@ def decide_batch_dims(gm: GraphModule, options: Options, fixed: Plan | None) -> 
     them, where it is ambiguous. ``gm.meta["unclear_batch_dims"]`` gets those that are only likely.
     """
     nodes = {n.name: n for n in gm.graph.nodes if n.op == "placeholder"}
-    inputs = {s.name: nodes[s.node] for s in gm.meta["signature"].inputs if s.kind == "input"}
+    inputs = {s.name: nodes[s.node] for s in signature_of(gm).inputs if s.kind == "input"}
     shapes = {name: tuple(global_shape(node)) for name, node in inputs.items()}
     said = known_dims(shapes, options, fixed, gm.meta.get("batch_dims", {}))
     gm.meta["unclear_batch_dims"] = []
@@ -104,8 +105,8 @@ class _LikelyDim:
     def of(cls, gm: GraphModule, name: str, node: Node, dim: int) -> _LikelyDim:
         size = global_shape(node)[dim]
         labels = spread_label(node, Shard(dim), Mesh.of(dp=size), "dp", inputs=True)  # as small as pieces get
-        kinds = {s.node: s.kind for s in gm.meta["signature"].inputs}
-        ours = any(x.op == "placeholder" and kinds[x.name] != "input" for x in labels)
+        specs = input_specs(gm)
+        ours = any(x.op == "placeholder" and specs[x.name].kind != "input" for x in labels)
         coverage = sum(x.op != "placeholder" and has_gradient(x) for x in labels)
         return cls(name, dim, size, labels, coverage, _meeting(gm, labels), ours)
 

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 
 from autopar.ir.graph import describe, getitem_index, global_shape, is_call, nbytes, tensor_operands, values
 from autopar.ir.mesh import Mesh
+from autopar.ir.meta import names_of_parameters
 from autopar.ir.placement import Shard
 from autopar.ops.traits import PRODUCTS
 from autopar.rules import Cat, Cut, Rule, RuleError, has_rule, rule_of
@@ -76,9 +77,9 @@ class Analysis:
     rules: dict[Node, Rule] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        kinds = {s.node: s.kind for s in self.gm.meta["signature"].inputs}
+        names = names_of_parameters(self.gm)
         for node in self.gm.graph.nodes:
-            if node.op == "placeholder" and kinds.get(node.name) == "parameter":
+            if node.op == "placeholder" and node.name in names:
                 self.parameters.add(node)
                 self.from_parameter.add(node)
             elif node.op == "call_function" and any(x in self.from_parameter for x in tensor_operands(node)):

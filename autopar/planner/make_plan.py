@@ -12,6 +12,7 @@ from autopar.cost.topology import Topologies
 from autopar.ir.batch import BatchDims
 from autopar.ir.graph import global_shape
 from autopar.ir.mesh import Mesh
+from autopar.ir.meta import input_specs
 from autopar.ir.placement import INVARIANT, REPLICATE, Pieces, Placement, Shard, nested_shape
 from autopar.ir.signature import InputSpec
 from autopar.options import Options
@@ -133,7 +134,7 @@ def _check(mesh: Mesh, digest: str, fixed: Plan | None) -> None:
 
 def _nodes(gm: GraphModule) -> list[tuple[Node, InputSpec]]:
     """Placeholders with their specs."""
-    specs = {s.node: s for s in gm.meta["signature"].inputs}
+    specs = input_specs(gm)
     return [(n, specs[n.name]) for n in gm.graph.nodes if n.op == "placeholder"]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch.fx import GraphModule
 
 from autopar.ir.graph import global_shape, placeholders
+from autopar.ir.meta import signature_of
 from autopar.ir.placement import Placement, Shard, check_shard, local_shape
 from autopar.plan import Plan
 from autopar.planner.batch_dims import check_dims_exist
@@ -21,7 +22,7 @@ def check_fits(plan: Plan, gm: GraphModule, train: bool = False) -> None:
     Inputs are checked where the graph has them: a plan serves batches with others, too.
     """
     nodes = {n.name: n for n in placeholders(gm)}
-    specs = [s for s in gm.meta["signature"].inputs if s.node in nodes]
+    specs = [s for s in signature_of(gm).inputs if s.node in nodes]
     parameters = {s.name: global_shape(nodes[s.node]) for s in specs if s.kind == "parameter"}
     inputs = {s.name: global_shape(nodes[s.node]) for s in specs if s.kind == "input"}
     holders = plan.pipeline.holders if plan.pipeline is not None else {}

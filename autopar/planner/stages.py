@@ -16,6 +16,7 @@ from autopar.ir.conversions import is_conversion
 from autopar.ir.flow import Flow, flow_of
 from autopar.ir.graph import ancestors, nbytes
 from autopar.ir.mesh import Mesh
+from autopar.ir.meta import names_of_parameters
 from autopar.ir.parameter import ParameterSpec
 from autopar.ir.storages import shares_storage
 from autopar.options import Options
@@ -61,7 +62,7 @@ class _Planner:
         self.gm, self.mesh, self.options = gm, mesh, options
         self.flow: Flow = flow_of(gm)
         self.specs = {s.name: s for s in specs}
-        self.names = {s.node: s.name for s in gm.meta["signature"].inputs if s.kind == "parameter"}
+        self.names = names_of_parameters(gm)
         self.main = [n for n in self.flow.main if not is_conversion(n)]
 
     def schedule(self) -> tuple[str, list[tuple[str, str]]]:

@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 from autopar.cost.stage_costs import stage_costs
 from autopar.ir.graph import global_shape, placeholders
 from autopar.ir.mesh import Mesh
+from autopar.ir.meta import signature_of
 from autopar.ir.parameter import ParameterSpec
 from autopar.plan import PipelinePlan, Plan
 from autopar.schedule.order import Action, Hop, Order
@@ -90,6 +91,6 @@ def parameter_specs(gm: GraphModule, plan: Plan) -> tuple[ParameterSpec, ...]:
             plan.stored(s.name),
             ranks.get(s.name, (0,)),
         )
-        for s in gm.meta["signature"].inputs
+        for s in signature_of(gm).inputs
         if s.kind == "parameter"
     )

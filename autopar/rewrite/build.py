@@ -12,35 +12,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
-from torch.fx.node import map_arg
+from torch.fx import Node
 
-from autopar.ir.graph import passes_gradient
+from autopar.ir.graph import insert_call
 
 Rewrite = Callable[[Node, "Build"], Node | None]
 
 
 @dataclass
 class Build:
-    """Makes nodes in front of ``at``, with the provenance of ``like`` (default: ``at``); ``fake_mode`` is the one of
-    the graph's values."""
+    """Makes nodes in front of ``at``, with the provenance of ``like`` (default: ``at``)."""
 
-    graph: Graph
     at: Node
-    fake_mode: Any
     like: Node | None = None
 
     def __call__(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """A call node; its value is the operator's, run on the operands' fakes."""
-        values, named = map_arg((args, kwargs), lambda n: n.meta["val"])
-        with torch.no_grad(), self.fake_mode:
-            value = target(*values, **named)
-        with self.graph.inserting_before(self.at):
-            node = self.graph.call_function(target, args, kwargs)
-        node.meta = {k: v for k, v in (self.like or self.at).meta.items() if k in ("nn_module_stack", "stack_trace")}
-        node.meta["val"] = value
-        node.meta["has_gradient"] = passes_gradient(node)  # other rewrites of the same sweep ask
-        return node
+        return insert_call(self.at, target, args, kwargs, like=self.like)
 
     def reshape(self, x: Node, shape: Sequence[int]) -> Node:
         """x in another shape; x itself if that is its shape; from the base if x is a reshape of one kind or another."""

@@ -9,6 +9,7 @@ from torch.fx import GraphModule, Node
 from autopar.adapters.operators import mutates
 from autopar.ir.conversions import conversion_of, is_conversion
 from autopar.ir.graph import describe, global_shape, has_gradient, outputs, placeholders, placement, shape_on, values
+from autopar.ir.meta import input_specs, names_of_parameters
 from autopar.ir.placement import INVARIANT, PARTIAL, REPLICATE, Invariant, Placement, Shard, check_shard, conversion
 from autopar.ir.storages import shared_outputs
 from autopar.rewrite.compilation import Compilation
@@ -85,7 +86,7 @@ def _converted(node: Node, axis: str, ctx: Compilation) -> list[Placement]:
 def _check_inputs(gm: GraphModule, axis: str, ctx: Compilation) -> None:
     if ctx.plan is None:
         return
-    specs = {s.node: s for s in gm.meta["signature"].inputs}
+    specs = input_specs(gm)
     for node in placeholders(gm):
         spec = specs[node.name]
         # the runtime adds the gradients of token slices: for one of them a parameter is Replicate to begin with
@@ -114,7 +115,7 @@ def _check_outputs(gm: GraphModule, axis: str) -> None:
 def check_planned_shards(gm: GraphModule, ctx: Compilation) -> None:
     """Every weight that the plan cuts on tp or ep enters compute cut. What can't be is refused, never left whole."""
     assert ctx.plan is not None
-    names = {s.node: s.name for s in gm.meta["signature"].inputs if s.kind == "parameter"}
+    names = names_of_parameters(gm)
     for node in gm.graph.nodes:
         if is_conversion(node) and node.args[0].name in names:
             axis, src, dst = conversion_of(node)

@@ -21,6 +21,7 @@ from autopar.adapters.dispatch import has_kernel, without_modes
 from autopar.adapters.export import flatten
 from autopar.adapters.operators import OpOverload
 from autopar.ir.graph import has_gradient
+from autopar.ir.meta import remembered
 
 OURS = ("aten", "prims", "autopar", "_c10d_functional", "higher_order")
 MOST = 2**26  # elements that are tried out
@@ -31,11 +32,7 @@ AUTOGRAD = ("Autograd", "AutogradCPU", "AutogradCUDA")
 def has_nonlinear_backward(node: Node) -> bool:
     """Of a call: whether its operator has a backward of its own that is not linear in the gradient. One that cannot be
     tried is taken to be linear, with a warning."""
-    if not _has_backward(node):
-        return False
-    if "nonlinear" not in node.meta:
-        node.meta["nonlinear"] = _tried(node)
-    return bool(node.meta["nonlinear"])
+    return _has_backward(node) and remembered(node, "nonlinear", _tried)
 
 
 def _has_backward(node: Node) -> bool:

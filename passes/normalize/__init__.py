@@ -22,7 +22,8 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.ir.graph import mark_gradients, remove_dead_code
+from autopar.ir.graph import mark_gradients, placeholders, remove_dead_code
+from autopar.ir.meta import input_specs
 from autopar.passes.normalize import attention_calls, losses, norms, products, shapes
 from autopar.passes.normalize.composites import take_apart
 from autopar.passes.normalize.number_dropouts import number_dropouts
@@ -50,44 +51,37 @@ class Normalize:
     ensures: ClassVar[tuple[str, ...]] = ("functional",)
 
     def apply(self, gm: GraphModule, ctx: Compilation | None = None) -> GraphModule:
-        fake_mode = _fake_mode(gm)
-        signature = gm.meta["signature"]
-        kinds = {spec.node: spec.kind for spec in signature.inputs}
-        for node in gm.graph.nodes:
-            if node.op == "placeholder":
-                node.meta["kind"] = kinds[node.name]
-        trainable = [spec.node for spec in signature.inputs if spec.requires_grad]
-        take_apart(gm, fake_mode, REWRITES)
-        _to_fixpoint(gm, fake_mode, trainable, REWRITES)
-        _to_fixpoint(gm, fake_mode, trainable, {torch.ops.aten.matmul.default: written_out})
-        shapes.slices_to_split(gm.graph, fake_mode)
-        number_dropouts(gm, fake_mode)
+        specs = input_specs(gm)
+        for node in placeholders(gm):
+            node.meta["kind"] = specs[node.name].kind
+        trainable = [name for name, spec in specs.items() if spec.requires_grad]
+        take_apart(gm, REWRITES)
+        _to_fixpoint(gm, trainable, REWRITES)
+        _to_fixpoint(gm, trainable, {torch.ops.aten.matmul.default: written_out})
+        shapes.slices_to_split(gm.graph)
+        number_dropouts(gm)
         remove_dead_code(gm)
         gm.graph.lint()
         gm.recompile()
         return gm
 
 
-def _fake_mode(gm: GraphModule) -> Any:
-    return next(n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder").fake_mode
-
-
-def _to_fixpoint(gm: GraphModule, fake_mode: Any, trainable: list[str], table: dict[Any, Rewrite]) -> None:
+def _to_fixpoint(gm: GraphModule, trainable: list[str], table: dict[Any, Rewrite]) -> None:
     for _ in range(_MOST_SWEEPS):
         mark_gradients(gm, trainable)
-        changed = [_rewrite(gm, node, fake_mode, table) for node in list(gm.graph.nodes)]
+        changed = [_rewrite(gm, node, table) for node in list(gm.graph.nodes)]
         remove_dead_code(gm)
         if not any(changed):
             return
     raise AssertionError("normalize: the rewrites do not settle")
 
 
-def _rewrite(gm: GraphModule, node: Node, fake_mode: Any, table: dict[Any, Rewrite]) -> bool:
+def _rewrite(gm: GraphModule, node: Node, table: dict[Any, Rewrite]) -> bool:
     rewrite = table.get(node.target) if node.op == "call_function" and node.users else None
     if rewrite is None:
         return False
     before = len(gm.graph.nodes)
-    new = rewrite(node, Build(gm.graph, node, fake_mode))
+    new = rewrite(node, Build(node))
     if new is None:
         return len(gm.graph.nodes) != before
     node.replace_all_uses_with(new)

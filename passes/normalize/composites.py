@@ -13,20 +13,20 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from autopar.adapters.operators import decomposition_of, is_composite
-from autopar.ir.graph import output_node, placeholders
+from autopar.ir.graph import fake_mode, output_node, placeholders
 from autopar.rewrite.build import Build
 from autopar.rules import has_rule
 
 
-def take_apart(gm: GraphModule, fake_mode: Any, known: Container[Any]) -> None:
+def take_apart(gm: GraphModule, known: Container[Any]) -> None:
     """Replace composite operators without a rule and without a rewrite (``known``), if all of their parts have one:
     else messages, and ``whole_ops``, name what the model calls."""
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and not has_rule(node) and node.target not in known and is_composite(node.target):
-            parts, operands = decomposition_of(node, fake_mode)
+            parts, operands = decomposition_of(node, fake_mode(gm.graph))
             calls = [part for part in parts.graph.nodes if part.op not in ("placeholder", "output")]
             if all(has_rule(part) or part.target in known for part in calls):
-                _inline(node, parts, operands, Build(gm.graph, node, fake_mode))
+                _inline(node, parts, operands, Build(node))
 
 
 def _inline(node: Node, parts: GraphModule, operands: list[Node], build: Build) -> None:
@@ -41,5 +41,5 @@ def _inline(node: Node, parts: GraphModule, operands: list[Node], build: Build) 
     else:
         for user in list(node.users):
             user.replace_all_uses_with(results[user.args[1]])
-            build.graph.erase_node(user)
-    build.graph.erase_node(node)
+            node.graph.erase_node(user)
+    node.graph.erase_node(node)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from autopar.ir.meta import remembered
 from autopar.ops.traits import is_random
 from autopar.rewrite.build import shape_of
 
@@ -25,10 +26,7 @@ LEAST = torch.finfo(torch.float16).min / 2  # entries with less added to them ge
 def triangle(mask: Node) -> float | None:
     """Of a mask [.., n, m], bool (True = attend) or to be added, that says j <= i and nothing else, whatever the
     inputs: the greatest of what it adds above the diagonal (-inf if it is bool). None of any other mask."""
-    if "triangle" not in mask.meta:
-        mask.meta["triangle"] = _triangle(mask)
-    found: float | None = mask.meta["triangle"]
-    return found
+    return remembered(mask, "triangle", _triangle)
 
 
 def _triangle(mask: Node) -> float | None:

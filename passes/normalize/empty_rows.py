@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from autopar.ir.graph import ancestors, has_gradient
+from autopar.ir.meta import remembered
 from autopar.passes.normalize.constant_masks import LEAST, constant, triangle
 from autopar.rewrite.build import shape_of, value_of
 
@@ -48,12 +49,12 @@ class WrittenMask:
 
 
 def _is_triangle(node: Node, keep: bool) -> bool:
-    if keep:
-        return triangle(node) is not None
-    if "filled triangle" not in node.meta:
-        found = constant(node) if len(shape_of(node)) > 1 and min(shape_of(node)[-2:]) > 1 else None
-        node.meta["filled triangle"] = found is not None and bool((found == torch.ones_like(found).triu(1)).all())
-    return bool(node.meta["filled triangle"])
+    return triangle(node) is not None if keep else remembered(node, "filled triangle", _is_filled_triangle)
+
+
+def _is_filled_triangle(node: Node) -> bool:
+    found = constant(node) if len(shape_of(node)) > 1 and min(shape_of(node)[-2:]) > 1 else None
+    return found is not None and bool((found == torch.ones_like(found).triu(1)).all())
 
 
 def outcome(masks: Sequence[WrittenMask], dropout: float = 0.0) -> str:

@@ -122,7 +122,7 @@ def nll_loss_forward(node: Node, build: Build) -> Node | None:
             out = nll_loss(_Renamed(node, user), build)  # type: ignore[arg-type]
             assert out is not None
             user.replace_all_uses_with(out)
-            build.graph.erase_node(user)
+            build.at.graph.erase_node(user)
     return None
 
 

@@ -84,7 +84,7 @@ def functional_batch_norm(node: Node, build: Build) -> Node | None:
         value = values.get(position)
         assert value is not None, f"normalize: batch norm output {position} is used by {user.name}"
         user.replace_all_uses_with(value)
-        build.graph.erase_node(user)
+        build.at.graph.erase_node(user)
     return None
 
 
@@ -100,7 +100,7 @@ def inference_batch_norm(node: Node, build: Build) -> Node | None:
     for user in list(node.users):
         if calls(user, operator.getitem) and user.args[1] == 0:
             user.replace_all_uses_with(_from_running(build, known))
-            build.graph.erase_node(user)
+            build.at.graph.erase_node(user)
     return None
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.ir.graph import arguments, describe, set_argument
+from autopar.ir.graph import add_placeholder, arguments, describe, placeholders, run_fake, set_argument
+from autopar.ir.meta import extend_signature
 from autopar.ir.signature import InputSpec
 from autopar.ops.traits import DROPOUTS, is_random
 from autopar.rewrite.build import Build, calls, operand
@@ -18,7 +18,7 @@ from autopar.rewrite.build import Build, calls, operand
 aten = torch.ops.aten
 
 
-def number_dropouts(gm: GraphModule, fake_mode: Any) -> None:
+def number_dropouts(gm: GraphModule) -> None:
     """native_dropout(x, 0.1, True)[0] --> autopar.dropout(x, seed, 0.1, site, [], [])
     native_dropout(x, 0.0, True)[0], native_dropout(x, 0.1, False)[0] --> x
 
@@ -34,13 +34,12 @@ def number_dropouts(gm: GraphModule, fake_mode: Any) -> None:
             rate = float(known["p"])
             source = operand(node)
             if train and rate > 0:
-                seed = seed or _add_seed(gm, fake_mode)
-                build = Build(gm.graph, node, fake_mode)
-                source = build(torch.ops.autopar.dropout.default, source, seed, rate, site, [], [])
+                seed = seed or _add_seed(gm)
+                source = Build(node)(torch.ops.autopar.dropout.default, source, seed, rate, site, [], [])
                 site += 1
             _replace(gm, node, source)
         elif calls(node, torch.ops.autopar.attention.default) and _unseeded(arguments(node)):
-            seed = seed or _add_seed(gm, fake_mode)
+            seed = seed or _add_seed(gm)
             set_argument(node, "seed", seed)
             set_argument(node, "site", site)
             site += 1
@@ -63,15 +62,11 @@ def _replace(gm: GraphModule, node: Node, value: Node) -> None:
         gm.graph.erase_node(node)
 
 
-def _add_seed(gm: GraphModule, fake_mode: Any) -> Node:
+def _add_seed(gm: GraphModule) -> Node:
     """The int64 scalar input "seed", behind the other inputs."""
-    last = [node for node in gm.graph.nodes if node.op == "placeholder"][-1]
-    with gm.graph.inserting_after(last):
-        node = gm.graph.placeholder("seed")
-    with fake_mode:
-        node.meta["val"] = torch.empty((), dtype=torch.int64)
-    signature = gm.meta["signature"]
-    gm.meta["signature"] = replace(signature, inputs=(*signature.inputs, InputSpec(node.name, "seed", "seed")))
+    node = add_placeholder(gm.graph, "seed", placeholders(gm)[-1])
+    node.meta["val"] = run_fake(gm.graph, torch.empty, ((),), {"dtype": torch.int64})
+    extend_signature(gm, [InputSpec(node.name, "seed", "seed")])
     return node
 
 

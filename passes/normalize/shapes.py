@@ -58,7 +58,7 @@ def broadcast_tensors(node: Node, build: Build) -> Node | None:
         x = node.args[0][piece.args[1]]  # type: ignore[index]
         assert isinstance(x, Node), f"normalize: an operand of {node.name} is {x!r}"
         piece.replace_all_uses_with(x if shape_of(x) == shape else build(aten.expand.default, x, list(shape)))
-        build.graph.erase_node(piece)
+        build.at.graph.erase_node(piece)
     return None
 
 
@@ -146,7 +146,7 @@ TABLE: dict[Any, Rewrite] = {
 }  # fmt: skip
 
 
-def slices_to_split(graph: Graph, fake_mode: Any) -> None:
+def slices_to_split(graph: Graph) -> None:
     """a = slice(x, 2, 0, 4); b = slice(x, 2, 4, 8) --> a, b = split_with_sizes(x, [4, 4], 2)
 
     for slices of one value along one dim that cover it without overlap: each piece can then be cut on its own.
@@ -157,10 +157,10 @@ def slices_to_split(graph: Graph, fake_mode: Any) -> None:
             if calls(user, aten.slice.Tensor) and user.args[0] is x and arguments(user)["step"] == 1:
                 by_dim.setdefault(arguments(user)["dim"] % len(shape_of(x)), []).append(user)
         for dim, slices in by_dim.items():
-            _split(graph, fake_mode, x, dim, slices)
+            _split(graph, x, dim, slices)
 
 
-def _split(graph: Graph, fake_mode: Any, x: Node, dim: int, slices: list[Node]) -> None:
+def _split(graph: Graph, x: Node, dim: int, slices: list[Node]) -> None:
     size = shape_of(x)[dim]
     spans: dict[tuple[int, int], list[Node]] = {}
     for node in slices:
@@ -174,7 +174,7 @@ def _split(graph: Graph, fake_mode: Any, x: Node, dim: int, slices: list[Node]) 
     at = x.next
     while at.op == "placeholder":
         at = at.next
-    build = Build(graph, at, fake_mode, like=slices[0])
+    build = Build(at, like=slices[0])
     pieces = build(aten.split_with_sizes.default, x, [stop - start for start, stop in bounds], dim)
     named = [build(operator.getitem, pieces, i) for i in range(len(bounds))]
     for span, piece in zip(bounds, named):

@@ -1,0 +1,96 @@
+"""What autopar notes on nodes and on graphs: every key of their ``meta``, with its type and meaning.
+
+    signature_of(gm).inputs          names_of_parameters(gm)["p_weight"] = "weight"
+    inherit(new, old, TYPES)         a new value of the same type as an old one
+
+`tests/test_meta.py` finds what is written or read under a key that is not listed here. Shapes, dtypes and placements of
+values are read with the functions of `autopar.ir.graph`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from torch.fx import GraphModule, Node
+
+from autopar.ir.signature import InputSpec, OutputSpec, Signature
+
+T = TypeVar("T")
+
+NODES = {
+    # torch's
+    "val": "Tensor | tuple[Tensor | None, ...] | int: the fake result, of global shape or, behind localize_shapes, of "
+    "one rank's; an int in graphs that compute sizes of token slices",
+    "nn_module_stack": "dict[str, tuple[str, type]]: the modules around the call in the model, outermost first",
+    "stack_trace": "str: the lines of the model that made the call",
+    "original_aten": "OpOverload: the operator that this one was taken out of",
+    # types
+    "placements": "dict[str, Placement]: of the result, by axis; Invariant where an axis is missing",
+    "result_placements": "dict[str, tuple[Placement, ...]]: the same for several results",
+    "global_shape": "tuple[int, ...] | list[tuple[int, ...]]: over the whole mesh, of the result or of each of several",
+    "has_gradient": "bool: whether a gradient flows into the result",
+    "conversion": "tuple[str, Placement, Placement]: axis, source and target of a localised conversion, in terms of "
+    "global shapes",
+    # what rules ask for
+    "dealt": "tuple[tuple[int, ...], tuple[int, ...]]: blocks of queries and of keys of attention over cut sequences",
+    "global_groups": "int: groups of a convolution before they were cut",
+    # answers kept, of questions that cost
+    "kind": "str: of the input that a placeholder is, while the graph is normalised",
+    "triangle": "float | None: what a mask adds above the diagonal, if it is a triangle",
+    "filled triangle": "bool: whether a mask is true above the diagonal and nowhere else",
+    "nonlinear": "bool: whether the operator's own backward is not linear in the gradient",
+    # of passes
+    "of_slice": "bool: a token slice's rows of a value that depends on no parameter",
+    "bucket": "bool: a collective that is a bucket already",
+}
+
+GRAPHS = {
+    "signature": "Signature: what goes in and comes out",
+    "constants": "dict[str, Tensor]: values of the inputs of kind constant, by name",
+    "batch_dims": "dict[str, int | None]: inputs whose batch dim the user named",
+    "unclear_batch_dims": "str: why several dims of the inputs may be the batch's, for messages",
+    "results": "list[str]: names of the values that a prologue returns",
+    "owned": "list[int]: outputs of a step that somebody writes to",
+    "promise": "Promise: what a step graph makes and moves (`autopar.rewrite.step_checks`)",
+}
+
+ORIGIN = ("nn_module_stack", "stack_trace")
+TYPES = ("placements", "global_shape")
+
+
+def inherit(new: Node, old: Node, keys: Iterable[str]) -> None:
+    """Note on ``new`` what is noted on ``old`` under some keys."""
+    new.meta |= {key: old.meta[key] for key in keys if key in old.meta}
+
+
+def remembered(node: Node, key: str, ask: Callable[[Node], T]) -> T:
+    """The answer to ``ask(node)``, which is asked once."""
+    if key not in node.meta:
+        node.meta[key] = ask(node)
+    found: T = node.meta[key]
+    return found
+
+
+def signature_of(gm: GraphModule) -> Signature:
+    """What goes into a graph and comes out."""
+    found: Signature = gm.meta["signature"]
+    return found
+
+
+def input_specs(gm: GraphModule) -> dict[str, InputSpec]:
+    """Name of a placeholder -> what it is."""
+    return {spec.node: spec for spec in signature_of(gm).inputs}
+
+
+def names_of_parameters(gm: GraphModule) -> dict[str, str]:
+    """Name of a parameter's placeholder -> the parameter's."""
+    return {spec.node: spec.name for spec in signature_of(gm).inputs if spec.kind == "parameter"}
+
+
+def extend_signature(gm: GraphModule, inputs: Iterable[InputSpec] = (), outputs: Iterable[OutputSpec] = ()) -> None:
+    """Further inputs and outputs, behind the others."""
+    old = signature_of(gm)
+    new = dataclasses.replace(old, inputs=(*old.inputs, *inputs), outputs=(*old.outputs, *outputs))
+    gm.meta["signature"] = new
