@@ -27,10 +27,10 @@ from autopar.ir.graph import (
     arguments,
     insert_call,
     is_call,
+    reach,
     remove_dead_code,
     set_argument,
     shape,
-    tensor_operands,
 )
 from autopar.rewrite.build import Build
 from autopar.rewrite.compilation import Compilation
@@ -55,7 +55,7 @@ class ExpandKvHeads:
             times = repeats(shape(args["q"])[1], shape(args["k"])[1], ranks)
             if times > 1:
                 for name in ("k", "v"):
-                    _take_apart(gm, args[name])
+                    _take_apart(args[name])
                     set_argument(node, name, _repeated(gm, node, arguments(node)[name], times))
         remove_dead_code(gm)
         gm.recompile()
@@ -74,27 +74,18 @@ def _repeated(gm: GraphModule, node: Node, x: Node, times: int) -> Node:
     return insert_call(node, aten.repeat_interleave.self_int, (x, times, 1), like=x, name=f"{x.name}_repeated")
 
 
-def _take_apart(gm: GraphModule, x: Node) -> None:
+def _take_apart(x: Node) -> None:
     """If a value is a part of a fused projection's result, split the projection's weight instead of its result."""
-    queue, seen = [x], set[Node]()
-    while queue:
-        node = queue.pop()
-        if node in seen or node.op != "call_function":
-            continue
-        seen.add(node)
-        if is_call(node, aten.linear.default):
-            split = next((u for u in node.users if is_call(u, aten.split_with_sizes.default)), None)
-            if (
-                split is not None
-                and len(node.users) == 1
-                and arguments(split)["dim"] % len(shape(node)) == len(shape(node)) - 1
-            ):
-                _split_weight(gm, node, split)
-            continue  # what is behind a projection is no part of it
-        queue += tensor_operands(node)
+    # what is behind a projection is no part of it
+    made = list(reach([x], lambda n: () if is_call(n, aten.linear.default) else n.all_input_nodes))
+    for node in (n for n in made if is_call(n, aten.linear.default)):
+        split = next((u for u in node.users if is_call(u, aten.split_with_sizes.default)), None)
+        last = len(shape(node)) - 1
+        if split is not None and len(node.users) == 1 and arguments(split)["dim"] % (last + 1) == last:
+            _split_weight(node, split)
 
 
-def _split_weight(gm: GraphModule, linear: Node, split: Node) -> None:
+def _split_weight(linear: Node, split: Node) -> None:
     args, sizes, call = arguments(linear), list(arguments(split)["split_sizes"]), Build(linear)
     weights = call(aten.split_with_sizes.default, args["weight"], sizes, 0)
     biases = call(aten.split_with_sizes.default, args["bias"], sizes, 0) if args["bias"] is not None else None
@@ -103,4 +94,4 @@ def _split_weight(gm: GraphModule, linear: Node, split: Node) -> None:
         bias = call(operator.getitem, biases, i) if biases is not None else None
         new = call(aten.linear.default, args["input"], call(operator.getitem, weights, i), bias)
         part.replace_all_uses_with(new)
-        gm.graph.erase_node(part)
+        part.graph.erase_node(part)

@@ -42,7 +42,7 @@ FLOORS: tuple[set[str], ...] = (
 # What runs step graphs knows nothing of how they were made.
 UNKNOWN_TO = {"runtime": {"compile", "planner", "passes", "report"}}
 
-SMALL_LIBRARIES = {"torch", "networkx", "sympy", "numpy", "safetensors", "rich", "tqdm", "autopar"}
+SMALL_LIBRARIES = {"torch", "numpy", "safetensors", "rich", "tqdm", "autopar"}
 EXTRA_LIBRARIES = {"models": {"transformers", "accelerate"}, "passes": set(), "runtime": set(), "core": {"flash_attn"}}
 
 # Only here process groups are made.

@@ -7,7 +7,7 @@ import inspect
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -236,16 +236,23 @@ def set_device(gm: GraphModule, device: torch.device) -> None:
     gm.recompile()
 
 
-def ancestors(nodes: Iterable[Node]) -> set[Node]:
-    """The nodes and everything that they depend on."""
+def reach(
+    nodes: Iterable[Node], onward: Callable[[Node], Iterable[Node]] = lambda node: node.all_input_nodes
+) -> Iterator[Node]:
+    """The nodes and everything that ``onward`` (default: to operands) leads to from them, each once, as it is met."""
     seen: set[Node] = set()
     queue = list(nodes)
     while queue:
         node = queue.pop()
         if node not in seen:
             seen.add(node)
-            queue += node.all_input_nodes
-    return seen
+            yield node
+            queue += onward(node)
+
+
+def ancestors(nodes: Iterable[Node]) -> set[Node]:
+    """The nodes and everything that they depend on."""
+    return set(reach(nodes))
 
 
 def output_node(gm: GraphModule) -> Node:

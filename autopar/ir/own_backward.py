@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
-from autopar.ir.graph import is_call, tensor_operands
+from autopar.ir.graph import is_call, reach, tensor_operands
 from autopar.ir.meta import signature_of
 from autopar.ops.gradient import HOLE, OWN_BACKWARD, RESULT
 
@@ -58,21 +58,9 @@ def own_backwards(graph: Graph) -> list[OwnBackward]:
     for token in graph.nodes:
         if is_call(token, OWN_BACKWARD):
             own = OwnBackward(token, *parts_of_token(token))
-            needed = _within(own.gradients, inside)
-            own.inside = sorted((n for n in needed if not is_call(n, HOLE)), key=order.__getitem__)
+            needed = reach(own.gradients, lambda n: n.all_input_nodes if n in inside else ())
+            own.inside = sorted((n for n in needed if n in inside and not is_call(n, HOLE)), key=order.__getitem__)
             found.append(own)
-    return found
-
-
-def _within(nodes: Sequence[Node], among: set[Node]) -> set[Node]:
-    """What the nodes depend on by way of some values alone."""
-    found: set[Node] = set()
-    queue = list(nodes)
-    while queue:
-        node = queue.pop()
-        if node in among and node not in found:
-            found.add(node)
-            queue += node.all_input_nodes
     return found
 
 
@@ -135,11 +123,4 @@ def check_contained(gm: GraphModule) -> None:
 def function_of(node: Node) -> str:
     """The name of the function to whose backward a node belongs."""
     holes = {hole: own.name for own in own_backwards(node.graph) for hole in own.holes}
-    queue, seen = [node], {node}
-    while queue:
-        at = queue.pop()
-        if at in holes:
-            return holes[at]
-        queue += [x for x in at.all_input_nodes if x not in seen]
-        seen.update(queue)
-    return "unknown"
+    return next((holes[x] for x in reach([node]) if x in holes), "unknown")

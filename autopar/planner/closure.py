@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.ir.graph import describe, getitem_index, global_shape, is_call, nbytes, tensor_operands, values
+from autopar.ir.graph import describe, getitem_index, global_shape, is_call, nbytes, reach, tensor_operands, values
 from autopar.ir.mesh import Mesh
 from autopar.ir.meta import names_of_parameters
 from autopar.ir.placement import Shard
@@ -50,15 +50,7 @@ class Closure:
     def returns(self) -> bool:
         """Whether a pending sum of the closure leads back into it: cut and whole would alternate (the residual stream
         cut along its width), where a pair of column and row is entered and left once."""
-        queue, seen = list(self.contractions), set(self.contractions)
-        while queue:
-            for user in queue.pop().users:
-                if user in self.entries:
-                    return True
-                if user not in seen:
-                    seen.add(user)
-                    queue.append(user)
-        return any(x in self.entries for x in self.contractions)
+        return any(x in self.entries for x in reach(self.contractions, lambda node: node.users))
 
     @property
     def traffic(self) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
-from autopar.ir.graph import arguments, global_shape, is_call, module_path, tensor_operands
+from autopar.ir.graph import arguments, global_shape, is_call, module_path, reach, tensor_operands
 from autopar.ir.placement import REPLICATE, Shard
 from autopar.ops.traits import PRODUCTS
 from autopar.plan import ParameterPlan
@@ -112,35 +112,17 @@ def _meets_attention(closure: Closure) -> bool:
 
 def _weights_behind(analysis: Analysis, node: Node) -> list[Node]:
     """Parameters between a value and the products that made it, the products' weights included."""
-    found, queue, seen = [], [node], set()
-    while queue:
-        x = queue.pop()
-        if x in seen:
-            continue
-        seen.add(x)
-        if x in analysis.parameters:
-            found.append(x)
-        elif x in analysis.from_parameter:
-            operands = tensor_operands(x)
-            if x.target in PRODUCTS:
-                operands = [o for o in operands if not _is_activation(analysis, o)]
-            queue += operands
-    return found
+
+    def onward(x: Node) -> list[Node]:
+        operands = tensor_operands(x) if x in analysis.from_parameter else []
+        return [o for o in operands if not _is_activation(analysis, o)] if x.target in PRODUCTS else operands
+
+    return [x for x in reach([node], onward) if x in analysis.parameters]
 
 
 def _is_activation(analysis: Analysis, node: Node) -> bool:
     """Made of more than parameters: somewhere behind it is an input."""
-    seen, queue = set(), [node]
-    while queue:
-        x = queue.pop()
-        if x in seen:
-            continue
-        seen.add(x)
-        if x.op == "placeholder" and x not in analysis.parameters:
-            return True
-        if x.op == "call_function":
-            queue += tensor_operands(x)
-    return False
+    return any(x.op == "placeholder" and x not in analysis.parameters for x in reach([node]))
 
 
 def _check_heads(analysis: Analysis, out: TensorParallel) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from autopar.ir.graph import reach
 from autopar.ir.meta import remembered
 from autopar.ops.traits import is_random
 from autopar.rewrite.build import shape_of
@@ -58,17 +59,11 @@ def constant(mask: Node) -> Tensor | None:
 
 def _behind(mask: Node) -> list[Node] | None:
     """All that the mask is made of, in order; None if an input is among it, something random, or something large."""
-    found: dict[Node, None] = {}
-    todo = [mask]
-    while todo:
-        node = todo.pop()
-        if node in found:
-            continue
+    found: list[Node] = []
+    for node in reach([mask]):
         value = node.meta.get("val")
         small = isinstance(value, Tensor) and value.numel() <= LARGEST
         if node.op != "call_function" or not small or is_random(node.target):
             return None
-        found[node] = None
-        todo += node.all_input_nodes
-    order = {node: i for i, node in enumerate(mask.graph.nodes)}
-    return sorted(found, key=order.__getitem__)
+        found.append(node)
+    return sorted(found)

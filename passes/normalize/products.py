@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from autopar.ir.graph import arguments
+from autopar.ir.graph import arguments, reach
 from autopar.rewrite.build import Build, Rewrite, calls, operand, shape_of, value_of
 
 aten = torch.ops.aten
@@ -15,16 +15,8 @@ aten = torch.ops.aten
 
 def _from_parameters(node: Node) -> bool:
     """Does the value depend on parameters and buffers only (no input, no activation)?"""
-    seen, todo = set(), [node]
-    while todo:
-        x = todo.pop()
-        if x in seen:
-            continue
-        seen.add(x)
-        if x.op == "placeholder" and x.meta.get("kind") not in ("parameter", "buffer"):
-            return False
-        todo += x.all_input_nodes
-    return True
+    inputs = (x for x in reach([node]) if x.op == "placeholder")
+    return all(x.meta.get("kind") in ("parameter", "buffer") for x in inputs)
 
 
 def _transposed(build: Build, w: Node) -> Node:
