@@ -3,13 +3,17 @@ buffers, parts without gradient. Loss and gradients equal one process, on real r
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import autopar
 from autopar.runtime.groups import init_mesh
+from autopar.schedule.order import parse_row
 from tests.ranks import run_ranks
 
 WIDTH = 8
@@ -179,3 +183,24 @@ def test_gradients_are_clipped_by_the_norm_over_all_stages() -> None:
     for before, expected, after in run_ranks(4, clipped, timeout=100):
         assert abs(before - expected) < 1e-12
         assert abs(after - 1e-3) < 1e-6
+
+
+def traced(sizes: dict[str, int], folder: str) -> tuple[float, float]:
+    parallel = autopar.parallelize(Stack(), init_mesh("cpu", **sizes), example_batch=batch(), micro_batches=4)
+    return float(parallel.trace(folder, **batch())), float(parallel.train_step(**batch()))
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_any_step_can_be_measured(sizes: dict[str, int], tmp_path: Path) -> None:
+    """The trace and the report of a step, with and without stages: all that was done, in its order."""
+    for loss, again in run_ranks(2, traced, sizes, str(tmp_path)):
+        assert loss == again
+    rows = [[str(a) for a in parse_row(row)] for row in (tmp_path / "order.txt").read_text().splitlines()]
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    (measured,) = (e["pid"] for e in events if e["name"] == "process_name" and e["args"]["name"] == "measured")
+    spans = sorted((e for e in events if e["ph"] == "X" and e["pid"] == measured), key=lambda e: e["ts"])
+    for rank, row in enumerate(rows):
+        assert [e["name"] for e in spans if e["tid"] // 2 == rank] == row  # a thread for transfers beside that of a rank
+    if "tp" in sizes:
+        assert rows == [["0F0", "0BW0", "0F1", "0BW1", "0F2", "0BW2", "0F3", "0BWR3"]]
+    assert "<dt>measured</dt>" in (tmp_path / "report.html").read_text()
