@@ -200,7 +200,7 @@ def test_any_step_can_be_measured(sizes: dict[str, int], tmp_path: Path) -> None
     (measured,) = (e["pid"] for e in events if e["name"] == "process_name" and e["args"]["name"] == "measured")
     spans = sorted((e for e in events if e["ph"] == "X" and e["pid"] == measured), key=lambda e: e["ts"])
     for rank, row in enumerate(rows):
-        assert [e["name"] for e in spans if e["tid"] // 2 == rank] == row  # a thread for transfers beside that of a rank
+        assert [e["name"] for e in spans if e["tid"] // 2 == rank] == row
     if "tp" in sizes:
         assert rows == [["0F0", "0BW0", "0F1", "0BW1", "0F2", "0BW2", "0F3", "0BWR3"]]
     assert "<dt>measured</dt>" in (tmp_path / "report.html").read_text()

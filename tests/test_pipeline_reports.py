@@ -22,7 +22,7 @@ from autopar.rewrite.compilation import Compilation
 from autopar.runtime.executor import per_rank
 from autopar.runtime.step_values import Routes
 from autopar.schedule.lowering import lower
-from autopar.schedule.order import parse_row
+from autopar.schedule.order import Order, parse_row
 from autopar.schedule.request import SCHEDULES, Costs, Request
 from autopar.schedule.simulate import simulate
 from autopar.steps.graphs import Compiled
@@ -120,6 +120,9 @@ def test_the_simulation_takes_medians_of_what_was_measured() -> None:
     fused = SCHEDULES["1f1b"].make(Request(2, 3))
     whole = measured_costs(fused, events_of(simulate(fused, Costs(1.0, 1.0, 0.5))), Costs())
     assert (whole.B, whole.W) == ((1.5, 1.5), (0.0, 0.0))
+    joined = Order("one part", (parse_row("0F0 0BW0 0F1 0BWR1"),), ((0,),), (0,), (0, 0))
+    alone = measured_costs(joined, events_of(simulate(joined, Costs(1.0, 1.0, 0.5, R=2.0))), Costs())
+    assert (alone.B, alone.R) == ((1.5,), (2.0,))
 
 
 def test_a_pipeline_is_dumped_with_its_trace(tmp_path: Path) -> None:

@@ -63,9 +63,10 @@ def measured_costs(order: Order, events: Iterable[Event], costs: Costs) -> Costs
         return tuple(next((median(times) for times in of_part if times), 0.0) for of_part in found)
 
     gaps = [max(0.0, later[2] - one[3]) for one, later in _neighbours(events)]
+    joined = [max(0.0, x - b) for x, b in zip(times("BWR"), times("BW", "BWR"), strict=True)]  # R inside of a backward
     return replace(
-        costs, F=times("F"), B=times("B", "BWR", "BW"), W=times("W"), G=times("G"), R=times("R"),
-        comm=min(gaps, default=0.0),
+        costs, F=times("F"), B=times("B", "BW", "BWR"), W=times("W"), G=times("G"),
+        R=tuple(map(max, times("R"), joined)), comm=min(gaps, default=0.0),
     )  # fmt: skip
 
 
