@@ -257,9 +257,9 @@ def _reduced_each(planted: pytest.MonkeyPatch) -> None:
 
 
 for _name, _stop, _plant in (
-    ("one gradient of earlier micro-batches is lost", "numbers", _last(_not_added)),
-    ("earlier gradients are added behind the sum", "numbers", _last(_added_behind)),
-    ("gradients are summed in every micro-batch, and again", "numbers", _reduced_each),
+    ("one gradient of earlier micro-batches is lost", "step checks", _last(_not_added)),
+    ("earlier gradients are added behind the sum", "step checks", _last(_added_behind)),
+    ("gradients are summed in every micro-batch, and again", "step checks", _reduced_each),
 ):
     in_code("accumulation", _name, _stop, "ddp", _plant)
 

@@ -27,7 +27,7 @@ from autopar.planner.step_order import make_order
 from autopar.planner.units import parts_by_node, resolve
 from autopar.rewrite.compilation import Compilation, timed
 from autopar.rewrite.pass_manager import PassManager
-from autopar.rewrite.step_checks import check_gradients, promise
+from autopar.rewrite.step_checks import check_accumulation, check_gradients, promise
 from autopar.schedule.lowering import lower
 from autopar.schedule.order import Hop, Order
 from autopar.schedule.simulate import simulate
@@ -139,7 +139,9 @@ def _compile_part(k: int, part: PartGraph, cut: Cut, ctx: Compilation, train: bo
         if options.micro_batches == 1:
             stage.backward, stage.backward_reduce = None, stage.backward
         else:
-            stage.backward, stage.backward_reduce = split_accumulation(stage.backward)
+            whole = stage.backward
+            stage.backward, stage.backward_reduce = split_accumulation(whole)
+            check_accumulation(whole, stage.backward, stage.backward_reduce)
     if options.gathers == "layer" and stage.gather is not None:
         _gather_inside(stage)
     return _finish(prefix, stage, ctx, (*FIXED_GRAPHS, *COMPUTE_GRAPHS))
