@@ -22,6 +22,7 @@ from autopar.adapters.fake import skeleton_of
 from autopar.capture import adapter_for
 from autopar.compile.model import compile_model
 from autopar.compile.parameters import for_whole_batch, plan_model
+from autopar.compile.shared_capture import SharedCapture
 from autopar.options import DECLARED, Options
 from autopar.plan import Plan
 from autopar.report.dump import check_writable, dumper_for
@@ -95,12 +96,13 @@ def parallelize(
         batch = _example(model, example_batch)
         if plan is not None and not options:
             chosen = plan.options
+        shared = SharedCapture()
         made, specs = for_whole_batch(
-            lambda whole: plan_model(skeleton, whole, groups.mesh, chosen, plan),
+            lambda whole: plan_model(skeleton, whole, groups.mesh, chosen, plan, exact=exact, shared=shared),
             lambda found: found[0], skeleton, batch, groups.mesh, chosen, plan,
         )  # fmt: skip
         agree_on_plan(groups, made)
-        compiler = _compiler(groups, chosen, exact, dump)
+        compiler = _compiler(groups, chosen, exact, dump, shared)
         note_parameters(model.parameters())
         return ParallelModule(
             skeleton, compiler, groups, made, specs, values, buffers, backend, seed, sync, check_batches,
@@ -108,10 +110,15 @@ def parallelize(
         )  # fmt: skip
 
 
-def _compiler(groups: Groups, options: Options, exact: bool, dump: str | Path | None) -> Callable[..., Compiled]:
-    """Compiles a skeleton for one rank's batch; what it makes is the same on all ranks."""
+def _compiler(
+    groups: Groups, options: Options, exact: bool, dump: str | Path | None, shared: SharedCapture
+) -> Callable[..., Compiled]:
+    """Compiles a skeleton for one rank's batch; what it makes is the same on all ranks. ``unchanged``: the modules are
+    those that ``shared`` has captured."""
 
-    def compiler(skeleton: nn.Module, batch: Mapping[str, Any], **how: Any) -> Compiled:
+    def compiler(skeleton: nn.Module, batch: Mapping[str, Any], unchanged: bool = False, **how: Any) -> Compiled:
+        if not unchanged:
+            shared.forget()
         chosen = options if how["train"] else dataclasses.replace(options, micro_batches=1)  # no gradients to add up
         folder, recorded = dumper_for(how.pop("dump", dump)), how.pop("recorded", ())
         progress = Progress(f"compiling {type(skeleton).__name__}") if groups.rank == 0 else None
@@ -119,7 +126,7 @@ def _compiler(groups: Groups, options: Options, exact: bool, dump: str | Path | 
         try:
             result = for_whole_batch(
                 lambda whole: compile_model(
-                    skeleton, whole, groups.mesh, chosen, exact=exact, observers=observers, **how
+                    skeleton, whole, groups.mesh, chosen, exact=exact, observers=observers, shared=shared, **how
                 ),
                 lambda made: made.plan, skeleton, batch, groups.mesh, chosen, how.get("fixed"),
             )  # fmt: skip

@@ -9,32 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.adapters.export import flatten, one_level, unflatten
+from autopar.adapters.export import flatten, unflatten
 from autopar.ir.batch import tensors_of
 from autopar.ir.placement import Placements, Shard
 from autopar.plan import UNCLEAR, Plan
 from autopar.runtime.agreement import Claim, everywhere
 from autopar.runtime.contents import words_of
 from autopar.runtime.groups import Groups, exchange_texts
-
-
-def facts_of(batch: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a compiled step depends on: shapes and dtypes of tensors, values of everything else, how they are nested."""
-    return tuple(f"{name}: {described(value)}" for name, value in batch.items())
-
-
-def described(value: Any) -> str:
-    """A nested value in words, its tensors by dtype and shape: (float32 [2, 3], {'mask': None})"""
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    children, kind = one_level(value)
-    if kind is None:
-        return repr(value)
-    inside = list(map(described, children))
-    if isinstance(kind, tuple):  # the keys of a dict
-        return "{" + ", ".join(f"{key!r}: {child}" for key, child in zip(kind, inside, strict=True)) + "}"
-    opening, closing = {"tuple": ("(", ")"), "list": ("[", "]")}.get(kind, (f"{kind}(", ")"))
-    return f"{opening}{', '.join(inside)}{closing}"
 
 
 def shapes_of(batch: dict[str, Any]) -> dict[str, Any]:

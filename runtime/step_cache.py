@@ -15,14 +15,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from autopar.ir.batch import facts_of
 from autopar.plan import Plan
 from autopar.runtime.agreement import Claim, agree_on, everywhere
 from autopar.runtime.ambient import Surroundings
-from autopar.runtime.batches import check_unclear, claim_contents, claim_shapes, facts_of, shapes_of
+from autopar.runtime.batches import check_unclear, claim_contents, claim_shapes, shapes_of
 from autopar.runtime.comm import Ledger, add_ledgers
 from autopar.runtime.executor import Executor
 from autopar.runtime.groups import Groups, exchange_texts
 from autopar.runtime.module_watch import ModuleWatch
+from autopar.runtime.planned_state import PlannedState
 from autopar.runtime.step_facts import step_facts
 from autopar.runtime.tree import Tree
 from autopar.steps.graphs import Compiled
@@ -76,6 +78,7 @@ class StepCache:
         self._past = add_ledgers()  # traffic of steps that are no longer kept
         self._told_last: list[str] = []  # by rank
         self.last: Executor | None = None  # that was asked for
+        self._planned: PlannedState | None = PlannedState(tree)  # until the first step is compiled
 
     def traffic(self) -> Ledger:
         """Of all steps so far, by (axis, kind)."""
@@ -158,8 +161,10 @@ class StepCache:
             structure.eval()
         fixed = self.plan.of_parameters({spec.name for spec in self._tree.specs})
         how = {**kind._asdict(), "fixed": fixed, "autocast": surroundings.autocast}
+        unchanged = kind.train and self._planned is not None and self._planned.holds()
+        self._planned = None
         with torch.inference_mode(False), torch.enable_grad():  # a backward may be what asks for this step
-            compiled = self._compiler(structure, batch, **how)
+            compiled = self._compiler(structure, batch, unchanged=unchanged, **how)
         same = Claim(
             everywhere(self._groups),
             step_facts(compiled),

@@ -6,8 +6,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 __all__ = ["DispatchMode", "has_kernel", "without_modes"]
 
@@ -20,3 +21,8 @@ def without_modes() -> AbstractContextManager[Any]:
 def has_kernel(name: str, key: str) -> bool:
     """Whether an operator ("namespace::name.overload") has a kernel of its own under a dispatch key."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+
+
+def modes_around() -> int:
+    """How many modes see the functions and operators of whatever runs now."""
+    return len(_get_current_function_mode_stack()) + len(_get_current_dispatch_mode_stack())

@@ -55,9 +55,14 @@ def observed(leaves: Sequence[Tensor]) -> list[bool]:
 _MARK = "autopar"
 
 
+def forward_hooks(module: nn.Module) -> list[Any]:
+    """What a module's forward calls before and after."""
+    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+
+
 def has_forward_hooks(module: nn.Module) -> bool:
     """Whether somebody is called around a call of the module itself."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    return bool(forward_hooks(module))
 
 
 def hooks_of_all() -> list[dict[int, Any]]:

@@ -13,9 +13,9 @@ from torch import nn
 from torch.fx import GraphModule
 
 from autopar.adapters.lazy import lazy_code
-from autopar.capture import capture
 from autopar.compile.parameters import known_batch_dims
 from autopar.compile.parts import compile_pipeline
+from autopar.compile.shared_capture import SharedCapture
 from autopar.compile.slices import compile_sliced
 from autopar.cost.memory import most_static
 from autopar.ir.graph import has_gradient, mark_gradients, output_node, remove_dead_code
@@ -48,6 +48,7 @@ def compile_model(
     outputs: Sequence[str] | None = None,
     tangents: Sequence[str] = (),
     observers: Sequence[Observer] = (),
+    shared: SharedCapture | None = None,
 ) -> Compiled:
     """Compile a model for one batch shape.
 
@@ -60,11 +61,13 @@ def compile_model(
         outputs: names of the outputs to keep (None: all). Losses are always kept.
         tangents: names of further outputs that the backward starts from, beside the losses.
         observers: called with (name, graph, context) after each level.
+        shared: what planning has captured of the same modules, taken if it is of the same batch and surroundings.
     Raises: ValueError for a model that does not export, sizes that do not divide, ops without a rule.
     """
     start = time.perf_counter()
     known_batch_dims(model, batch, options or Options(), fixed)  # for what it refuses
-    gm = capture(model, batch, train=None if train else False, exact=exact, autocast=autocast)
+    shared = shared or SharedCapture()
+    gm = shared.again(model, batch, train=None if train else False, exact=exact, autocast=autocast)
     seconds = time.perf_counter() - start
     how: dict[str, Any] = {"plan": plan, "fixed": fixed, "outputs": outputs, "tangents": tangents}
     return compile_graph(gm, mesh, options, train=train, timings={"capture": seconds}, observers=observers, **how)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from autopar.capture import adapter_for, capture
+from autopar.compile.shared_capture import SharedCapture
 from autopar.ir.batch import tensors_of, whole_batch
 from autopar.ir.graph import mark_gradients
 from autopar.ir.mesh import Mesh
@@ -26,14 +27,22 @@ from autopar.rewrite.pass_manager import PassManager
 
 
 def plan_model(
-    model: nn.Module, batch: Mapping[str, Any], mesh: Mesh, options: Options, fixed: Plan | None = None
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    mesh: Mesh,
+    options: Options,
+    fixed: Plan | None = None,
+    *,
+    exact: bool = False,
+    shared: SharedCapture | None = None,
 ) -> tuple[Plan, tuple[ParameterSpec, ...]]:
     """The plan, and what it makes of the parameters, without compiling: enough to hold and load them.
 
-    Only the parameters' decisions are meant to be used; those that depend on the batch are made when a batch comes.
+    Only the parameters' decisions are meant to be used; those that depend on the batch are made when it comes.
+    ``shared`` keeps the capture for it.
     """
     known_batch_dims(model, batch, options, fixed)  # for what it refuses
-    gm = _planning_graph(model, batch, Compilation(mesh))
+    gm = _normalized((shared or SharedCapture()).first(model, batch, exact=exact), Compilation(mesh))
     plan = make_plan(gm, mesh, options, fixed, example=True)
     return plan, parameter_specs(gm, plan)
 
@@ -69,7 +78,7 @@ def for_whole_batch(
             if ranks == 1 or shapes.keys() == known.keys() or len(tried) > 1:
                 raise
             # a wrong whole may be no batch of the model at all; the part of one rank is
-            found = decide_batch_dims(_planning_graph(model, batch, Compilation(Mesh.of(dp=1))), options, fixed)
+            found = decide_batch_dims(_normalized(capture(model, batch), Compilation(Mesh.of(dp=1))), options, fixed)
             if all(dims.get(name, dim) == dim for name, dim in found.items()):
                 raise
         dims = {**dims, **found}
@@ -98,7 +107,7 @@ def known_batch_dims(
     return known_dims({name: tuple(x.shape) for name, x in tensors.items()}, options, fixed, hints)
 
 
-def _planning_graph(model: nn.Module, batch: Mapping[str, Any], ctx: Compilation) -> GraphModule:
-    gm = PassManager(GLOBAL_PASSES).run(capture(model, batch), ctx)
+def _normalized(gm: GraphModule, ctx: Compilation) -> GraphModule:
+    gm = PassManager(GLOBAL_PASSES).run(gm, ctx)
     mark_gradients(gm, [s.node for s in signature_of(gm).inputs if s.kind == "parameter" and s.requires_grad])
     return gm

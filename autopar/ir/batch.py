@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.adapters.export import flatten, paths, unflatten
+from autopar.adapters.export import flatten, one_level, paths, unflatten
 
 BatchDims = Mapping[str, int | None]
 
@@ -21,6 +21,25 @@ BatchDims = Mapping[str, int | None]
 def tensors_of(batch: Any) -> dict[str, Tensor]:
     """Tensors of a nested batch by path: {'past': (a, b)} -> past.0, past.1."""
     return {path: x for path, x in paths(batch) if isinstance(x, Tensor)}
+
+
+def facts_of(batch: Mapping[str, Any]) -> tuple[str, ...]:
+    """What a compiled step depends on: shapes and dtypes of tensors, values of everything else, how they are nested."""
+    return tuple(f"{name}: {described(value)}" for name, value in batch.items())
+
+
+def described(value: Any) -> str:
+    """A nested value in words, its tensors by dtype and shape: (float32 [2, 3], {'mask': None})"""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    children, kind = one_level(value)
+    if kind is None:
+        return repr(value)
+    inside = list(map(described, children))
+    if isinstance(kind, tuple):  # the keys of a dict
+        return "{" + ", ".join(f"{key!r}: {child}" for key, child in zip(kind, inside, strict=True)) + "}"
+    opening, closing = {"tuple": ("(", ")"), "list": ("[", "]")}.get(kind, (f"{kind}(", ")"))
+    return f"{opening}{', '.join(inside)}{closing}"
 
 
 def map_tensors(batch: Any, change: Callable[[str, Tensor], Tensor]) -> Any:

@@ -145,7 +145,7 @@ def _step() -> tuple[float, str, list[str]]:
 def _give(case: Case) -> None:
     """Let parallelize take what the parent compiled, if it asks for just that."""
 
-    def plan_model(model: nn.Module, batch: Any, mesh: Mesh, options: Options, fixed: Any = None) -> Any:
+    def plan_model(model: nn.Module, batch: Any, mesh: Mesh, options: Options, fixed: Any = None, **_: Any) -> Any:
         assert mesh == case.compiled.plan.mesh and options == case.compiled.plan.options
         return case.compiled.plan, case.compiled.parameters
 
