@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import sysconfig
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,11 @@ _TORCH = str(Path(torch.__file__).parent)
 _PLACES = ("stdlib", "platstdlib", "purelib", "platlib")
 _LIBRARIES = (*(sysconfig.get_paths()[name] for name in _PLACES), _TORCH)
 _MISSING = object()
-_OPAQUE = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+_OPAQUE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+_CALLED = {"forward", "backward", "setup_context", "__init__", "__call__"}  # of a class, by another name
+
+Scope = Mapping[str, Any]
+Read = tuple[Scope, str, Any]
 
 
 class PlannedState:
@@ -48,7 +52,7 @@ class PlannedState:
         return False
 
 
-def _reads(found: Iterable[Any], follow: bool = True) -> Iterator[tuple[dict[str, Any], str, Any]]:
+def _reads(found: Iterable[Any], follow: bool = True) -> Iterator[Read]:
     """(scope, name, value) of what functions read; ``follow``: of those outside of libraries, and what functions read
     that they read."""
     left, seen = list(found), set[int]()
@@ -67,18 +71,19 @@ def _reads(found: Iterable[Any], follow: bool = True) -> Iterator[tuple[dict[str
             yield scope, name, _copied(value)
 
 
-def _of_scope(scope: dict[str, Any], names: set[str]) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """What is there of these names, and attributes of those that are files or plain objects (``config.SCALE``)."""
+def _of_scope(scope: Scope, names: set[str]) -> Iterator[Read]:
+    """What is there of these names, and what classes, files and plain objects among it have of them (``Gain.of``,
+    ``config.SCALE``)."""
     for name in names:
         value = scope.get(name, _MISSING)
         yield scope, name, value
-        if isinstance(value, _OPAQUE) or not hasattr(value, "__dict__") or _is_torch(value):
-            continue
-        yield from ((vars(value), other, vars(value)[other]) for other in vars(value).keys() & names)
+        if not isinstance(value, _OPAQUE) and hasattr(value, "__dict__") and not _is_torch(value):
+            inside = vars(value)
+            yield from ((inside, other, inside[other]) for other in inside.keys() & (names | _CALLED))
 
 
 def _is_torch(value: Any) -> bool:
-    return str(getattr(value, "__file__", None)).startswith(_TORCH)
+    return str(getattr(value, "__file__", "")).startswith(_TORCH) or str(getattr(value, "__module__", "")) == "torch"
 
 
 def _is_filled(cell: types.CellType) -> bool:

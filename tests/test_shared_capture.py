@@ -25,13 +25,25 @@ def helper(x: Tensor) -> Tensor:
     return x * SCALE * sum(TABLE)
 
 
+class Gain(torch.autograd.Function):
+    """Not a module: its functions are reached by the name of the class."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * 1.0
+
+
 class Inner(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.drop, self.factor = nn.Linear(4, 4), nn.Dropout(0.0), 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        return helper(self.drop(self.linear(x))) * self.factor * SETTINGS.scale
+        return Gain.apply(helper(self.drop(self.linear(x)))) * self.factor * SETTINGS.scale  # type: ignore[no-any-return]
 
 
 class Net(nn.Module):
@@ -60,6 +72,11 @@ def patched(model: Any) -> None:
     Inner.forward = lambda self, x: old(self, x) + 1  # type: ignore[method-assign]
 
 
+def doubled(model: Any) -> None:
+    Gain.forward = staticmethod(lambda ctx, x: x * 2.0)  # type: ignore[method-assign]
+    Gain.backward = staticmethod(lambda ctx, gradient: gradient * 2.0)  # type: ignore[method-assign]
+
+
 def first_evaluated(model: Any) -> None:
     model.eval_step(**batch()) if hasattr(model, "eval_step") else None
 
@@ -80,6 +97,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], bool]] = {
     "an entry of a list": (lambda m: TABLE.append(3.0), True),
     "an attribute of an object of the file": (lambda m: setattr(SETTINGS, "scale", 3.0), True),
     "a function of the file": (set_global("helper", torch.sin), True),
+    "a function of a class of the file": (doubled, True),
     "an evaluation": (first_evaluated, True),
 }
 
@@ -87,6 +105,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], bool]] = {
 def outcomes() -> dict[str, str]:
     """On a rank: by change, what is not as it should be."""
     mesh, captures, made, out = autopar.init_mesh("cpu", 60.0, dp=1), [], [], {}
+    own = Gain.forward, Gain.backward
     trace, saved = shared_capture.capture, (SCALE, helper, Inner.forward)
     shared_capture.capture = lambda *args, **how: captures.append(1) or trace(*args, **how)  # type: ignore[func-returns-value, attr-defined]
 
@@ -110,6 +129,7 @@ def outcomes() -> dict[str, str]:
         wrong += ["kept"] if made[-1]._graph is not None else []
         globals().update(SCALE=saved[0], helper=saved[1])
         Inner.forward = saved[2]  # type: ignore[method-assign]
+        Gain.forward, Gain.backward = map(staticmethod, own)  # type: ignore[method-assign, assignment]
         TABLE[2:], SETTINGS.scale = [], 1.0
         out[what] = " ".join(wrong)
     return out

@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 from autopar.attention.algorithm_table import ALGORITHMS
 from autopar.attention.layouts import LAYOUTS
 from autopar.attention.problem import Mask, Problem
+from autopar.cost.hardware import DEFAULT
 from autopar.cost.topology import Topologies, Topology
 from autopar.ir.graph import arguments, describe, global_shape, has_gradient, is_call
 from autopar.ir.mesh import Mesh
@@ -152,4 +153,4 @@ def _chosen(problem: Problem, options: Options, what: str) -> AttentionPlan:
 
 
 def _topology(options: Options) -> Topology:
-    return Topologies.parse(options.topology).of(AXIS)
+    return Topologies.parse(options.topology, DEFAULT.links).of(AXIS)

@@ -100,7 +100,7 @@ def attentions_of(compiled: Compiled) -> list[Attention]:
         if is_context_attention(node):
             same = problem_of_node(node), plan.attention[node.name], compiled.train and has_gradient(node)
             found.setdefault(same, []).append(module_path(node) or node.name)
-    topology = Topologies.parse(plan.options.topology).of(AXIS)
+    topology = Topologies.parse(plan.options.topology, DEFAULT.links).of(AXIS)
     return [
         Attention(tuple(where), problem, how, PASSES if trained else PASSES[:1], topology)
         for (problem, how, trained), where in found.items()
