@@ -15,7 +15,7 @@ Leaves      the operators: they are AOTAutograd's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,10 +52,26 @@ def differentiate(gm: GraphModule, results: Mapping[str, str], fixed: Iterable[s
     known = {**joint.primals, **{n: _saved_name(n) for n in joint.saved}}
     known |= {tangent: f"grad:{names[i]}" for i, tangent in zip(active, joint.tangents, strict=True)}
     grads = {f"grad:{name}": g for name, g in joint.gradients.items()}
+    stage.roots = _roots(joint, [names[i] for i in active], grads)
     stage.backward = joint.graph_of(joint.dependent, list(grads.items()), known, "Backward")
     if split:
         stage.backward_input, stage.backward_weight = _split_backward(joint, grads, known, set(fixed))
     return stage
+
+
+def _roots(joint: Joint, starts: Sequence[str], grads: Mapping[str, Node | None]) -> dict[str, list[str]]:
+    """Gradient -> those of ``starts`` that it comes from, where these are not all."""
+    every = (1 << len(starts)) - 1
+    reached = {tangent: 1 << i for i, tangent in enumerate(joint.tangents)}
+    for node in joint.dependent:
+        for x in node.all_input_nodes:
+            reached[node] = reached.get(node, 0) | reached.get(x, 0)
+    bits = {name: reached.get(g, 0) for name, g in grads.items() if g is not None}
+    return {
+        name: [start for i, start in enumerate(starts) if found & 1 << i]
+        for name, found in bits.items()
+        if found != every
+    }
 
 
 def _split_backward(

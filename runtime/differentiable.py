@@ -97,7 +97,10 @@ class Forward:
             for k in places
         }
         found = executor.run_backward(paused, given, keep)
-        return {executor.specs[node].name: gradient for node, gradient in found.items()}
+        roots = executor.compiled.stage.roots
+        asked = {f"output:{k}" for k in tangents}
+        unmade = {name for name, outputs in roots.items() if not asked & set(outputs)}  # torch has None for them
+        return {executor.specs[n].name: gradient for n, gradient in found.items() if f"grad:{n}" not in unmade}
 
     def _own_part(self, executor: Executor, k: int, tangent: Tensor) -> Tensor:
         """The gradient of a copy (Replicate) is a sum over the axis: one rank of it brings it in."""

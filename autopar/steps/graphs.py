@@ -55,7 +55,8 @@ class Stage:
     backward (BW): saved values, parameters, ``grad:`` of sent values and of outputs -> ``grad:`` of received values and
     of parameters. backward_input (B), backward_weight (W): the same in two. None where nothing has a gradient.
     losses: names in F's outputs, which every micro-batch adds to. dependent: names of all outputs of the model that
-    depend on a trainable parameter, whether or not there is a backward for them. mutations: F's output -> buffer name.
+    depend on a trainable parameter, whether or not there is a backward for them. roots: gradient -> those outputs that
+    it comes from, where these are not all that have a gradient. mutations: F's output -> buffer name.
     parameters: original names of what it holds. caches: of token slices.
 
     What parameters go through between stored and used, and their gradients on the way back, is
@@ -75,6 +76,7 @@ class Stage:
     aliases: dict[str, str] = field(default_factory=dict)
     losses: list[str] = field(default_factory=list)
     dependent: list[str] = field(default_factory=list)
+    roots: dict[str, list[str]] = field(default_factory=dict)
     mutations: dict[str, str] = field(default_factory=dict)
     parameters: list[str] = field(default_factory=list)
     caches: list[Cache] = field(default_factory=list)
