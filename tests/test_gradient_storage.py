@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.fx import Graph, GraphModule
 
 import autopar
@@ -94,6 +95,45 @@ def test_steps_that_accumulate_are_clipped_and_scaled(
     sizes: dict[str, int], micro_batches: int, schedule: str | None
 ) -> None:
     run_ranks(2, habits, sizes, micro_batches, schedule)
+
+
+class Returning(nn.Module):
+    """Returns views of its inputs, weights and values, by operators that say so and by those that do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        h = self.linear(x)
+        pairs = torch.view_as_complex(h.reshape(-1, WIDTH // 2, 2))
+        return {
+            "loss": ((h - y) ** 2).mean(),
+            "turned": torch.einsum("ij->ji", x),
+            "same": x.contiguous(),
+            "weight": torch.einsum("ij->ji", self.linear.weight),
+            "pairs": torch.view_as_real(pairs),
+            "windows": h.unfold(1, 2, 1),
+        }
+
+
+def returned() -> None:
+    model, data = Returning(), batch()
+    parallel = autopar.parallelize(model, autopar.init_mesh("cpu", 30.0, tp=2), example_batch=data)
+    found = parallel(**data)
+    for name, expected in model(**data).items():
+        value = found[name]
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        torch.testing.assert_close(whole, expected, rtol=0, atol=EXACT)
+        local_tensor(value).detach().zero_()
+    assert all(map(torch.equal, data.values(), batch().values()))
+    assert torch.equal(parallel.full_state_dict()["linear.weight"], model.linear.weight)
+
+
+def test_outputs_own_their_storage() -> None:
+    """What a user does to an output is done to no input and no weight."""
+    run_ranks(2, returned)
 
 
 def test_a_graph_whose_gradients_share_storage_is_refused() -> None:
