@@ -143,8 +143,7 @@ class _Cutter:
         wanted = [*own, *(value for _, _, value in results)]
         inputs = self._inputs(k, wanted)
         for node in inputs:
-            copies[node] = add_placeholder(graph, node.name)
-            copies[node].meta = dict(node.meta)
+            copies[node] = add_placeholder(graph, node.name, like=node)
             self._as_input(copies[node], node)
 
         for node in own:

@@ -22,7 +22,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from autopar.ir.conversions import is_conversion
-from autopar.ir.graph import ancestors, has_gradient, output_node, outputs, placeholders
+from autopar.ir.graph import ancestors, has_gradient, insert_call, output_node, outputs, placeholders
 from autopar.ir.placement import conversion, parse_placement
 from autopar.ops.traits import PRODUCTS, aliases
 from autopar.passes.joint import Joint, part_of_view
@@ -151,16 +151,11 @@ def own_outputs(gm: GraphModule, active: list[int]) -> None:
         if isinstance(value, Node):
             owned = not _may_alias(value) and value not in given[:i]
             owned = owned and (i not in active or value.meta["val"].is_contiguous())
-            source = value
-            with gm.graph.inserting_before(out):
-                if i not in active and has_gradient(value):
-                    value = gm.graph.call_function(aten.detach.default, (value,))
-                if not owned:
-                    how: dict[str, Any] = {"memory_format": torch.contiguous_format} if i in active else {}
-                    value = gm.graph.call_function(aten.clone.default, (value,), how)
-            if value is not source:
-                value.meta = {"val": source.meta["val"].clone(memory_format=torch.contiguous_format)}
-                value.meta["has_gradient"] = i in active and has_gradient(source)
+            if i not in active and has_gradient(value):
+                value = insert_call(out, aten.detach.default, (value,), like=value)
+            if not owned:
+                how = {"memory_format": torch.contiguous_format} if i in active else {}
+                value = insert_call(out, aten.clone.default, (value,), how, like=value)
         values.append(value)
     out.args = (tuple(values),)
     gm.recompile()

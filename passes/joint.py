@@ -99,8 +99,7 @@ class Joint:
         graph, copies = Graph(), dict[Node, Node]()
         for node, name in self.primals.items():
             if keep is None or name in keep or node in needed:
-                copies[node] = add_placeholder(graph, name)
-                copies[node].meta = dict(node.meta)
+                copies[node] = add_placeholder(graph, name, like=node)
         for node in self.order:
             if node.op == "call_function" and node in needed:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
@@ -125,8 +124,7 @@ class Joint:
         graph, copies = Graph(), dict[Node, Node]()
         given = [n for n in known if n in needed]
         for node in given:
-            copies[node] = add_placeholder(graph, self.primals.get(node, node.name))
-            copies[node].meta = dict(node.meta)
+            copies[node] = add_placeholder(graph, self.primals.get(node, node.name), like=node)
 
         for node in run:
             copy_node(graph, node, copies)

@@ -150,6 +150,5 @@ class _Merge:
         return total if q == 1 else self._int(operator.floordiv, total, q)
 
     def _int(self, target: Callable[..., Any], *args: Any) -> Node:
-        val = target(*(x.meta["val"] if isinstance(x, Node) else x for x in args))
-        self.end = insert_call(self.end.next, target, args, like=self.end, val=val)
+        self.end = insert_call(self.end.next, target, args, like=self.end)
         return self.end

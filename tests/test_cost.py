@@ -17,7 +17,7 @@ from autopar.cost.traffic import Volume, communication
 from autopar.ir.mesh import Mesh
 from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import Shard
-from autopar.ir.storages import peak_of_values, saved_bytes, storages
+from autopar.ir.storages import peak_of_values, storage_bytes, storages
 from autopar.models import hf as hf
 from autopar.options import Options
 from autopar.steps.graphs import Compiled
@@ -130,8 +130,8 @@ def test_a_value_lives_from_its_node_to_the_last_use_of_a_view() -> None:
     assert peak_of_values(gm, held={"w"}) == 48  # a (kept as b), c and d; x is gone
     assert peak_of_values(gm, held={"w", "x"}) == 48
     assert peak_of_values(gm, held=()) == 48  # x, w and a
-    assert saved_bytes(gm, 1, held={"w"}) == 16
-    assert saved_bytes(gm, 0, held={"w"}) == 32
+    assert storage_bytes(gm, [1], held={"w"}) == 16
+    assert storage_bytes(gm, [0, 1], held={"w"}) == 32
 
 
 def test_results_of_one_call_are_counted_one_by_one() -> None:
@@ -143,7 +143,7 @@ def test_results_of_one_call_are_counted_one_by_one() -> None:
     last = call(graph, operator.getitem, several, 2, like=x.meta["val"][:1])
     graph.output((first, last, first))
     gm = GraphModule({}, graph)
-    assert saved_bytes(gm, 1, held={"x"}) == 20
+    assert storage_bytes(gm, [1, 2], held={"x"}) == 20
     assert peak_of_values(gm, held={"x"}) == 20
 
 

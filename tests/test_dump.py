@@ -139,12 +139,11 @@ def test_dumper_writes_every_level_and_the_report(tmp_path: Path) -> None:
     dumper.record("capture", before, MESH)
     dumper("propagate", typed_graph(), ctx)
     dumper.record("stage 0 F", step_graph(), MESH, step=True)
-    dumper.add_section("Order", "rank 0: 0F0 0B0")
     dumper.finish(ctx, parameters=[ParameterSpec("w", (8, 32), torch.float32, placements={"tp": Shard(1)})])
 
     names = {p.name for p in tmp_path.iterdir()}
     assert names == {
-        *("00-capture.txt", "01-propagate.txt", "01-propagate.diff", "02-stage-0-F.txt", "Order.txt"),
+        *("00-capture.txt", "01-propagate.txt", "01-propagate.diff", "02-stage-0-F.txt"),
         *("timings.txt", "plan.txt", "plan.json", "communication.txt", "report.html"),
     }
     assert (tmp_path / "01-propagate.diff").read_text().splitlines()[-1].startswith("+return (convert_1,)")
@@ -153,7 +152,7 @@ def test_dumper_writes_every_level_and_the_report(tmp_path: Path) -> None:
     lines = (tmp_path / "communication.txt").read_text().splitlines()
     assert lines[1].split() == ["stage", "0", "F", "tp", "all_reduce", "1", "96", "B"]
     page = (tmp_path / "report.html").read_text()
-    for text in ("tiny &lt;model&gt;", "contracts what mlp.up cuts", "256 B", "384 B in 4 calls", "rank 0: 0F0 0B0"):
+    for text in ("tiny &lt;model&gt;", "contracts what mlp.up cuts", "256 B", "384 B in 4 calls"):
         assert text in page
 
 
@@ -161,7 +160,6 @@ def test_only_rank_zero_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("RANK", "1")
     dumper = Dumper(tmp_path / "dump")
     dumper.record("capture", typed_graph(), MESH)
-    dumper.add_section("Order", "0F0")
     dumper.finish(Compilation(MESH))
     assert not (tmp_path / "dump").exists()
 

@@ -120,7 +120,7 @@ class Returning(nn.Module):
 
 def returned() -> None:
     model, data = Returning(), batch()
-    parallel = autopar.parallelize(model, autopar.init_mesh("cpu", 30.0, tp=2), example_batch=data)
+    parallel = autopar.parallelize(model, autopar.init_mesh("cpu", 60.0, tp=2), example_batch=data)
     found = parallel(**data)
     for name, expected in model(**data).items():
         value = found[name]

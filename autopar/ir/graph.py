@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -222,10 +223,11 @@ def placeholders(gm: GraphModule) -> list[Node]:
 
 
 def fake_mode(graph: Graph, nodes: Iterable[Node] = ()) -> Any:
-    """The mode that the fake values of ``nodes``, or else of the graph's inputs, live in; factories must run under
-    it."""
+    """The mode that the fake values of ``nodes``, or else of the graph's inputs, live in; factories must run under it.
+    Where values are real there is none."""
     inputs = (n for n in graph.nodes if n.op == "placeholder")
-    return next(v.fake_mode for n in itertools.chain(nodes, inputs) for v in values(n) if hasattr(v, "fake_mode"))
+    found = (v.fake_mode for n in itertools.chain(nodes, inputs) for v in values(n) if hasattr(v, "fake_mode"))
+    return next(found, contextlib.nullcontext())
 
 
 def set_device(gm: GraphModule, device: torch.device) -> None:

@@ -97,11 +97,6 @@ def _fills(node: Node, storage: Storage) -> bool:
     return bool(value.is_contiguous()) and _size(value) == _bytes_of(storage)
 
 
-def saved_bytes(forward: GraphModule, results: int, held: Collection[str]) -> int:
-    """Bytes behind F's outputs after the first ``results``, each storage once, placeholders in ``held`` left out."""
-    return storage_bytes(forward, range(results, len(outputs(forward))), held)
-
-
 def storage_bytes(gm: GraphModule, results: Iterable[int], held: Collection[str] = ()) -> int:
     """Bytes behind some of a graph's outputs, each storage once, placeholders in ``held`` left out."""
     behind, values = storages(gm), outputs(gm)

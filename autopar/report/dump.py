@@ -130,7 +130,6 @@ class Dumper:
         seconds: float = 0.0,
         step: bool = False,
         anew: bool = False,
-        note: str = "",
     ) -> None:
         """Write one graph, and its diff to the graph recorded before.
 
@@ -141,7 +140,7 @@ class Dumper:
             return
         text = format_graph(gm, mesh)
         before = self.levels[-1].text if self.levels and not (step or anew) else ""
-        level = Level(name, text, diff(before, text) if before else "", seconds, len(gm.graph.nodes), note)
+        level = Level(name, text, diff(before, text) if before else "", seconds, len(gm.graph.nodes))
         stem = f"{len(self.levels):02d}-{_file_name(name)}"
         self._write(f"{stem}.txt", text)
         if before:
@@ -150,14 +149,6 @@ class Dumper:
         self._volumes[name] = communication(gm, mesh)
         if step:
             self._steps.append(name)
-
-    def add_section(self, title: str, text: str = "", body: str = "") -> None:
-        """A further part of the report: ``body`` is its HTML, ``text`` also goes to a file named by the title."""
-        if not self.enabled:
-            return
-        if text:
-            self._write(f"{_file_name(title)}.txt", text)
-        self.sections.append(Section(title, body or f"<pre>{_escape(text)}</pre>"))
 
     def add_pipeline(self, compiled: Compiled, recorded: Sequence[Recorded] = ()) -> None:
         """The schedule of a compiled step: order.txt, trace.json, and a section of the report. Nothing for a model of
@@ -279,7 +270,3 @@ def communication_text(rows: Iterable[tuple[str, str, str, str, str]]) -> str:
 
 def _file_name(title: str) -> str:
     return "".join(c if c.isalnum() or c in "-_." else "-" for c in title).strip("-")
-
-
-def _escape(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -140,8 +140,8 @@ def _output_note(signature: Any) -> str:
     return ", ".join(o.name if o.kind == "output" else f"new {o.name}" for o in signature.outputs)
 
 
-def diff(before: str, after: str, context: int = 3) -> str:
+def diff(before: str, after: str) -> str:
     """Unified diff of two texts, '' when they are equal."""
-    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), "before", "after", lineterm="", n=context)
+    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), "before", "after", lineterm="")
     text = "\n".join(lines)
     return text + "\n" if text else ""

@@ -24,7 +24,6 @@ class Level:
     diff: str = ""
     seconds: float = 0.0
     nodes: int = 0
-    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,6 @@ def _level(number: int, level: Level) -> str:
     facts = [f"{level.nodes} nodes"] if level.nodes else []
     facts += [f"<ins>+{added}</ins> <del>−{len(changed) - added}</del>"] if changed else []
     facts += [f"{level.seconds * 1e3:,.1f} ms"] if level.seconds else []
-    facts += [html.escape(level.note)] if level.note else []
     tabs = f"<details class=inner><summary>graph</summary><pre>{_graph_lines(level.text)}</pre></details>"
     if level.diff:
         tabs = f"<details class=inner open><summary>diff</summary><pre>{_diff_lines(level.diff)}</pre></details>" + tabs
