@@ -21,6 +21,7 @@ from autopar.ir.graph import add_placeholder, copy_graph, insert_call, is_call, 
 from autopar.ops.traits import PASSING, SUMS
 from autopar.passes.own_gradients import own_gradients
 from autopar.steps.graphs import StepGraph
+from autopar.steps.value_names import earlier_sum, of
 
 aten = torch.ops.aten
 
@@ -29,7 +30,7 @@ def split_accumulation(backward: StepGraph) -> tuple[StepGraph, StepGraph]:
     """(BW, BWR): see the module's docstring. The graph is left as it is."""
     own = StepGraph(_local(copy_graph(backward.graph)), backward.inputs, backward.outputs)
     last = _last(copy_graph(backward.graph))
-    sums = [f"sum:{name.removeprefix('grad:')}" for name in backward.outputs if name is not None]
+    sums = [earlier_sum(of(name)) for name in backward.outputs if name is not None]
     return own, StepGraph(last, [*backward.inputs, *sums], backward.outputs)
 
 

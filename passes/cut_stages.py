@@ -34,6 +34,7 @@ from autopar.ops.traits import is_view
 from autopar.passes.joint import part_of_view
 from autopar.passes.slice_tokens import of_slice
 from autopar.schedule.order import Hop
+from autopar.steps.value_names import output, output_place
 
 
 @dataclass
@@ -75,7 +76,7 @@ def uncut(gm: GraphModule, tangents: Sequence[str] = ()) -> Cut:
     signature = gm.meta["signature"]
     results = {}
     for i, (spec, value) in enumerate(zip(signature.outputs, outputs(gm), strict=True)):
-        results[f"output:{i}"] = "sent" if spec.name in tangents and has_gradient(value) else _kind(spec, value)
+        results[output(i)] = "sent" if spec.name in tangents and has_gradient(value) else _kind(spec, value)
     fixed = [s.node for s in signature.inputs if s.kind in ("parameter", "buffer", "constant")]
     held = [s.name for s in signature.inputs if s.kind == "parameter"]
     return Cut([PartGraph(gm, results, fixed, _mutations(signature, results), held)])
@@ -89,7 +90,7 @@ def _kind(spec: OutputSpec, value: Any) -> str:
 
 def _mutations(signature: Signature, results: Mapping[str, str]) -> dict[str, str]:
     """Output -> name of the buffer whose new value it is."""
-    return {name: signature.outputs[int(name[7:])].name for name, kind in results.items() if kind == "mutation"}
+    return {name: signature.outputs[output_place(name)].name for name, kind in results.items() if kind == "mutation"}
 
 
 class _Cutter:
@@ -112,7 +113,7 @@ class _Cutter:
             if spec.kind == "own":  # keys for later token slices: their gradient comes back as that of a sent value
                 found[part].append((value.name, "sent", value))
                 continue
-            found[part].append((f"output:{i}", _kind(spec, value), value))
+            found[part].append((output(i), _kind(spec, value), value))
         return found
 
     def _hops(self) -> tuple[list[Hop], list[list[Node]], list[list[Node]]]:

@@ -27,6 +27,7 @@ from autopar.ir.placement import conversion, parse_placement
 from autopar.ops.traits import PRODUCTS, aliases
 from autopar.passes.joint import Joint, part_of_view
 from autopar.steps.graphs import Stage, StepGraph
+from autopar.steps.value_names import grad, is_a, of, saved, stash
 
 aten = torch.ops.aten
 
@@ -44,14 +45,14 @@ def differentiate(gm: GraphModule, results: Mapping[str, str], fixed: Iterable[s
     own_outputs(gm, active)
     joint = _joint(gm, active, fixed)
     graph = joint.forward(keep=())
-    forward = StepGraph(graph, _inputs_of(graph, joint), [*names, *(_saved_name(n) for n in joint.saved)])
+    forward = StepGraph(graph, _inputs_of(graph, joint), [*names, *(saved(n.name) for n in joint.saved)])
     stage = Stage(forward, losses=[n for n, kind in results.items() if kind == "loss"])
-    stage.dependent = [names[i] for i in live if names[i].startswith("output:") and results[names[i]] != "mutation"]
+    stage.dependent = [names[i] for i in live if is_a(names[i], "output") and results[names[i]] != "mutation"]
     if not joint.gradients:
         return stage
-    known = {**joint.primals, **{n: _saved_name(n) for n in joint.saved}}
-    known |= {tangent: f"grad:{names[i]}" for i, tangent in zip(active, joint.tangents, strict=True)}
-    grads = {f"grad:{name}": g for name, g in joint.gradients.items()}
+    known = {**joint.primals, **{n: saved(n.name) for n in joint.saved}}
+    known |= {tangent: grad(names[i]) for i, tangent in zip(active, joint.tangents, strict=True)}
+    grads = {grad(name): g for name, g in joint.gradients.items()}
     stage.roots = _roots(joint, [names[i] for i in active], grads)
     stage.backward = joint.graph_of(joint.dependent, list(grads.items()), known, "Backward")
     if split:
@@ -78,23 +79,23 @@ def _split_backward(
     joint: Joint, grads: Mapping[str, Node | None], known: Mapping[Node, str], fixed: set[str]
 ) -> tuple[StepGraph, StepGraph]:
     """B and W of the backward: see the module's docstring."""
-    to_inputs = {n: g for n, g in grads.items() if n.removeprefix("grad:") not in fixed}
+    to_inputs = {n: g for n, g in grads.items() if of(n) not in fixed}
     to_weights = {n: g for n, g in grads.items() if n not in to_inputs}
     first = _needed_first(joint, to_inputs.values(), to_weights.values())
     early = [n for n in joint.dependent if n in first and n.op != "placeholder"]
     late = [n for n in joint.dependent if n not in first and n.op != "placeholder"]
     reached = ancestors([g for g in to_weights.values() if g is not None])
     late = [n for n in late if n in reached]
-    stash = {
-        x: f"stash:{x.name}"
+    stashed = {
+        x: stash(x.name)
         for x in joint.dependent
         if x in first and x not in known and any(user in late for user in x.users)
     }
     direct = {n: g for n, g in to_weights.items() if g is not None and (g in first or g not in joint.dependent)}
     rest = {n: g for n, g in to_weights.items() if n not in direct}
-    made = [*to_inputs.items(), *direct.items(), *((name, x) for x, name in stash.items())]
+    made = [*to_inputs.items(), *direct.items(), *((name, x) for x, name in stashed.items())]
     split = joint.graph_of(early, made, known, "BackwardInput")
-    return split, joint.graph_of(late, list(rest.items()), {**known, **stash}, "BackwardWeight")
+    return split, joint.graph_of(late, list(rest.items()), {**known, **stashed}, "BackwardWeight")
 
 
 def _needed_first(joint: Joint, inputs: Iterable[Node | None], weights: Iterable[Node | None]) -> set[Node]:
@@ -134,10 +135,6 @@ def _joint(gm: GraphModule, active: list[int], fixed: Iterable[str]) -> Joint:
     values = outputs(gm)
     reached = ancestors([values[i] for i in active])
     return Joint(gm, [has_gradient(n) and n in reached for n in placeholders(gm)], fixed)
-
-
-def _saved_name(node: Node) -> str:
-    return f"saved:{node.name}"
 
 
 def own_outputs(gm: GraphModule, active: list[int]) -> None:

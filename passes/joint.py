@@ -20,6 +20,7 @@ from autopar.ops.traits import is_cheap, is_view
 from autopar.passes.own_gradients import own_gradients
 from autopar.passes.trace_joint import joint_graph
 from autopar.steps.graphs import StepGraph
+from autopar.steps.value_names import is_a
 
 
 class Joint:
@@ -130,7 +131,7 @@ class Joint:
             copy_node(graph, node, copies)
         graph.output(tuple(copy_node(graph, n, copies) if n is not None else None for _, n in results))
         gm = graph_module(graph, title)
-        gm.meta["owned"] = [i for i, (name, _) in enumerate(results) if not name.startswith("stash:")]
+        gm.meta["owned"] = [i for i, (name, _) in enumerate(results) if not is_a(name, "stash")]
         own_gradients(gm)
         return StepGraph(gm, [known[n] for n in given], [name if n is not None else None for name, n in results])
 

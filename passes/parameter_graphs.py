@@ -23,6 +23,7 @@ from autopar.ir.placement import conversion, dual, parse_placement
 from autopar.passes.differentiate import lowered
 from autopar.passes.own_gradients import own_gradients
 from autopar.steps.graphs import StepGraph
+from autopar.steps.value_names import grad
 
 
 def chain_of(node: Node) -> list[Node]:
@@ -63,7 +64,7 @@ def reduce_graph(used: Mapping[Node, Node], available: Iterable[str | None]) -> 
     known = set(available)
     targets: dict[Node, list[Node]] = {}
     for u, parameter in used.items():
-        if f"grad:{u.name}" in known:
+        if grad(u.name) in known:
             targets.setdefault(parameter, []).append(u)
     targets = {p: us for p, us in targets.items() if us != [p]}
     if not targets:
@@ -74,7 +75,7 @@ def reduce_graph(used: Mapping[Node, Node], available: Iterable[str | None]) -> 
         given[u] = add_placeholder(graph, f"grad_{u.name}")
         val = u.meta["val"]
         given[u].meta = {"val": val.new_empty(val.shape), "has_gradient": False}
-        inputs.append(f"grad:{u.name}")
+        inputs.append(grad(u.name))
     end = graph.output(())
     for us in targets.values():
         total = None
@@ -86,7 +87,7 @@ def reduce_graph(used: Mapping[Node, Node], available: Iterable[str | None]) -> 
     gm = lowered(graph_module(graph, "Reduce"))
     gm.meta["owned"] = list(range(len(targets)))
     own_gradients(gm)
-    return StepGraph(gm, inputs, [f"grad:{p.name}" for p in targets])
+    return StepGraph(gm, inputs, [grad(p.name) for p in targets])
 
 
 def _transposed(end: Node, gradient: Node, used: Node) -> Node:

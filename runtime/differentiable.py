@@ -27,6 +27,7 @@ from autopar.runtime.executor import Executor, Paused
 from autopar.runtime.results import placements_of
 from autopar.runtime.state import local_gradient
 from autopar.steps.of_rank import backwards
+from autopar.steps.value_names import grad, of, output, output_place
 
 Again = Callable[[tuple[str, ...]], Executor]  # names of outputs -> the step that has gradients for them
 
@@ -54,12 +55,12 @@ class Forward:
         # Operators on a DTensor are counted at the DTensor, those on its piece at the piece.
         self._given = [*_versions(self.values), *_versions(self.parameters)]
         self._read = [entry for entry in self._given if entry[0] in read]
-        self._read += _versions({n.replace("saved:", "the value of ", 1): x for n, x in self.paused.saved})
+        self._read += _versions({f"the value of {of(n)}": x for n, x in self.paused.saved})
 
     @property
     def differentiable(self) -> list[int]:
         """The outputs that depend on a parameter that wants a gradient."""
-        return [int(name.removeprefix("output:")) for name in self.executor.compiled.stage.dependent]
+        return [output_place(name) for name in self.executor.compiled.stage.dependent]
 
     def watch(self, name: str, output: DTensor) -> None:
         """An output that lies where a saved value lies must not be written to, either."""
@@ -75,7 +76,7 @@ class Forward:
                 "keep them: backward(retain_graph=True)"
             )
         self.used = not keep
-        missing = [k for k in tangents if f"output:{k}" not in self.executor.program.tangents]
+        missing = [k for k in tangents if output(k) not in self.executor.program.tangents]
         if missing:
             return self._run_again(tangents, missing)
         _check(self._read)
@@ -91,16 +92,16 @@ class Forward:
     def _run_backward(
         self, executor: Executor, paused: Paused, tangents: Mapping[int, Tensor], keep: bool = False
     ) -> dict[str, Tensor]:
-        places = [int(name.removeprefix("output:")) for name in executor.program.tangents]
+        places = [output_place(name) for name in executor.program.tangents]
         given = {
-            f"output:{k}": self._own_part(executor, k, tangents[k]) if k in tangents else _no_tangent(executor, k)
+            output(k): self._own_part(executor, k, tangents[k]) if k in tangents else _no_tangent(executor, k)
             for k in places
         }
         found = executor.run_backward(paused, given, keep)
         roots = executor.compiled.stage.roots
-        asked = {f"output:{k}" for k in tangents}
+        asked = {output(k) for k in tangents}
         unmade = {name for name, outputs in roots.items() if not asked & set(outputs)}  # torch has None for them
-        return {executor.specs[n].name: gradient for n, gradient in found.items() if f"grad:{n}" not in unmade}
+        return {executor.specs[n].name: gradient for n, gradient in found.items() if grad(n) not in unmade}
 
     def _own_part(self, executor: Executor, k: int, tangent: Tensor) -> Tensor:
         """The gradient of a copy (Replicate) is a sum over the axis: one rank of it brings it in."""

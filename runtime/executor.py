@@ -29,6 +29,7 @@ from autopar.runtime.step_values import Routes, unit_of
 from autopar.schedule.order import BACKWARD, TRANSFERS, Action
 from autopar.steps.graphs import Compiled, StepGraph
 from autopar.steps.of_rank import lowered_order
+from autopar.steps.value_names import output
 
 
 @dataclass
@@ -163,7 +164,7 @@ class Executor:
         return self._exchange.outputs({name: slots[i] for name, i in self.program.results.items()})
 
     def _outputs(self, found: Mapping[str, Any]) -> list[Any]:
-        return [found.get(f"output:{i}") for i in range(len(self.compiled.signature.outputs))]
+        return [found.get(output(i)) for i in range(len(self.compiled.signature.outputs))]
 
     def _start(self, values: Mapping[str, Tensor]) -> list[Any]:
         """New slots with what comes from outside, after all that is ahead of the first backward."""

@@ -19,6 +19,7 @@ from autopar.runtime.point_to_point import AXIS
 from autopar.runtime.step_values import Routes
 from autopar.schedule.order import Order
 from autopar.steps.graphs import Compiled, Pipeline, Stage
+from autopar.steps.value_names import is_a
 
 
 class StageExchange:
@@ -145,9 +146,7 @@ def results_of(pipeline: Pipeline, order: Order, train: bool) -> dict[str, tuple
     last = order.chains[order.chain_of[-1]]
     found = {}
     for index, part in enumerate(pipeline.parts):
-        names = [
-            n for n in part.forward.outputs if n in part.mutations or (not train and n and n.startswith("output:"))
-        ]
+        names = [n for n in part.forward.outputs if n in part.mutations or (not train and is_a(n, "output"))]
         for name, facts in recorded_facts(part, [n for n in names if n]).items():
             found[name] = (order.rank_of[last[index]], *facts)
     return found

@@ -37,6 +37,7 @@ from autopar.runtime.step_values import Unit, Values, unit_of
 from autopar.schedule.order import Action, Hop, Order
 from autopar.steps.graphs import Cache, Pipeline, Prologue, StepGraph
 from autopar.steps.of_rank import backwards, graph_of
+from autopar.steps.value_names import grad, is_a, of
 
 Bind = Callable[[StepGraph], Bound]
 
@@ -125,7 +126,9 @@ class _Builder:
             self._store(stage, entries[-1])
         kept = {*self.stored.values(), *self.losses.values(), *self.results.values()}
         finish_sums([i for entry in entries for i in (*entry.waits, *entry.does)], kept)
-        saved = {i: key[-1] for key, i in values.slots.items() if isinstance(key, tuple) and _is_saved(key[-1])}
+        saved = {
+            i: key[-1] for key, i in values.slots.items() if isinstance(key, tuple) and is_a(key[-1], "saved", "stash")
+        }
         return Program(
             len(values.slots), entries, values.loads, values.constants, self.tangents, self.stored, self.losses,
             self.results, saved,
@@ -217,8 +220,8 @@ class _Builder:
         assert graph or weights or not backwards(part), f"part {index} has no graph for {action}"
         takes = [name for g in (graph, weights) if g is not None for name in g.inputs]
         for name in dict.fromkeys(takes):
-            if name.startswith("grad:") and name not in self.values.made[index]:
-                self._make_tangent(entry, unit, name.removeprefix("grad:"))
+            if is_a(name, "grad") and name not in self.values.made[index]:
+                self._make_tangent(entry, unit, of(name))
         if graph is not None and action.kind == "BWR":
             reads = [self.values.value(unit, name) for name in graph.inputs]
             self.run(entry, graph, reads, self._reduced(unit[0], graph))
@@ -246,7 +249,7 @@ class _Builder:
             entry.does.append(Instruction(cut, [self._buffer(entry, unit, cache, gradient=True)], [tangent]))
         elif len(sources) > 1:
             entry.does.append(Instruction(total, sources, [tangent]))
-        elif value.startswith("output:"):
+        elif is_a(value, "output"):
             self.tangents.setdefault(value, []).append(tangent)
             self.values.constants[tangent] = self._one(unit, value)
         elif not sources:
@@ -262,7 +265,7 @@ class _Builder:
     def _add_gradients(self, entry: Entry, unit: Unit, graph: StepGraph) -> None:
         """Gradients of parameters and of earlier slices add up."""
         for cache in self.part(unit[0]).caches:
-            name, start = f"grad:{cache.past}", self.values.slice(unit[2])[0]
+            name, start = grad(cache.past), self.values.slice(unit[2])[0]
             if name in graph.outputs and start:
                 reads = [self._buffer(entry, unit, cache, gradient=True), self.slot("unit", *unit, name)]
                 entry.does.append(Instruction(add_rows(cache.dim, 0, start), reads))
@@ -347,7 +350,3 @@ class _Builder:
 
 def _shape(hop: Hop, unit: Unit) -> tuple[int, ...]:
     return hop.shapes[unit[2] if len(hop.shapes) > 1 else 0]
-
-
-def _is_saved(name: Hashable) -> bool:
-    return isinstance(name, str) and name.startswith(("saved:", "stash:"))

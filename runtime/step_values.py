@@ -18,6 +18,7 @@ from autopar.runtime.feed import Feed
 from autopar.schedule.order import TRANSFERS, Action, Hop, Order
 from autopar.steps.graphs import Pipeline, Prologue, Stage, StepGraph
 from autopar.steps.of_rank import backwards, comes_back, restricted
+from autopar.steps.value_names import grad, is_a, of
 
 Unit = tuple[int, int, int]  # stage, micro-batch, slice
 
@@ -50,7 +51,7 @@ class Routes:
 
     def differentiates(self, part: int, value: str) -> bool:
         """Whether a part makes a gradient of a value itself."""
-        return any(f"grad:{value}" in graph.outputs for graph in backwards(self.parts[part]))
+        return any(grad(value) in graph.outputs for graph in backwards(self.parts[part]))
 
     def drop_empty(self, order: Order) -> Order:
         """A lowered order without the transfers that move nothing."""
@@ -65,12 +66,12 @@ class Routes:
 
     def parameter_gradients(self, part: int) -> list[str]:
         """Results of a part's backward that are gradients of parameters."""
-        kept = {f"grad:{cache.past}" for cache in self.parts[part].caches}
+        kept = {grad(cache.past) for cache in self.parts[part].caches}
         names = dict.fromkeys(name for graph in backwards(self.parts[part]) for name in graph.outputs)
         return [
             name
             for name in names
-            if name and name.startswith("grad:") and name not in kept and (part, name[5:]) not in self.source
+            if name and is_a(name, "grad") and name not in kept and (part, of(name)) not in self.source
         ]
 
     def stored_gradients(self, part: int) -> list[tuple[str, str, str]]:
@@ -79,13 +80,13 @@ class Routes:
         stage, found = self.parts[part], []
         reduced = stage.backward_reduce or stage.reduce
         if reduced is not None:
-            found = [(name.removeprefix("grad:"), "reduced", name) for name in reduced.outputs if name]
+            found = [(of(name), "reduced", name) for name in reduced.outputs if name]
         if stage.backward_reduce is not None:
             return found
         done = set(stage.reduce.inputs) if stage.reduce is not None else set()
         for name in self.parameter_gradients(part):
             if name not in done:
-                used = name.removeprefix("grad:")
+                used = of(name)
                 found.append((stage.aliases.get(used, used), "sum", name))
         return found
 
@@ -163,10 +164,10 @@ class Values:
             return self.value((source, micro_batch, piece), name) if here else self.slot("in", *unit, name)
         if name in self.made[index]:
             return self.slot("unit", *unit, name)
-        if name.startswith("sum:"):
-            return self.slot("sum", stage, f"grad:{name.removeprefix('sum:')}")
-        if name.startswith("grad:"):
-            return self.tangent(unit, name.removeprefix("grad:"))
+        if is_a(name, "sum"):
+            return self.slot("sum", stage, grad(of(name)))
+        if is_a(name, "grad"):
+            return self.tangent(unit, of(name))
         if name in ("slice_start", "slice_length"):
             slot = self.slot(name, piece)
             self.constants[slot] = self.slice(piece)[name == "slice_length"]
@@ -210,4 +211,4 @@ class Values:
     def upstream_sources(self, unit: Unit, value: str) -> list[int]:
         """What it is the sum of: the unit's own gradient, and those from parts behind it."""
         own = self.routes.differentiates(self.order.part_of(unit[0]), value)
-        return [self.slot("unit", *unit, f"grad:{value}")] * own + self.arrivals(unit, value)
+        return [self.slot("unit", *unit, grad(value))] * own + self.arrivals(unit, value)

@@ -15,6 +15,7 @@ from autopar.plan import Plan
 from autopar.schedule.order import Hop
 from autopar.schedule.request import Costs
 from autopar.steps.graphs import Stage, StepGraph
+from autopar.steps.value_names import is_a
 
 
 def stage_costs(parts: Sequence[Stage], hops: Sequence[Hop], plan: Plan, device: Device = DEFAULT) -> Costs:
@@ -49,7 +50,7 @@ def stage_costs(parts: Sequence[Stage], hops: Sequence[Hop], plan: Plan, device:
 def kept(part: Stage) -> int:
     """Bytes that F of a part keeps for its backward, without what it received."""
     names = part.forward.outputs
-    return storage_bytes(part.forward.graph, [i for i, n in enumerate(names) if n and n.startswith("saved:")])
+    return storage_bytes(part.forward.graph, [i for i, n in enumerate(names) if is_a(n, "saved")])
 
 
 def _taken(step: StepGraph | None) -> int:
@@ -57,7 +58,7 @@ def _taken(step: StepGraph | None) -> int:
     if step is None:
         return 0
     nodes = dict(zip(step.inputs, placeholders(step.graph), strict=True))
-    return sum(nbytes(n) for name, n in nodes.items() if name.startswith(("saved:", "stash:")))
+    return sum(nbytes(n) for name, n in nodes.items() if is_a(name, "saved", "stash"))
 
 
 def _hop_bytes(hop: Hop) -> int:

@@ -20,6 +20,7 @@ from autopar.ir.storages import bytes_of, peak_of_values, storage_bytes, storage
 from autopar.schedule.order import PARAMETERS, TRANSFERS, Action, Order
 from autopar.steps.graphs import Pipeline, StepGraph
 from autopar.steps.of_rank import backwards, graph_of, lowered_order, slice_shares
+from autopar.steps.value_names import is_a, of
 
 
 @dataclass
@@ -54,7 +55,7 @@ class _Part:
         self.received = {h.value for h in pipeline.hops if h.target == index}
         self.backwards = backwards(part)
         self.sizes = {n: bytes_of([x]) for g in self.backwards for n, x in zip(g.inputs, placeholders(g.graph))}
-        saved = [i for i, n in enumerate(part.forward.outputs) if n and n.startswith("saved:")]
+        saved = [i for i, n in enumerate(part.forward.outputs) if is_a(n, "saved")]
         self.saved = storage_bytes(part.forward.graph, saved)
         self.arrived = sum(self.sizes[n] for n in self.received if n in self.sizes)
         self.later = self.kept_by(part.backward_weight)
@@ -69,7 +70,7 @@ class _Part:
     def kept_by(self, graph: StepGraph | None) -> set[str]:
         """Names of what a backward takes that F or B has kept."""
         names = graph.inputs if graph is not None else ()
-        return {n for n in names if n.startswith(("saved:", "stash:", "sum:")) or n in self.received}
+        return {n for n in names if is_a(n, "saved", "stash", "sum") or n in self.received}
 
     def _left_by_b(self) -> int:
         """Bytes that B leaves for W, each storage once."""
@@ -81,7 +82,7 @@ class _Part:
         behind, results = storages(step.graph), outputs(step.graph)
         viewed = {names[node] for i in stash for node, _ in behind[results[i]] if node in names}
         own = storage_bytes(step.graph, stash, {n.name for n in names})
-        return own + self.bytes_of(viewed | {n for n in self.later if not n.startswith("stash:")})
+        return own + self.bytes_of(viewed | {n for n in self.later if not is_a(n, "stash")})
 
     def bytes_of(self, names: Collection[str]) -> int:
         """Their size in all."""
@@ -90,9 +91,7 @@ class _Part:
     def peak(self, step: StepGraph, others: Collection[str] = ()) -> int:
         """Live values of a run: own ones and those it is given, but for what is there anyway (parameters, values of
         the prologue, inputs) and ``others``."""
-        transient = {
-            n for n in step.inputs if n.startswith(("saved:", "stash:", "grad:", "sum:")) or n in self.received
-        }
+        transient = {n for n in step.inputs if is_a(n, "saved", "stash", "grad", "sum") or n in self.received}
         nodes = zip(step.inputs, placeholders(step.graph), strict=True)
         return peak_of_values(step.graph, {x.name for n, x in nodes if n not in transient or n in others})
 
@@ -150,7 +149,7 @@ class _RankWalk:
             several = self.order.micro_batches * self.order.slices > 1
             total = sum(size for of_stage in self.sums.values() for size in of_stage.values())
             self.found.accumulated = max(self.found.accumulated, total if several else 0)
-            self.found.trained |= {part.part.aliases.get(n, n) for n in (name[5:] for name in trained)}
+            self.found.trained |= {part.part.aliases.get(n, n) for n in map(of, trained)}
         self.leave(action, part)
 
     def live(self, part: _Part, kind: str, graph: StepGraph | None) -> tuple[int, int]:
@@ -184,8 +183,8 @@ class _RankWalk:
         """Bytes of the parameters' gradients that a backward makes."""
         named = zip(graph.outputs, outputs(graph.graph), strict=True)
         caches = {c.past for c in part.part.caches}
-        found = {n: x for n, x in named if n and x is not None and n.startswith("grad:")}
-        return {n: bytes_of([x]) for n, x in found.items() if n[5:] not in part.received and n[5:] not in caches}
+        found = {n: x for n, x in named if n and x is not None and is_a(n, "grad")}
+        return {n: bytes_of([x]) for n, x in found.items() if of(n) not in part.received and of(n) not in caches}
 
     def parameters(self, action: Action, part: _Part, graph: StepGraph | None) -> None:
         if graph is None:
@@ -199,12 +198,12 @@ class _RankWalk:
         sums = self.sums.get(action.stage, {})
         self.peak("R", self.there - sum(sums.get(n, 0) for n in graph.inputs) + part.peak(graph))
         self.sums[action.stage] = {n: size for n, size in sums.items() if n not in graph.inputs}
-        self.found.trained -= {n[5:] for n in graph.inputs}
+        self.found.trained -= set(map(of, graph.inputs))
         self.become_gradients(graph)
 
     def become_gradients(self, graph: StepGraph) -> None:
         """What BWR or R makes stays until the end of the step."""
-        self.found.trained |= {n[5:] for n in graph.outputs if n}
+        self.found.trained |= {of(n) for n in graph.outputs if n}
         self.reduced += storage_bytes(graph.graph, range(len(graph.outputs)))
 
     def leave(self, action: Action, part: _Part) -> None:

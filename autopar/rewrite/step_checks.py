@@ -20,6 +20,7 @@ from autopar.ir.graph import arguments, describe, is_call, outputs, placeholders
 from autopar.ops.traits import COLLECTIVES, PASSING, SUMS
 from autopar.rewrite.compilation import Compilation
 from autopar.steps.graphs import StepGraph
+from autopar.steps.value_names import earlier_sum, is_a, of
 
 Result = tuple[tuple[int, ...], torch.dtype] | None  # shape and dtype of an output; None: no value
 Moved = Counter[tuple[str, str, str, str]]  # (collective, axis, what reduces, dtype) -> elements that go in
@@ -99,10 +100,10 @@ def check_gradients(backward: StepGraph, local: GraphModule) -> None:
     differentiated."""
     inputs: dict[str, Any] = {n.name: n for n in placeholders(local)}
     for name, have in zip(backward.outputs, _results(backward.graph), strict=True):
-        if name is not None and name.startswith("grad:"):
-            expected = _type(inputs[name.removeprefix("grad:")])
+        if name is not None and is_a(name, "grad"):
+            expected = _type(inputs[of(name)])
             if have != expected:
-                raise StepError(f"the gradient of {name[5:]} is {_shown(have)}, the value is {_shown(expected)}")
+                raise StepError(f"the gradient of {of(name)} is {_shown(have)}, the value is {_shown(expected)}")
 
 
 def check_accumulation(backward: StepGraph, own: StepGraph, last: StepGraph) -> None:
@@ -114,7 +115,7 @@ def check_accumulation(backward: StepGraph, own: StepGraph, last: StepGraph) -> 
         if name is None:
             continue
         left, total = _sums_behind(final)
-        if given[f"sum:{name.removeprefix('grad:')}"] not in total.all_input_nodes:
+        if given[earlier_sum(of(name))] not in total.all_input_nodes:
             raise StepError(f"the last backward of a step does not add what the earlier ones made of {name}")
         expected = _sums_behind(whole)[0] - _sums_behind(alone)[0]
         if left != expected:

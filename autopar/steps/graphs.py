@@ -26,10 +26,8 @@ class Prologue:
 class StepGraph:
     """A graph that takes the values named in ``inputs`` and makes those named in ``outputs`` (None: no value).
 
-    A value of the model has its node's name, ``output:I`` is an output of the model, ``grad:NAME`` is the gradient of
-    NAME (that of a loss is 1 in a training step, and what autograd says behind ``model(**batch)``), ``saved:NAME`` is
-    what F keeps for B and W, ``stash:NAME`` what B keeps for W, ``sum:NAME`` the sum of what earlier backwards of a
-    step made of ``grad:NAME``. Ints ``slice_start`` and ``slice_length`` say which token slice runs.
+    Names are those of `autopar.steps.value_names`. ``grad:`` of a loss is 1 in a training step, and what autograd says
+    behind ``model(**batch)``. Ints ``slice_start`` and ``slice_length`` say which token slice runs.
     """
 
     graph: GraphModule

@@ -21,6 +21,7 @@ from autopar.ir.parameter import ParameterSpec
 from autopar.schedule.lowering import lower
 from autopar.schedule.order import BACKWARD, TRANSFERS, Hop, Order
 from autopar.steps.graphs import Pipeline, Prologue, Stage, StepGraph
+from autopar.steps.value_names import grad, is_a, of
 
 GRAPHS = {
     "F": "forward", "BW": "backward", "B": "backward_input", "W": "backward_weight", "BWR": "backward_reduce",
@@ -142,7 +143,7 @@ def hop_bytes(hop: Hop, piece: int = 0) -> int:
 def comes_back(pipeline: Pipeline, hop: Hop) -> bool:
     """Whether a gradient travels against a hop: the target makes one, or passes on that of a later part."""
     part = pipeline.parts[hop.target]
-    made = any(f"grad:{hop.value}" in _outputs(graph_of(part, kind)) for kind in BACKWARDS)
+    made = any(grad(hop.value) in _outputs(graph_of(part, kind)) for kind in BACKWARDS)
     onward = (h for h in pipeline.hops if h.source == hop.target and h.value == hop.value)
     return hop.gradient and (made or any(comes_back(pipeline, h) for h in onward))
 
@@ -156,10 +157,10 @@ def _outputs(step: StepGraph | None) -> Sequence[str | None]:
 
 def trained(part: Stage, received: Collection[str]) -> set[str]:
     """Placeholders of the stored parameters of which a part makes gradients."""
-    made = {n[5:] for kind in BACKWARDS for n in _outputs(graph_of(part, kind)) if n and n.startswith("grad:")}
+    made = {of(n) for kind in BACKWARDS for n in _outputs(graph_of(part, kind)) if n and is_a(n, "grad")}
     made -= {*received, *(cache.past for cache in part.caches)}
-    reduced = {n[5:] for n in _inputs(part.reduce)}
-    found = {n[5:] for n in _outputs(part.reduce) if n}
+    reduced = {of(n) for n in _inputs(part.reduce)}
+    found = {of(n) for n in _outputs(part.reduce) if n}
     return found | {part.aliases.get(name, name) for name in made - reduced}
 
 
@@ -196,7 +197,7 @@ def broadcasts(pipeline: Pipeline, rank: int, train: bool) -> list[int]:
     last, found = order.chains[order.chain_of[-1]], []
     for index, part in enumerate(pipeline.parts):
         for name, node in zip(part.forward.outputs, outputs(part.forward.graph), strict=True):
-            if name in part.mutations or (not train and name and name.startswith("output:")):
+            if name in part.mutations or (not train and is_a(name, "output")):
                 val = node.meta["val"]
                 mine = order.rank_of[last[index]] == rank
                 found.append(math.prod(val.shape) * val.dtype.itemsize * mine)
