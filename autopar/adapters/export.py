@@ -34,6 +34,7 @@ from autopar.adapters.function_watch import Refused
 
 _NO_GRAD_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
 _NOISE = (torch.ops.aten._assert_tensor_metadata.default,)
+_VALUE_CHECKS = (torch.ops.aten._assert_scalar.default, torch.ops.aten._assert_async.msg)
 _PLAIN = (TypeError, AttributeError, IndexError)  # their words tell all
 _ATTRIBUTE = re.compile(r"'(\w+)' object has no attribute '(\w+)'")
 _TORCH = str(Path(torch.__file__).parent)
@@ -53,6 +54,7 @@ def export(model: nn.Module, kwargs: Mapping[str, Any], autocast: torch.dtype | 
         if refused is not None:
             raise ValueError(f"capture: {_where(refused)}: {refused}") from error
         raise ValueError(f"capture: {_where(error)}: {_reason(error)}{_way_out(error)}") from error
+    _drop_value_checks(flat.graph)
     _refuse_sizes_of_values(flat.graph)
     return flat
 
@@ -80,6 +82,16 @@ def _silent_fakes() -> Iterator[None]:
 def _autocast(dtype: torch.dtype | None) -> torch.autocast:
     """The training graph has the dtypes of an autocast, but no casts; those come when it is decomposed within one."""
     return torch.autocast("cpu", dtype=dtype, enabled=dtype is not None)
+
+
+def _drop_value_checks(graph: Graph) -> None:
+    """``assert lengths.max().item() <= n`` computes nothing; it is left out, with a warning."""
+    checks = [node for node in graph.nodes if node.target in _VALUE_CHECKS]
+    for node in checks:
+        graph.erase_node(node)
+    graph.eliminate_dead_code()
+    for line in dict.fromkeys(map(line_of, checks)):
+        warnings.warn(f"capture: {line}: an assertion on values is not checked in steps", stacklevel=2)
 
 
 def _refuse_sizes_of_values(graph: Graph) -> None:

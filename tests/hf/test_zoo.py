@@ -8,7 +8,7 @@ import pytest
 
 from autopar.ir.mesh import Mesh
 from tests.harness import check_model
-from tests.hf.zoo import CAUSAL, REFUSED, WITHOUT_ATTENTION, make
+from tests.hf.zoo import CAUSAL, REFUSED, REFUSED_OVER_CP, WITHOUT_ATTENTION, make
 
 SOME = [
     ("apertus", "dp=2"),  # minimum of two tensors
@@ -20,6 +20,7 @@ SOME = [
     pytest.param("deepseek_v4", "cp=2", marks=pytest.mark.full),  # keys with an empty part
     ("mamba2", "tp=2"),
     ("pegasus_x", "cp=2"),  # keys joined from two sequences
+    ("xlm", "dp=2"),  # asserts something of values
     ("yoso", "dp=2"),  # an autograd function whose backward is no derivative
 ]
 FAMILY = {"pegasus_x": "seq2seq", "yoso": "masked"}
@@ -38,7 +39,18 @@ def test_refused(kind: str) -> None:
         check_model(model, batch, Mesh.of(dp=2))
 
 
-ALL = [*itertools.product(CAUSAL, ("dp=2", "tp=2", "cp=2")), *itertools.product(WITHOUT_ATTENTION, ("dp=2", "tp=2"))]
+@pytest.mark.parametrize("kind", REFUSED_OVER_CP)
+def test_refused_over_cp(kind: str) -> None:
+    model, batch = make(kind, "causal")
+    with pytest.raises(ValueError, match=REFUSED_OVER_CP[kind]):
+        check_model(model, batch, Mesh.of(cp=2))
+
+
+ALL = [
+    *itertools.product(CAUSAL, ("dp=2", "tp=2")),
+    *((kind, "cp=2") for kind in CAUSAL if kind not in REFUSED_OVER_CP),
+    *itertools.product(WITHOUT_ATTENTION, ("dp=2", "tp=2")),
+]
 
 
 @pytest.mark.full
