@@ -20,7 +20,7 @@ LEVELS = {
     "typed": "propagate_placements",
     "local": "localize_shapes",
     "forward": "forward",
-    "backward": "backward",
+    "backward": "backward_reduce",  # with the sums of gradients over ranks
 }
 # Those that a part of a pipeline has, with a prefix such as part0.
 LEVELS_OF_PARTS = ("part", "gather", "forward", "backward", "backward_input", "backward_weight", "reduce")

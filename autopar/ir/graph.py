@@ -276,6 +276,8 @@ def copy_graph(gm: GraphModule) -> GraphModule:
     output_node(gm_copy := graph_module(graph, root=gm)).meta = dict(output_node(gm).meta)
     for old, new in copies.items():
         new.meta = dict(old.meta)
+        if old.op == "placeholder":
+            new.name = old.name  # the signature knows it by this one, a word of Python's (input) or not
     gm_copy.meta = dict(gm.meta)
     return gm_copy
 

@@ -62,7 +62,7 @@ def test_a_script_for_pipelines_runs_on_an_axis_of_one_rank() -> None:
     model, batch = build(Net), numbers()
     given = autopar.Options(schedule="tera_pipe", slices=2, chunks=2, cuts=("first",), memory_limit=10**9)
     found = [compile_model(model, batch, Mesh.of(pp=1, dp=2), options) for options in (given, autopar.Options())]
-    assert found[0].pipeline is None and found[0].local.code == found[1].local.code
+    assert found[0].plan.pipeline is None and found[0].local.code == found[1].local.code
 
 
 def _refusal(options: autopar.Options, mesh: Mesh) -> str:

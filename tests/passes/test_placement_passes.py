@@ -102,8 +102,8 @@ def test_expand_kv_heads_repeats_to_the_number_of_ranks() -> None:
 
 def test_buckets_join_small_gradients() -> None:
     seen = levels(Mlp(), X, "dp=2")
-    before = [line for line in seen["backward.differentiate"] if "= autopar.all_reduce" in line]
-    after = [line for line in seen["backward"] if "= autopar.all_reduce" in line]
+    before = [line for line in seen["backward_reduce.differentiate"] if "= autopar.all_reduce" in line]
+    after = [line for line in seen["backward_reduce"] if "= autopar.all_reduce" in line]
     assert len(before) == 4
     assert after == ["bucket_sum: f32[280] = autopar.all_reduce(bucket, 'dp', 'sum')"]
 
