@@ -99,6 +99,8 @@ class Executor:
         kinds = [entry.action.kind if entry.action is not None else "" for entry in entries]
         first = next((i for i, kind in enumerate(kinds) if kind in BACKWARD), len(entries))
         self._forward, self._backward = entries[:first], entries[first:]
+        read = {i for entry in self._backward for x in (*entry.waits, *entry.does) for i in x.reads}
+        self._left = [i for i in self.program.results.values() if i not in read]  # outputs that no backward takes
         self._comms = {bound.comms for entry in entries for bound in entry.runs}
         self._traffic_of = [
             add_ledgers(*(bound.traffic for entry in of_phase for bound in entry.runs))
@@ -141,7 +143,10 @@ class Executor:
         self.channels.flush()
         kept = [(name, slots[i]) for i, name in self.program.saved.items()]
         saved = [(name, x) for name, x in kept if isinstance(x, Tensor)]
-        return self._outputs(self._kept(slots)), Paused(slots, saved)
+        made = self._outputs(self._kept(slots))
+        for i in self._left:  # they die with whoever called the model: logits are large
+            slots[i] = None
+        return made, Paused(slots, saved)
 
     @torch.no_grad()
     def run_backward(self, paused: Paused, tangents: Mapping[str, Tensor], keep: bool = False) -> dict[str, Tensor]:

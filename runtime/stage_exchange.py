@@ -11,15 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.ir.graph import outputs
 from autopar.ir.parameter import ParameterSpec
 from autopar.runtime.comm import Ledger, Traffic, add_ledgers, all_reduce, broadcast, finish, traffic_of
 from autopar.runtime.groups import Groups
 from autopar.runtime.point_to_point import AXIS
 from autopar.runtime.step_values import Routes
 from autopar.schedule.order import Order
-from autopar.steps.graphs import Compiled, Pipeline, Stage
-from autopar.steps.value_names import is_a
+from autopar.steps.graphs import Compiled
+from autopar.steps.of_rank import recorded_facts, results_of
 
 
 class StageExchange:
@@ -131,22 +130,3 @@ class SharedGradients:
         if found is None:
             return torch.zeros(spec.local_shape(self._groups.mesh), dtype=spec.dtype, device=self._groups.device)
         return found.to(spec.dtype)
-
-
-def recorded_facts(part: Stage, names: Collection[str]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and type of some outputs of a part's F."""
-    made = zip(part.forward.outputs, outputs(part.forward.graph), strict=True)
-    values = {name: node.meta["val"] for name, node in made if name is not None and name in names}
-    return {name: (tuple(val.shape), val.dtype) for name, val in values.items()}
-
-
-def results_of(pipeline: Pipeline, order: Order, train: bool) -> dict[str, tuple[int, tuple[int, ...], torch.dtype]]:
-    """Output of F -> coordinate of the rank that makes it for the last micro-batch, shape, type: of the new buffers in
-    training, of everything that the model returns otherwise."""
-    last = order.chains[order.chain_of[-1]]
-    found = {}
-    for index, part in enumerate(pipeline.parts):
-        names = [n for n in part.forward.outputs if n in part.mutations or (not train and is_a(n, "output"))]
-        for name, facts in recorded_facts(part, [n for n in names if n]).items():
-            found[name] = (order.rank_of[last[index]], *facts)
-    return found

@@ -69,9 +69,7 @@ class Routes:
         kept = {grad(cache.past) for cache in self.parts[part].caches}
         names = dict.fromkeys(name for graph in backwards(self.parts[part]) for name in graph.outputs)
         return [
-            name
-            for name in names
-            if name and is_a(name, "grad") and name not in kept and (part, of(name)) not in self.source
+            name for name in names if is_a(name, "grad") and name not in kept and (part, of(name)) not in self.source
         ]
 
     def stored_gradients(self, part: int) -> list[tuple[str, str, str]]:

@@ -89,7 +89,8 @@ def _drop_value_checks(graph: Graph) -> None:
     checks = [node for node in graph.nodes if node.target in _VALUE_CHECKS]
     for node in checks:
         graph.erase_node(node)
-    graph.eliminate_dead_code()
+    if checks:
+        graph.eliminate_dead_code()
     for line in dict.fromkeys(map(line_of, checks)):
         warnings.warn(f"capture: {line}: an assertion on values is not checked in steps", stacklevel=2)
 

@@ -32,7 +32,7 @@ from autopar.schedule.lowering import lower
 from autopar.schedule.order import Hop, Order
 from autopar.schedule.simulate import simulate
 from autopar.steps.graphs import Cache, Pipeline, Stage, StepGraph
-from autopar.steps.of_rank import backwards
+from autopar.steps.of_rank import backwards, graph_name
 
 
 def compile_pipeline(
@@ -129,7 +129,7 @@ def place(flow: Flow, cuts: tuple[str, ...]) -> dict[Node, int]:
 
 def _compile_part(k: int, part: PartGraph, cut: Cut, ctx: Compilation, train: bool) -> Stage:
     assert ctx.plan is not None
-    prefix = f"part{k}." if len(cut.parts) > 1 else ""
+    prefix = graph_name(len(cut.parts), k, "")
     if prefix:
         with ctx.within(prefix):
             ctx.observe("part", part.graph)

@@ -183,7 +183,7 @@ class _RankWalk:
         """Bytes of the parameters' gradients that a backward makes."""
         named = zip(graph.outputs, outputs(graph.graph), strict=True)
         caches = {c.past for c in part.part.caches}
-        found = {n: x for n, x in named if n and x is not None and is_a(n, "grad")}
+        found = {n: x for n, x in named if x is not None and is_a(n, "grad")}
         return {n: bytes_of([x]) for n, x in found.items() if of(n) not in part.received and of(n) not in caches}
 
     def parameters(self, action: Action, part: _Part, graph: StepGraph | None) -> None:

@@ -10,7 +10,7 @@ from autopar.cost.traffic import Volume, collective_bytes, communication, total_
 from autopar.ops import collectives as collectives  # registers the raw collectives
 from autopar.plan import Plan
 from autopar.steps.graphs import Compiled, Pipeline
-from autopar.steps.of_rank import broadcasts, graphs_of_rank, losses, sends, shared_gradients, slice_shares
+from autopar.steps.of_rank import broadcasts, graphs_of_rank, sends, shared_gradients, slice_shares
 
 ONCE = ("prologue", "once", "each", "gather", "reduce")  # graphs that do not run for every token slice
 
@@ -56,8 +56,8 @@ def _between_stages(compiled: Compiled, pipeline: Pipeline, rank: int) -> dict[t
     mesh, bucket = compiled.plan.mesh, compiled.plan.options.bucket_bytes
     nodes = {s.name: s.node for s in compiled.signature.inputs if s.kind == "parameter"}
     sums = shared_gradients(pipeline, compiled.parameters, nodes, mesh, rank, bucket) if compiled.train else []
-    if losses(pipeline):
-        sums.append((8 * losses(pipeline), mesh.size("pp")))
+    if compiled.losses:
+        sums.append((8 * len(compiled.losses), mesh.size("pp")))
     moved = {
         "send": list(sends(pipeline, rank)),
         "all_reduce": [collective_bytes("all_reduce", size, n) for size, n in sums],

@@ -26,7 +26,7 @@ from autopar.planner.slice_lengths import best_lengths, slice_lengths, slice_uni
 from autopar.planner.stages import main_parts, plan_pipeline
 from autopar.planner.step_order import parameter_specs
 from autopar.planner.streams import find_streams
-from autopar.planner.tensor_parallel import plan_tensor_parallel
+from autopar.planner.tensor_parallel import TensorParallel, plan_tensor_parallel
 from autopar.schedule.request import SCHEDULES
 
 
@@ -61,17 +61,8 @@ def make_plan(
     pieces: dict[str, Placement] = {}
     context = plan_context(gm, mesh, options) if mesh.size("cp") > 1 else ContextPlan()
     if mesh.size("tp") > 1:
-        analysis = Analysis(gm, mesh, "tp")
-        keep = {n: p.stored for n, name in names.items() if isinstance((p := _fixed(fixed, name, "tp")).stored, Shard)}
-        chosen = plan_tensor_parallel(analysis, names, keep)
+        chosen = _over_tp(gm, mesh, names, fixed, parameters)
         pieces |= chosen.weight_pieces
-        for name, decision in chosen.parameters.items():
-            parameters[name]["tp"] = decision
-        if fixed is not None:
-            for name in parameters:
-                parameters[name]["tp"] = fixed.parameter(name, "tp")
-        if not any(isinstance(p.stored, Shard) for axes in parameters.values() for p in axes.values()):
-            raise ValueError(_nothing_to_cut(chosen.refused, mesh))
         notes += _refusals(parameters, chosen.refused, {name: len(global_shape(n)) for n, name in names.items()})
         if options.sequence_parallel:
             streams = find_streams(gm, chosen.contractions, mesh, "tp", context.chunks(mesh.size("cp")))
@@ -98,6 +89,26 @@ def make_plan(
         plan = _with_pipeline(plan, gm, asked, fixed, sliced=train and not example)
     unclear = gm.meta.get("unclear_batch_dims", []) if example and mesh.size("dp") > 1 else []
     return _with_notes(plan, [(f"input {name}", UNCLEAR) for name in unclear])
+
+
+def _over_tp(
+    gm: GraphModule,
+    mesh: Mesh,
+    names: dict[Node, str],
+    fixed: Plan | None,
+    parameters: dict[str, dict[str, ParameterPlan]],
+) -> TensorParallel:
+    """Enters into ``parameters`` how tp cuts each. Raises ValueError where it cuts none."""
+    keep = {n: p.stored for n, name in names.items() if isinstance((p := _fixed(fixed, name, "tp")).stored, Shard)}
+    chosen = plan_tensor_parallel(Analysis(gm, mesh, "tp"), names, keep)
+    for name, decision in chosen.parameters.items():
+        parameters[name]["tp"] = decision
+    if fixed is not None:
+        for name in parameters:
+            parameters[name]["tp"] = fixed.parameter(name, "tp")
+    if not any(isinstance(p.stored, Shard) for axes in parameters.values() for p in axes.values()):
+        raise ValueError(_nothing_to_cut(chosen.refused, mesh))
+    return chosen
 
 
 def _with_pipeline(plan: Plan, gm: GraphModule, options: Options, fixed: Plan | None, sliced: bool) -> Plan:

@@ -100,7 +100,7 @@ def check_gradients(backward: StepGraph, local: GraphModule) -> None:
     differentiated."""
     inputs: dict[str, Any] = {n.name: n for n in placeholders(local)}
     for name, have in zip(backward.outputs, _results(backward.graph), strict=True):
-        if name is not None and is_a(name, "grad"):
+        if is_a(name, "grad"):
             expected = _type(inputs[of(name)])
             if have != expected:
                 raise StepError(f"the gradient of {of(name)} is {_shown(have)}, the value is {_shown(expected)}")

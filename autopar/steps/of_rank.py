@@ -30,9 +30,9 @@ GRAPHS = {
 BACKWARDS = ("BW", "B", "W", "BWR")  # kinds of actions whose graphs make gradients
 
 
-def graph_name(pipeline: Pipeline, part: int, graph: str) -> str:
-    """What people call a step graph: part1.backward, or backward in a model that is not cut into parts."""
-    return f"part{part}.{graph}" if len(pipeline.parts) > 1 else graph
+def graph_name(parts: int, part: int, graph: str) -> str:
+    """What people call a step graph: part1.backward, or backward in a model that is not cut into ``parts``."""
+    return f"part{part}.{graph}" if parts > 1 else graph
 
 
 def backwards(part: Stage) -> list[StepGraph]:
@@ -95,7 +95,7 @@ def graphs_of_rank(pipeline: Pipeline, prologue: Prologue | None, rank: int) -> 
     for (k, kind), times in sorted(Counter((order.part_of(a.stage), a.kind) for a in mine).items()):
         graph = graph_of(pipeline.parts[k], kind)
         if graph is not None:
-            found[graph_name(pipeline, k, GRAPHS[kind])] = graph.graph, times
+            found[graph_name(len(pipeline.parts), k, GRAPHS[kind])] = graph.graph, times
     return found
 
 
@@ -157,7 +157,7 @@ def _outputs(step: StepGraph | None) -> Sequence[str | None]:
 
 def trained(part: Stage, received: Collection[str]) -> set[str]:
     """Placeholders of the stored parameters of which a part makes gradients."""
-    made = {of(n) for kind in BACKWARDS for n in _outputs(graph_of(part, kind)) if n and is_a(n, "grad")}
+    made = {of(n) for kind in BACKWARDS for n in _outputs(graph_of(part, kind)) if is_a(n, "grad")}
     made -= {*received, *(cache.past for cache in part.caches)}
     reduced = {of(n) for n in _inputs(part.reduce)}
     found = {of(n) for n in _outputs(part.reduce) if n}
@@ -186,19 +186,26 @@ def shared_gradients(
     return sums
 
 
-def losses(pipeline: Pipeline) -> int:
-    """Number of losses, which all stages add up as one vector of float64."""
-    return len({name for part in pipeline.parts for name in part.losses})
+def recorded_facts(part: Stage, names: Collection[str]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and type of some outputs of a part's F."""
+    made = zip(part.forward.outputs, outputs(part.forward.graph), strict=True)
+    values = {name: node.meta["val"] for name, node in made if name is not None and name in names}
+    return {name: (tuple(val.shape), val.dtype) for name, val in values.items()}
+
+
+def results_of(pipeline: Pipeline, order: Order, train: bool) -> dict[str, tuple[int, tuple[int, ...], torch.dtype]]:
+    """Output of F -> coordinate of the rank that makes it for the last micro-batch, shape, type: of the new buffers in
+    training, of everything that the model returns otherwise."""
+    last = order.chains[order.chain_of[-1]]
+    found = {}
+    for index, part in enumerate(pipeline.parts):
+        names = [n for n in part.forward.outputs if n in part.mutations or (not train and is_a(n, "output"))]
+        for name, facts in recorded_facts(part, [n for n in names if n]).items():
+            found[name] = (order.rank_of[last[index]], *facts)
+    return found
 
 
 def broadcasts(pipeline: Pipeline, rank: int, train: bool) -> list[int]:
     """Bytes that a rank sends of every value that all stages get from one: new buffers, and outputs in evaluation."""
-    order = pipeline.order
-    last, found = order.chains[order.chain_of[-1]], []
-    for index, part in enumerate(pipeline.parts):
-        for name, node in zip(part.forward.outputs, outputs(part.forward.graph), strict=True):
-            if name in part.mutations or (not train and is_a(name, "output")):
-                val = node.meta["val"]
-                mine = order.rank_of[last[index]] == rank
-                found.append(math.prod(val.shape) * val.dtype.itemsize * mine)
-    return found
+    results = results_of(pipeline, pipeline.order, train).values()
+    return [math.prod(shape) * dtype.itemsize * (source == rank) for source, shape, dtype in results]

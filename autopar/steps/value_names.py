@@ -10,6 +10,8 @@ sum:weight      what the earlier backwards of a step made of grad:weight, added 
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 
 def grad(name: str) -> str:
     """The gradient of a value."""
@@ -36,7 +38,7 @@ def output(place: int) -> str:
     return f"output:{place}"
 
 
-def is_a(name: object, *kinds: str) -> bool:
+def is_a(name: object, *kinds: str) -> TypeGuard[str]:
     """Whether this is the name of a value of one of ``kinds``: "grad", "saved", "stash", "sum", "output"."""
     return isinstance(name, str) and ":" in name and name.partition(":")[0] in kinds
 
