@@ -17,6 +17,7 @@ from autopar.rewrite.checks import PlacementError, check_owned
 from autopar.rewrite.compilation import Compilation
 from autopar.runtime.state import local_tensor
 from tests.harness import check_alone, check_model
+from tests.plain_models import Net, build, numbers, part, put
 from tests.ranks import run_ranks
 
 WIDTH = 8
@@ -134,6 +135,23 @@ def returned() -> None:
 def test_outputs_own_their_storage() -> None:
     """What a user does to an output is done to no input and no weight."""
     run_ranks(2, returned)
+
+
+def kept_between() -> None:
+    batch = numbers()
+    parallel = put(build(Net), batch, {"dp": 2})
+    found = parallel(**part(batch, {"dp": 2}))
+    paused = found["loss"].grad_fn.run.paused
+    read = {id(x) for _, x in paused.saved}
+    others = {x.data_ptr() for x in paused.slots if isinstance(x, Tensor) and id(x) not in read}
+    assert others and found["loss"].data_ptr() not in others and found["logits"].to_local().data_ptr() not in others
+    found["loss"].backward()
+    assert parallel.full_gradients()
+
+
+def test_outputs_are_not_kept_for_the_backward() -> None:
+    """Logits that nobody holds any more are freed before it."""
+    run_ranks(2, kept_between)
 
 
 def test_a_graph_whose_gradients_share_storage_is_refused() -> None:

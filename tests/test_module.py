@@ -194,23 +194,6 @@ def test_several_losses(sizes: dict[str, int], count: int) -> None:
     run_ranks(2, several_losses, sizes, count)
 
 
-def kept_between(sizes: dict[str, int]) -> None:
-    """Of outputs that nobody holds any more, what the backward does not read is freed before it."""
-    batch = numbers()
-    parallel = put(build(Net), batch, sizes)
-    found = parallel(**part(batch, sizes))
-    paused = found["loss"].grad_fn.run.paused
-    read = {id(x) for _, x in paused.saved}
-    others = {x.data_ptr() for x in paused.slots if isinstance(x, Tensor) and id(x) not in read}
-    assert others and found["loss"].data_ptr() not in others and found["logits"].to_local().data_ptr() not in others
-    found["loss"].backward()
-    assert parallel.full_gradients()
-
-
-def test_outputs_are_not_kept_for_the_backward() -> None:
-    run_ranks(2, kept_between, {"dp": 2})
-
-
 # --- training -----------------------------------------------------------------------------------------
 
 OPTIMIZERS = {
