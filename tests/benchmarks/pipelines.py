@@ -205,7 +205,7 @@ def _watch_ours(executor: Executor) -> Iterator[Watch]:
     watch, changed = Watch(), []
     for entry in executor.program.entries:
         for instruction in (*entry.waits, *entry.does):
-            name = instruction.apply.__qualname__
+            name = getattr(instruction.apply, "__qualname__", "")  # a bound graph has none
             if ".receive." in name or ".send." in name:
                 continue
             changed.append((instruction, instruction.apply))
