@@ -2,7 +2,7 @@
 
 Consumes    a step graph.
 Guarantees  no view that changes nothing (same shape, detach, alias) feeds another op; a view of a view of a
-            contiguous value is one view; `with_gradient_of` is its value, once the graph is differentiated.
+            contiguous value is one view.
 Leaves      views that are outputs; every number.
 
     a = view(w, [32]); b = detach(a); y = mul(b, x)            -->    y = mul(w, x)
@@ -17,15 +17,13 @@ from typing import ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.adapters.operators import OpOverload
 from autopar.ir.graph import is_call, remove_dead_code
-from autopar.ops.traits import PASSING, SILENT_VIEWS, aliases, is_view
+from autopar.ops.traits import PASSING, is_view
 from autopar.rewrite.compilation import Compilation
 
 aten = torch.ops.aten
 
-GRADIENT_OF = torch.ops.autopar.with_gradient_of.default
-IDENTITIES = (aten.detach.default, aten.alias.default, GRADIENT_OF)
+IDENTITIES = (aten.detach.default, aten.alias.default)
 
 
 @dataclass(frozen=True)
@@ -64,10 +62,4 @@ def _bypass(node: Node) -> None:
     """Let every user but the output use the operand: an output has storage of its own, as a new result has."""
     operand = node.args[0]
     assert isinstance(operand, Node)
-    saved = is_call(node, GRADIENT_OF) and _is_new(operand)
-    node.replace_all_uses_with(operand, delete_user_cb=lambda user: user.op != "output" or saved)
-
-
-def _is_new(node: Node) -> bool:
-    made = isinstance(node.target, OpOverload) and (node.target in SILENT_VIEWS or not aliases(node.target))
-    return made and all(user.op != "output" for user in node.users)
+    node.replace_all_uses_with(operand, delete_user_cb=lambda user: user.op != "output")

@@ -1,91 +1,35 @@
 """trace_joint: a local graph becomes the joint graph of its forward and backward.
 
-Consumes a local graph; guarantees that every traced node carries the metadata of the node that it comes from, and that
-a model's own backwards (`autopar.ops.gradient`) run where autograd asks for them; leaves alone what is differentiated.
+Consumes a local graph; guarantees that it is made of core operators, that those of the forward carry the metadata of
+the node that they come from, and that a model's own backwards (`autopar.ops.gradient`) run where autograd asks for
+them; leaves alone what is differentiated.
 
 y = f(x)        -->        y = f(x); gx = f_backward(gy, x)
+
+It is put together operator by operator, as autograd does (`autopar.passes.reverse`). What an operator and its
+derivative are made of is torch's (`autopar.passes.derivatives`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.fx import GraphModule, Interpreter, Node
-from torch.fx.node import map_arg
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_aggregate
 
-from autopar.adapters.aot import traced_joint
-from autopar.ir.own_backward import OwnBackward, inside_of, own_backwards
-from autopar.ops.checked import CHECKED
-from autopar.ops.gradient import OWN_BACKWARD, RESULT
+from autopar.adapters.fake import new_mode
+from autopar.adapters.lazy import graph_module
+from autopar.adapters.operators import OpOverload
+from autopar.adapters.record import Call, Like, Recorded, Value, fake_of, like_of
+from autopar.ir.graph import fake_mode, is_call, outputs
+from autopar.ir.meta import ORIGIN, inherit
+from autopar.ops.gradient import RESULT
+from autopar.passes.derivatives import derivative
+from autopar.passes.reverse import Backward, Forward, Key, key_of, marked
 
-
-class _Tagging(Interpreter):
-    """Runs a graph so that traced nodes carry the metadata of the node they come from; a model's own backwards run
-    where autograd asks for them."""
-
-    def __init__(self, gm: GraphModule) -> None:
-        own = own_backwards(gm.graph)
-        super().__init__(gm, garbage_collect_values=not own)  # what a backward takes is kept until its token
-        self.own = {one.token: one for one in own}
-        self.inside = inside_of(gm.graph)
-
-    def run_node(self, n: Node) -> Any:
-        if n in self.inside:
-            return None
-        with torch.fx.traceback.set_current_meta(n):
-            if n.target is OWN_BACKWARD:
-                return self._own_backward(self.own[n])
-            if n.target is RESULT:
-                return self._result(n)
-            return super().run_node(n)
-
-    def _own_backward(self, own: OwnBackward) -> dict[Node, Tensor]:
-        """Sources of the results' gradients, by hole."""
-        inputs, saved = [self.env[x] for x in own.inputs], [self.env[x].detach() for x in own.saved]
-        shapes = [hole.meta["val"] for hole in own.holes]
-        sources = _DeferredBackward.apply(own, shapes, len(inputs), *inputs, *saved)
-        return dict(zip(own.holes, sources, strict=True))
-
-    def _result(self, n: Node) -> Tensor:
-        value, hole, token = n.all_input_nodes
-        made: Tensor = torch.ops.autopar.with_gradient_of(self.env[value], self.env[token][hole])
-        return made
-
-
-class _DeferredBackward(torch.autograd.Function):
-    """Gives tensors without values; of their gradients it computes those of its inputs, by a part of a graph."""
-
-    @staticmethod
-    def forward(ctx: Any, own: OwnBackward, like: Sequence[Tensor], count: int, *tensors: Tensor) -> Any:
-        ctx.own, ctx.like = own, like
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors[count:])
-        return tuple(tensors[0].new_empty(x.shape, dtype=x.dtype) for x in like)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        own: OwnBackward = ctx.own
-        if not own.zeros and any(g is None for g in grads):
-            raise ValueError(
-                f"the autograd function {own.name} asks for None instead of gradients of zeros (set_materialize_grads) "
-                "and one of its results has no gradient here; let its backward take zeros"
-            )
-        grads = tuple(_zeros(x) if g is None else g for g, x in zip(grads, ctx.like, strict=True))
-        known: dict[Node, Any] = dict(zip(own.holes, grads, strict=True))
-        known |= zip(own.saved, ctx.saved_tensors, strict=True)
-        for node in own.inside:
-            with torch.fx.traceback.set_current_meta(node):
-                args, kwargs = map_arg((node.args, node.kwargs), known.__getitem__)
-                known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-        return None, None, None, *(known[g] for g in own.gradients), *(None for _ in own.saved)
-
-
-def _zeros(like: Tensor) -> Tensor:
-    """Made anew: ``like`` is no tensor of the trace."""
-    return torch.zeros(tuple(like.shape), dtype=like.dtype, device=like.device)
+aten = torch.ops.aten
 
 
 def joint_graph(gm: GraphModule, differentiable: Sequence[bool]) -> GraphModule:
@@ -97,7 +41,106 @@ def joint_graph(gm: GraphModule, differentiable: Sequence[bool]) -> GraphModule:
 
     Returns: a graph with the placeholders of ``gm``, then one tangent per output that has a gradient; it returns the
     outputs of ``gm``, then one gradient (or None) per placeholder. Without any gradient wanted: the forward alone.
+    Raises ValueError where torch has no backward.
     """
-    nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    inputs = [n.meta["val"].detach().requires_grad_(wanted) for n, wanted in zip(nodes, differentiable, strict=True)]
-    return traced_joint(lambda *args: _Tagging(gm).run(*args), inputs, CHECKED)
+    forward = Forward(gm, differentiable)
+    ends = [x for x in outputs(gm) if isinstance(x, Node) and forward.needs[key_of(x)]]
+    likes = [forward.likes[key_of(x)] for x in ends]
+    shapes = _Shapes(forward)
+    Backward(forward, shapes).run(ends, likes)
+    made = _Nodes(forward, shapes.found, likes)
+    gradients = Backward(forward, made).run(ends, made.tangents)
+    results = [made.made[key_of(x)] if isinstance(x, Node) else x for x in outputs(gm)]
+    wanted = [gradients.get((n, 0)) if w else None for n, w in zip(forward.inputs, differentiable, strict=True)]
+    made.graph.output((*results, *(wanted if any(differentiable) else ())))
+    return graph_module(made.graph, "Joint")
+
+
+class _Shapes:
+    """The first way through: what gradients look like, and from that what each derivative is made of."""
+
+    def __init__(self, forward: Forward) -> None:
+        self.forward = forward
+        self.found = dict(forward.found)
+
+    def value(self, key: Key) -> Like:
+        return self.forward.likes[key]
+
+    def call(self, target: Any, args: Any, kwargs: Any, operands: Sequence[Like], origin: Node) -> list[Like | None]:
+        found = derivative(target, args, kwargs, operands, [False for _ in operands])
+        return _likes(found, found.results)
+
+    def gradients(self, node: Node, tangents: Sequence[Like | None]) -> list[Like | None]:
+        found = self.found[node] = self.forward.derivative(node, tangents)
+        return _likes(found, found.gradients)
+
+
+def _likes(found: Recorded, values: Sequence[Value | None]) -> list[Like | None]:
+    return [None if v is None else found.likes[v.number] for v in values]  # type: ignore[misc]
+
+
+class _Nodes:
+    """The second way through: the joint graph. The forward is there when it is made."""
+
+    def __init__(self, forward: Forward, found: Mapping[Node, Recorded], tangents: Sequence[Like]) -> None:
+        self.graph, self.found = Graph(), found
+        mode = fake_mode(forward.graph)
+        self.mode = mode if hasattr(mode, "fake_tensor_converter") else new_mode()
+        self.made: dict[Key, Node] = {}
+        self.numbers: dict[Node, dict[int, Node]] = {}
+        for i, node in enumerate(forward.inputs, 1):
+            self.made[node, 0] = self._placeholder(f"primals_{i}", forward.likes[node, 0])
+        self.tangents = [self._placeholder(f"tangents_{i}", like) for i, like in enumerate(tangents, 1)]
+        for node in forward.calls:
+            if is_call(node, RESULT):
+                self.made[node, 0] = self._result(node)
+            elif node in found:
+                self._add(node, found[node])
+
+    def value(self, key: Key) -> Node:
+        return self.made[key]
+
+    def call(self, target: Any, args: Any, kwargs: Any, operands: Sequence[Node], origin: Node) -> list[Node | None]:
+        likes = [like_of(x.meta["val"]) for x in operands]
+        found = derivative(target, args, kwargs, likes, [False for _ in operands])  # type: ignore[arg-type]
+        numbers = dict(enumerate(operands))
+        self._write(found, found.calls, numbers, origin, ("stack_trace",))
+        return [None if v is None else numbers[v.number] for v in found.results]
+
+    def gradients(self, node: Node, tangents: Sequence[Node | None]) -> list[Node | None]:
+        found, numbers = self.found[node], self.numbers[node]
+        numbers |= enumerate((t for t in tangents if t is not None), len(marked(node)[2]))
+        self._write(found, found.calls[found.forward :], numbers, node, ("stack_trace",))
+        return [None if v is None else numbers[v.number] for v in found.gradients]
+
+    def _placeholder(self, name: str, like: Like) -> Node:
+        node = self.graph.placeholder(name)
+        node.meta["val"] = like.fake(self.mode)
+        return node
+
+    def _add(self, node: Node, found: Recorded) -> None:
+        numbers = self.numbers[node] = dict(enumerate(self.made[key_of(x)] for x in marked(node)[2]))
+        self._write(found, found.calls[: found.forward], numbers, node, ORIGIN)
+        self.made |= {(node, i): numbers[v.number] for i, v in enumerate(found.results) if v is not None}
+
+    def _result(self, node: Node) -> Node:
+        """The value itself, unless somebody outside may write to it."""
+        value = self.made[key_of(node.args[0])]
+        if not any(user.op == "output" for user in node.users):
+            return value
+        (copy,) = self.call(aten.clone.default, (Value(0),), {}, [value], node)
+        assert copy is not None
+        return copy
+
+    def _write(
+        self, found: Recorded, calls: Sequence[Call], numbers: dict[int, Node], origin: Node, keys: Sequence[str]
+    ) -> None:
+        for call in calls:
+            args, kwargs = map_aggregate(
+                (call.args, call.kwargs), lambda x: numbers[x.number] if isinstance(x, Value) else x
+            )
+            node = numbers[call.number] = self.graph.call_function(call.target, args, kwargs)
+            inherit(node, origin, keys)
+            node.meta["val"] = fake_of(found.likes[call.number], self.mode)
+            if isinstance(call.target, OpOverload):
+                node.meta["original_aten"] = call.target

@@ -15,7 +15,7 @@ from autopar.exact import LiftFloat32
 from autopar.ir.signature import Signature
 from autopar.models.tiny import TINY, TinyModel
 from autopar.passes.normalize import Normalize
-from autopar.passes.trace_joint import _Tagging
+from tests.whole_joint import OwnBackwards
 
 EXACT = 1e-12
 
@@ -36,7 +36,7 @@ def run(gm: torch.fx.GraphModule, model: nn.Module, batch: dict[str, Any]) -> An
     """The graph's result in the model's own structure."""
     signature: Signature = gm.meta["signature"]
     outputs = sum(spec.kind == "output" for spec in signature.outputs)
-    values = _Tagging(gm).run(*graph_inputs(gm, model, batch))  # a model's own backwards need it
+    values = OwnBackwards(gm).run(*graph_inputs(gm, model, batch))  # a model's own backwards need it
     return signature.rebuild(values[:outputs])
 
 

@@ -28,11 +28,16 @@ def traced_joint(run: Callable[..., Any], inputs: Sequence[Tensor], checked: Any
     try:
         traced = aot_export_joint_simple(function, tuple(inputs), trace_joint=any(x.requires_grad for x in inputs))
     except RuntimeError as error:
-        if "derivative" not in str(error) and "differentia" not in str(error):
-            raise
+        explain(error)
+        raise
+    assert isinstance(traced, GraphModule)
+    return without_tokens(traced, checked)
+
+
+def explain(error: RuntimeError) -> None:
+    """Raises ValueError, in words for the user, for what torch says of an operator without a derivative."""
+    if "derivative" in str(error) or "differentia" in str(error):
         raise ValueError(
             f"differentiate: {(str(error).splitlines() or ['?'])[0].rstrip('. ')}; torch has no backward here: detach "
             "what it is applied to, or compute it in another way"
         ) from error
-    assert isinstance(traced, GraphModule)
-    return without_tokens(traced, checked)

@@ -5,12 +5,8 @@
     t  = own_backward([x], [gx], [g], "F", True)the gradient of x is gx
     y  = with_backward(f(x), g, t)               the value f(x); what arrives as its gradient is g
 
-Forward, nobody reads what depends on a hole: `autopar.adapters.aot` leaves it out, and runs it on the gradient where
+Forward, nobody reads what depends on a hole: the joint graph (`autopar.passes.reverse`) runs it on the gradient where
 that is known. ``t`` ties a function's results to its inputs and has no value.
-
-There, and in joint graphs only:
-
-    out = with_gradient_of(y, e)                 out = y;   de = d(out), and y gets none
 """
 
 from __future__ import annotations
@@ -60,27 +56,10 @@ def _(value: Tensor, hole: Tensor, token: Tensor) -> Tensor:
     return torch.empty_like(value)
 
 
-@torch.library.custom_op("autopar::with_gradient_of", mutates_args=())
-def with_gradient_of(value: Tensor, source: Tensor) -> Tensor:
-    """value and source of one shape and dtype -> value."""
-    return value.clone()
-
-
-@with_gradient_of.register_fake
-def _(value: Tensor, source: Tensor) -> Tensor:
-    assert value.shape == source.shape, f"with_gradient_of: {value.shape} and {source.shape}"
-    return torch.empty_like(value)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-    return None, grad
-
-
 def _unknown(ctx: Any, *grads: Tensor) -> None:
     raise ValueError(TRACED)
 
 
-with_gradient_of.register_autograd(_backward)
 for _op in (own_backward, with_backward):
     _op.register_autograd(_unknown)
 

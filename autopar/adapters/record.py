@@ -1,0 +1,256 @@
+"""What an operator is made of: the core operators that run for a call, and for its derivative, by the order in which
+autograd runs them.
+
+    record(lambda x, w: linear(x, w), [x, w], tangents=[g])
+        t(1)  mm(0, 2)  |  t(4)  mm(5, 0) ...              values are numbered: operands, tangents, results
+
+A dispatch mode sees each of them with fake values. What it can not write down (a value that comes from elsewhere, an
+operator that writes to its operand or that has no result) is left to AOTAutograd, which knows how to do without.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._higher_order_ops.effects import has_effects
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate, map_arg
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from autopar.adapters.aot import explain, traced_joint
+from autopar.adapters.fake import new_mode
+
+
+@dataclass(frozen=True)
+class Like:
+    """What a fake value is: shape, strides, offset in its storage, dtype."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, x: Tensor) -> Like:
+        return cls(tuple(x.shape), x.stride(), int(x.storage_offset()), x.dtype)
+
+    def fake(self, mode: FakeTensorMode) -> Tensor:
+        """A new value, without a trip through the dispatcher: graphs have one per node."""
+        return FakeTensor(mode, self._meta(), torch.device("cpu"))
+
+    def _meta(self) -> Tensor:
+        if not self.offset:
+            return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+        last = sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True)) if 0 not in self.shape else 0
+        whole = torch.empty(self.offset + last + 1, dtype=self.dtype, device="meta")
+        return whole.as_strided(self.shape, self.stride, self.offset)
+
+
+@dataclass(frozen=True)
+class Value:
+    """The value of that number."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """One core operator, with `Value` for tensors. number: of its result."""
+
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    number: int
+
+
+Likes = Like | tuple[Like | None, ...] | None  # of a tensor, of several, of a tangent that nobody asks for
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """likes: of all values, by number. calls: in order; the first ``forward`` of them make the results. results: Value
+    per tensor, None for the rest. needs: whether a result has a gradient. gradients: per operand, or None where there
+    is none. several: whether the call returns a tuple."""
+
+    likes: tuple[Likes, ...]
+    calls: tuple[Call, ...]
+    forward: int
+    results: tuple[Value | None, ...]
+    needs: tuple[bool, ...]
+    gradients: tuple[Value | None, ...]
+    several: bool
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, given: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.complete = True  # nobody may raise in here: some of torch's callers end the process then
+        self.calls: list[Call] = []
+        self.likes: list[Likes] = []
+        # weakly: a result that somebody else holds, too, is copied when autograd makes it a view
+        self.numbers = WeakTensorKeyDictionary()
+        for x in given:
+            self._add(x)
+
+    def value(self, x: Any) -> Value | None:
+        """What a tensor is known as."""
+        if x is None:
+            return None
+        self.complete &= x in self.numbers
+        return Value(self.numbers.get(x, -1))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "prim":
+            return func(*args, **(kwargs or {}))  # what device a tensor is on
+        self.complete &= not func._schema.is_mutable and bool(func._schema.returns) and not has_effects(func)
+        named = map_aggregate((args, kwargs or {}), self._named)
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor):
+            self.calls.append(Call(func, *named, self._add(out)))
+        elif isinstance(out, (tuple, list)) and all(x is None or isinstance(x, Tensor) for x in out):
+            self._add_several(func, named, out)
+        else:
+            self.complete = False
+        return out
+
+    def _add_several(self, func: Any, named: Any, out: Sequence[Tensor | None]) -> None:
+        several = Value(len(self.likes))
+        self.likes.append(like_of(out))
+        self.calls.append(Call(func, *named, several.number))
+        for i, x in enumerate(out):
+            if x is not None:
+                self.calls.append(Call(operator.getitem, (several, i), {}, self._add(x)))
+
+    def _add(self, x: Tensor) -> int:
+        self.numbers[x] = number = len(self.likes)
+        self.likes.append(Like.of(x))
+        return number
+
+    def _named(self, x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if x in self.numbers or isinstance(x, FakeTensor) or x.dim():
+            return self.value(x)
+        return x.item()  # a number that the dispatcher wrapped
+
+
+def like_of(val: Any) -> Likes:
+    """Of a result: one tensor, or several."""
+    return Like.of(val) if isinstance(val, Tensor) else tuple(None if x is None else Like.of(x) for x in val)
+
+
+def fake_of(likes: Likes, mode: FakeTensorMode) -> Any:
+    """New fake values."""
+    return likes.fake(mode) if isinstance(likes, Like) else tuple(x and x.fake(mode) for x in likes or ())
+
+
+MODE = new_mode()
+
+
+def record(
+    run: Callable[..., Any],
+    operands: Sequence[Like],
+    needs: Sequence[bool],
+    tangents: Sequence[Like | None] | None,
+    checked: Any,
+) -> Recorded:
+    """The calls behind ``run(*operands)`` and behind the gradients of the operands that need one.
+
+    ``tangents``: per result, what its gradient looks like, or None where it has none; None: no derivative. Numbers go
+    to operands, then to tangents. ``checked``: see `autopar.adapters.effects`. Raises ValueError where torch has no
+    backward.
+    """
+    given = [like.fake(MODE).requires_grad_(wanted) for like, wanted in zip(operands, needs, strict=True)]
+    arriving = [like.fake(MODE) for like in tangents or () if like is not None]
+    recorder = _Recorder([*given, *arriving])
+    with torch.inference_mode(False), torch.enable_grad(), MODE, recorder:
+        results, several = _flat(run(*given))
+        forward = len(recorder.calls)
+        found = _gradients(results, given, needs, tangents, arriving)
+    values, gradients = tuple(map(recorder.value, results)), tuple(map(recorder.value, found))
+    if not recorder.complete:
+        return _traced(run, given, needs, tangents, arriving, checked)
+    live = tuple(x is not None and x.requires_grad for x in results)
+    return Recorded(tuple(recorder.likes), tuple(recorder.calls), forward, values, live, gradients, several)
+
+
+def _flat(out: Any) -> tuple[list[Any], bool]:
+    return (list(out), True) if isinstance(out, (tuple, list)) else ([out], False)
+
+
+def _gradients(results: Any, given: Any, needs: Any, tangents: Any, arriving: Any) -> Sequence[Tensor | None]:
+    if tangents is None:
+        return ()
+    ends = [x for x, t in zip(results, tangents, strict=True) if t is not None]
+    wanted = [x for x, w in zip(given, needs, strict=True) if w]
+    try:
+        found = iter(torch.autograd.grad(ends, wanted, arriving, allow_unused=True))
+    except RuntimeError as error:
+        explain(error)
+        raise
+    return [next(found) if w else None for w in needs]
+
+
+# --- what the recorder leaves to AOTAutograd -----------------------------------------------------------
+
+
+class _Arrives(torch.autograd.Function):
+    """x, whose gradient is ``gradient`` whatever arrives: AOTAutograd's own tangents have the strides of results."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient, None
+
+
+def _traced(run: Any, given: list[Tensor], needs: Any, tangents: Any, arriving: list[Tensor], checked: Any) -> Recorded:
+    facts: dict[str, Any] = {}
+
+    def function(*tensors: Tensor) -> list[Tensor]:
+        results, facts["several"] = _flat(run(*tensors[: len(given)]))
+        facts["needs"] = tuple(x is not None and x.requires_grad for x in results)
+        facts["there"] = [x is not None for x in results]
+        given_tangents = iter(tensors[len(given) :])
+        live = tangents or [None] * len(results)
+        pairs = [(x, t) for x, t in zip(results, live, strict=True) if x is not None]
+        return [x.detach().clone() if t is None else _Arrives.apply(x, next(given_tangents)) for x, t in pairs]
+
+    derives = bool(arriving)
+    inputs = [*(x if derives else x.detach() for x in given), *arriving]
+    with torch.inference_mode(False), torch.enable_grad():
+        gm = traced_joint(function, inputs, checked)
+    if not derives:  # whether autograd would go on
+        with torch.inference_mode(False), torch.enable_grad(), MODE:
+            function(*given)
+    return _as_recorded(gm, facts, needs if derives else ())
+
+
+def _as_recorded(gm: GraphModule, facts: Mapping[str, Any], wanted: Sequence[bool]) -> Recorded:
+    numbers: dict[Node, Value] = {}
+    likes: list[Likes] = []
+    calls: list[Call] = []
+    forward = 0
+    for number, node in enumerate(n for n in gm.graph.nodes if n.op != "output"):
+        numbers[node] = Value(number)  # placeholders: what was given, then AOTAutograd's tangents, which lead nowhere
+        likes.append(like_of(node.meta["val"]))
+        if node.op == "call_function":
+            args, kwargs = map_arg((node.args, node.kwargs), numbers.__getitem__)
+            calls.append(Call(node.target, args, kwargs, number))
+            forward += node.meta.get("partitioner_tag") != "is_backward"
+    copies = iter(gm.graph.output_node().args[0])  # of results: AOTAutograd returns no views
+    results = tuple(numbers[next(copies).args[0]] if there else None for there in facts["there"])
+    gradients = tuple(numbers.get(next(copies)) if w else None for w in wanted)
+    return Recorded(tuple(likes), tuple(calls), forward, results, facts["needs"], gradients, facts["several"])

@@ -1,0 +1,66 @@
+"""What an operator and its derivative are made of, in core operators: found out once for each way it is called.
+
+    mul(x[8, 4], w[4])        mul                    with a gradient like [8, 4]:  mul, mul, sum, view
+
+A model calls few operators, with few shapes, many times; a process compiles many graphs. What is remembered holds
+shapes and numbers of values, no tensors and no nodes. The key is all that an operator can see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx.node import map_aggregate
+
+from autopar.adapters.record import Like, Recorded, Value, record
+from autopar.ops.checked import CHECKED
+
+_KNOWN: dict[Any, Recorded] = {}
+MOST = 20_000  # some tens of megabytes
+
+# What two calls share if it looks the same.
+PLAIN = (
+    Value, int, float, complex, bool, str, type(None), slice,
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+
+
+def derivative(
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    operands: Sequence[Like],
+    needs: Sequence[bool],
+    tangents: Sequence[Like | None] | None = None,
+) -> Recorded:
+    """See `autopar.adapters.record.record`. Tensors in ``args`` and ``kwargs`` are a `Value`, the number of an
+    operand."""
+
+    def run(*tensors: Any) -> Any:
+        filled = map_aggregate((args, kwargs), lambda x: tensors[x.number] if isinstance(x, Value) else x)
+        return target(*filled[0], **filled[1])
+
+    if not _is_plain((args, kwargs)):
+        return record(run, operands, needs, tangents, CHECKED)
+    arriving = None if tangents is None else tuple(tangents)
+    surroundings = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
+    key = target, repr((args, kwargs)), tuple(operands), tuple(needs), arriving, surroundings
+    found = _KNOWN.get(key)
+    if found is None:
+        if len(_KNOWN) >= MOST:
+            _KNOWN.clear()
+        found = _KNOWN[key] = record(run, operands, needs, tangents, CHECKED)
+    return found
+
+
+def _is_plain(x: Any) -> bool:
+    if isinstance(x, (tuple, list)):
+        return all(map(_is_plain, x))
+    return all(map(_is_plain, x.values())) if isinstance(x, dict) else isinstance(x, PLAIN)
+
+
+def forget() -> None:
+    """What operators are made of is no longer what it was."""
+    _KNOWN.clear()
