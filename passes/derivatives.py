@@ -1,4 +1,4 @@
-"""What an operator and its derivative are made of, in core operators: found out once for each way it is called.
+"""derivatives: what an operator and its derivative are made of, found out once for each way it is called.
 
     mul(x[8, 4], w[4])        mul                    with a gradient like [8, 4]:  mul, mul, sum, view
 
@@ -8,13 +8,16 @@ shapes and numbers of values, no tensors and no nodes. The key is all that an op
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.fx.node import map_aggregate
+from torch.fx import Node
+from torch.fx.node import map_aggregate, map_arg
 
-from autopar.adapters.record import Like, Recorded, Value, record
+from autopar.adapters.record import Recorded, TensorFacts, Value, fake_of, record
+from autopar.ir.graph import fake_mode, has_gradient, is_call
 from autopar.ops.checked import CHECKED
 
 _KNOWN: dict[Any, Recorded] = {}
@@ -31,9 +34,9 @@ def derivative(
     target: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    operands: Sequence[Like],
+    operands: Sequence[TensorFacts],
     needs: Sequence[bool],
-    tangents: Sequence[Like | None] | None = None,
+    tangents: Sequence[TensorFacts | None] | None = None,
 ) -> Recorded:
     """See `autopar.adapters.record.record`. Tensors in ``args`` and ``kwargs`` are a `Value`, the number of an
     operand."""
@@ -53,6 +56,26 @@ def derivative(
             _KNOWN.clear()
         found = _KNOWN[key] = record(run, operands, needs, tangents, CHECKED)
     return found
+
+
+def marked(node: Node) -> tuple[tuple[Any, ...], dict[str, Any], list[Node]]:
+    """(args, kwargs, operands) of a call, with the number of an operand where one stands."""
+    numbers: dict[Any, Any] = {}
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: numbers.setdefault(n, Value(len(numbers))))
+    return args, kwargs, list(numbers)
+
+
+def fake_result(node: Node) -> Any:
+    """What a call gives on the fake values of its operands. Without running it, where the call is known: the derivative
+    of a local graph asks for the same."""
+    if is_call(node, operator.getitem):
+        return node.args[0].meta["val"][node.args[1]]  # type: ignore[union-attr]
+    args, kwargs, operands = marked(node)
+    likes = [TensorFacts.of(x.meta["val"]) for x in operands]
+    found = derivative(node.target, args, kwargs, likes, [has_gradient(x) for x in operands])  # type: ignore[arg-type]
+    mode = fake_mode(node.graph, operands)
+    made = [like and fake_of(like, mode) for like in found.facts(found.results)]
+    return tuple(made) if found.several else made[0]
 
 
 def _is_plain(x: Any) -> bool:

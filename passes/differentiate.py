@@ -6,7 +6,7 @@ Guarantees  F returns the outputs and what the backward needs; BW takes that, pa
             alone: the backward makes it again. The backward also comes in two, for schedules of pipelines: B is what
             leads to the gradient of a received value or to two or more parameters' gradients (else the first part's
             B would be empty), W the rest.
-Leaves      the operators: they are AOTAutograd's.
+Leaves      the operators: they are torch's.
 
     F:  y = mm(x, t(gather(w)))         -->    saves x
     B:  dx = mm(dy, gather(w))                 gathers w again;  stashes dy
@@ -138,8 +138,8 @@ def _joint(gm: GraphModule, active: list[int], fixed: Iterable[str]) -> Joint:
 
 
 def own_outputs(gm: GraphModule, active: list[int]) -> None:
-    """Every output but the active ones is detached, or AOTAutograd would ask for its tangent; every output has
-    storage of its own, or it would be returned in a way that depends on what it is a view of. What is active and no
+    """Every output but the active ones is detached, or it would have a tangent; every output has storage of its own, or
+    it would be returned in a way that depends on what it is a view of. What is active and no
     loss is contiguous: tangents have the strides of their outputs."""
     out = output_node(gm)
     values: list[Any] = []

@@ -30,7 +30,6 @@ from autopar.ir.graph import (
     insert_call,
     placeholders,
     placement,
-    run_fake,
     set_argument,
     tensor_operands,
     values,
@@ -40,6 +39,7 @@ from autopar.ir.meta import TYPES, inherit, signature_of
 from autopar.ir.placement import INVARIANT, Pieces, Placement, Shard
 from autopar.ops.facts import Facts
 from autopar.ops.vocabulary import cross_entropy_of_piece, embedding_of_piece
+from autopar.passes.derivatives import fake_result
 from autopar.plan import Plan
 from autopar.rewrite.compilation import Compilation
 from autopar.rules import local_shapes
@@ -91,7 +91,7 @@ class _Local:
     def _run_fake(self) -> None:
         """Run the call on fake local operands: the shapes must come out as the placements say."""
         node = self.node
-        node.meta["val"] = run_fake(node.graph, node.target, node.args, node.kwargs)  # type: ignore[arg-type]
+        node.meta["val"] = fake_result(node)
         found = [tuple(v.shape) for v in values(node)]
         assert found == self.shapes, (
             f"localize_shapes: {describe(node)} gives {found}, its placements say {self.shapes}"

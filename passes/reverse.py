@@ -1,8 +1,7 @@
-"""The order of autograd over a local graph: its values, and how gradients go through it, from the last operator to the
-first. Gradients that meet in one value are added in the order of their arrival.
+"""reverse: how gradients go through a local graph, from the last operator to the first.
 
-`Backward` runs twice over a graph, once for the shapes of gradients, which say what each derivative is made of, and
-once for nodes (`autopar.passes.trace_joint`).
+The order is autograd's; gradients that meet in one value are added as they arrive. `Backward` runs twice over a graph:
+for the shapes of gradients, which say what each derivative is made of, and for nodes (`trace_joint`).
 """
 
 from __future__ import annotations
@@ -13,18 +12,17 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
 
-from autopar.adapters.record import Like, Recorded, Value
+from autopar.adapters.record import Recorded, TensorFacts, Value
 from autopar.ir.graph import is_call, placeholders
 from autopar.ir.own_backward import OwnBackward, inside_of, own_backwards
 from autopar.ops.gradient import RESULT
-from autopar.passes.derivatives import derivative
+from autopar.passes.derivatives import derivative, marked
 
 aten = torch.ops.aten
 
 T = TypeVar("T")
-Key = tuple[Node, int]  # which result of a call
+ResultKey = tuple[Node, int]  # which result of a call
 
 
 def is_entry(node: Node) -> bool:
@@ -32,50 +30,49 @@ def is_entry(node: Node) -> bool:
     return is_call(node, operator.getitem) and isinstance(node.args[0], Node)
 
 
-def key_of(node: Node) -> Key:
+def result_key(node: Node) -> ResultKey:
     """What a node, or an entry of a tuple, is a result of."""
     return (node.args[0], node.args[1]) if is_entry(node) else (node, 0)  # type: ignore[return-value]
 
 
-def marked(node: Node) -> tuple[tuple[Any, ...], dict[str, Any], list[Node]]:
-    """(args, kwargs, operands) of a call, with the number of an operand where one stands."""
-    numbers: dict[Node, Value] = {}
-    args, kwargs = map_arg((node.args, node.kwargs), lambda n: numbers.setdefault(n, Value(len(numbers))))
-    return args, kwargs, list(numbers)
+def parts_of_result(node: Node) -> tuple[Node, Node, Node]:
+    """(value, hole, token) of a result of a model's own autograd function."""
+    value, hole, token = node.args
+    return value, hole, token  # type: ignore[return-value]
 
 
-class Forward:
+class ForwardValues:
     """What every value of a local graph looks like, and whether a gradient flows into it."""
 
     def __init__(self, gm: GraphModule, differentiable: Sequence[bool]) -> None:
         self.graph, self.inputs = gm.graph, placeholders(gm)
         self.own = {one.token: one for one in own_backwards(gm.graph)}
-        self.likes: dict[Key, Like] = {}
-        self.needs: dict[Key, bool] = {}
+        self.likes: dict[ResultKey, TensorFacts] = {}
+        self.needs: dict[ResultKey, bool] = {}
         self.found: dict[Node, Recorded] = {}
         inside = inside_of(gm.graph)  # values that nobody knows before the gradients are
         self.calls = [n for n in gm.graph.nodes if n.op == "call_function" and n not in inside and not is_entry(n)]
         for node, wanted in zip(self.inputs, differentiable, strict=True):
-            self.likes[node, 0], self.needs[node, 0] = Like.of(node.meta["val"]), wanted
+            self.likes[node, 0], self.needs[node, 0] = TensorFacts.of(node.meta["val"]), wanted
         for node in self.calls:
             self._add(node)
 
     def _add(self, node: Node) -> None:
         if node in self.own:
-            self.needs[node, 0] = any(self.needs[key_of(x)] for x in self.own[node].inputs)
+            self.needs[node, 0] = any(self.needs[result_key(x)] for x in self.own[node].inputs)
         elif is_call(node, RESULT):
-            value, _, token = node.args
-            self.likes[node, 0], self.needs[node, 0] = self.likes[key_of(value)], self.needs[token, 0]
+            value, _, token = parts_of_result(node)
+            self.likes[node, 0], self.needs[node, 0] = self.likes[result_key(value)], self.needs[token, 0]
         else:
             found = self.found[node] = self.derivative(node)
-            for i, (value, needs) in enumerate(zip(found.results, found.needs, strict=True)):
-                if value is not None:
-                    self.likes[node, i], self.needs[node, i] = found.likes[value.number], needs  # type: ignore[assignment]
+            for i, (like, needs) in enumerate(zip(found.facts(found.results), found.needs, strict=True)):
+                if like is not None:
+                    self.likes[node, i], self.needs[node, i] = like, needs
 
-    def derivative(self, node: Node, tangents: Sequence[Like | None] | None = None) -> Recorded:
+    def derivative(self, node: Node, tangents: Sequence[TensorFacts | None] | None = None) -> Recorded:
         """Of a call, see `autopar.passes.derivatives`."""
         args, kwargs, operands = marked(node)
-        keys = list(map(key_of, operands))
+        keys = list(map(result_key, operands))
         return derivative(
             node.target, args, kwargs, [self.likes[k] for k in keys], [self.needs[k] for k in keys], tangents  # type: ignore[arg-type]
         )  # fmt: skip
@@ -84,7 +81,7 @@ class Forward:
 class Maker(Protocol[T]):
     """Makes the values of a backward."""
 
-    def value(self, key: Key) -> T:
+    def value(self, key: ResultKey) -> T:
         """Of the forward."""
 
     def call(self, target: Any, args: Any, kwargs: Any, operands: Sequence[T], origin: Node) -> Sequence[T | None]:
@@ -97,11 +94,11 @@ class Maker(Protocol[T]):
 class Backward(Generic[T]):
     """Operators from the last to the first."""
 
-    def __init__(self, forward: Forward, make: Maker[T]) -> None:
+    def __init__(self, forward: ForwardValues, make: Maker[T]) -> None:
         self.forward, self.make = forward, make
-        self.arrived: dict[Key, T] = {}
+        self.arrived: dict[ResultKey, T] = {}
 
-    def run(self, ends: Sequence[Node], tangents: Sequence[T]) -> dict[Key, T]:
+    def run(self, ends: Sequence[Node], tangents: Sequence[T]) -> dict[ResultKey, T]:
         """The gradients of the placeholders."""
         for end, tangent in zip(ends, tangents, strict=True):
             self._arrive(end, tangent, end)
@@ -110,13 +107,13 @@ class Backward(Generic[T]):
                 self._own_backward(self.forward.own[node])
             elif is_call(node, RESULT):
                 if (node, 0) in self.arrived:
-                    self._arrive(node.args[1], self.arrived.pop((node, 0)), node)
+                    self._arrive(parts_of_result(node)[1], self.arrived.pop((node, 0)), node)
             else:
                 self._differentiate(node)
         return self.arrived
 
     def _arrive(self, at: Node, gradient: T, origin: Node) -> None:
-        key = key_of(at)
+        key = result_key(at)
         if key in self.arrived:
             addends = [self.arrived[key], gradient]
             (sum_,) = self.make.call(aten.add.Tensor, (Value(0), Value(1)), {}, addends, origin)
@@ -138,15 +135,15 @@ class Backward(Generic[T]):
         if all(g is None for g in gradients):
             return
         known = {(h, 0): self._zeros(h) if g is None else g for h, g in zip(own.holes, self._checked(own, gradients))}
-        known |= {key_of(x): self.make.value(key_of(x)) for x in own.saved}
+        known |= {result_key(x): self.make.value(result_key(x)) for x in own.saved}
         for node in own.inside:
             if not is_entry(node):
                 args, kwargs, operands = marked(node)
-                made = self.make.call(node.target, args, kwargs, [known[key_of(x)] for x in operands], node)
+                made = self.make.call(node.target, args, kwargs, [known[result_key(x)] for x in operands], node)
                 known |= {(node, i): x for i, x in enumerate(made) if x is not None}
         for x, gradient in zip(own.inputs, own.gradients, strict=True):
-            if self.forward.needs[key_of(x)]:
-                self._arrive(x, known[key_of(gradient)], own.token)
+            if self.forward.needs[result_key(x)]:
+                self._arrive(x, known[result_key(gradient)], own.token)
 
     def _checked(self, own: OwnBackward, gradients: list[T | None]) -> list[T | None]:
         if not own.zeros and any(g is None for g in gradients):

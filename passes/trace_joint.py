@@ -12,7 +12,7 @@ derivative are made of is torch's (`autopar.passes.derivatives`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,19 +21,19 @@ from torch.fx.node import map_aggregate
 
 from autopar.adapters.fake import new_mode
 from autopar.adapters.lazy import graph_module
-from autopar.adapters.operators import OpOverload
-from autopar.adapters.record import Call, Like, Recorded, Value, fake_of, like_of
+from autopar.adapters.operators import OpOverload, name_of
+from autopar.adapters.record import CoreCall, Recorded, TensorFacts, Value, fake_of, like_of
 from autopar.ir.graph import fake_mode, is_call, outputs
-from autopar.ir.meta import ORIGIN, inherit
+from autopar.ir.meta import ORIGIN, TRACE, inherit
 from autopar.ops.gradient import RESULT
-from autopar.passes.derivatives import derivative
-from autopar.passes.reverse import Backward, Forward, Key, key_of, marked
+from autopar.passes.derivatives import derivative, marked
+from autopar.passes.reverse import Backward, ForwardValues, ResultKey, parts_of_result, result_key
 
 aten = torch.ops.aten
 
 
 def joint_graph(gm: GraphModule, differentiable: Sequence[bool]) -> GraphModule:
-    """Forward and backward of a flat functional graph as one graph of core operators.
+    """ForwardValues and backward of a flat functional graph as one graph of core operators.
 
     Args:
         gm: a graph of placeholders with fake values in ``meta["val"]`` and a flat tuple as output.
@@ -43,14 +43,14 @@ def joint_graph(gm: GraphModule, differentiable: Sequence[bool]) -> GraphModule:
     outputs of ``gm``, then one gradient (or None) per placeholder. Without any gradient wanted: the forward alone.
     Raises ValueError where torch has no backward.
     """
-    forward = Forward(gm, differentiable)
-    ends = [x for x in outputs(gm) if isinstance(x, Node) and forward.needs[key_of(x)]]
-    likes = [forward.likes[key_of(x)] for x in ends]
+    forward = ForwardValues(gm, differentiable)
+    ends = [x for x in outputs(gm) if isinstance(x, Node) and forward.needs[result_key(x)]]
+    likes = [forward.likes[result_key(x)] for x in ends]
     shapes = _Shapes(forward)
     Backward(forward, shapes).run(ends, likes)
     made = _Nodes(forward, shapes.found, likes)
     gradients = Backward(forward, made).run(ends, made.tangents)
-    results = [made.made[key_of(x)] if isinstance(x, Node) else x for x in outputs(gm)]
+    results = [made.made[result_key(x)] if isinstance(x, Node) else x for x in outputs(gm)]
     wanted = [gradients.get((n, 0)) if w else None for n, w in zip(forward.inputs, differentiable, strict=True)]
     made.graph.output((*results, *(wanted if any(differentiable) else ())))
     return graph_module(made.graph, "Joint")
@@ -59,34 +59,32 @@ def joint_graph(gm: GraphModule, differentiable: Sequence[bool]) -> GraphModule:
 class _Shapes:
     """The first way through: what gradients look like, and from that what each derivative is made of."""
 
-    def __init__(self, forward: Forward) -> None:
+    def __init__(self, forward: ForwardValues) -> None:
         self.forward = forward
         self.found = dict(forward.found)
 
-    def value(self, key: Key) -> Like:
+    def value(self, key: ResultKey) -> TensorFacts:
         return self.forward.likes[key]
 
-    def call(self, target: Any, args: Any, kwargs: Any, operands: Sequence[Like], origin: Node) -> list[Like | None]:
+    def call(
+        self, target: Any, args: Any, kwargs: Any, operands: Sequence[TensorFacts], origin: Node
+    ) -> list[TensorFacts | None]:
         found = derivative(target, args, kwargs, operands, [False for _ in operands])
-        return _likes(found, found.results)
+        return found.facts(found.results)
 
-    def gradients(self, node: Node, tangents: Sequence[Like | None]) -> list[Like | None]:
+    def gradients(self, node: Node, tangents: Sequence[TensorFacts | None]) -> list[TensorFacts | None]:
         found = self.found[node] = self.forward.derivative(node, tangents)
-        return _likes(found, found.gradients)
-
-
-def _likes(found: Recorded, values: Sequence[Value | None]) -> list[Like | None]:
-    return [None if v is None else found.likes[v.number] for v in values]  # type: ignore[misc]
+        return found.facts(found.gradients)
 
 
 class _Nodes:
     """The second way through: the joint graph. The forward is there when it is made."""
 
-    def __init__(self, forward: Forward, found: Mapping[Node, Recorded], tangents: Sequence[Like]) -> None:
+    def __init__(self, forward: ForwardValues, found: Mapping[Node, Recorded], tangents: Sequence[TensorFacts]) -> None:
         self.graph, self.found = Graph(), found
         mode = fake_mode(forward.graph)
         self.mode = mode if hasattr(mode, "fake_tensor_converter") else new_mode()
-        self.made: dict[Key, Node] = {}
+        self.made: dict[ResultKey, Node] = {}
         self.numbers: dict[Node, dict[int, Node]] = {}
         for i, node in enumerate(forward.inputs, 1):
             self.made[node, 0] = self._placeholder(f"primals_{i}", forward.likes[node, 0])
@@ -97,50 +95,52 @@ class _Nodes:
             elif node in found:
                 self._add(node, found[node])
 
-    def value(self, key: Key) -> Node:
+    def value(self, key: ResultKey) -> Node:
         return self.made[key]
 
     def call(self, target: Any, args: Any, kwargs: Any, operands: Sequence[Node], origin: Node) -> list[Node | None]:
         likes = [like_of(x.meta["val"]) for x in operands]
         found = derivative(target, args, kwargs, likes, [False for _ in operands])  # type: ignore[arg-type]
         numbers = dict(enumerate(operands))
-        self._write(found, found.calls, numbers, origin, ("stack_trace",))
+        for made in self._write(found, found.calls, numbers):
+            inherit(made, origin, TRACE)
         return [None if v is None else numbers[v.number] for v in found.results]
 
     def gradients(self, node: Node, tangents: Sequence[Node | None]) -> list[Node | None]:
         found, numbers = self.found[node], self.numbers[node]
         numbers |= enumerate((t for t in tangents if t is not None), len(marked(node)[2]))
-        self._write(found, found.calls[found.forward :], numbers, node, ("stack_trace",))
+        for made in self._write(found, found.calls[found.forward :], numbers):
+            inherit(made, node, TRACE)
         return [None if v is None else numbers[v.number] for v in found.gradients]
 
-    def _placeholder(self, name: str, like: Like) -> Node:
+    def _placeholder(self, name: str, like: TensorFacts) -> Node:
         node = self.graph.placeholder(name)
         node.meta["val"] = like.fake(self.mode)
         return node
 
     def _add(self, node: Node, found: Recorded) -> None:
-        numbers = self.numbers[node] = dict(enumerate(self.made[key_of(x)] for x in marked(node)[2]))
-        self._write(found, found.calls[: found.forward], numbers, node, ORIGIN)
+        numbers = self.numbers[node] = dict(enumerate(self.made[result_key(x)] for x in marked(node)[2]))
+        for made in self._write(found, found.calls[: found.forward], numbers):
+            inherit(made, node, ORIGIN)
         self.made |= {(node, i): numbers[v.number] for i, v in enumerate(found.results) if v is not None}
 
     def _result(self, node: Node) -> Node:
         """The value itself, unless somebody outside may write to it."""
-        value = self.made[key_of(node.args[0])]
+        value = self.made[result_key(parts_of_result(node)[0])]
         if not any(user.op == "output" for user in node.users):
             return value
         (copy,) = self.call(aten.clone.default, (Value(0),), {}, [value], node)
         assert copy is not None
         return copy
 
-    def _write(
-        self, found: Recorded, calls: Sequence[Call], numbers: dict[int, Node], origin: Node, keys: Sequence[str]
-    ) -> None:
+    def _write(self, found: Recorded, calls: Sequence[CoreCall], numbers: dict[int, Node]) -> Iterator[Node]:
         for call in calls:
             args, kwargs = map_aggregate(
                 (call.args, call.kwargs), lambda x: numbers[x.number] if isinstance(x, Value) else x
             )
-            node = numbers[call.number] = self.graph.call_function(call.target, args, kwargs)
-            inherit(node, origin, keys)
+            name = name_of(call.target).rpartition(":")[2] if isinstance(call.target, OpOverload) else None
+            node = self.graph.create_node("call_function", call.target, args, dict(kwargs), name=name)
+            numbers[call.number] = node
             node.meta["val"] = fake_of(found.likes[call.number], self.mode)
-            if isinstance(call.target, OpOverload):
-                node.meta["original_aten"] = call.target
+            node.meta["original_aten"] = call.original
+            yield node

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from autopar.passes import derivatives
 from tests.planted import (
     STOPPED,
     Subject,
@@ -36,7 +37,11 @@ def test_without_a_fault_nothing_stops(made: dict[str, Subject], name: str) -> N
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f"{f.area}: {f.name}")
 def test_a_planted_fault_is_stopped(fault: Fault, made: dict[str, Subject], monkeypatch: pytest.MonkeyPatch) -> None:
+    if fault.area == "conversions":  # derivatives that are known hold those of before
+        derivatives.forget()
     found, error = fault.run(made, monkeypatch)
+    if fault.area == "conversions":
+        derivatives.forget()
     assert found == fault.stopped_by
     assert found != "numbers" or error > STOPPED
 

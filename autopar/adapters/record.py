@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._higher_order_ops.effects import has_effects
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 from torch.fx.node import map_aggregate, map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -30,7 +30,7 @@ from autopar.adapters.fake import new_mode
 
 
 @dataclass(frozen=True)
-class Like:
+class TensorFacts:
     """What a fake value is: shape, strides, offset in its storage, dtype."""
 
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class Like:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, x: Tensor) -> Like:
+    def of(cls, x: Tensor) -> TensorFacts:
         return cls(tuple(x.shape), x.stride(), int(x.storage_offset()), x.dtype)
 
     def fake(self, mode: FakeTensorMode) -> Tensor:
@@ -62,16 +62,19 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Call:
-    """One core operator, with `Value` for tensors. number: of its result."""
+class CoreCall:
+    """One core operator, with `Value` for tensors. number: of its result. original: what the call stands for."""
 
     target: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     number: int
+    original: Any
 
 
-Likes = Like | tuple[Like | None, ...] | None  # of a tensor, of several, of a tangent that nobody asks for
+ResultFacts = (
+    TensorFacts | tuple[TensorFacts | None, ...] | None
+)  # of a tensor, of several, of a tangent that nobody asks for
 
 
 @dataclass(frozen=True)
@@ -80,21 +83,25 @@ class Recorded:
     per tensor, None for the rest. needs: whether a result has a gradient. gradients: per operand, or None where there
     is none. several: whether the call returns a tuple."""
 
-    likes: tuple[Likes, ...]
-    calls: tuple[Call, ...]
+    likes: tuple[ResultFacts, ...]
+    calls: tuple[CoreCall, ...]
     forward: int
     results: tuple[Value | None, ...]
     needs: tuple[bool, ...]
     gradients: tuple[Value | None, ...]
     several: bool
 
+    def facts(self, values: Sequence[Value | None]) -> list[TensorFacts | None]:
+        """Of some values, each one tensor."""
+        return [None if v is None else self.likes[v.number] for v in values]  # type: ignore[misc]
+
 
 class _Recorder(TorchDispatchMode):
     def __init__(self, given: Sequence[Tensor]) -> None:
         super().__init__()
         self.complete = True  # nobody may raise in here: some of torch's callers end the process then
-        self.calls: list[Call] = []
-        self.likes: list[Likes] = []
+        self.calls: list[CoreCall] = []
+        self.likes: list[ResultFacts] = []
         # weakly: a result that somebody else holds, too, is copied when autograd makes it a view
         self.numbers = WeakTensorKeyDictionary()
         for x in given:
@@ -114,7 +121,7 @@ class _Recorder(TorchDispatchMode):
         named = map_aggregate((args, kwargs or {}), self._named)
         out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor):
-            self.calls.append(Call(func, *named, self._add(out)))
+            self.calls.append(CoreCall(func, *named, self._add(out), func))
         elif isinstance(out, (tuple, list)) and all(x is None or isinstance(x, Tensor) for x in out):
             self._add_several(func, named, out)
         else:
@@ -124,14 +131,15 @@ class _Recorder(TorchDispatchMode):
     def _add_several(self, func: Any, named: Any, out: Sequence[Tensor | None]) -> None:
         several = Value(len(self.likes))
         self.likes.append(like_of(out))
-        self.calls.append(Call(func, *named, several.number))
+        args, kwargs = named
+        self.calls.append(CoreCall(func, args, kwargs, several.number, func))
         for i, x in enumerate(out):
             if x is not None:
-                self.calls.append(Call(operator.getitem, (several, i), {}, self._add(x)))
+                self.calls.append(CoreCall(operator.getitem, (several, i), {}, self._add(x), func))
 
     def _add(self, x: Tensor) -> int:
         self.numbers[x] = number = len(self.likes)
-        self.likes.append(Like.of(x))
+        self.likes.append(TensorFacts.of(x))
         return number
 
     def _named(self, x: Any) -> Any:
@@ -142,14 +150,16 @@ class _Recorder(TorchDispatchMode):
         return x.item()  # a number that the dispatcher wrapped
 
 
-def like_of(val: Any) -> Likes:
+def like_of(val: Any) -> ResultFacts:
     """Of a result: one tensor, or several."""
-    return Like.of(val) if isinstance(val, Tensor) else tuple(None if x is None else Like.of(x) for x in val)
+    return (
+        TensorFacts.of(val) if isinstance(val, Tensor) else tuple(None if x is None else TensorFacts.of(x) for x in val)
+    )
 
 
-def fake_of(likes: Likes, mode: FakeTensorMode) -> Any:
+def fake_of(likes: ResultFacts, mode: FakeTensorMode) -> Any:
     """New fake values."""
-    return likes.fake(mode) if isinstance(likes, Like) else tuple(x and x.fake(mode) for x in likes or ())
+    return likes.fake(mode) if isinstance(likes, TensorFacts) else tuple(x and x.fake(mode) for x in likes or ())
 
 
 MODE = new_mode()
@@ -157,9 +167,9 @@ MODE = new_mode()
 
 def record(
     run: Callable[..., Any],
-    operands: Sequence[Like],
+    operands: Sequence[TensorFacts],
     needs: Sequence[bool],
-    tangents: Sequence[Like | None] | None,
+    tangents: Sequence[TensorFacts | None] | None,
     checked: Any,
 ) -> Recorded:
     """The calls behind ``run(*operands)`` and behind the gradients of the operands that need one.
@@ -239,18 +249,19 @@ def _traced(run: Any, given: list[Tensor], needs: Any, tangents: Any, arriving: 
 
 
 def _as_recorded(gm: GraphModule, facts: Mapping[str, Any], wanted: Sequence[bool]) -> Recorded:
-    numbers: dict[Node, Value] = {}
-    likes: list[Likes] = []
-    calls: list[Call] = []
+    numbers: dict[Any, Any] = {}
+    likes: list[ResultFacts] = []
+    calls: list[CoreCall] = []
     forward = 0
     for number, node in enumerate(n for n in gm.graph.nodes if n.op != "output"):
         numbers[node] = Value(number)  # placeholders: what was given, then AOTAutograd's tangents, which lead nowhere
         likes.append(like_of(node.meta["val"]))
         if node.op == "call_function":
             args, kwargs = map_arg((node.args, node.kwargs), numbers.__getitem__)
-            calls.append(Call(node.target, args, kwargs, number))
+            calls.append(CoreCall(node.target, args, kwargs, number, node.meta.get("original_aten")))
             forward += node.meta.get("partitioner_tag") != "is_backward"
-    copies = iter(gm.graph.output_node().args[0])  # of results: AOTAutograd returns no views
+    copies: Any = iter(gm.graph.output_node().args[0])  # type: ignore[arg-type]
+    # of results there are copies: AOTAutograd returns no views
     results = tuple(numbers[next(copies).args[0]] if there else None for there in facts["there"])
     gradients = tuple(numbers.get(next(copies)) if w else None for w in wanted)
     return Recorded(tuple(likes), tuple(calls), forward, results, facts["needs"], gradients, facts["several"])

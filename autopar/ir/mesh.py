@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
+from typing import Any
 
 from autopar.ir.placement import Pieces
 
@@ -76,8 +78,8 @@ class Mesh:
             pairs.append((name, int(size)))
         return cls(tuple(pairs))
 
-    @property
-    def sizes(self) -> dict[str, int]:
+    @cached_property
+    def sizes(self) -> Mapping[str, int]:
         return dict(self.axes)
 
     def size(self, axis: str) -> int:
@@ -98,14 +100,17 @@ class Mesh:
     def world_size(self) -> int:
         return math.prod(size for _, size in self.axes)
 
-    @property
-    def cut_order(self) -> dict[str, Pieces]:
+    @cached_property
+    def cut_order(self) -> Mapping[str, Pieces]:
         """Axes that cut, with their `pieces`, in the order in which they cut tensors: inner (tp) before outer (dp).
 
         A later axis cuts what the earlier ones left, so each ``Shard`` of a value refers to the shape
         after the earlier axes of this order.
         """
         return {axis: n for axis in reversed(AXES) if (n := self.pieces(axis)) > 1 and axis != "pp"}
+
+    def __reduce__(self) -> Any:
+        return Mesh, (self.axes, self.slice)  # without what is kept
 
     def with_micro_batches(self, count: int) -> Mesh:
         """This mesh with micro-batches as its outermost axis."""

@@ -26,6 +26,7 @@ NODES = {
     "nn_module_stack": "dict[str, tuple[str, type]]: the modules around the call in the model, outermost first",
     "stack_trace": "str: the lines of the model that made the call",
     "original_aten": "OpOverload: the operator that this one was taken out of",
+    "partitioner_tag": "str: 'is_backward' for what AOTAutograd traced after the forward",
     # types
     "placements": "dict[str, Placement]: of the result, by axis; Invariant where an axis is missing",
     "result_placements": "dict[str, tuple[Placement, ...]]: the same for several results",
@@ -57,6 +58,7 @@ GRAPHS = {
 }
 
 ORIGIN = ("nn_module_stack", "stack_trace")
+TRACE = ("stack_trace",)
 TYPES = ("placements", "global_shape")
 
 
