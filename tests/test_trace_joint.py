@@ -186,16 +186,37 @@ def test_who_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     for name in ("record", "_traced"):
         monkeypatch.setattr(*_noted(name, asked))
-    function, values = CORNERS["written in the derivative"]
     for _ in range(2):
-        joint_graph(graph_of(function, values), [True, True])
-    assert asked == ["record", "record", "_traced"]
+        joint_graph(graph_of(aten.sort.default, [x]), [True])
+        joint_graph(graph_of(aten.unbind.int, [x]), [True])
+    assert asked == ["record"] * 4
+    joint_graph(graph_of(CORNERS["written in the derivative"][0], [x, y]), [True, True])
+    assert asked[4:] == ["record", "record", "_traced"]
 
 
 def _noted(name: str, asked: list[str]) -> tuple[Any, str, Any]:
     where: Any = derivatives if name == "record" else record
     original = getattr(where, name)
     return where, name, lambda *args: (asked.append(name), original(*args))[1]
+
+
+FLAG = [1.0]
+
+
+@torch.library.custom_op("autopar_test::flagged", mutates_args=())
+def flagged(a: Tensor) -> list[Tensor]:
+    return [a.clone()]
+
+
+flagged.register_fake(lambda a: [torch.empty_like(a)])
+flagged.register_autograd(lambda ctx, grads: grads[0] * FLAG[0])
+
+
+def test_an_operator_of_a_library_may_read_its_flags() -> None:
+    for flag in (2.0, 3.0):
+        FLAG[0] = flag
+        _, gradient = joint_graph(graph_of(torch.ops.autopar_test.flagged.default, [x]), [True])(x, torch.ones_like(x))
+        assert gradient[0, 0] == flag
 
 
 def test_numbers_of_two_types_are_two_keys() -> None:
@@ -212,3 +233,18 @@ def test_values_are_of_the_graph() -> None:
         vals = [n.meta["val"] for n in made.graph.nodes if n.op != "output"]
         mode = next(n.meta["val"].fake_mode for n in gm.graph.nodes)
         assert all(v.fake_mode is mode for v in vals) and len(set(map(id, vals))) == len(vals)
+
+
+def test_dropouts_share_what_is_known_and_keep_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(*_noted("record", asked))
+    drop = torch.ops.autopar.dropout.default
+    for site in (0, 5):
+        graph, mode = torch.fx.Graph(), new_mode()
+        nodes = [graph.placeholder("x"), graph.placeholder("seed")]
+        for node, value in zip(nodes, (x, torch.tensor(1)), strict=True):
+            node.meta["val"] = mode.from_tensor(value)
+        graph.output((graph.call_function(drop, (*nodes, 0.5, site, [], [])),))
+        made = joint_graph(GraphModule(nn.Module(), graph), [True, False])
+        assert [n.args[3] for n in made.graph.nodes if n.target is drop] == [site, site]
+    assert asked == ["record", "record"]
