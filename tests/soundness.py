@@ -8,6 +8,7 @@ the rules behind them.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +21,15 @@ from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.fake import new_mode
 from autopar.ir.conversions import conversion_of, is_conversion
-from autopar.ir.graph import has_gradient, mark_gradients, output_node, placement, tensor_operands
+from autopar.ir.graph import (
+    copy_graph,
+    has_gradient,
+    mark_gradients,
+    output_node,
+    placement,
+    placeholders,
+    tensor_operands,
+)
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import INVARIANT, PARTIAL, REPLICATE, Placement, Shard, dual, extent
 from autopar.ir.signature import InputSpec, Signature
@@ -80,6 +89,11 @@ class Sample:
     def wants(self, x: Tensor) -> bool:
         """Whether the gradient of an operand is compared."""
         return self.gradients and (x.is_floating_point() or x.is_complex())
+
+    @functools.cached_property
+    def graph(self) -> GraphModule:
+        """`graph_of` it, to be copied, or to be typed again and again."""
+        return graph_of(self)
 
 
 def call(target: Any, *args: Any, values: bool = True, gradients: bool = True, **kwargs: Any) -> Sample:
@@ -216,7 +230,13 @@ def _asked(gm: GraphModule, axis: str, mesh: Mesh, options: list[list[Placement]
 
 def typed(sample: Sample, placements: Typed, mesh: Mesh) -> GraphModule:
     """The sample's graph with placements on every value. Raises RuleError or ValueError where they do not fit."""
-    gm = graph_of(sample)
+    gm = copy_graph(sample.graph)
+    set_types(gm, placements, mesh)
+    return gm
+
+
+def set_types(gm: GraphModule, placements: Typed, mesh: Mesh) -> None:
+    """Placements on every value, whatever stood there. Raises as `typed`."""
     for axis in mesh.cut_order:
         inputs = iter(placements)
         for node in gm.graph.nodes:
@@ -227,16 +247,15 @@ def typed(sample: Sample, placements: Typed, mesh: Mesh) -> GraphModule:
                     set_results(node, axis, [conversion_of(node)[2]])
                 else:
                     set_results(node, axis, type_of(node, axis, mesh))
-    return gm
 
 
 def accepted(sample: Sample, mesh: Mesh) -> Iterator[Typed]:
     """The placements on a mesh of one axis that the types accept."""
     (axis,) = mesh.cut_order
-    gm = graph_of(sample)
+    gm = copy_graph(sample.graph)
     single = next(n for n in gm.graph.nodes if n.op == "call_function") if len(sample.steps) == 1 else None
     rule = rule_of(single, axis, mesh) if single is not None else None
-    nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    nodes = placeholders(gm)
     for combination in combinations(sample, gm, axis, mesh):
         placements = tuple({axis: p} for p in combination)
         try:
@@ -245,7 +264,7 @@ def accepted(sample: Sample, mesh: Mesh) -> Iterator[Typed]:
                 operands = tensor_operands(single)
                 apply(rule, [found[x] for x in operands], [has_gradient(x) for x in operands], mesh.size(axis))
             else:
-                typed(sample, placements, mesh)
+                set_types(gm, placements, mesh)
         except (RuleError, ValueError):
             continue
         yield placements
@@ -271,6 +290,7 @@ class Whole:
     results: list[Tensor]
     tangents: list[Tensor | None]
     gradients: list[Tensor | None]
+    joints: dict[str, GraphModule] = field(default_factory=dict)  # text of a local graph -> its joint graph
 
     @classmethod
     def of(cls, sample: Sample) -> Whole:
@@ -286,6 +306,14 @@ class Whole:
         gradients = [next(found) if x.requires_grad else None for x in leaves]
         return cls([r.detach() for r in results], tangents, gradients)
 
+    def joint(self, gm: GraphModule, wanted: Sequence[bool]) -> GraphModule:
+        """The joint graph of a local graph; placements that make the same local graph share one."""
+        text = "\n".join(f"{n.format_node()} {n.meta.get('val')}" for n in gm.graph.nodes)
+        if text not in self.joints:
+            _clone_outputs(gm)
+            self.joints[text] = joint_graph(gm, [w and any(t is not None for t in self.tangents) for w in wanted])
+        return self.joints[text]
+
 
 def compare(sample: Sample, placements: Typed, mesh: Mesh, whole: Whole, passes: Sequence[Pass] = ()) -> str:
     """'' when the pieces give what the whole gives, else what differs. ``passes`` rewrite the typed graph first."""
@@ -295,10 +323,7 @@ def compare(sample: Sample, placements: Typed, mesh: Mesh, whole: Whole, passes:
             gm = p.apply(gm, Compilation(mesh))
         results = [{a: placement(n, a) for a in mesh.cut_order} for n in output_node(gm).args[0]]  # type: ignore[union-attr]
         check_types(gm, Compilation(mesh))
-        _clone_outputs(gm)
-        joint = joint_graph(
-            gm, [sample.wants(x) and any(t is not None for t in whole.tangents) for x in sample.tensors]
-        )
+        joint = whole.joint(gm, [sample.wants(x) for x in sample.tensors])
         fed = [scatter(x, p, mesh) for x, p in zip(sample.tensors, placements, strict=True)]
         for t, p in zip(whole.tangents, results, strict=True):
             if t is not None:
