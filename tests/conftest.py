@@ -1,9 +1,10 @@
-"""Shared fixtures: real ranks, one thread, and the warnings that are errors."""
+"""Which tests run together; shared fixtures: real ranks, one thread; and the warnings that are errors."""
 
 from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,16 @@ from tests.ranks import run_ranks
 
 torch.set_num_threads(1)
 
+# Groups of tests that take longest, in this order: what is started last must not be long.
+DEAR = (
+    "llama",
+    "tests/test_habits.py",
+    "tests/test_rules.py",
+    "tests/test_capture.py",
+    "tests/faults/test_campaign.py",
+    "tests/test_verify.py",
+)
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: a whole product of cases; runs only with -m full")
@@ -25,12 +36,39 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:.*(all_gather_into_tensor|reduce_scatter_tensor).*:FutureWarning")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if "full" in (config.getoption("markexpr") or ""):
-        return
-    full = [item for item in items if item.get_closest_marker("full")]
-    config.hook.pytest_deselected(items=full)
-    items[:] = [item for item in items if item not in set(full)]
+    if "full" not in (config.getoption("markexpr") or ""):
+        full = [item for item in items if item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=full)
+        items[:] = [item for item in items if item not in set(full)]
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(group_of(item)))
+    order = {group: i for i, group in enumerate(dict.fromkeys([*DEAR, *map(group_of, items)]))}
+    items.sort(key=lambda item: order[group_of(item)])
+
+
+def group_of(item: pytest.Item) -> str:
+    """What runs on one worker: all tests with cells of one subject, which share its capture and compiled cells; of the
+    others, those of a file. A file may name another group by its own mark."""
+    named, cell = item.get_closest_marker("xdist_group"), cell_of(item, "cell", "refused")
+    if named is not None:
+        return str(named.args[0])
+    return item.nodeid.partition("::")[0] if cell is None else str(cell.name)
+
+
+def cell_of(item: pytest.Item, *names: str) -> Any:
+    """The cell that a test has as its parameter."""
+    given = item.callspec.params if hasattr(item, "callspec") else {}
+    found = (given.get(name) for name in names)
+    return next((c for c in found if type(c).__name__ == "Cell"), None)  # no import of what only some tests need
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    cells = [cell for item in session.items if (cell := cell_of(item, "cell")) is not None]
+    if cells:
+        sys.modules["tests.cells"].expect(cells)
 
 
 @pytest.fixture(autouse=True, scope="module")

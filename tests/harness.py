@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from autopar.compile.model import compile_model
-from autopar.exact import LiftFloat32
 from autopar.ir.mesh import Mesh
+from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import INVARIANT, Partial, Placement, Placements, join, nested_piece, piece
-from autopar.models.hf import exact_experts
 from autopar.options import Options
 from autopar.steps.graphs import Compiled, StepGraph
+from tests.reference import LIMIT, Errors, Expected, compare, eager
 from tests.simulate import simulate
 
 
@@ -66,74 +66,40 @@ def gather(pieces: Sequence[Tensor], placements: Placements, mesh: Mesh) -> Tens
 
 @dataclass
 class Result:
-    """What a compiled model gave, and how far it is from eager."""
+    """What a compiled model gave, and how far each rank is from eager."""
 
     compiled: Compiled
-    loss_error: float
-    errors: dict[str, float]  # of the gradient of each parameter
-    missing: list[str]  # parameters with a gradient in eager and none here, or the other way round
+    ranks: list[Errors]
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """The largest error of any rank in the gradient of each parameter."""
+        names = dict.fromkeys(n for of_rank in self.ranks for n in of_rank.gradients)
+        return {n: max(of_rank.gradients.get(n, 0.0) for of_rank in self.ranks) for n in names}
 
     @property
     def worst(self) -> float:
-        return max(self.loss_error, *self.errors.values(), float("inf") if self.missing else 0.0)
+        return max(of_rank.worst for of_rank in self.ranks)
 
-
-def total_loss(output: Any) -> Tensor:
-    """The sum of all losses in what a model returns: scalars with a gradient."""
-    leaves = [output] if isinstance(output, Tensor) else output.values() if isinstance(output, Mapping) else output
-    losses = [x for x in leaves if isinstance(x, Tensor) and not x.dim() and x.requires_grad]
-    assert losses, "the model returns no loss"
-    return torch.stack(losses).sum()
-
-
-def eager(model: nn.Module, batch: Mapping[str, Any]) -> tuple[float, dict[str, Tensor | None]]:
-    """Loss and gradients of one process, float32 islands lifted; the model's buffers are put back."""
-    buffers = {n: b.clone() for n, b in model.named_buffers()}
-    model.zero_grad()
-    with LiftFloat32(), exact_experts(model):
-        loss = total_loss(model(**batch))
-        loss.backward()
-    with torch.no_grad():
-        for name, b in model.named_buffers():
-            b.copy_(buffers[name])
-    grads = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
-    model.zero_grad()
-    return float(loss), grads
+    def __str__(self) -> str:
+        return "\n".join(f"rank {i}: {errors}" for i, errors in enumerate(self.ranks) if not errors.worst < LIMIT)
 
 
 def check_model(
     model: nn.Module, batch: Mapping[str, Any], mesh: Mesh, options: Options | None = None, **facts: Any
 ) -> Result:
     """Compile, run all ranks and micro-batches, compare with eager. ``facts`` go to `compile_model`."""
-    options = options or Options()
-    compiled = compile_model(model, batch, mesh, options, exact=True, outputs=(), **facts)
-    loss, gradients = Run(compiled, model, batch, mesh).step()
-    expected_loss, expected = eager(model, batch)
-    errors: dict[str, float] = {}
-    for name, pieces in gradients.items():
-        spec = next(p for p in compiled.parameters if p.name == name)
-        whole = next((expected[n] for n in (name, *spec.aliases) if expected.get(n) is not None), None)
-        if whole is None:
-            errors[name] = max(
-                (float(p.abs().max()) for p in pieces if p is not None), default=0.0
-            )  # eager has no gradient: ours must be zero
-            continue
-        cut = [nested_piece(whole, spec.placements, mesh.cut_order, c) for c in mesh.coordinates()]
-        errors[name] = max(_largest(a - b) for a, b in zip(pieces, cut, strict=True))
-    have = {n for p in compiled.parameters if p.name in gradients for n in (p.name, *p.aliases)}
-    missing = [n for n, g in expected.items() if g is not None and n not in have]
-    return Result(compiled, max(abs(x - expected_loss) for x in loss), errors, missing)
-
-
-def _largest(x: Tensor) -> float:
-    return float(x.abs().max()) if x.numel() else 0.0
+    compiled = compile_model(model, batch, mesh, options or Options(), exact=True, outputs=(), **facts)
+    return Result(compiled, Run(compiled, model, batch, mesh).errors(eager(model, batch)))
 
 
 class Run:
-    """One training step of a compiled model on all ranks."""
+    """One training step of a compiled model on all ranks. ``seed``: of its dropout."""
 
-    def __init__(self, compiled: Compiled, model: nn.Module, batch: Mapping[str, Any], mesh: Mesh) -> None:
-        self.compiled, self.batch, self.mesh = compiled, batch, mesh
+    def __init__(
+        self, compiled: Compiled, model: nn.Module, batch: Mapping[str, Any], mesh: Mesh, seed: int = 0
+    ) -> None:
+        self.compiled, self.batch, self.mesh, self.seed = compiled, batch, mesh, seed
         self.count = compiled.plan.options.micro_batches
         self.cut_order = mesh.with_micro_batches(self.count).cut_order
         self.specs = {s.node: s for s in compiled.local.meta["signature"].inputs}
@@ -160,7 +126,7 @@ class Run:
         if spec.kind == "input":
             return nested_piece(_at(self.batch, spec.name), self.compiled.plan.inputs[spec.name], self.cut_order, at)
         assert spec.kind in ("micro_batch", "seed"), spec
-        return torch.tensor(micro_batch if spec.kind == "micro_batch" else 0)
+        return torch.tensor(micro_batch if spec.kind == "micro_batch" else self.seed)
 
     def _totals(self) -> list[dict[str, Any]]:
         prologue, world = self.compiled.prologue, range(self.mesh.world_size)
@@ -195,6 +161,19 @@ class Run:
             sums = found if last else [_plus(x, y) for x, y in zip(sums, found, strict=True)]
         names = {n: self.specs[n.removeprefix("grad:")].name for n in sums[0]}
         return losses, {name: [of_rank[n] for of_rank in sums] for n, name in names.items()}
+
+    def errors(self, expected: Expected) -> list[Errors]:
+        """A step, compared with one process, on every rank."""
+        losses, gradients = self.step()
+        found: list[Errors] = []
+        for rank, at in enumerate(self.mesh.coordinates()):
+
+            def cut(spec: ParameterSpec, whole: Tensor, at: Mapping[str, int] = at) -> Tensor:
+                return nested_piece(whole, spec.placements, self.mesh.cut_order, at)
+
+            pieces = {name: of_ranks[rank] for name, of_ranks in gradients.items()}
+            found.append(compare(losses[rank], pieces, expected, self.compiled.parameters, cut))
+        return found
 
     def _run(self, step: StepGraph, mb: int, known: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Results of a step graph by name on every rank."""

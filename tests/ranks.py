@@ -116,6 +116,12 @@ def _retire(n: int) -> None:
         pool.kill()
 
 
+def retire_older_than(n: int, moment: float) -> None:
+    """End the pool of n ranks if it was forked before that `time.monotonic`: it has not inherited what came later."""
+    if n in _POOLS and _POOLS[n].born < moment:
+        _retire(n)
+
+
 @atexit.register
 def close_pools() -> None:
     """End all pools (also called at interpreter exit)."""
@@ -172,7 +178,7 @@ def _cpu_seconds(processes: Sequence[int]) -> float:
 class _Pool:
     def __init__(self, n: int):
         assert not torch.cuda.is_initialized(), "a process that has initialised CUDA cannot be forked"
-        self.n = n
+        self.n, self.born = n, time.monotonic()
         self.folder = tempfile.TemporaryDirectory(prefix="autopar-ranks-")
         self.pipes: list[Connection] = []
         self.processes = []

@@ -26,8 +26,8 @@ from autopar.ir.graph import (
     has_gradient,
     mark_gradients,
     output_node,
-    placement,
     placeholders,
+    placement,
     tensor_operands,
 )
 from autopar.ir.mesh import Mesh

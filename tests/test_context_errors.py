@@ -19,8 +19,8 @@ from autopar.ir.graph import copy_graph
 from autopar.ir.mesh import Mesh
 from autopar.models.tiny import TINY
 from autopar.options import Options
-from tests.context_cases import Small, small_batch
 from tests.ranks import run_ranks
+from tests.subject_models import Small, small_batch
 
 
 @functools.cache

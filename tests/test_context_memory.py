@@ -14,18 +14,18 @@ from autopar.models.tiny import TINY
 from autopar.options import Options
 from autopar.runtime.executor import Executor
 from autopar.runtime.groups import Groups, init_mesh
-from tests.context_cases import LONG, LONG_ROWS, Case, captured, compiled, prepare, step_graphs, values_of
-from tests.ranks import run_ranks
+from tests.cells import Cell, compiled, on_ranks, step_graphs, values_of
+from tests.subjects import LONG, LONG_ROWS
 
 HIDDEN, HEADS = TINY["llama"].sizes["hidden_size"], TINY["llama"].sizes["num_attention_heads"]
 
 
-def case(ranks: int, attention: str = "ring") -> Case:
-    return Case("long llama", Mesh.of(cp=ranks), Options(attention=attention))
+def cell_of(ranks: int, attention: str = "ring") -> Cell:
+    return Cell("long llama", Mesh.of(cp=ranks), Options(attention=attention))
 
 
 def of(ranks: int) -> Memory:
-    return memory(compiled(case(ranks)))
+    return memory(compiled(cell_of(ranks)))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -40,9 +40,9 @@ def test_activations_are_divided_by_the_ranks(ranks: int) -> None:
     assert (cut.parameters, cut.inputs) == (whole.parameters, whole.inputs)
 
 
-def floating(of_case: Case) -> Iterator[tuple[str, Tensor]]:
+def floating(cell: Cell) -> Iterator[tuple[str, Tensor]]:
     """All floating values of the step graphs, by name."""
-    for graph in step_graphs(compiled(of_case)):
+    for graph in step_graphs(compiled(cell)):
         for node in graph.graph.nodes:
             value = node.meta.get("val")
             for x in value if isinstance(value, (tuple, list)) else [value]:
@@ -50,31 +50,31 @@ def floating(of_case: Case) -> Iterator[tuple[str, Tensor]]:
                     yield node.name, x
 
 
-def with_all_tokens(of_case: Case) -> dict[str, tuple[int, ...]]:
+def with_all_tokens(cell: Cell) -> dict[str, tuple[int, ...]]:
     """Floating values with the length of the whole sequence, or of all rows of it, in their shape."""
-    return {name: tuple(x.shape) for name, x in floating(of_case) if {LONG, LONG * LONG_ROWS} & set(x.shape)}
+    return {name: tuple(x.shape) for name, x in floating(cell) if {LONG, LONG * LONG_ROWS} & set(x.shape)}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_no_value_has_the_whole_sequence(ranks: int) -> None:
-    assert len(with_all_tokens(case(1))) > 50, "the shapes that are looked for"
-    assert not with_all_tokens(case(ranks))
+    assert len(with_all_tokens(cell_of(1))) > 50, "the shapes that are looked for"
+    assert not with_all_tokens(cell_of(ranks))
 
 
 def test_with_ulysses_only_attention_has_the_whole_sequence_of_its_heads() -> None:
     """No value is larger than hidden states of a rank's own tokens."""
-    found = with_all_tokens(case(2, "ulysses"))
+    found = with_all_tokens(cell_of(2, "ulysses"))
     assert found and {shape[:1] + shape[2:3] for shape in found.values()} == {(LONG_ROWS, LONG)}
     assert max(shape[1] for shape in found.values()) == HEADS // 2
     widest = max(TINY["llama"].sizes[name] for name in ("intermediate_size", "vocab_size"))
-    assert max(x.numel() for _, x in floating(case(2, "ulysses"))) <= LONG_ROWS * LONG // 2 * widest
+    assert max(x.numel() for _, x in floating(cell_of(2, "ulysses"))) <= LONG_ROWS * LONG // 2 * widest
 
 
-def measured(ranks: int) -> int:
+def measured(cell: Cell) -> int:
     """On a rank: bytes that F keeps beside parameters and inputs, by their storages."""
-    groups = Groups(init_mesh("cpu", 30.0, cp=ranks))
-    made = compiled(case(ranks))
-    executor, values = Executor(made, groups), values_of(made, captured("long llama"), groups)
+    groups = Groups(init_mesh("cpu", 30.0, **cell.mesh.sizes))
+    made = compiled(cell)
+    executor, values = Executor(made, groups), values_of(made, cell.name, groups)
     held = {x.untyped_storage().data_ptr() for x in values.values()}
     _, paused = executor.run_forward(values)
     storages = {s.data_ptr(): s.nbytes() for _, x in paused.saved if (s := x.untyped_storage())}
@@ -82,8 +82,7 @@ def measured(ranks: int) -> int:
 
 
 def test_what_ranks_keep_is_what_was_counted() -> None:
-    prepare([case(2)])
-    kept = run_ranks(2, measured, 2, timeout=120.0)
+    kept = on_ranks(cell_of(2), measured)
     assert kept[0] == kept[1] == pytest.approx(of(2).saved, rel=0.01)
     assert torch.tensor(kept).sum() == pytest.approx(of(1).saved, rel=0.02)
     assert min(kept) > LONG_ROWS * LONG // 2 * HIDDEN * 8, "more than one hidden state"

@@ -30,70 +30,68 @@ from autopar.ir.placement import Shard, piece, scaled_blocks
 from autopar.models.tiny import TINY
 from autopar.options import Options
 from autopar.verification import Report
-from tests.context_cases import (
-    LIMIT,
-    ROWS,
-    SAME_GRAPH,
-    TOKENS,
-    Case,
-    captured,
-    check,
-    compile_case,
-    prepare,
-    rename,
-    step_graphs,
-)
+from tests.cells import Cell, check_ran, compile_cell, ran, renamed, step_graphs
 from tests.ranks import run_ranks
+from tests.reference import LIMIT
+from tests.subjects import ROWS, TOKENS, subject
 
-MODELS = ("llama", "qwen3", "gemma3", "gpt2", "bert", "t5", "whisper")
-RARE = ("gemma3", "whisper")  # run with -m full only
-MESHES = {"cp2": "cp=2", "cp4": "cp=4", "cp2-tp2": "cp=2,tp=2", "dp2-cp2": "dp=2,cp=2", "pp2-cp2": "pp=2,cp=2"}
+# Algorithms without exchanges of heads, and a mix: they run on any compiled graph.
+SAME_GRAPH = ("all_gather", "ring", "bi_ring", "zigzag_ring", "token_ring", "bi_ring+token_ring")
+RARE = ("gemma3", "one-layer whisper")  # run with -m full only
+MODELS = ("llama", "one-layer qwen3", RARE[0], "one-layer gpt2", "one-layer bert", "one-layer t5", RARE[1])
+MESHES = ("cp=2", "cp=4", "cp=2,tp=2", "dp=2,cp=2", "pp=2,cp=2")
 WAYS = ("zigzag", "contiguous", "ulysses", "auto", "zigzag")
 LAYOUTS = ("zigzag", "contiguous")
-BIASED = ("t5",)  # a bias for each pair of query and key, which does not travel
+BIASED = ("one-layer t5",)  # a bias for each pair of query and key, which does not travel
 CIRCULATING_QUERIES = ("token_ring", "bi_ring+token_ring")
 
 
-def case(model: str, mesh: str, way: str = "") -> Case:
-    """A cell, compiled in its own way if no other is asked for."""
-    i, j = MODELS.index(model), list(MESHES).index(mesh)
-    way = way or WAYS[(i + j) % len(WAYS)]
-    options: dict[str, Any] = {"layout": way, "attention": "ring"} if way in LAYOUTS else {"attention": way}
-    if mesh == "dp2-cp2":
+def cell_of(model: str, mesh: str, way: str = "") -> Cell:
+    """Compiled in its own way if no other is asked for."""
+    i, j = MODELS.index(model), MESHES.index(mesh)
+    options = way_of(way or WAYS[(i + j) % len(WAYS)])
+    if mesh == "dp=2,cp=2":
         options["zero"] = 3 * (i % 2)
-    if mesh == "cp2-tp2":
+    if mesh == "cp=2,tp=2":
         options["sequence_parallel"] = i % 2 == 0
-    if mesh == "pp2-cp2":
+    if mesh == "pp=2,cp=2":
         options["schedule"] = "1f1b"
-    if mesh == "pp2-cp2" or (mesh in ("cp2", "dp2-cp2") and i // 2 % 2):
+    if mesh == "pp=2,cp=2" or (mesh in ("cp=2", "dp=2,cp=2") and i // 2 % 2):
         options["micro_batches"] = 2
-    return Case(model, Mesh.parse(MESHES[mesh]), Options(**options))
+    return Cell(model, Mesh.parse(mesh), Options(**options))
 
 
-def algorithms(case: Case) -> list[str]:
-    """What the compiled graph of a case is run with."""
-    if case.options.attention != "ring":
+def way_of(name: str) -> dict[str, Any]:
+    return {"layout": name, "attention": "ring"} if name in LAYOUTS else {"attention": name}
+
+
+def algorithms(cell: Cell) -> list[str]:
+    """What the compiled graph of a cell is run with."""
+    if cell.options.attention != "ring":
         return [""]
-    return [name for name in SAME_GRAPH if case.model not in BIASED or name not in CIRCULATING_QUERIES]
+    return [name for name in SAME_GRAPH if cell.name not in BIASED or name not in CIRCULATING_QUERIES]
 
 
-@pytest.fixture(scope="module", params=[pytest.param(m, marks=pytest.mark.full if m in RARE else ()) for m in MODELS])
-def model(request: pytest.FixtureRequest) -> str:
-    prepare([case(request.param, mesh) for mesh in MESHES] + [case(request.param, "cp4", "hybrid")])
-    return str(request.param)
+def often(cells: list[Cell]) -> list[Any]:
+    return [pytest.param(c, marks=pytest.mark.full if c.name in RARE else ()) for c in cells]
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_equals_one_process(model: str, mesh: str) -> None:
-    check(case(model, mesh), algorithms(case(model, mesh)))
+CELLS = [cell_of(model, mesh) for model in MODELS for mesh in MESHES]
 
 
-def test_heads_within_groups_and_a_ring_over_them(model: str) -> None:
-    check(case(model, "cp4", "hybrid"), [""])
+@pytest.mark.parametrize("cell", often(CELLS), ids=str)
+def test_equals_one_process(cell: Cell) -> None:
+    check_ran(ran(cell, attentions=algorithms(cell)))
 
 
-def test_zero_bubble_schedule() -> None:
-    check(case("llama", "pp2-cp2"), ["ring", "zigzag_ring", "token_ring", "bi_ring+token_ring"], schedule="zb_h1")
+@pytest.mark.parametrize("cell", often([cell_of(model, "cp=4", "hybrid") for model in MODELS]), ids=str)
+def test_heads_within_groups_and_a_ring_over_them(cell: Cell) -> None:
+    check_ran(ran(cell))
+
+
+@pytest.mark.parametrize("cell", [cell_of("llama", "pp=2,cp=2")], ids=str)
+def test_zero_bubble_schedule(cell: Cell) -> None:
+    check_ran(ran(cell, ["zb_h1"], ["ring", "zigzag_ring", "token_ring", "bi_ring+token_ring"]))
 
 
 # --- the design ------------------------------------------------------------------------------------------
@@ -101,37 +99,39 @@ def test_zero_bubble_schedule() -> None:
 
 def test_every_algorithm_meets_every_model_and_every_mesh() -> None:
     names = {*SAME_GRAPH, "ulysses", "auto"}
-    cells = [(model, mesh, case(model, mesh)) for model, mesh in itertools.product(MODELS, MESHES)]
-    ran = {(model, mesh, n or c.options.attention) for model, mesh, c in cells for n in algorithms(c)}
+    met = {(c.name, str(c.mesh), n or c.options.attention) for c in CELLS for n in algorithms(c)}
     refused = set(itertools.product(BIASED, CIRCULATING_QUERIES))
-    assert {(m, n) for m, _, n in ran} == set(itertools.product(MODELS, names)) - refused
-    assert {(mesh, n) for _, mesh, n in ran} == set(itertools.product(MESHES, names))
+    assert {(m, n) for m, _, n in met} == set(itertools.product(MODELS, names)) - refused
+    assert {(mesh, n) for _, mesh, n in met} == set(itertools.product(MESHES, names))
     assert {n for name in names for n in name.split("+")} | {"hybrid"} == {*(n for n, _ in ALGORITHMS.items()), "auto"}
-    for option, mesh in (("zero", "dp2-cp2"), ("sequence_parallel", "cp2-tp2"), ("micro_batches", "cp2")):
-        assert len({getattr(c.options, option) for _, m, c in cells if m == mesh}) == 2
+    for option, mesh in (("zero", "dp=2,cp=2"), ("sequence_parallel", "cp=2,tp=2"), ("micro_batches", "cp=2")):
+        assert len({getattr(c.options, option) for c in CELLS if str(c.mesh) == mesh}) == 2
 
 
-@pytest.mark.parametrize(("model", "mesh"), list(zip(MODELS, itertools.cycle(m for m in MESHES if m != "cp4"))))
-def test_two_ranks_have_no_groups(model: str, mesh: str) -> None:
+REFUSED = [cell_of(*of, "hybrid") for of in zip(MODELS, itertools.cycle(m for m in MESHES if m != "cp=4"))]
+
+
+@pytest.mark.parametrize("refused", REFUSED, ids=str)
+def test_two_ranks_have_no_groups(refused: Cell) -> None:
     with pytest.raises(ValueError, match=r'^context_parallel: .*"hybrid": needs a size of groups that divides 2 ranks'):
-        compile_case(case(model, mesh, "hybrid"))
+        compile_cell(refused)
 
 
-@pytest.mark.parametrize("name", CIRCULATING_QUERIES)
-def test_queries_do_not_circulate_with_a_bias(name: str) -> None:
+@pytest.mark.parametrize("refused", [cell_of(BIASED[0], "cp=2", name) for name in CIRCULATING_QUERIES], ids=str)
+def test_queries_do_not_circulate_with_a_bias(refused: Cell) -> None:
     with pytest.raises(ValueError, match=r'^context_parallel: .*"token_ring": a bias that differs between queries'):
-        compile_case(case("t5", "cp2", name))
+        compile_cell(refused)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_graphs_of_algorithms_differ_in_their_names_only(layout: str) -> None:
+@pytest.mark.parametrize("cell", [Cell("llama", Mesh.of(cp=2), Options(**way_of(name))) for name in LAYOUTS], ids=str)
+def test_graphs_of_algorithms_differ_in_their_names_only(cell: Cell) -> None:
     """What lets one compiled model serve several algorithms."""
-    mesh = Mesh.of(cp=2)
-    ours = compile_case(Case("llama", mesh, Options(attention="ring", layout=layout)))
+    ours = compile_cell(cell)
     for name in ("token_ring", "bi_ring+all_gather"):
-        own = compile_case(Case("llama", mesh, Options(attention=name, layout=layout)))
-        assert rename(ours, name) == 2 * TINY["llama"].sizes["num_hidden_layers"]
-        assert [str(g.graph) for g in step_graphs(ours)] == [str(g.graph) for g in step_graphs(own)]
+        own = compile_cell(Cell(cell.name, cell.mesh, Options(attention=name, layout=cell.options.layout)))
+        with renamed(ours, name) as calls:
+            assert calls == 2 * TINY["llama"].sizes["num_hidden_layers"]
+            assert [str(g.graph) for g in step_graphs(ours)] == [str(g.graph) for g in step_graphs(own)]
 
 
 # --- other models and batches ----------------------------------------------------------------------------
@@ -153,31 +153,21 @@ OTHERS = [
 ]
 
 
-def other(name: str, mesh: str, way: str) -> Case:
-    options = {"layout": way, "attention": "ring"} if way in LAYOUTS else {"attention": way}
-    return Case(name, Mesh.parse(mesh), Options(**options))
-
-
-@pytest.fixture(scope="module")
-def others() -> None:
-    prepare([other(*cell) for cell in OTHERS])
-
-
-@pytest.mark.parametrize("cell", OTHERS, ids=" ".join)
-def test_other_models_and_batches(others: None, cell: tuple[str, str, str]) -> None:
-    check(other(*cell), algorithms(other(*cell)))
+@pytest.mark.parametrize("cell", [Cell(n, Mesh.parse(m), Options(**way_of(w))) for n, m, w in OTHERS], ids=str)
+def test_other_models_and_batches(cell: Cell) -> None:
+    check_ran(ran(cell, attentions=algorithms(cell)))
 
 
 def test_what_these_batches_are_for() -> None:
     """Documents, padding and dropout change the loss; one rank has no label at all; a frozen weight no gradient."""
     for name in ("packed llama", "padded llama", "gpt2 with dropout", "padded bert with dropout"):
-        known = captured(name)
+        known = subject(name)
         plain = {k: x for k, x in known.batch.items() if k in ("input_ids", "labels")}
         with torch.no_grad():
-            assert abs(float(known.model.eval()(**plain).loss) - known.loss) > 1e-6, name
+            assert abs(float(known.model.eval()(**plain).loss) - known.expected.loss) > 1e-6, name
         known.model.train()
-    assert (captured("packed llama").batch["labels"][:, : TOKENS // 2] == -100).all()
-    frozen = captured("frozen qwen3_moe").gradients
+    assert (subject("packed llama").batch["labels"][:, : TOKENS // 2] == -100).all()
+    frozen = subject("frozen qwen3_moe").expected.gradients
     assert [n for n, g in frozen.items() if g is None] == ["model.embed_tokens.weight"]
 
 

@@ -20,7 +20,9 @@ from autopar.plan import Plan
 from autopar.report.graph_text import format_graph
 from autopar.rewrite.compilation import Compilation
 from autopar.steps.graphs import Compiled
-from tests.context_cases import Case, Small, captured, compiled, small_batch, step_graphs
+from tests.cells import Cell, compiled, step_graphs
+from tests.subject_models import Small, small_batch
+from tests.subjects import subject
 
 ROWS, TOKENS, WIDTH = 2, 16, 8
 
@@ -141,10 +143,10 @@ def test_plans_with_attention_survive_json(layout: str, attention: str) -> None:
 
 
 def test_a_plan_from_json_makes_the_same_graphs() -> None:
-    case = Case("llama", Mesh.of(cp=2), Options(attention="bi_ring+token_ring", layout="zigzag"))
-    first = compiled(case)
-    graph = capture(captured("llama").model, captured("llama").batch, exact=True)
-    again = compile_graph(graph, case.mesh, plan=Plan.from_json(first.plan.to_json()), outputs=())
+    cell = Cell("llama", Mesh.of(cp=2), Options(attention="bi_ring+token_ring", layout="zigzag"))
+    first = compiled(cell)
+    graph = subject("llama").graph()
+    again = compile_graph(graph, cell.mesh, plan=Plan.from_json(first.plan.to_json()), outputs=())
     assert [g.code for g in step_graphs(again)] == [g.code for g in step_graphs(first)]
 
 
@@ -152,7 +154,7 @@ def test_a_plan_from_json_makes_the_same_graphs() -> None:
 
 
 def llama(mesh: str, **options: object) -> Compiled:
-    return compiled(Case("llama", Mesh.parse(mesh), Options(attention="ring", **options)))  # type: ignore[arg-type]
+    return compiled(Cell("llama", Mesh.parse(mesh), Options(attention="ring", **options)))  # type: ignore[arg-type]
 
 
 def test_sequence_parallelism_cuts_every_chunk() -> None:

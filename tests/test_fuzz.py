@@ -107,4 +107,4 @@ def test_random_transformer(config: dict[str, Any], mesh: str, options: dict[str
     except ValueError as error:
         assert any(word in str(error) for word in ("divide", "no weight can be cut")), error
         return
-    assert result.worst < 1e-10, (result.loss_error, result.missing, result.errors)
+    assert result.worst < 1e-10, result

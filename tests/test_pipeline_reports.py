@@ -13,7 +13,7 @@ from autopar.cost.step_timeline import step_timeline
 from autopar.cost.step_traffic import graph_runs, step_communication
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
-from autopar.planner.step_order import make_order, owners
+from autopar.planner.step_order import owners
 from autopar.report.chrome_trace import events_of, measured_events
 from autopar.report.dump import STEP_GRAPHS, Dumper
 from autopar.report.layer_names import modules_of
@@ -27,35 +27,31 @@ from autopar.schedule.request import SCHEDULES, Costs, Request
 from autopar.schedule.simulate import simulate
 from autopar.steps.graphs import Compiled
 from autopar.steps.of_rank import lowered_order
-from tests.pipeline_cases import Case, compiled, run_case
+from tests.cells import Cell, compiled, ran, with_schedule
 
-LLAMA = Case("llama", Mesh.of(pp=2), Options(micro_batches=4, schedule="1f1b"))
-TIED = Case("gpt2", Mesh.of(pp=2, dp=2), Options(micro_batches=2, schedule="1f1b", zero=3))
+pytestmark = pytest.mark.xdist_group("llama")
+LLAMA = Cell("llama", Mesh.of(pp=2), Options(micro_batches=4, schedule="1f1b", chunks=1))
+TIED = Cell("gpt2", Mesh.of(pp=2, dp=2), Options(micro_batches=2, schedule="1f1b", zero=3))
 
 
-def under(case: Case, schedule: str) -> Compiled:
-    """A compiled case with another schedule."""
-    made = compiled(case)
-    assert made.plan.pipeline is not None
-    plan = dataclasses.replace(made.plan, pipeline=dataclasses.replace(made.plan.pipeline, schedule=schedule))
-    order = make_order(plan, made.pipeline.parts, made.pipeline.hops)
-    specs = tuple(dataclasses.replace(p, ranks=owners(plan)[p.name]) for p in made.parameters)
-    return dataclasses.replace(
-        made, plan=plan, parameters=specs, pipeline=dataclasses.replace(made.pipeline, order=order)
-    )
+def under(cell: Cell, schedule: str) -> Compiled:
+    """A compiled cell with another schedule."""
+    made = with_schedule(compiled(cell), schedule)
+    specs = tuple(dataclasses.replace(p, ranks=owners(made.plan)[p.name]) for p in made.parameters)
+    return dataclasses.replace(made, parameters=specs)
 
 
 @pytest.mark.parametrize(
-    ("case", "schedules"), [(LLAMA, ["gpipe", "1f1b", "zb_h1", "dual_pipe"]), (TIED, ["1f1b"])], ids=["llama", "gpt2"]
+    ("cell", "schedules"), [(LLAMA, ["gpipe", "1f1b", "zb_h1", "dual_pipe"]), (TIED, ["1f1b"])], ids=["llama", "gpt2"]
 )
-def test_ranks_send_and_keep_what_was_said(case: Case, schedules: list[str]) -> None:
+def test_ranks_send_and_keep_what_was_said(cell: Cell, schedules: list[str]) -> None:
     """Bytes and calls on the wire are equal. Kept values are, too, but for what was received: the executor does not
     count that, and the two peaks may fall on different actions."""
-    for schedule, found in run_case(case, schedules).items():
-        made = under(case, schedule)
+    for (schedule, _), found in ran(cell, schedules).items():
+        made = under(cell, schedule)
         said = memories(made)
         for rank, of_rank in enumerate(found):
-            pp = case.mesh.coordinate(rank)["pp"]
+            pp = cell.mesh.coordinate(rank)["pp"]
             sent = {key: (v.calls, v.bytes) for key, v in of_rank.traffic.items()}
             assert sent == {key: (v.calls, v.bytes) for key, v in step_communication(made, pp).items()}, schedule
             assert of_rank.saved <= said[pp].saved <= of_rank.saved + said[pp].received, (schedule, rank)
@@ -93,9 +89,8 @@ def test_graphs_run_as_often_as_the_order_says() -> None:
 
 
 def test_the_lowered_order_is_the_executors() -> None:
-    for case in (LLAMA, TIED):
-        pipeline = compiled(case).pipeline
-        assert pipeline is not None
+    for cell in (LLAMA, TIED):
+        pipeline = compiled(cell).pipeline
         parts = [(i, p) for i, p in enumerate(pipeline.parts)]
         whole = lower(
             pipeline.order, pipeline.hops, {i for i, p in parts if p.gather}, {i for i, p in parts if p.reduce}

@@ -1,8 +1,5 @@
-"""Whole models on all ranks of a mesh in one process: loss and every gradient equal eager within 1e-10.
-
-Five models meet a covering subset of meshes and options; the others, which run on real ranks (tests/hf), are played
-here with ``-m full``. Other modules than transformers, and the corners of batches, follow.
-"""
+"""Corners of batches, and modules other than those of transformers, on all ranks of a mesh in one process: loss and
+every gradient equal eager. (Whole models on every mesh: tests/hf/test_parallel_models.py.)"""
 
 from __future__ import annotations
 
@@ -18,40 +15,12 @@ from autopar.ir.mesh import Mesh
 from autopar.models.tiny import TINY
 from autopar.options import Options
 from tests.harness import Result, check_model
-
-CLOSE = 1e-10
-
-# mesh, zero, sequence parallel, micro-batches
-BOTH = ("dp=2,tp=2", 3, True, 2)
-OPTIONS = {
-    "whole": [("dp=2,tp=2", 0, False, 1), ("tp=4", 0, True, 1), ("dp=4", 3, False, 1), BOTH],
-    "two": [("tp=2", 0, False, 1), BOTH],
-    "one": [BOTH],
-}
-MOST = {"llama": "whole", "gpt2": "whole", "t5": "two", "mixtral": "two", "bert": "two"}
-CASES = [
-    pytest.param(name, *case, marks=() if name in MOST else pytest.mark.full)
-    for name in TINY
-    for case in OPTIONS[MOST.get(name, "one")]
-]
-
-
-@pytest.mark.parametrize("name, mesh, zero, sequence_parallel, micro_batches", CASES)
-def test_tiny_model(name: str, mesh: str, zero: int, sequence_parallel: bool, micro_batches: int) -> None:
-    tiny = TINY[name]
-    options = Options(zero=zero, sequence_parallel=sequence_parallel, micro_batches=micro_batches)
-    result = check_model(tiny.build(), tiny.batch(4, 8), Mesh.parse(mesh), options)
-    assert result.worst < CLOSE, show(result)
-
-
-def show(result: Result) -> str:
-    bad = {n: e for n, e in result.errors.items() if e >= CLOSE}
-    return f"loss off by {result.loss_error:.1e}, missing {result.missing}, gradients off: {bad}"
+from tests.reference import LIMIT
 
 
 def close(model: nn.Module, batch: dict[str, Any], mesh: str, **options: Any) -> Result:
     result = check_model(model.double().train(), batch, Mesh.parse(mesh), Options(**options))
-    assert result.worst < CLOSE, show(result)
+    assert result.worst < LIMIT, result
     return result
 
 

@@ -8,22 +8,30 @@ import itertools
 import pytest
 
 from autopar.attention.algorithm_table import ALGORITHMS
-from tests.context_cases import SAME_GRAPH, check, compile_case
-from tests.test_context_models import BIASED, CIRCULATING_QUERIES, MESHES, MODELS, case
+from tests.cells import Cell, check_ran, compile_cell, ran
+from tests.test_context_models import BIASED, CIRCULATING_QUERIES, MESHES, MODELS, SAME_GRAPH, cell_of
 
 NAMES = list(dict.fromkeys([*SAME_GRAPH, *(name for name, _ in ALGORITHMS.items()), "auto"]))
 
 
-def refused(model: str, mesh: str, name: str) -> bool:
-    return (name == "hybrid" and mesh != "cp4") or (model in BIASED and name in CIRCULATING_QUERIES)
+def possible(cell: Cell) -> bool:
+    name = cell.options.attention
+    return (name != "hybrid" or str(cell.mesh) == "cp=4") and (
+        cell.name not in BIASED or name not in CIRCULATING_QUERIES
+    )
+
+
+CELLS = [cell_of(*of) for of in itertools.product(MODELS, MESHES, NAMES)]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("model", "mesh", "name"), list(itertools.product(MODELS, MESHES, NAMES)))
-def test_equals_one_process(model: str, mesh: str, name: str) -> None:
-    this = case(model, mesh, name)
-    if refused(model, mesh, name):
-        with pytest.raises(ValueError, match=r'^context_parallel: attention "(hybrid|token_ring)": '):
-            compile_case(this)
-    else:
-        check(this, [""])
+@pytest.mark.parametrize("cell", [cell for cell in CELLS if possible(cell)], ids=str)
+def test_equals_one_process(cell: Cell) -> None:
+    check_ran(ran(cell))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("refused", [cell for cell in CELLS if not possible(cell)], ids=str)
+def test_refused(refused: Cell) -> None:
+    with pytest.raises(ValueError, match=r'^context_parallel: attention "(hybrid|token_ring)": '):
+        compile_cell(refused)

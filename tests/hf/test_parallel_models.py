@@ -1,89 +1,93 @@
-"""Whole models on real gloo ranks: loss and every gradient equal those of one process, on every mesh.
+"""Whole models on every mesh: loss and every gradient equal those of one process. Each cell is compiled once; real gloo
+ranks run it through what users call, and for five models the simulator runs it, too.
 
 Each model meets one mesh of dp, one of tp and one of both, in turn of 2 and of 4 ranks; the options rotate, such that
-each value of each option meets each model and each mesh. ``pytest -m full`` runs the whole product instead.
+each value of each option meets each model and each mesh. ``pytest -m full`` runs the whole product instead, and plays
+every tiny model in the simulator.
 """
 
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 
-from tests.hf.parallel import check
+from autopar.ir.mesh import Mesh
+from autopar.models.tiny import TINY
+from autopar.options import Options
+from tests.cells import Cell, called, check, simulated
 
 MODELS = [
     "llama", "llama_mha", "llama_tied", "gpt2", "qwen3", "gemma3", "phi3", "opt", "bert", "t5", "bart", "vit",
     "whisper", "mixtral", "qwen3_moe", "cnn", "mlp",
 ]  # fmt: skip
-MESHES: list[dict[str, int]] = [{"dp": 2}, {"tp": 2}, {"dp": 2, "tp": 2}, {"tp": 4}, {"dp": 4}]
+MESHES = ("dp=2", "tp=2", "dp=2,tp=2", "tp=4", "dp=4")
 # These have no sequence that could be cut over tp.
 WITHOUT_SEQUENCE = {"cnn", "mlp"}
 
+Way = tuple[str, int, bool, int]  # mesh, zero, sequence parallel, micro-batches
+ALL: Way = ("dp=2,tp=2", 3, True, 2)
+FOUR: list[Way] = [("dp=2,tp=2", 0, False, 1), ("tp=4", 0, True, 1), ("dp=4", 3, False, 1), ALL]
+# Models that meet all options at once, and tp by itself; the first two meet all four.
+MOST: dict[str, list[Way]] = {
+    "llama": FOUR, "gpt2": FOUR,
+    **{name: [("dp=2", 0, False, 1), ("tp=2", 0, False, 1), ALL] for name in ("t5", "mixtral", "bert")},
+}  # fmt: skip
 
-def rotated(model: int) -> list[tuple[dict[str, int], dict[str, Any]]]:
+
+def rotated(model: int) -> list[Way]:
     """The meshes of a model, by its number, and the options on each."""
     size, zero, sequence, micro = 2 + 2 * (model % 2), 3 * (model // 2 % 2), model // 4 % 2 == 1, 1 + model // 2 % 2
     return [
-        ({"dp": size}, {"zero": zero, "sequence_parallel": False, "micro_batches": micro}),
-        ({"tp": size}, {"zero": 0, "sequence_parallel": sequence, "micro_batches": 3 - micro}),
-        ({"dp": 2, "tp": 2}, {"zero": 3 - zero, "sequence_parallel": not sequence, "micro_batches": 1 + model % 2}),
+        (f"dp={size}", zero, False, micro),
+        (f"tp={size}", 0, sequence, 3 - micro),
+        ("dp=2,tp=2", 3 - zero, not sequence, 1 + model % 2),
     ]
 
 
-def possible(model: str, mesh: dict[str, int], options: dict[str, Any]) -> dict[str, Any]:
+def cell_of(model: str, way: Way) -> Cell:
     """Without what says nothing on this mesh or cannot be for this model."""
-    out = dict(options)
-    if "tp" not in mesh or model in WITHOUT_SEQUENCE:
-        out["sequence_parallel"] = False
-    if "dp" not in mesh:
-        out["zero"] = 0
-    return out
+    mesh, zero, sequence, micro = way
+    sequence = sequence and "tp" in mesh and model not in WITHOUT_SEQUENCE
+    zero = zero if "dp" in mesh else 0
+    return Cell(model, Mesh.parse(mesh), Options(zero=zero, sequence_parallel=sequence, micro_batches=micro))
 
 
-def label(mesh: dict[str, int], options: dict[str, Any]) -> str:
-    sp = "-sp" if options["sequence_parallel"] else ""
-    zero = "-zero3" if options["zero"] else ""
-    return "".join(f"{a}{n}" for a, n in mesh.items()) + zero + sp + f"-mb{options['micro_batches']}"
-
-
-def cases() -> list[tuple[str, dict[str, int], dict[str, Any]]]:
-    return [(name, mesh, possible(name, mesh, o)) for i, name in enumerate(MODELS) for mesh, o in rotated(i)]
-
-
-def labelled() -> list[Any]:
-    return [pytest.param(m, mesh, o, id=f"{m}-{label(mesh, o)}") for m, mesh, o in cases()]
-
-
-def product() -> list[Any]:
-    out = {}
-    for model, mesh in itertools.product(MODELS, MESHES):
-        for zero, sequence, micro in itertools.product((0, 3), (False, True), (1, 2)):
-            options = possible(model, mesh, {"zero": zero, "sequence_parallel": sequence, "micro_batches": micro})
-            name = f"{model}-{label(mesh, options)}"
-            out[name] = pytest.param(model, mesh, options, id=name)
-    return list(out.values())
+CELLS = [cell_of(name, way) for i, name in enumerate(MODELS) for way in MOST.get(name) or rotated(i)]
+SIMULATED = [cell for cell in CELLS if cell.name in MOST]
+PRODUCT = [cell_of(*of) for of in itertools.product(MODELS, itertools.product(MESHES, (0, 3), (False, True), (1, 2)))]
 
 
 def test_each_option_meets_each_model_and_each_mesh() -> None:
     for model in MODELS:
-        mine = [o for m, _, o in cases() if m == model]
-        assert {o["zero"] for o in mine} == {0, 3} and {o["micro_batches"] for o in mine} == {1, 2}
-        assert len({o["sequence_parallel"] for o in mine}) == (1 if model in WITHOUT_SEQUENCE else 2)
-    for mesh in MESHES:
-        mine = [o for _, m, o in cases() if m == mesh]
-        assert {o["micro_batches"] for o in mine} == {1, 2}
-        assert len({o["zero"] for o in mine}) == (2 if "dp" in mesh else 1)
-        assert len({o["sequence_parallel"] for o in mine}) == (2 if "tp" in mesh else 1)
+        mine = [c.options for c in CELLS if c.name == model]
+        assert {o.zero for o in mine} == {0, 3} and {o.micro_batches for o in mine} == {1, 2}
+        assert len({o.sequence_parallel for o in mine}) == (1 if model in WITHOUT_SEQUENCE else 2)
+        assert len({tuple(c.mesh.sizes) for c in CELLS if c.name == model}) == 3
+    for mesh in map(Mesh.parse, MESHES):
+        mine = [c.options for c in CELLS if c.mesh == mesh]
+        assert {o.micro_batches for o in mine} == {1, 2}
+        assert len({o.zero for o in mine}) == (2 if "dp" in mesh.sizes else 1)
+        assert len({o.sequence_parallel for o in mine}) == (2 if "tp" in mesh.sizes else 1)
 
 
-@pytest.mark.parametrize("model, mesh, options", labelled())
-def test_equals_one_process(model: str, mesh: dict[str, int], options: dict[str, Any]) -> None:
-    check(model, mesh, **options)
+@pytest.mark.parametrize("cell", SIMULATED, ids=str)
+def test_simulated(cell: Cell) -> None:
+    check(simulated(cell))
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_equals_one_process(cell: Cell) -> None:
+    check(called(cell))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("model, mesh, options", product())
-def test_equals_one_process_with_all_options(model: str, mesh: dict[str, int], options: dict[str, Any]) -> None:
-    check(model, mesh, **options)
+@pytest.mark.parametrize("cell", dict.fromkeys(PRODUCT), ids=str)
+def test_equals_one_process_with_all_options(cell: Cell) -> None:
+    check(called(cell))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cell", [cell_of(name, ALL) for name in TINY if name not in MOST], ids=str)
+def test_every_tiny_model_simulated(cell: Cell) -> None:
+    check(simulated(cell))

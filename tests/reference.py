@@ -1,0 +1,121 @@
+"""What one process computes, and how far a step on a mesh is from it: the one comparison of all tests of models.
+
+expected = eager(model, batch)
+found = compare(loss, gradients, expected, compiled.parameters, cut)
+assert found.worst < 1e-10, found
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from autopar.capture import adapter_for
+from autopar.exact import LiftFloat32
+from autopar.ir.parameter import ParameterSpec
+from autopar.models.hf import exact_experts
+from autopar.ops.eager_dropout import shared_dropout
+
+LIMIT = 1e-10  # of the loss and of every gradient, in float64
+
+
+class Expected(NamedTuple):
+    """Loss and gradients of one process; None for a parameter that has no gradient."""
+
+    loss: float
+    gradients: dict[str, Tensor | None]
+
+
+def total_loss(output: Any) -> Tensor:
+    """The sum of all losses in what a model returns: scalars with a gradient."""
+    leaves = [output] if isinstance(output, Tensor) else output.values() if isinstance(output, Mapping) else output
+    losses = [x for x in leaves if isinstance(x, Tensor) and not x.dim() and x.requires_grad]
+    assert losses, "the model returns no loss"
+    return torch.stack(losses).sum()
+
+
+def eager(model: nn.Module, batch: Mapping[str, Any], seed: int | None = None) -> Expected:
+    """One process, float32 islands lifted; the model's buffers are put back. ``seed``: of a step whose dropout masks
+    to use."""
+    buffers = {n: b.clone() for n, b in model.named_buffers()}
+    model.zero_grad()
+    masks = contextlib.nullcontext() if seed is None else shared_dropout(seed)
+    adapter = adapter_for(model)
+    arguments = batch if adapter is None else adapter.arguments(model, batch)
+    with LiftFloat32(), exact_experts(model), masks:
+        loss = total_loss(model(**arguments))
+        loss.backward()
+    with torch.no_grad():
+        for name, b in model.named_buffers():
+            b.copy_(buffers[name])
+    gradients = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    return Expected(float(loss.detach()), gradients)
+
+
+@dataclass(frozen=True)
+class Errors:
+    """How far the step of one rank is from one process: largest differences (infinite for what is no number or has
+    another shape), and the parameters of which only one side has a gradient."""
+
+    loss: float
+    gradients: dict[str, float]
+    odd: list[str]
+
+    @property
+    def worst(self) -> float:
+        return math.inf if self.odd else max(self.loss, *self.gradients.values(), 0.0)
+
+    def __str__(self) -> str:
+        bad = {n: e for n, e in self.gradients.items() if not e < LIMIT}
+        return f"the loss is off by {self.loss:.1e}, one side alone has {self.odd}, gradients are off by {bad}"
+
+
+def compare(
+    loss: float,
+    found: Mapping[str, Tensor | None],
+    expected: Expected,
+    parameters: Iterable[ParameterSpec],
+    cut: Callable[[ParameterSpec, Tensor], Tensor],
+    held: Collection[str] | None = None,
+) -> Errors:
+    """The step of one rank against one process.
+
+    Args:
+        found: the rank's piece of each gradient, by the name of its parameter.
+        cut: the rank's piece of a whole gradient.
+        held: names of the parameters that the rank has; all of them, if left out.
+
+    A gradient of zeros equals one that eager does not have.
+    """
+    errors: dict[str, float] = {}
+    odd, seen = set(), set[str]()
+    for spec in (p for p in parameters if p.name in found):
+        names, piece = {spec.name, *spec.aliases}, found[spec.name]
+        whole = next((g for n in sorted(names) if (g := expected.gradients.get(n)) is not None), None)
+        seen |= names
+        if piece is not None:
+            right = cut(spec, torch.zeros(spec.shape, dtype=piece.dtype) if whole is None else whole)
+            errors |= dict.fromkeys(names, difference(piece, right))
+        elif whole is not None:
+            odd |= names
+    odd |= {n for n, g in expected.gradients.items() if g is not None and (held is None or n in held)} - seen
+    odd |= set(found) - seen
+    return Errors(difference(_number(loss), _number(expected.loss)), errors, sorted(odd))
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    """The largest one."""
+    if found.shape != expected.shape:
+        return math.inf
+    return float((found.detach() - expected).abs().nan_to_num(math.inf).max()) if found.numel() else 0.0
+
+
+def _number(x: float) -> Tensor:
+    return torch.tensor(x, dtype=torch.float64)
