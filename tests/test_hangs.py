@@ -1,6 +1,6 @@
 """No wait without an end: who is stopped, dead or finished is named within seconds, whatever the others wait in.
 
-Each test is a world of its own (forked ranks, its own store), with a timeout that is longer than the test may take.
+Each test has a world of its own (forked ranks, its own store), with a timeout that is longer than the test may take.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
 from typing import Any
 
@@ -32,25 +32,29 @@ from tests.faults.campaign import _alive_with_parent, _free_port, _host
 LONG, SOON = 60.0, 30.0  # seconds: the timeout, and what counts as within seconds on a machine with others at work
 
 
-def world(
-    ranks: int, body: Callable[[int], Any], hosts: bool, stays: int | None = None
-) -> dict[int, tuple[float, str]]:
-    """Rank -> (seconds, what came of it); ``hosts``: rank 0 hosts the store. Rank ``stays`` does not end."""
-    context, port = multiprocessing.get_context("fork"), _free_port()
-    host = None if hosts else context.Process(target=_host, args=(port,), daemon=True)
-    pipes, processes = [], [host] if host else []
-    for rank in range(ranks):
-        here, there = context.Pipe(duplex=False)
-        pipes.append(here)
-        processes.append(context.Process(target=_run, args=(rank, ranks, body, hosts, port, there), daemon=True))
-    for process in processes:
-        process.start()
-    try:
-        return {r: p.recv() for r, p in enumerate(pipes) if r != stays and p.poll(SOON + 15)}
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+class World:
+    """Ranks that run; ``hosts``: rank 0 hosts the store. Rank ``stays`` does not end."""
+
+    def __init__(self, ranks: int, body: Callable[[int], Any], hosts: bool, stays: int) -> None:
+        context, port = multiprocessing.get_context("fork"), _free_port()
+        host = None if hosts else context.Process(target=_host, args=(port,), daemon=True)
+        self.stays, self.pipes, self.processes = stays, [], [host] if host else []
+        for rank in range(ranks):
+            here, there = context.Pipe(duplex=False)
+            self.pipes.append(here)
+            args = (rank, ranks, body, hosts, port, there)
+            self.processes.append(context.Process(target=_run, args=args, daemon=True))
+        for process in self.processes:
+            process.start()
+
+    def end(self) -> dict[int, tuple[float, str]]:
+        """Rank -> (seconds, what came of it)"""
+        try:
+            return {r: p.recv() for r, p in enumerate(self.pipes) if r != self.stays and p.poll(SOON + 15)}
+        finally:
+            for process in self.processes:
+                process.kill()
+                process.join()
 
 
 def _run(rank: int, ranks: int, body: Callable[[int], Any], hosts: bool, port: int, pipe: Any) -> None:
@@ -93,9 +97,9 @@ def pipeline_and_torch(rank: int) -> str:
     return "\n".join(found)
 
 
-def test_a_stopped_rank_is_named_in_waits_of_torch() -> None:
+def test_a_stopped_rank_is_named_in_waits_of_torch(worlds: dict[str, World]) -> None:
     """gloo alone would wait for the timeout; the second and third wait end at once."""
-    seconds, text = world(2, pipeline_and_torch, hosts=False, stays=1)[0]
+    seconds, text = worlds["waits of torch"].end()[0]
     assert seconds < SOON
     lines = [line for line in text.splitlines() if line.startswith("comm:")]
     assert len(lines) == 3, text
@@ -113,9 +117,9 @@ def the_host_stops(rank: int) -> None:
     dist.barrier(group=groups.group("dp"))
 
 
-def test_a_stopped_host_of_the_store_is_named() -> None:
+def test_a_stopped_host_of_the_store_is_named(worlds: dict[str, World]) -> None:
     """Whoever asks it, and whoever waits for those that do."""
-    found = world(3, the_host_stops, hosts=True, stays=0)
+    found = worlds["host stops"].end()
     assert found.keys() == {1, 2}
     for seconds, text in found.values():
         assert seconds < SOON and "rank 0, which hosts the store, did not respond for" in text, text
@@ -136,8 +140,8 @@ def one_does_not_come(rank: int) -> str:
     return "\n".join(found)
 
 
-def test_agreements_and_groups_keep_to_the_timeout_of_the_mesh() -> None:
-    first, second = world(2, one_does_not_come, hosts=False, stays=1)[0][1].splitlines()
+def test_agreements_and_groups_keep_to_the_timeout_of_the_mesh(worlds: dict[str, World]) -> None:
+    first, second = worlds["one does not come"].end()[0][1].splitlines()
     assert "agreeing on the plan failed on rank 0: rank 1 did not respond: alive, but never joined" in first
     assert "making the group mesh_tp failed on rank 0: rank 1 did not respond" in second
     assert float(first.split()[0]) < 10 and float(second.split()[0]) < 20
@@ -151,8 +155,8 @@ def gone_while_starting(rank: int) -> None:
 
 
 @pytest.mark.parametrize("hosts", [True, False])
-def test_a_rank_that_dies_while_torch_connects_them_is_named(hosts: bool) -> None:
-    seconds, text = world(2, gone_while_starting, hosts=hosts, stays=1)[0]
+def test_a_rank_that_dies_while_torch_connects_them_is_named(hosts: bool, worlds: dict[str, World]) -> None:
+    seconds, text = worlds["gone, rank 0 hosts" if hosts else "gone"].end()[0]
     assert seconds < SOON and "CollectiveError: comm: starting the ranks failed on rank 0: rank 1 did not" in text, text
 
 
@@ -175,11 +179,29 @@ def uncaught(rank: int) -> str:
     return printed.getvalue()
 
 
-def test_an_error_of_torch_that_nobody_catches_names_the_rank() -> None:
-    _, text = world(2, uncaught, hosts=False, stays=1)[0]
+def test_an_error_of_torch_that_nobody_catches_names_the_rank(worlds: dict[str, World]) -> None:
+    _, text = worlds["uncaught"].end()[0]
     last = text.strip().splitlines()[-1]
     assert "CollectiveError: comm: a collective failed on rank 0: rank 1 did not respond: no sign of life" in last, text
     assert "The above exception was the direct cause" in text
+
+
+@pytest.fixture(scope="module", autouse=True)
+def worlds() -> Iterator[dict[str, World]]:
+    """All that mostly wait, side by side."""
+    made = {
+        "waits of torch": World(2, pipeline_and_torch, hosts=False, stays=1),
+        "host stops": World(3, the_host_stops, hosts=True, stays=0),
+        "one does not come": World(2, one_does_not_come, hosts=False, stays=1),
+        "gone": World(2, gone_while_starting, hosts=False, stays=1),
+        "gone, rank 0 hosts": World(2, gone_while_starting, hosts=True, stays=1),
+        "uncaught": World(2, uncaught, hosts=False, stays=1),
+    }
+    yield made
+    for one in made.values():
+        for process in one.processes:
+            process.kill()
+            process.join()
 
 
 def early(how: str) -> None:
