@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from autopar.capture import adapter_for, capture
 from autopar.exact import LiftFloat32
 from autopar.ir.signature import Signature
+from autopar.models.hf import exact_experts
 from autopar.models.tiny import TINY, TinyModel
 from autopar.passes.normalize import Normalize
 from tests.reference import difference
@@ -83,7 +84,7 @@ EVAL = ("llama", "gpt2", "mixtral", "bert", "t5", "vit", "whisper", "falcon")
 def test_all(name: str) -> None:
     known = subject(name)  # captured in train mode
     gm = Normalize().apply(known.graph())
-    with torch.no_grad():
+    with torch.no_grad(), exact_experts(known.model):
         expected = known.model(**known.batch)
     found = run(gm, known.model, known.batch)
     assert type(found) is type(expected)

@@ -21,6 +21,7 @@ from autopar.options import Options
 from autopar.runtime.module import ParallelModule
 from autopar.verification import TOLERANCES, Compared, Report
 from tests.ranks import run_ranks
+from tests.subjects import make
 
 
 class Net(nn.Module):
@@ -99,16 +100,16 @@ def test_the_seed_changes_the_masks_and_not_the_agreement() -> None:
     assert abs(first.loss - second.loss) > 1e-4
 
 
-def llama_dropout(sizes: dict[str, int], options: dict[str, Any]) -> Report:
+def transformer(sizes: dict[str, int], options: dict[str, Any]) -> Report:
     mesh = autopar.init_mesh("cpu", 30.0, **sizes)
-    tiny = TINY["gpt2"]
-    return autopar.verify(tiny.build(dropout=0.1), mesh, tiny.batch(8, 8), **options)
+    model, batch = make("gpt2 with dropout")
+    return autopar.verify(model, mesh, batch, **options)
 
 
 def test_dropout_of_a_transformer_does_not_depend_on_the_mesh() -> None:
     """Embeddings, attention probabilities and residuals; cut over the batch, heads, the sequence and time."""
     losses = {
-        run_ranks(math.prod(sizes.values()), llama_dropout, sizes, options)[0]
+        run_ranks(math.prod(sizes.values()), transformer, sizes, options)[0]
         for sizes, options in [
             ({"dp": 2}, {"zero": 3, "micro_batches": 2}),
             ({"tp": 2}, {"sequence_parallel": True}),
