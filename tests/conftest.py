@@ -19,12 +19,22 @@ torch.set_num_threads(1)
 
 # Groups of tests that take longest, in this order: what is started last must not be long.
 DEAR = (
-    "llama",
     "tests/test_habits.py",
-    "tests/test_rules.py",
-    "tests/test_capture.py",
+    "llama",
     "tests/faults/test_campaign.py",
+    "tests/test_module.py",
+    "tests/malformed/test_batches.py",
+    "tests/test_cli.py",
+    "tests/test_rules.py",
+    "tests/test_hangs.py",
     "tests/test_verify.py",
+    "tests/test_docs.py",
+    "tests/test_scale.py",
+    "tests/test_demo.py",
+    "tests/test_capture.py",
+    "tests/hf/test_zoo.py",
+    "tests/test_failures.py",
+    "tests/passes/test_attention_algorithms.py",
 )
 
 

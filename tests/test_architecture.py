@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -62,7 +63,12 @@ def sources(*folders: str) -> list[Path]:
 
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 PACKAGE = sources("autopar", *AREAS)
-TREES = {file: ast.parse(file.read_text(encoding="utf-8")) for file in PACKAGE}
+
+
+@functools.cache
+def trees() -> dict[Path, ast.Module]:
+    """Every file of the package, parsed: when it is asked for, not whenever tests are collected."""
+    return {file: ast.parse(file.read_text(encoding="utf-8")) for file in PACKAGE}
 
 
 def relative(file: Path) -> str:
@@ -104,7 +110,7 @@ MODULES = {dotted(file): file for file in PACKAGE}
 
 def reached(file: Path) -> Iterator[tuple[str, int]]:
     """(module of the project, line) of every import in a file, those inside of functions included."""
-    for name, line in imports(file, TREES[file]):
+    for name, line in imports(file, trees()[file]):
         if name.split(".")[0] == "autopar":
             yield name if name in MODULES else name.rpartition(".")[0], line
 
@@ -152,7 +158,7 @@ def test_circles_are_found() -> None:
 
 def test_imports_are_written_in_full() -> None:
     """`from . import x` would be no dotted name that somebody can search."""
-    relatives = [n for tree in TREES.values() for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.level]
+    relatives = [n for tree in trees().values() for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.level]
     assert not relatives
 
 
@@ -166,7 +172,7 @@ def test_no_two_files_share_a_name() -> None:
 
 def test_no_two_classes_or_public_functions_share_a_name() -> None:
     by_name: dict[str, list[str]] = {}
-    for file, tree in TREES.items():
+    for file, tree in trees().items():
         for s in tree.body:
             if isinstance(s, ast.ClassDef) or (isinstance(s, DEFINITIONS) and not s.name.startswith("_")):
                 by_name.setdefault(s.name.lstrip("_"), []).append(f"{relative(file)}:{s.lineno}")
@@ -176,14 +182,14 @@ def test_no_two_classes_or_public_functions_share_a_name() -> None:
 def test_rooms_say_what_is_in_them() -> None:
     """The docstring of a room: what stands there, and who may import it."""
     rooms = [f for f in PACKAGE if f.name == "__init__.py" and len(f.relative_to(ROOT).parts) < 4]
-    short = [relative(f) for f in rooms if len((ast.get_docstring(TREES[f]) or "").splitlines()) < 4]
+    short = [relative(f) for f in rooms if len((ast.get_docstring(trees()[f]) or "").splitlines()) < 4]
     assert not short
 
 
 def test_libraries() -> None:
     """Only torch and small libraries, and transformers only in models/."""
     wrong = []
-    for file, tree in TREES.items():
+    for file, tree in trees().items():
         allowed = SMALL_LIBRARIES | EXTRA_LIBRARIES[area(file)]
         for name, line in imports(file, tree):
             top = name.split(".")[0]
@@ -212,7 +218,7 @@ def is_private(name: str) -> bool:
 def our_private_names() -> set[str]:
     """Private names that the project defines: functions, classes, methods, fields, variables, attributes of self."""
     names = {"_asdict", "_replace", "_fields"}  # the public part of named tuples
-    for tree in TREES.values():
+    for tree in trees().values():
         for node in ast.walk(tree):
             if isinstance(node, DEFINITIONS):
                 names.add(node.name)
@@ -226,10 +232,10 @@ def our_private_names() -> set[str]:
 
 
 def private_uses(file: Path, ours: set[str]) -> Iterator[tuple[str, int]]:
-    for name, line in imports(file, TREES[file]):
+    for name, line in imports(file, trees()[file]):
         if name.split(".")[0] != "autopar" and any(is_private(part) for part in name.split(".")):
             yield name, line
-    for node in ast.walk(TREES[file]):
+    for node in ast.walk(trees()[file]):
         if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in ours:
             text = ast.unparse(node)
             # aten's own operators may begin with an underscore: torch.ops.aten._to_copy is a public operator name
@@ -262,7 +268,7 @@ def test_adapters_are_imported_by_few() -> None:
     """Private names do not leave an adapter: nothing private is imported from one."""
     wrong = [
         f"{relative(file)}:{line} imports {name}"
-        for file, tree in TREES.items()
+        for file, tree in trees().items()
         for name, line in imports(file, tree)
         if name.startswith("autopar.adapters.") and is_private(name.rpartition(".")[2])
     ]
@@ -275,14 +281,14 @@ def test_adapters_are_imported_by_few() -> None:
 def test_passes_never_touch_a_process_group() -> None:
     wrong = [
         f"{relative(file)}:{line} imports {name}"
-        for file, tree in TREES.items()
+        for file, tree in trees().items()
         if area(file) == "passes"
         for name, line in imports(file, tree)
         if name.startswith("torch.distributed")
     ]
     wrong += [
         f"{relative(file)}:{node.lineno} uses torch.distributed"
-        for file, tree in TREES.items()
+        for file, tree in trees().items()
         if area(file) == "passes"
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed"
@@ -307,7 +313,7 @@ def test_files_are_short() -> None:
 def test_public_names_have_docstrings() -> None:
     """Modules (that hold anything), and their public functions and classes."""
     wrong = []
-    for file, tree in TREES.items():
+    for file, tree in trees().items():
         if tree.body and not ast.get_docstring(tree):
             wrong.append(f"{relative(file)}: the module")
         public = [s for s in tree.body if isinstance(s, DEFINITIONS) and not s.name.startswith("_")]

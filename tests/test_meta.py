@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from autopar.ir import meta
-from tests.test_architecture import TREES, relative
+from tests.test_architecture import relative, trees
 
 LISTED = {*meta.NODES, *meta.GRAPHS}
 ACCESSORS = {"inherit": 2, "remembered": 1}  # function -> the place of its keys among the arguments
@@ -59,7 +59,7 @@ def test_every_key_is_listed() -> None:
     """Keys in variables stand only beside the list."""
     wrong = [
         f"{relative(file)}:{line}: {name}"
-        for file, tree in TREES.items()
+        for file, tree in trees().items()
         if relative(file) != "autopar/ir/meta.py"
         for name, line in unlisted(tree)
     ]
@@ -67,7 +67,7 @@ def test_every_key_is_listed() -> None:
 
 
 def test_every_listed_key_is_used() -> None:
-    used = {name for tree in TREES.values() for key, _ in keys_of(tree) for name in names_in(key)}
+    used = {name for tree in trees().values() for key, _ in keys_of(tree) for name in names_in(key)}
     assert not LISTED - used
 
 
