@@ -97,6 +97,12 @@ def on_ranks(cell: Cell, body: Any, *args: Any) -> list[Any]:
     return run_ranks(count, body, cell, *args, timeout=120.0)
 
 
+def inherited(cell: Cell) -> Compiled:
+    """On a rank: what the test process compiled."""
+    assert cell in COMPILED, f"{cell} was not compiled before the ranks were forked"
+    return COMPILED[cell][0]
+
+
 def step_graphs(made: Compiled) -> Iterator[GraphModule]:
     """All that run once per micro-batch."""
     for part in made.pipeline.parts:
@@ -142,7 +148,7 @@ def _called(cell: Cell) -> Errors:
 @contextlib.contextmanager
 def _given(cell: Cell) -> Iterator[None]:
     """Within: parallelize takes what the parent compiled, if it asks for just that."""
-    made, whole = compiled(cell), subject(cell.name).batch
+    made, whole = inherited(cell), subject(cell.name).batch
 
     def plan_model(model: nn.Module, batch: Any, mesh: Mesh, options: Options, fixed: Any = None, **_: Any) -> Any:
         assert mesh == made.plan.mesh and options == made.plan.options
@@ -192,7 +198,7 @@ def check_ran(found: dict[Way, list[Found]]) -> None:
 def _ran(cell: Cell, ways: list[Way]) -> list[Found]:
     groups, out = Groups(init_mesh("cpu", 30.0, **cell.mesh.sizes)), []
     for schedule, attention in ways:
-        made = with_schedule(compiled(cell), schedule) if schedule else compiled(cell)
+        made = with_schedule(inherited(cell), schedule) if schedule else inherited(cell)
         with renamed(made, attention) as calls:
             assert calls or not attention, f"{cell} has no attention over ranks"
             out.append(_step(made, cell.name, groups))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +15,13 @@ import torch
 from autopar.ir.graph import output_node
 from autopar.ir.mesh import Mesh
 from autopar.ir.parameter import ParameterSpec
+from autopar.models.tiny import TINY
 from autopar.options import Options
 from autopar.steps.graphs import Compiled, StepGraph
-from tests.cells import COMPILED, Cell, called, check, check_ran, compile_cell, ran, simulated
+from tests.cells import COMPILED, Cell, called, check, check_ran, compile_cell, on_ranks, ran, simulated
+from tests.conftest import DEAR
 from tests.planted import calls, set_outputs, skip
-from tests.ranks import close_pools
+from tests.ranks import close_pools, run_ranks
 from tests.reference import Expected, compare
 
 pytestmark = pytest.mark.xdist_group("mlp")
@@ -116,3 +120,27 @@ def test_faults_are_reported(fault: Callable[[StepGraph], None], plant: Callable
             check(run(CELL))
     with pytest.raises(AssertionError, match=r"rank \d.*(head|first|second|norm)\."):
         check_ran(ran(CELL))
+
+
+# --- who runs where -----------------------------------------------------------------------------------------
+
+
+def test_groups_that_start_first_are_there() -> None:
+    root = Path(__file__).parent.parent
+    assert [name for name in DEAR if name not in TINY and not (root / name).is_file()] == []
+
+
+def is_there(cell: Cell) -> bool:
+    return cell in COMPILED
+
+
+def test_ranks_are_forked_after_compiling() -> None:
+    """What is compiled later than a pool was forked makes a new pool; what ranks have keeps it."""
+    close_pools()
+    assert run_ranks(2, os.getppid) == [os.getpid()] * 2
+    before = run_ranks(2, os.getpid)
+    COMPILED.pop(CELL, None)
+    assert on_ranks(CELL, is_there) == [True, True]
+    after = run_ranks(2, os.getpid)
+    assert set(before).isdisjoint(after)
+    assert on_ranks(CELL, is_there) == [True, True] and run_ranks(2, os.getpid) == after
