@@ -76,7 +76,9 @@ def cell_of(item: pytest.Item, *names: str) -> Any:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    cells = [cell for item in session.items if (cell := cell_of(item, "cell")) is not None]
+    """Ranks inherit what will be run where they are forked."""
+    pairs = [(group_of(item), cell_of(item, "cell")) for item in session.items]
+    cells = [cell for group, cell in pairs if cell is not None and cell.name == group]
     if cells:
         sys.modules["tests.cells"].expect(cells)
 
