@@ -45,7 +45,7 @@ class Feed:
         if spec is None or (spec.kind == "total" and name in values):
             return values[name]
         if spec.kind == "micro_batch":
-            return torch.tensor(micro_batch, device=self._device)
+            return torch.full((), micro_batch, device=self._device)  # without a copy from the host
         value = values[spec.name]
         cut = self._cut(spec.name)
         if not isinstance(cut, Shard):  # the number of the micro-batch is made above

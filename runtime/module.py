@@ -270,16 +270,14 @@ class ParallelModule(Stateful):
         check_values(named, differentiated=kind.train)
         # masks depend on the number of the step
         executor = self._cache.runner(kind, named, surroundings, self.training_steps + 1 if kind.train else None)
-        values = self._state() | executor.compiled.local.meta.get("constants", {})
+        values = self._state() | executor.constants
         self.training_steps += kind.train
         self._watch.check_size(named, self.training_steps)
-        values["__seed__"] = torch.tensor(step_seed(self._seed, self.training_steps))
         for name, value in tensors_of(named).items():
             plain = value if type(value) is Tensor else value.as_subclass(Tensor)  # results would be of the subclass
             values[name] = plain.to(self._groups.device).contiguous()  # the step is compiled for no other strides
-        for spec in executor.specs.values():
-            if spec.kind == "seed":
-                values[spec.name] = values["__seed__"]
+        seed = step_seed(self._seed, self.training_steps)
+        values |= {name: torch.full((), seed, device=self._groups.device) for name in executor.seeds}  # without a copy
         return executor, values
 
     def _state(self) -> dict[str, Tensor]:

@@ -77,9 +77,15 @@ def _groups(offsets: Tensor) -> Iterator[tuple[int, int, int]]:
         start = stop
 
 
-def _fused(rows: Tensor, weight: Tensor) -> bool:
-    """Whether torch's grouped kernel takes these: CUDA, bfloat16, 16-byte rows."""
-    return rows.is_cuda and rows.dtype == torch.bfloat16 and not any(n % 8 for n in (*weight.shape[1:], rows.shape[1]))
+def _fused(left: Tensor, right: Tensor) -> bool:
+    """Whether torch's grouped kernel takes these: CUDA, bfloat16, 16-byte rows. Else the host has to know the offsets,
+    for which it waits for the device."""
+    return left.is_cuda and left.dtype == torch.bfloat16 and not any(n % 8 for n in (*left.shape[1:], *right.shape[1:]))
+
+
+def _expert_of_row(rows: Tensor, offsets: Tensor) -> Tensor:
+    """[N] int64; the number of experts behind the last offset."""
+    return torch.searchsorted(offsets, torch.arange(rows.shape[0], device=rows.device, dtype=offsets.dtype), right=True)
 
 
 def _clear_tail(out: Tensor, offsets: Tensor) -> Tensor:
@@ -117,6 +123,10 @@ def _(rows: Tensor, weight: Tensor, offsets: Tensor, transposed: bool) -> Tensor
 def grouped_mm_weight_grad(grad: Tensor, rows: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
     """grad [N, O], rows [N, I] -> gradient of the weight, [E, O, I] or [E, I, O] if ``transposed``."""
     left, right = (rows, grad) if transposed else (grad, rows)
+    if _fused(left, right):
+        made = torch.nn.functional.grouped_mm(left.t(), right, offs=offsets)
+        empty = offsets.diff(prepend=offsets.new_zeros(1)) == 0  # the kernel leaves these as they were
+        return made.masked_fill_(empty.view(-1, 1, 1), 0.0)
     out = grad.new_zeros(offsets.shape[0], left.shape[1], right.shape[1])
     for expert, start, stop in _groups(offsets):
         torch.mm(left[start:stop].t(), right[start:stop], out=out[expert])
@@ -152,6 +162,9 @@ grouped_mm.register_autograd(_mm_backward, setup_context=_mm_setup)
 )
 def grouped_bias(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
     """rows [N, O] + the bias [E, O] of each row's expert."""
+    if rows.is_cuda:
+        padded = torch.cat([bias, bias.new_zeros(1, bias.shape[1])])
+        return rows + padded.index_select(0, _expert_of_row(rows, offsets))
     out = rows.clone(memory_format=torch.contiguous_format)
     for expert, start, stop in _groups(offsets):
         out[start:stop] += bias[expert]
@@ -166,6 +179,9 @@ def _(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
 @torch.library.custom_op("autopar::grouped_sum", mutates_args=(), schema="(Tensor rows, Tensor offsets) -> Tensor")
 def grouped_sum(rows: Tensor, offsets: Tensor) -> Tensor:
     """rows [N, O] -> the sum over each expert's rows [E, O]; the transpose of `grouped_bias`."""
+    if rows.is_cuda:
+        sums = rows.new_zeros(offsets.shape[0] + 1, rows.shape[1])
+        return sums.index_add_(0, _expert_of_row(rows, offsets), rows)[:-1].clone()
     out = rows.new_zeros(offsets.shape[0], rows.shape[1])
     for expert, start, stop in _groups(offsets):
         out[expert] = rows[start:stop].sum(0)

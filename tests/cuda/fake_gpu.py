@@ -1,0 +1,141 @@
+"""A GPU that is not there: step graphs and the real executor on fake CUDA tensors, as one rank of a fake world.
+
+    with fake_gpu(world=4) as gpu:
+        result = gpu.step(compiled, model, batch)
+    gpu.copies
+
+Operators between devices raise, a read of a value raises, copies from the host are counted with the line that makes
+them. Values are not computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the backend
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+import autopar
+from autopar.runtime.executor import Executor, Result
+from autopar.runtime.groups import Groups
+from autopar.steps.graphs import Compiled
+from tests.pipeline_cases import values_of
+
+aten = torch.ops.aten
+
+
+class FakeGpu(FakeTensorMode):
+    """Counts copies between host and device, by the line of ours that asks for them."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.copies: Counter[str] = Counter()
+
+    def step(self, compiled: Compiled, model: nn.Module, batch: Mapping[str, Tensor]) -> Result:
+        """Two training steps of a compiled model; copies and results are those of the second."""
+        groups = Groups(autopar.init_mesh("cuda", **compiled.plan.mesh.sizes))
+        known = types.SimpleNamespace(model=model, batch=batch)
+        given = values_of(compiled, known, groups)
+        with self, _Unguarded():
+            executor = Executor(compiled, groups)
+            values = {name: torch.empty(x.shape, dtype=x.dtype, device="cuda") for name, x in given.items()}
+            values |= executor.constants
+            executor.train_step(values)
+            self.copies.clear()
+            return executor.train_step(values)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs or {})
+        if func in (aten._to_copy.default, aten.copy_.default):
+            x = args[1] if func is aten.copy_.default else args[0]
+            if isinstance(out, Tensor) and out.device.type != x.device.type:
+                self.copies[f"{x.device.type} to {out.device.type}: {_line()}"] += 1
+        return out
+
+
+def _line() -> str:
+    for frame in reversed(traceback.extract_stack()):
+        if any(f"/{room}/" in frame.filename for room in ("autopar", "passes", "runtime")):
+            return f"{frame.filename.rpartition('/')[2]}: {frame.line}"
+    return "elsewhere"
+
+
+def _to(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Tensor.to without the guard that needs a device."""
+    kwargs.pop("non_blocking", None)
+    copy = kwargs.pop("copy", False)
+    for given in args:
+        if isinstance(given, Tensor):
+            kwargs |= {"dtype": given.dtype, "device": given.device}
+        else:
+            kwargs["dtype" if isinstance(given, torch.dtype) else "device"] = given
+    device = torch.device(kwargs.get("device") or x.device)
+    device = torch.device("cuda", 0) if device.type == "cuda" else device
+    dtype = kwargs.get("dtype") or x.dtype
+    if not copy and device == x.device and dtype == x.dtype:
+        return x
+    if getattr(x, "constant", None) is not None:
+        x = x.fake_mode.from_tensor(x.constant.clone())  # else torch computes with the value, on the device
+    made: Tensor = aten._to_copy.default(x, dtype=dtype, device=device)
+    return made
+
+
+def _contiguous(x: Tensor, **kwargs: Any) -> Tensor:
+    return x if x.is_contiguous() else aten.clone.default(x, memory_format=torch.contiguous_format)
+
+
+def _getitem(x: Tensor, index: Any) -> Tensor:
+    parts = index if isinstance(index, tuple) else (index,)
+    dim = 0
+    for part in parts:
+        if part is Ellipsis:
+            dim = x.dim() - (len(parts) - parts.index(Ellipsis) - 1)
+        elif isinstance(part, int):
+            x = aten.select.int(x, dim, part)
+        elif isinstance(part, slice):
+            x = aten.slice.Tensor(x, dim, part.start, part.stop, part.step or 1)
+            dim += 1
+        elif part is None:
+            x = aten.unsqueeze.default(x, dim)
+            dim += 1
+        else:
+            return aten.index.Tensor(x, [None] * dim + [part])
+    return x
+
+
+ROUTES: dict[Any, Callable[..., Any]] = {
+    Tensor.to: _to,
+    Tensor.contiguous: _contiguous,
+    Tensor.__getitem__: _getitem,
+    Tensor.__invert__: lambda x: aten.bitwise_not.default(x),
+    Tensor.copy_: lambda x, y, non_blocking=False: aten.copy_.default(x, y),
+}
+
+
+class _Unguarded(TorchFunctionMode):
+    """Methods whose binding takes a device guard go through the dispatcher."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return ROUTES.get(func, func)(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def fake_gpu(world: int, rank: int = 0) -> Iterator[FakeGpu]:
+    """A world of ``world`` ranks with a GPU each, of which this process is one."""
+    found = {"is_available": True, "device_count": 8, "current_device": 0, "set_device": None, "_lazy_init": None}
+    with contextlib.ExitStack() as stack:
+        for name, value in found.items():
+            stack.enter_context(patch.object(torch.cuda, name, lambda *_, value=value: value))
+        dist.init_process_group("fake", rank=rank, world_size=world, store=dist.HashStore())
+        stack.callback(dist.destroy_process_group)
+        yield FakeGpu()
