@@ -83,6 +83,11 @@ def _fused(left: Tensor, right: Tensor) -> bool:
     return left.is_cuda and left.dtype == torch.bfloat16 and not any(n % 8 for n in (*left.shape[1:], *right.shape[1:]))
 
 
+def _stay(rows: Tensor) -> bool:
+    """Whether the host should not ask for offsets: it would wait for the device."""
+    return rows.is_cuda
+
+
 def _expert_of_row(rows: Tensor, offsets: Tensor) -> Tensor:
     """[N] int64; the number of experts behind the last offset."""
     return torch.searchsorted(offsets, torch.arange(rows.shape[0], device=rows.device, dtype=offsets.dtype), right=True)
@@ -162,7 +167,7 @@ grouped_mm.register_autograd(_mm_backward, setup_context=_mm_setup)
 )
 def grouped_bias(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
     """rows [N, O] + the bias [E, O] of each row's expert."""
-    if rows.is_cuda:
+    if _stay(rows):
         padded = torch.cat([bias, bias.new_zeros(1, bias.shape[1])])
         return rows + padded.index_select(0, _expert_of_row(rows, offsets))
     out = rows.clone(memory_format=torch.contiguous_format)
@@ -179,7 +184,7 @@ def _(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
 @torch.library.custom_op("autopar::grouped_sum", mutates_args=(), schema="(Tensor rows, Tensor offsets) -> Tensor")
 def grouped_sum(rows: Tensor, offsets: Tensor) -> Tensor:
     """rows [N, O] -> the sum over each expert's rows [E, O]; the transpose of `grouped_bias`."""
-    if rows.is_cuda:
+    if _stay(rows):
         sums = rows.new_zeros(offsets.shape[0] + 1, rows.shape[1])
         return sums.index_add_(0, _expert_of_row(rows, offsets), rows)[:-1].clone()
     out = rows.new_zeros(offsets.shape[0], rows.shape[1])

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -26,10 +25,10 @@ from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 import autopar
+from autopar.ir.placement import nested_piece
 from autopar.runtime.executor import Executor, Result
 from autopar.runtime.groups import Groups
 from autopar.steps.graphs import Compiled
-from tests.pipeline_cases import values_of
 
 aten = torch.ops.aten
 
@@ -44,12 +43,14 @@ class FakeGpu(FakeTensorMode):
     def step(self, compiled: Compiled, model: nn.Module, batch: Mapping[str, Tensor]) -> Result:
         """Two training steps of a compiled model; copies and results are those of the second."""
         groups = Groups(autopar.init_mesh("cuda", **compiled.plan.mesh.sizes))
-        known = types.SimpleNamespace(model=model, batch=batch)
-        given = values_of(compiled, known, groups)
+        given = {**dict(model.named_buffers()), **_pieces(compiled, batch, groups)}
+        facts = {name: (x.shape, x.dtype) for name, x in given.items()}
+        facts |= {spec.name: (spec.local_shape(groups.mesh), spec.dtype) for spec in compiled.parameters}
         with self, _Unguarded():
             executor = Executor(compiled, groups)
-            values = {name: torch.empty(x.shape, dtype=x.dtype, device="cuda") for name, x in given.items()}
+            values = {name: torch.empty(shape, dtype=dtype, device="cuda") for name, (shape, dtype) in facts.items()}
             values |= executor.constants
+            values |= {name: torch.full((), 1, device="cuda") for name in executor.seeds}
             executor.train_step(values)
             self.copies.clear()
             return executor.train_step(values)
@@ -61,6 +62,13 @@ class FakeGpu(FakeTensorMode):
             if isinstance(out, Tensor) and out.device.type != x.device.type:
                 self.copies[f"{x.device.type} to {out.device.type}: {_line()}"] += 1
         return out
+
+
+def _pieces(compiled: Compiled, batch: Mapping[str, Tensor], groups: Groups) -> dict[str, Tensor]:
+    """A rank's part of the batch."""
+    placed = {name: {a: p for a, p in compiled.plan.inputs.get(name, {}).items() if a != "mb"} for name in batch}
+    order, here = groups.mesh.cut_order, groups.coordinate
+    return {name: nested_piece(x, placed[name], order, here) for name, x in batch.items()}
 
 
 def _line() -> str:
