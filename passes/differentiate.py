@@ -23,6 +23,7 @@ from torch.fx import GraphModule, Node
 
 from autopar.ir.conversions import is_conversion
 from autopar.ir.graph import ancestors, has_gradient, insert_call, output_node, outputs, placeholders
+from autopar.ir.meta import TYPES, inherit
 from autopar.ir.placement import conversion, parse_placement
 from autopar.ops.traits import PRODUCTS, aliases
 from autopar.passes.joint import Joint, part_of_view
@@ -148,11 +149,14 @@ def own_outputs(gm: GraphModule, active: list[int]) -> None:
         if isinstance(value, Node):
             owned = not _may_alias(value) and value not in given[:i]
             owned = owned and (i not in active or value.meta["val"].is_contiguous())
+            made = value
             if i not in active and has_gradient(value):
-                value = insert_call(out, aten.detach.default, (value,), like=value)
+                made = insert_call(out, aten.detach.default, (made,), like=value)
             if not owned:
                 how = {"memory_format": torch.contiguous_format} if i in active else {}
-                value = insert_call(out, aten.clone.default, (value,), how, like=value)
+                made = insert_call(out, aten.clone.default, (made,), how, like=value)
+            inherit(made, value, TYPES)
+            value = made
         values.append(value)
     out.args = (tuple(values),)
     gm.recompile()

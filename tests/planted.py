@@ -28,6 +28,7 @@ from autopar.rewrite.checks import PlacementError, check_placements
 from autopar.rewrite.compilation import Compilation
 from autopar.rewrite.pass_manager import PassManager
 from autopar.rewrite.step_checks import StepError, promise
+from autopar.rewrite.step_types import check_step_types
 from autopar.steps.graphs import Compiled
 from tests.harness import Run, eager
 
@@ -157,6 +158,7 @@ def in_step_graph(subject: Subject, at: str, name: str, change: Callable[[GraphM
     def run() -> float:
         step = PassManager(faulty).run(promise(copy_graph(gm)), replace(ctx, observers=[]), facts=("step",))
         stage = replace(compiled.stage, **{at: replace(getattr(compiled.stage, at), graph=step)})
+        check_step_types([stage], compiled.local, ctx.mesh)
         return subject.error(replace(compiled, pipeline=replace(compiled.pipeline, parts=[stage])))
 
     found, error = stopped_by(run)

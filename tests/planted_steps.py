@@ -193,7 +193,7 @@ for _name, _stop, _where, _change in (
         "ddp backward_reduce bucket_gradients",
         lambda g: _like_parts(g, True),
     ),
-    ("a gradient leaves its bucket unsummed", "numbers", "ddp backward_reduce bucket_gradients", _dropped_member),
+    ("a gradient leaves its bucket unsummed", "step checks", "ddp backward_reduce bucket_gradients", _dropped_member),
     ("a bucket is not summed", "step checks", "ddp backward_reduce bucket_gradients", lambda g: skip(_sums(g)[-1])),
     ("a part of a bucket is left over", "step checks", "zero backward_reduce bucket_gathers", _gathered_twice),
     ("a gradient is sliced, not scattered", "step checks", "zero backward_reduce bucket_gathers", _own_part),

@@ -14,7 +14,7 @@ import autopar.passes.localize_shapes as localize
 from autopar.ir.conversions import is_conversion
 from autopar.ir.graph import set_placement
 from autopar.ir.mesh import Mesh
-from autopar.ir.placement import INVARIANT, REPLICATE, Invariant, Partial, Replicate, Shard
+from autopar.ir.placement import INVARIANT, PARTIAL, REPLICATE, Invariant, Partial, Replicate, Shard
 from autopar.rules import Rule
 from autopar.rules import views as vw
 from autopar.rules.builders import blocks_dims, einsum_rule, named_dims, pointwise, reduction
@@ -94,6 +94,10 @@ def _sliced(src: Any, dst: Any) -> Any:
     return (INVARIANT, src) if isinstance(src, Shard) and isinstance(dst, Replicate) else _transpose(src, dst)
 
 
+def _summed_again(src: Any, dst: Any) -> Any:
+    return (PARTIAL, INVARIANT) if isinstance(src, Partial) and isinstance(dst, Invariant) else _transpose(src, dst)
+
+
 def _largest(x: torch.Tensor, axis: str, size: int, src: Any, dst: Any) -> Any:
     summed = isinstance(src, Partial) and isinstance(dst, Invariant)
     return ours.all_reduce(x, axis, "max") if summed else _run(x, axis, size, src, dst)
@@ -119,12 +123,13 @@ def _other_axis(mesh: Mesh, x: Any, axis: str, src: Any, dst: Any) -> Any:
 for _name, _subject, _owner, _attribute, _value in (
     ("I to R sums no gradient", "ddp", autopar.ir.conversions, "transpose", _unsummed),
     ("S to R slices the own gradient", "zero", autopar.ir.conversions, "transpose", _sliced),
+    ("P to I sums the gradient again", "tp", autopar.ir.conversions, "transpose", _summed_again),
     ("P to I takes the largest", "ddp", autopar.ir.conversions, "run_conversion", _largest),
     ("P to S slices without a sum", "zero", autopar.ir.conversions, "run_conversion", _not_scattered),
     ("S to R repeats the own piece", "zero", autopar.ir.conversions, "run_conversion", _repeated),
     ("sums go over the other axis", "both", localize, "exchange_over", _other_axis),
 ):
-    in_code("conversions", _name, "numbers", _subject, patched(_owner, _attribute, _value))
+    in_code("conversions", _name, "step checks", _subject, patched(_owner, _attribute, _value))
 
 
 # --- propagation --------------------------------------------------------------------------------------------
@@ -176,7 +181,7 @@ in_types("the loss leaves before it is summed", "ddp", _unsummed_loss)
 _mark = autopar.ir.graph.mark_gradients
 _no_mean = {k: v for k, v in localize.LOCALIZERS.items() if "mean" not in str(k)}
 in_code(
-    "propagation", "norms are taken for frozen", "numbers", "ddp",
+    "propagation", "norms are taken for frozen", "types", "ddp",
     patched(
         autopar.compile.model, "mark_gradients", lambda gm, names: _mark(gm, [n for n in names if "norm" not in n])
     ),

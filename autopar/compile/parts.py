@@ -1,6 +1,6 @@
 """From a local graph to a pipeline: cut into parts, differentiate each, order the actions. Pure, as all of compiling.
 
-local graph -> cut_stages -> per part: F, BW, B, W, G, R -> schedule -> Order
+local graph -> cut_stages -> per part: F, BW, B, W, G, R -> check_step_types -> schedule -> Order
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from autopar.planner.step_order import make_order
 from autopar.planner.units import parts_by_node, resolve
 from autopar.rewrite.compilation import Compilation, timed
 from autopar.rewrite.pass_manager import PassManager
-from autopar.rewrite.step_checks import check_accumulation, check_gradients, promise
+from autopar.rewrite.step_checks import check_gradients, promise
+from autopar.rewrite.step_types import check_step_types
 from autopar.schedule.lowering import lower
 from autopar.schedule.order import Hop, Order
 from autopar.schedule.simulate import simulate
@@ -47,6 +48,7 @@ def compile_pipeline(
     assert plan is not None
     cut = timed(ctx.timings, "cut_stages", lambda: _cut(gm, plan)) if plan.pipeline is not None else uncut(gm, tangents)
     parts = [_compile_part(k, part, cut, ctx, train) for k, part in enumerate(cut.parts)]
+    timed(ctx.timings, "checks", lambda: check_step_types(parts, gm, ctx.mesh))
     order = timed(ctx.timings, "order", lambda: proven(make_order(plan, parts, cut.hops, train, static), cut.hops))
     slices = plan.pipeline.slices if plan.pipeline is not None else ()
     return Pipeline(parts, cut.hops, order, *_prologues(cut, ctx), slices)
@@ -69,6 +71,7 @@ def compile_sliced_pipeline(
     for gm, _ in graphs:
         cuts.append(_cut(gm, plan))
         made.append([_differentiated(part, True) for part in cuts[-1].parts])
+    timed(ctx.timings, "checks", lambda: check_step_types(made[0], graphs[0][0], ctx.mesh))
     parts = []
     for k, stages in enumerate(zip(*made, strict=True)):
         stage = _merged(stages, slices)
@@ -139,9 +142,7 @@ def _compile_part(k: int, part: PartGraph, cut: Cut, ctx: Compilation, train: bo
         if options.micro_batches == 1:
             stage.backward, stage.backward_reduce = None, stage.backward
         else:
-            whole = stage.backward
-            stage.backward, stage.backward_reduce = split_accumulation(whole)
-            check_accumulation(whole, stage.backward, stage.backward_reduce)
+            stage.backward, stage.backward_reduce = split_accumulation(stage.backward)
     if options.gathers == "layer" and stage.gather is not None:
         _gather_inside(stage)
     return _finish(prefix, stage, ctx, (*FIXED_GRAPHS, *COMPUTE_GRAPHS))

@@ -93,6 +93,8 @@ def _check_inputs(gm: GraphModule, axis: str, ctx: Compilation) -> None:
         stored = REPLICATE if axis == "sl" else ctx.plan.parameter(spec.name, axis).stored
         if spec.kind == "parameter" and placement(node, axis) != stored:
             raise PlacementError(f"axis {axis!r}: parameter {spec.name} is {placement(node, axis)}, planned otherwise")
+        if spec.kind == "parameter" and has_gradient(node) != spec.requires_grad:
+            raise PlacementError(f"parameter {spec.name} is {'taken for frozen' if spec.requires_grad else 'frozen'}")
         if axis != "sl" and not isinstance(placement(node, axis), (Invariant, Shard)):
             # nobody would add up its gradient, or the value itself
             raise PlacementError(

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.ir.graph import arguments, describe, is_call, outputs, placeholders
-from autopar.ops.traits import COLLECTIVES, PASSING, SUMS
+from autopar.ir.graph import arguments, describe, outputs, placeholders
+from autopar.ops.traits import COLLECTIVES
 from autopar.rewrite.compilation import Compilation
 from autopar.steps.graphs import StepGraph
-from autopar.steps.value_names import earlier_sum, is_a, of
+from autopar.steps.value_names import is_a, of
 
 Result = tuple[tuple[int, ...], torch.dtype] | None  # shape and dtype of an output; None: no value
 Moved = Counter[tuple[str, str, str, str]]  # (collective, axis, what reduces, dtype) -> elements that go in
@@ -104,33 +104,6 @@ def check_gradients(backward: StepGraph, local: GraphModule) -> None:
             expected = _type(inputs[of(name)])
             if have != expected:
                 raise StepError(f"the gradient of {of(name)} is {_shown(have)}, the value is {_shown(expected)}")
-
-
-def check_accumulation(backward: StepGraph, own: StepGraph, last: StepGraph) -> None:
-    """What ``own`` (BW) makes of every gradient of ``backward`` is added up by ``last`` (BWR), in front of just those
-    sums over ranks that ``own`` leaves out."""
-    given = dict(zip(last.inputs, placeholders(last.graph), strict=True))
-    graphs = zip(*(outputs(step.graph) for step in (backward, own, last)), strict=True)
-    for name, (whole, alone, final) in zip(backward.outputs, graphs, strict=True):
-        if name is None:
-            continue
-        left, total = _sums_behind(final)
-        if given[earlier_sum(of(name))] not in total.all_input_nodes:
-            raise StepError(f"the last backward of a step does not add what the earlier ones made of {name}")
-        expected = _sums_behind(whole)[0] - _sums_behind(alone)[0]
-        if left != expected:
-            raise StepError(
-                f"the last backward of a step sums {name} {left} times, the earlier ones left {expected} out"
-            )
-
-
-def _sums_behind(x: Node) -> tuple[int, Node]:
-    """(number of sums over ranks that end in a gradient, what they are the sums of)"""
-    count = 0
-    while is_call(x, *SUMS, *PASSING) and isinstance(x.args[0], Node):
-        count += is_call(x, *SUMS)
-        x = x.args[0]
-    return count, x
 
 
 def _shown(result: Result) -> str:

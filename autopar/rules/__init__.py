@@ -2,6 +2,8 @@
 
 rule, call, builders        what a rule says, of which call, and how families of rules are made
 table                       operator -> rule; one without a row is an error that names it
+core                        the same for operators that only differentiation makes
+held, held_calls            what ranks hold of values without gradients of their own: types of step graphs
 special, views, matrices, attention_rules, gradient_holes      rules with a meaning of their own
 custom_backwards            whether an operator of others has a backward that is linear
 follow                      one dim along the dataflow

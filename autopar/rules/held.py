@@ -1,0 +1,247 @@
+"""What the ranks of an axis hold of a value, and what an operator makes of it: types of graphs without gradients.
+
+A placement says where a value is and where its gradient is. Step graphs hold the gradients themselves, so what a rank
+has of a value is one of three:
+
+    SAME           the same everywhere
+    PART           an addend: the sum is pending
+    (dim, rows)    its piece along a dim of its own shape, ``rows`` of which follow one another in the whole (0: not
+                   known how many, None: any number)
+
+A value may be read in several ways (a piece of one row lies along every dim of size one; what is equal in all rows is a
+piece of itself). So it has a set of them, and is wrong where no choice makes it right. Nothing is claimed of what the
+rules do not know: it is UNKNOWN. A reading that cuts what an operator spans is left out where there is another one:
+the types of the placed graph have refused it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.ir.placement import Partial, Placement, Shard
+from autopar.rules.attention_rules import LinkedRule
+from autopar.rules.call import Call
+from autopar.rules.rule import Cat, Dims, Rule
+
+SAME, PART, ANY = "the same everywhere", "a pending sum", "unknown"
+Rows = int | None
+Cut = tuple[int, Rows]
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A concatenation along ``dim`` of values that are held in different ways: (size, how it is held) of each."""
+
+    dim: int
+    parts: tuple[tuple[int, Held], ...]
+
+
+Held = frozenset[str | Cut | Joined]
+Shape = tuple[int, ...]
+WHOLE: Held = frozenset({SAME})
+ADDENDS: Held = frozenset({PART})
+UNKNOWN: Held = frozenset({ANY})
+
+
+class LocalCall(Call):
+    """A call with the shapes of one rank: a dim of size one may be a piece, so it has a factor, too."""
+
+    def factor(self, name: str, size: int) -> tuple[str, ...]:
+        known = self.sizes.get(name, size)
+        self.sizes[name] = max(known, size)
+        return () if size == 1 != known else (name,)
+
+
+def held_as(placement: Placement, shape: Shape, alone: bool = True) -> Held:
+    """Of a value of this local shape; ``alone``: no other axis cuts the same dim."""
+    if isinstance(placement, Shard):
+        if placement.blocks and not alone:
+            return frozenset({(placement.dim, 0)})
+        return with_single_rows(
+            frozenset({(placement.dim, rows_together(placement.blocks, shape[placement.dim]))}), shape
+        )
+    return ADDENDS if isinstance(placement, Partial) else WHOLE
+
+
+def with_single_rows(held: Held, shape: Shape) -> Held:
+    """A piece of one row may be a pending sum: that over a dim of size one is left out."""
+    single = any(isinstance(x, tuple) and shape[x[0] : x[0] + 1] == (1,) for x in held)
+    return held | ADDENDS if single else held
+
+
+def rows_together(blocks: Sequence[int], size: int) -> Rows:
+    """How many rows of a piece of ``size`` follow one another."""
+    even = len(set(blocks)) < 2 and not any(b < 0 for b in blocks) and size % max(len(blocks), 1) == 0
+    return size // max(len(blocks), 1) if even else 0
+
+
+def constant_held(dims: int, zero: bool) -> Held:
+    """One number everywhere: a piece of itself along every dim; zero is a sum of zeros as well."""
+    return frozenset({SAME, *((d, None) for d in range(dims)), *([PART] if zero else [])})
+
+
+def is_unknown(held: Held) -> bool:
+    """Whether nothing can be said of it as one value."""
+    return ANY in held or all(isinstance(x, Joined) for x in held)
+
+
+def may_be(found: Held, expected: Held) -> bool:
+    """Whether a value may be what it should be."""
+    if is_unknown(found) or is_unknown(expected) or found & expected:
+        return True
+    if SAME in found and len(expected) > 1:  # a piece of one row: to expand by one is left out
+        return True
+    rows = {e[0]: e[1] for e in expected if isinstance(e, tuple)}
+    return any(f[0] in rows and not (f[1] and rows[f[0]]) for f in found if isinstance(f, tuple))
+
+
+def shown(held: Held) -> str:
+    """For messages."""
+    words = {f"a piece along dim {x[0]}" if isinstance(x, tuple) else str(x) for x in held if not isinstance(x, Joined)}
+    return " or ".join(sorted(words)) or "several values"
+
+
+# --- through a rule -----------------------------------------------------------------------------------------
+
+
+def through(rule: Rule, operands: Sequence[Held], strict: bool = False) -> list[Held]:
+    """What an operator makes of its operands; empty where they do not fit the rule. ``strict``: the operator is linear
+    in no operand but those that the rule names; else nobody has said."""
+    used = [(i, d, held) for i, (d, held) in enumerate(zip(rule.operands, operands, strict=True)) if d is not None]
+    if any(is_unknown(held) for _, _, held in used):
+        return [UNKNOWN] * len(rule.results)
+    found: list[set[str | Cut | Joined]] = [set() for _ in rule.results]
+    if all(SAME in held for _, _, held in used):
+        given = {f for _, dims, _ in used for f in _factors(dims)} | set(rule.blocked)
+        for made, dims in zip(found, rule.results, strict=True):
+            made |= {SAME, *((d, None) for d, dim in enumerate(dims) if not given.issuperset(_factors([dim])))}
+    if any(all((PART if i in addends else SAME) in held for i, _, held in used) for addends in rule.linear):
+        for made in found:
+            made.add(PART)
+    told = frozenset().union(*rule.linear)
+    spanned = not strict and any(PART in held and i not in told for i, _, held in used)
+    spanned |= any(isinstance(x, tuple) and not _factors([dims[x[0]]]) for _, dims, held in used for x in held)
+    for factors, rows in _cuts(rule, used):
+        if any(f in rule.blocked for f in factors):
+            spanned = True
+            continue
+        for made, dims in zip(found, rule.results, strict=True):
+            made.add(_made(rule, dims, factors, rows))
+    return [UNKNOWN if spanned and not found[0] else frozenset(made) for made in found]
+
+
+Used = list[tuple[int, Dims, Held]]
+
+
+def _factors(dims: Iterable[Any]) -> list[str]:
+    return [f for dim in dims for f in (dim.parts if isinstance(dim, Cat) else dim)]
+
+
+def _cuts(rule: Rule, used: Used) -> list[tuple[frozenset[str], dict[str, Rows]]]:
+    """(factors that are cut together, rows of each) of every way to read the operands as pieces."""
+    met: dict[frozenset[str], dict[str, set[Rows]]] = {}
+    fits: dict[int, set[frozenset[str]]] = {}
+    for i, dims, held in used:
+        for cut in held:
+            if isinstance(cut, tuple):
+                for factor, rows in _factors_at(rule, dims[cut[0]], cut[1]):
+                    group = _together(rule, factor)
+                    met.setdefault(group, {}).setdefault(factor, set()).add(rows)
+                    fits.setdefault(i, set()).add(group)
+    return [
+        (group, {f: _common(rows) for f, rows in found.items()})
+        for group, found in met.items()
+        if all(_fits(rule, i, held, group, group in fits.get(i, ())) for i, _, held in used)
+    ]
+
+
+def _fits(rule: Rule, i: int, held: Held, group: frozenset[str], cut: bool) -> bool:
+    """Whether an operand may stand beside pieces along ``group``. What is the same everywhere may have the factor: it
+    is then equal in all rows, as an expanded value is."""
+    if rule.addends.get(i) in group:
+        return PART in held
+    return cut or SAME in held
+
+
+def _together(rule: Rule, factor: str) -> frozenset[str]:
+    """The factors that are cut with one: the other parts of a concatenation; keys with queries."""
+    if isinstance(rule, LinkedRule) and factor in rule.linked:
+        return frozenset(rule.linked)
+    cats = [dim for dims in (*rule.operands, *rule.results) for dim in dims or () if isinstance(dim, Cat)]
+    return frozenset({factor, *(part for cat in cats if factor in cat.parts for part in cat.parts)})
+
+
+def _common(rows: set[Rows]) -> Rows:
+    known = rows - {None}
+    return None if not known else known.pop() if len(known) == 1 else 0
+
+
+def _factors_at(rule: Rule, dim: Any, rows: Rows) -> list[tuple[str, Rows]]:
+    """The factors of a dim that a piece may be cut along, and its rows of each."""
+    if isinstance(dim, Cat):
+        return [(part, _of_part(rule.sizes[part], rows)) for part in dim.parts]
+    if len(dim) < 2 or not rows:
+        return [(f, rows) for f in dim]
+    return [(dim[k], n) for k, n in _standing(_spans([rule.sizes[f] for f in dim]), rows)]
+
+
+def _of_part(size: int, rows: Rows) -> Rows:
+    return rows if not rows else size if rows % size == 0 else rows if size % rows == 0 else 0
+
+
+def _made(rule: Rule, dims: Dims, factors: frozenset[str], rows: dict[str, Rows]) -> str | Cut:
+    """What a result is when factors are cut."""
+    for d, dim in enumerate(dims):
+        names = _factors([dim])
+        if isinstance(dim, Cat) and factors.intersection(names):
+            sizes = {(rule.sizes[f], rows.get(f, 0)) for f in names}
+            return d, next(iter(sizes))[1] if len(sizes) == 1 and all(n == r for n, r in sizes) else 0
+        for k, f in enumerate(names):
+            if f in factors:
+                here = rows.get(f, 0)
+                return d, here and here * math.prod(rule.sizes[x] for x in names[k + 1 :])
+    return SAME if any(f in rule.absorbed for f in factors) else PART
+
+
+# --- through a view -----------------------------------------------------------------------------------------
+
+
+def viewed(held: Held, source: Shape, target: Shape) -> Held:
+    """A value in another shape. A piece's rows keep their place among all elements: [B, S, H] cut along S becomes
+    [B * S, H], of whose rows S follow one another, and [B, S, H] again."""
+    if is_unknown(held) or 0 in source:
+        return UNKNOWN
+    before, after = _spans(source), _spans(target)
+    found: set[str | Cut | Joined] = set()
+    for x in held:
+        if not isinstance(x, tuple):
+            found |= {x} if isinstance(x, str) else set()
+            continue
+        (lo, hi), rows = before[x[0]], x[1]
+        if not rows:
+            found |= {(d, rows) for d, (a, b) in enumerate(after) if _meet(lo, hi, a, b)}
+            continue
+        found |= set(_standing(after, rows * lo))
+        if source[x[0]] == 1:  # in a piece of one row it may stand anywhere
+            found |= {(d, 1) for d, size in enumerate(target) if size == 1}
+    return frozenset(found)
+
+
+def _standing(spans: Sequence[tuple[int, int]], first: int) -> list[tuple[int, int]]:
+    """(dim, rows) wherever pieces of ``first`` elements may meet: in front of a dim's rows, between them, or behind
+    each single row, as if a dim of size one stood there."""
+    return [(d, first // a) for d, (a, b) in enumerate(spans) if a <= first <= b]
+
+
+def _spans(shape: Sequence[int]) -> list[tuple[int, int]]:
+    """(elements behind a dim, with the dim) of each."""
+    behind = [math.prod(shape[i:]) for i in range(len(shape) + 1)]
+    return list(zip(behind[1:], behind, strict=False))
+
+
+def _meet(lo: int, hi: int, a: int, b: int) -> bool:
+    """Whether two dims share elements; one of size one does where it stands at or in the other."""
+    return max(lo, a) < min(hi, b) or ((lo == hi or a == b) and max(lo, a) <= min(hi, b))
