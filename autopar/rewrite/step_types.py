@@ -32,7 +32,7 @@ IN_ORDER = ("G", "F", "BW", "B", "W", "BWR", "R")
 def check_step_types(parts: Sequence[Stage], local: GraphModule, mesh: Mesh) -> None:
     """Every value that the parts of a model make is what the typed local graph says of it, and so is every gradient."""
     axes = {a: n for a, n in mesh.sizes.items() if n > 1 and a != "pp" and a not in IN_TIME}
-    promised, flow = _promised(local, tuple(axes)), _Flow(axes)
+    promised, flow = _promised(local, tuple(axes)), _Carry(axes)
     for index, part in enumerate(parts):
         known = dict(promised)
         for kind in IN_ORDER:
@@ -76,7 +76,7 @@ def _check_promise(
                 )
 
 
-class _Flow:
+class _Carry:
     """Carries what ranks hold through graphs. Calls that are alike (equal layers) are looked at once."""
 
     def __init__(self, axes: Mapping[str, int]) -> None:

@@ -61,7 +61,7 @@ def held_as(placement: Placement, shape: Shape, alone: bool = True) -> Held:
         if placement.blocks and not alone:
             return frozenset({(placement.dim, 0)})
         return with_single_rows(
-            frozenset({(placement.dim, rows_together(placement.blocks, shape[placement.dim]))}), shape
+            frozenset({(placement.dim, rows_in_piece(placement.blocks, shape[placement.dim]))}), shape
         )
     return ADDENDS if isinstance(placement, Partial) else WHOLE
 
@@ -72,7 +72,7 @@ def with_single_rows(held: Held, shape: Shape) -> Held:
     return held | ADDENDS if single else held
 
 
-def rows_together(blocks: Sequence[int], size: int) -> Rows:
+def rows_in_piece(blocks: Sequence[int], size: int) -> Rows:
     """How many rows of a piece of ``size`` follow one another."""
     even = len(set(blocks)) < 2 and not any(b < 0 for b in blocks) and size % max(len(blocks), 1) == 0
     return size // max(len(blocks), 1) if even else 0

@@ -21,7 +21,7 @@ from autopar.rules.held import (
     Joined,
     LocalCall,
     constant_held,
-    rows_together,
+    rows_in_piece,
     through,
     viewed,
     with_single_rows,
@@ -109,7 +109,7 @@ def _converted(node: Node, axis: str, x: Any) -> Held:
         return UNKNOWN if x == ANY or level else frozenset({_of_other_axis(node, x)})
 
     def piece(dim: int, blocks: list[int]) -> Held:
-        return frozenset({(dim, rows_together(blocks, node.meta["val"].shape[dim]))})
+        return frozenset({(dim, rows_in_piece(blocks, node.meta["val"].shape[dim]))})
 
     along = isinstance(x, tuple) and x[0] == known.get("dim", known.get("src_dim"))
     if kind is ours.all_reduce.default:
