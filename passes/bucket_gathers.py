@@ -24,8 +24,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.operators import OpOverload
 from autopar.ir.graph import arguments, insert_call, is_call, nbytes, output_node, shape
-from autopar.passes.prefetch_gathers import is_parameter_gather
 from autopar.rewrite.compilation import Compilation
+from autopar.rewrite.tidy_checks import is_parameter_gather
 
 aten = torch.ops.aten
 LONE_BYTES = 2**20
@@ -38,8 +38,9 @@ class BucketGathers:
     """Joins small gathers of parameters, and small reduce-scatters of gradients."""
 
     name: ClassVar[str] = "bucket_gathers"
-    requires: ClassVar[tuple[str, ...]] = ()
+    requires: ClassVar[tuple[str, ...]] = ("step", "gathers_together")
     ensures: ClassVar[tuple[str, ...]] = ()
+    ends: ClassVar[tuple[str, ...]] = ("gathers_together",)  # each is unpacked where it is used
 
     def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
         for chains in _runs(gm):

@@ -35,7 +35,7 @@ class BucketGradients:
     """Joins the all-reduces that end in gradients."""
 
     name: ClassVar[str] = "bucket_gradients"
-    requires: ClassVar[tuple[str, ...]] = ()
+    requires: ClassVar[tuple[str, ...]] = ("step",)
     ensures: ClassVar[tuple[str, ...]] = ()
 
     def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:

@@ -28,7 +28,7 @@ class OwnGradients:
     """See the module's docstring."""
 
     name: ClassVar[str] = "own_gradients"
-    requires: ClassVar[tuple[str, ...]] = ()
+    requires: ClassVar[tuple[str, ...]] = ("step",)
     ensures: ClassVar[tuple[str, ...]] = ("owned",)
 
     def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:

@@ -15,11 +15,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch.fx import GraphModule, Node
 
-from autopar.ir.graph import is_call, layer_of
 from autopar.rewrite.compilation import Compilation
+from autopar.rewrite.tidy_checks import gathers_by_layer, is_parameter_gather
 
 
 @dataclass(frozen=True)
@@ -27,11 +26,11 @@ class PrefetchGathers:
     """Moves gathers of parameters up by one layer."""
 
     name: ClassVar[str] = "prefetch_gathers"
-    requires: ClassVar[tuple[str, ...]] = ()
-    ensures: ClassVar[tuple[str, ...]] = ()
+    requires: ClassVar[tuple[str, ...]] = ("step",)
+    ensures: ClassVar[tuple[str, ...]] = ("gathers_together",)
 
     def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
-        groups = _by_layer(gm)
+        groups = gathers_by_layer(gm)
         anchors = [_first_compute(group[0]) for group in groups]
         for i, group in enumerate(groups):
             for node in group:
@@ -45,25 +44,3 @@ def _first_compute(node: Node) -> Node:
     while is_parameter_gather(node):
         node = node.next
     return node
-
-
-def is_parameter_gather(node: Node) -> bool:
-    """An all-gather of a placeholder, or of a placeholder that another gather made whole."""
-    if not is_call(node, torch.ops.autopar.all_gather.default):
-        return False
-    source = node.args[0]
-    return isinstance(source, Node) and (source.op == "placeholder" or is_parameter_gather(source))
-
-
-def _by_layer(gm: GraphModule) -> list[list[Node]]:
-    """Gathers in order, grouped by the layer that uses them first."""
-    groups: list[list[Node]] = []
-    last = None
-    for node in gm.graph.nodes:
-        if is_parameter_gather(node):
-            layer = layer_of(node) or layer_of(next(iter(node.users)))
-            if not groups or layer != last:
-                groups.append([])
-                last = layer
-            groups[-1].append(node)
-    return groups

@@ -1,13 +1,9 @@
 """simplify_arithmetic: undo what differentiation spells out at length.
 
 Consumes    a step graph.
-Guarantees  the derivative of silu is one operator again; no power of one, product or quotient with one, integer sum
-            with zero, or transpose of a transpose feeds another op; a quotient is taken before an expansion.
-Leaves      outputs; every number but silu's derivative, which is rounded once instead of five times.
-
-    s = sigmoid(x); a = sub(1, s); b = mul(x, a); c = add(b, 1); d = mul(s, c); dx = mul(dy, d)
-        -->
-    dx = silu_backward(dy, x)
+Guarantees  no power of one, product or quotient with one, integer sum with zero, or transpose of a transpose feeds
+            another op; a quotient is taken before an expansion.
+Leaves      outputs; every number.
 
     a = expand(m, [2, 512, 384]); b = div(a, 384)      -->     a = div(m, 384); b = expand(a, [2, 512, 384])
 """
@@ -16,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch.fx import GraphModule, Node
@@ -36,7 +32,7 @@ class SimplifyArithmetic:
     """Applies `RULES` to every node, once."""
 
     name: ClassVar[str] = "simplify_arithmetic"
-    requires: ClassVar[tuple[str, ...]] = ()
+    requires: ClassVar[tuple[str, ...]] = ("step", "plain")
     ensures: ClassVar[tuple[str, ...]] = ()
 
     def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
@@ -90,24 +86,6 @@ def _quotient_of_expanded(gm: GraphModule, node: Node) -> Node | None:
     return insert_call(node, aten.expand.default, (quotient, sizes), val=expanded.meta["val"])
 
 
-def _silu_backward(gm: GraphModule, node: Node) -> Node | None:
-    """mul(dy, mul(s, add(mul(x, sub(1, s)), 1))) with s = sigmoid(x) -> silu_backward(dy, x)"""
-    gradient, factor = _operands(node, aten.mul.Tensor)
-    sigmoid, bracket = _operands(factor, aten.mul.Tensor)
-    product, one = _operands(bracket, aten.add.Scalar)
-    x, rest = _operands(product, aten.mul.Tensor)
-    ones, same = _operands(rest, aten.sub.Tensor)
-    _, value = _operands(ones, aten.fill.Scalar)
-    if one != 1 or value != 1 or same is not sigmoid or _operands(sigmoid, aten.sigmoid.default) != (x,):
-        return None
-    return insert_call(node, aten.silu_backward.default, (gradient, x), val=node.meta["val"])
-
-
-def _operands(node: Any, target: Any) -> tuple[Any, ...]:
-    """The arguments of a call of ``target``; two Nones where it is another node."""
-    return tuple(node.args) if isinstance(node, Node) and is_call(node, target) else (None, None)
-
-
 def _is_output(node: Node) -> bool:
     return any(user.op == "output" for user in node.users)
 
@@ -116,5 +94,4 @@ RULES: tuple[Callable[[GraphModule, Node], Node | None], ...] = (
     _neutral,
     _double_transpose,
     _quotient_of_expanded,
-    _silu_backward,
 )

@@ -20,10 +20,9 @@ from torch.fx import GraphModule, Node
 from autopar.ir.graph import is_call, remove_dead_code
 from autopar.ops.traits import PASSING, is_view
 from autopar.rewrite.compilation import Compilation
+from autopar.rewrite.tidy_checks import ALIASES
 
 aten = torch.ops.aten
-
-IDENTITIES = (aten.detach.default, aten.alias.default)
 
 
 @dataclass(frozen=True)
@@ -31,8 +30,8 @@ class SimplifyViews:
     """Removes views without effect and joins chains of views."""
 
     name: ClassVar[str] = "simplify_views"
-    requires: ClassVar[tuple[str, ...]] = ()
-    ensures: ClassVar[tuple[str, ...]] = ()
+    requires: ClassVar[tuple[str, ...]] = ("step",)
+    ensures: ClassVar[tuple[str, ...]] = ("plain",)
 
     def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
         for node in list(gm.graph.nodes):
@@ -50,7 +49,7 @@ class SimplifyViews:
 
 
 def _changes_nothing(node: Node) -> bool:
-    if is_call(node, *IDENTITIES):
+    if is_call(node, *ALIASES):
         return True
     if node.target not in PASSING or not is_view(node.target):
         return False

@@ -171,6 +171,7 @@ class _Changed:
     def __init__(self, inner: Any, change: Callable[[GraphModule], None]) -> None:
         self.inner, self.change = inner, change
         self.name, self.requires, self.ensures = inner.name, inner.requires, inner.ensures
+        self.ends = getattr(inner, "ends", ())
 
     def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
         gm = self.inner.apply(gm, ctx)

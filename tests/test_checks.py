@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
+from autopar.adapters.fake import new_mode
 from autopar.compile.model import compile_model
 from autopar.ir.conversions import is_conversion
 from autopar.ir.graph import output_node, set_placement
@@ -15,8 +16,14 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.placement import INVARIANT, PARTIAL
 from autopar.models.tiny import TINY
 from autopar.options import Options
+from autopar.passes.bucket_gathers import BucketGathers
+from autopar.passes.in_order import STEP_PASSES
+from autopar.passes.prefetch_gathers import PrefetchGathers
 from autopar.rewrite.checks import PlacementError, check_functional, check_placements, check_types
 from autopar.rewrite.compilation import Compilation
+from autopar.rewrite.pass_manager import PassManager
+from autopar.rewrite.step_checks import StepError, promise
+from autopar.rewrite.tidy_checks import check_gathers_together, check_plain
 
 MODES: dict[str, tuple[str, dict[str, Any]]] = {
     "tp": ("tp=2", {}),
@@ -109,3 +116,47 @@ def test_in_place_operator_is_refused() -> None:
     graph.output((graph.call_function(torch.ops.aten.add_.Tensor, (x, x)),))
     with pytest.raises(PlacementError, match=r"aten\.add_\.Tensor .* writes in place"):
         check_functional(GraphModule({}, graph), Compilation(Mesh.of()))
+
+
+# --- step graphs ------------------------------------------------------------------------------------------------------
+
+
+def two_gathers() -> GraphModule:
+    """Two parameters of one layer, the second gathered behind the use of the first; a detach before a use."""
+    graph, mode = torch.fx.Graph(), new_mode()
+    with mode:
+        piece, whole = torch.empty(2, 4), torch.empty(4, 4)
+    nodes = [graph.placeholder(name) for name in ("p", "q")]
+    gather, layer = torch.ops.autopar.all_gather.default, {"layers.0": ("layers.0", torch.nn.Linear)}
+    p = graph.call_function(gather, (nodes[0], 0, [], "dp", 2))
+    used = graph.call_function(torch.ops.aten.relu.default, (graph.call_function(torch.ops.aten.detach.default, (p,)),))
+    q = graph.call_function(gather, (nodes[1], 0, [], "dp", 2))
+    graph.output((graph.call_function(torch.ops.aten.mm.default, (used, q)),))
+    for node in graph.nodes:
+        if node.op != "output":
+            node.meta |= {"val": piece if node in nodes else whole, "nn_module_stack": layer}
+    return promise(GraphModule({}, graph))
+
+
+def test_passes_over_step_graphs_build_on_each_other() -> None:
+    ctx = Compilation(Mesh.of(dp=2))
+    with pytest.raises(AssertionError, match=r"bucket_gathers requires .'gathers_together'., which no earlier pass"):
+        PassManager([BucketGathers()]).run(two_gathers(), ctx, facts=("step",))
+    with pytest.raises(AssertionError, match=r"simplify_arithmetic requires .'plain'."):
+        PassManager(STEP_PASSES[1:]).run(two_gathers(), ctx, facts=("step",))
+    with pytest.raises(AssertionError, match=r"prefetch_gathers requires .'step'."):
+        PassManager([PrefetchGathers()]).run(two_gathers(), ctx)
+
+
+def test_facts_of_step_graphs_are_made_and_end() -> None:
+    ctx = Compilation(Mesh.of(dp=2))
+    with pytest.raises(StepError, match=r"aten.detach.default .* stands between a value and its users"):
+        check_plain(two_gathers(), ctx)
+    with pytest.raises(StepError, match=r"all_gather.* stands behind .*apart from its layer"):
+        check_gathers_together(two_gathers(), ctx)
+    gm = PassManager(STEP_PASSES[:3]).run(two_gathers(), ctx, facts=("step",))
+    check_plain(gm, ctx)
+    check_gathers_together(gm, ctx)
+    again = [*STEP_PASSES[:4], BucketGathers()]
+    with pytest.raises(AssertionError, match=r"bucket_gathers requires .'gathers_together'."):
+        PassManager(again).run(two_gathers(), ctx, facts=("step",))  # the first run of it has ended that

@@ -14,6 +14,7 @@ from autopar.ir.placement import INVARIANT, PARTIAL, REPLICATE, Invariant, Place
 from autopar.ir.storages import shared_outputs
 from autopar.rewrite.compilation import Compilation
 from autopar.rewrite.step_checks import check_step
+from autopar.rewrite.tidy_checks import check_gathers_together, check_plain
 from autopar.rules import RuleError, local_shapes, matches, operand_placements, result_placements, type_of
 
 Check = Callable[[GraphModule, "Compilation"], None]
@@ -155,4 +156,6 @@ CHECKS: dict[str, Check] = {
     "local_shapes": check_local_shapes,
     "owned": check_owned,
     "step": check_step,
+    "plain": check_plain,
+    "gathers_together": check_gathers_together,
 }

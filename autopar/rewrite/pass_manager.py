@@ -17,7 +17,8 @@ class Pass(Protocol):
     """A rewrite of the graph that carries out decisions which the plan made.
 
     ``requires`` and ``ensures`` name facts of `autopar.rewrite.checks.CHECKS`; the manager checks what a pass ensures
-    right after it ran, and that what it requires was ensured before.
+    right after it ran, and that what it requires was ensured before. A pass may name facts that no longer hold behind
+    it, too, in ``ends``.
     """
 
     name: ClassVar[str]
@@ -29,7 +30,7 @@ class Pass(Protocol):
 
 @dataclass
 class PassManager:
-    """Runs passes in order. Facts ensured by a pass hold for every later one, and are checked after each."""
+    """Runs passes in order. Facts ensured by a pass hold until one ends them, and are checked after each."""
 
     passes: Sequence[Pass]
 
@@ -39,6 +40,7 @@ class PassManager:
             missing = [fact for fact in p.requires if fact not in known]
             assert not missing, f"pass {p.name} requires {missing}, which no earlier pass ensured"
             gm = timed(ctx.timings, p.name, partial(p.apply, gm, ctx))
+            known = [fact for fact in known if fact not in getattr(p, "ends", ())]
             known += [fact for fact in p.ensures if fact not in known]
             for fact in known:
                 timed(ctx.timings, "checks", partial(CHECKS[fact], gm, ctx))

@@ -30,17 +30,6 @@ def simplified(function: Callable[..., Tensor], *inputs: Tensor) -> GraphModule:
     return gm
 
 
-def silu_derivative(dy: Tensor, x: Tensor) -> Tensor:
-    s = aten.sigmoid.default(x)
-    ones = aten.fill.Scalar(aten.empty_like.default(s), 1)
-    inner = aten.add.Scalar(aten.mul.Tensor(x, aten.sub.Tensor(ones, s)), 1)
-    return aten.mul.Tensor(dy, aten.mul.Tensor(s, inner))
-
-
-def test_the_derivative_of_silu_is_one_operator() -> None:
-    assert names(simplified(silu_derivative, *torch.randn(2, 5, dtype=torch.float64))) == ["silu_backward.default"]
-
-
 def test_a_quotient_is_taken_before_the_expansion() -> None:
     gm = simplified(lambda x: aten.div.Scalar(aten.expand.default(x, [3, 8]), 8), torch.randn(3, 1).double())
     assert names(gm) == ["expand.default", "div.Scalar"]  # the result is an output, which owns its storage
