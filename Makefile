@@ -16,7 +16,7 @@ demo: $(STAMP)
 	$(PY) -m autopar demo
 
 test: $(STAMP)
-	$(PY) -m pytest tests -q -n 2 --dist loadgroup --no-loadscope-reorder
+	$(PY) -m pytest tests -q -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

@@ -52,15 +52,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         full = [item for item in items if item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=full)
         items[:] = [item for item in items if item not in set(full)]
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(group_of(item)))
     order = {group: i for i, group in enumerate(dict.fromkeys([*DEAR, *map(group_of, items)]))}
     items.sort(key=lambda item: order[group_of(item)])
 
 
 def group_of(item: pytest.Item) -> str:
-    """What runs on one worker: all tests with cells of one subject, which share its capture and compiled cells; of the
+    """What follows each other: all tests with cells of one subject, which share its capture and compiled cells; of the
     others, those of a file. A file may name another group by its own mark."""
     named, cell = item.get_closest_marker("xdist_group"), cell_of(item, "cell", "refused")
     if named is not None:

@@ -26,6 +26,7 @@ from autopar.rules.held import (
     viewed,
     with_single_rows,
 )
+from autopar.rules.rule import RuleError
 from autopar.rules.views import cat_rule, reshape_rule, split_rule
 
 aten, ours = torch.ops.aten, torch.ops.autopar
@@ -40,7 +41,11 @@ def held_results(node: Node, axis: str, size: int, operands: list[Held]) -> list
     axis."""
     val = node.meta["val"]
     shapes = [_shape(r) for r in (val if isinstance(val, (tuple, list)) else [val])]
-    return list(map(with_single_rows, _results(node, axis, size, operands, shapes), shapes))
+    try:
+        made = _results(node, axis, size, operands, shapes)
+    except (RuleError, ValueError, IndexError, KeyError):  # a rule is for calls of the forward: it need not know this one
+        made = [UNKNOWN] * len(shapes)
+    return list(map(with_single_rows, made, shapes))
 
 
 def _results(node: Node, axis: str, size: int, operands: list[Held], shapes: list[tuple[int, ...]]) -> list[Held]:

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 import autopar
 from autopar.ir.placement import nested_piece
+from autopar.ops.watch import take_notes
 from autopar.runtime.executor import Executor, Result
 from autopar.runtime.groups import Groups
 from autopar.steps.graphs import Compiled
@@ -146,4 +147,5 @@ def fake_gpu(world: int, rank: int = 0) -> Iterator[FakeGpu]:
             stack.enter_context(patch.object(torch.cuda, name, lambda *_, value=value: value))
         dist.init_process_group("fake", rank=rank, world_size=world, store=dist.HashStore())
         stack.callback(dist.destroy_process_group)
+        stack.callback(take_notes)  # of values that are on no device, for whoever takes notes next
         yield FakeGpu()
