@@ -43,7 +43,7 @@ def held_results(node: Node, axis: str, size: int, operands: list[Held]) -> list
     shapes = [_shape(r) for r in (val if isinstance(val, (tuple, list)) else [val])]
     try:
         made = _results(node, axis, size, operands, shapes)
-    except (RuleError, ValueError, IndexError, KeyError):  # a rule for calls of the forward need not know this one
+    except (RuleError, LookupError, ValueError, ArithmeticError):  # a rule for calls of the forward need not know this
         made = [UNKNOWN] * len(shapes)
     return list(map(with_single_rows, made, shapes))
 
