@@ -44,7 +44,6 @@ def derivative(
 ) -> Recorded:
     """See `autopar.adapters.record.record`. Tensors in ``args`` and ``kwargs`` are a `Value`, the number of an
     operand."""
-
     place = _place_of_site(target)
     if place is None:
         return _found(target, args, kwargs, operands, needs, tangents)

@@ -33,7 +33,7 @@ aten = torch.ops.aten
 
 
 def joint_graph(gm: GraphModule, differentiable: Sequence[bool]) -> GraphModule:
-    """ForwardValues and backward of a flat functional graph as one graph of core operators.
+    """Forward and backward of a flat functional graph as one graph of core operators.
 
     Args:
         gm: a graph of placeholders with fake values in ``meta["val"]`` and a flat tuple as output.

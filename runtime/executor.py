@@ -82,7 +82,7 @@ class Executor:
         self.feed = Feed(compiled, groups.device)
         self.specs, self.micro_batches = self.feed.specs, self.feed.micro_batches
         held = compiled.local.meta.get("constants", {})
-        self.constants = {name: x.to(groups.device) for name, x in held.items()}
+        self.constants = {name: x if x.is_meta else x.to(groups.device) for name, x in held.items()}
         self.seeds = [spec.name for spec in self.specs.values() if spec.kind == "seed"]
         self.timeline: list[tuple[Action, float, float]] = []
         self.peaks = Peaks()
