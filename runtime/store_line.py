@@ -18,6 +18,7 @@ from autopar.adapters.distributed import own_client, store_host
 
 T = TypeVar("T")
 PATIENCE = 3.0  # seconds for an answer of the store
+FIRST = 10.0  # seconds for the first one, which connects: all ranks do that at once, on machines that start them
 
 
 class StoreError(RuntimeError):
@@ -52,16 +53,19 @@ class Line:
     def __init__(self, store: dist.Store) -> None:
         self._jobs: queue.SimpleQueue[tuple[Callable[[dist.Store], Any], Answer]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, args=(store,), name="autopar-store", daemon=True)
-        self._silent = ""
+        self._silent, self._met = "", False
         self._thread.start()
 
     def ask(self, question: Callable[[dist.Store], T], limit: float = PATIENCE) -> T:
-        """What ``question(store)`` returns. Raises StoreError after ``limit`` seconds without an answer."""
+        """What ``question(store)`` returns. Raises StoreError after ``limit`` seconds without an answer, `FIRST` at
+        least for the first question."""
         if self._silent:
             raise StoreError(self._silent)
+        limit = limit if self._met else max(limit, FIRST)
         answer = Answer()
         self._jobs.put((question, answer))
-        if not answer.wait(limit):
+        self._met = answer.wait(limit)
+        if not self._met:
             self._silent = f"{store_host()} did not respond for {limit:.0f} s"
             raise StoreError(self._silent)
         if isinstance(answer.error, (RuntimeError, OSError)):
