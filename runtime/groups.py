@@ -21,9 +21,10 @@ from autopar.adapters.distributed import default_store, rank_table
 from autopar.attention.exchanges import WAYS
 from autopar.ir.mesh import Mesh
 from autopar.runtime import connections
+from autopar.runtime.devices import check_devices, choose_device
 from autopar.runtime.failures import board, starting, within
 from autopar.runtime.rendezvous import differences, show, world_store
-from autopar.runtime.settings import device_kind, time_limit
+from autopar.runtime.settings import time_limit
 
 CONTEXT = "cp"  # the axis that has levels
 
@@ -39,14 +40,17 @@ def init_mesh(
     """``init_mesh(dp=2, tp=2)``: a torch DeviceMesh over all ranks. The last axis varies fastest with the rank.
 
     Uses the default process group if there is one. Otherwise makes it: from torchrun's environment, or as a world
-    of one. ``device``: "cpu" (gloo) or "cuda" (nccl); by default cuda where there is one. ``timeout``: seconds (or
-    a timedelta) after which a collective, an agreement or the making of a group without its peers fails; default
-    $AUTOPAR_TIMEOUT or 600. A rank that is dead or stopped is noticed within seconds.
+    of one. ``device``: "cpu" (gloo) or "cuda" (nccl); by default that of the group, else cuda where there is one; see
+    `autopar.runtime.devices` for which GPU. ``timeout``: seconds (or a timedelta) after which a collective, an
+    agreement or the making of a group without its peers fails; default $AUTOPAR_TIMEOUT or 600. A rank that is dead or
+    stopped is noticed within seconds.
 
     Raises ValueError for an unknown axis, a size below 1, sizes whose product is not the number of ranks, a device
-    that is neither cpu nor a cuda that is there, or a timeout that is no time.
+    that is neither cpu nor a cuda that is there and that the group can use, ranks that share a GPU, or a timeout that
+    is no time.
     """
-    kind = device_kind(device)
+    chosen = choose_device(device)
+    kind = chosen.type
     mesh = Mesh.of(**sizes).planned()
     limit = time_limit(timeout)
     expected = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
@@ -61,6 +65,7 @@ def init_mesh(
         with connections.recorded():
             _init_world(kind, limit)
     board()  # from now on the others see that this rank is alive
+    check_devices(chosen, limit.total_seconds())
     key = (id(default_store()), kind, mesh, limit)
     if key not in _meshes:
         _meshes[key] = _make_mesh(mesh, kind, limit)
@@ -74,8 +79,6 @@ def _timeout_of(device_mesh: DeviceMesh) -> timedelta:
 
 
 def _init_world(kind: str, timeout: timedelta) -> None:
-    if kind == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     if "RANK" in os.environ:
         missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -211,10 +214,10 @@ class Groups:
         self.mesh = mesh_of(device_mesh)
         self.rank = dist.get_rank()
         self.coordinate = self.mesh.coordinate(self.rank)
-        kind = device_mesh.device_type
-        self.device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        self.device = choose_device(device_mesh.device_type)
         self._groups: dict[str, dist.ProcessGroup] = {a: device_mesh.get_group(a) for a in self.mesh.sizes}
         self.timeout = _timeout_of(device_mesh)
+        check_devices(self.device, self.timeout.total_seconds())
         self._groups.update(_joined_groups(self.mesh, device_mesh.device_type, self.rank, self.timeout))
         self._subsets: dict[str, list[int]] = {}
         self._levels: dict[str, str] = {}  # "cp%2" -> "cp", or the subset "cp[0+1]" that this rank is in

@@ -64,7 +64,8 @@ def launch(
     whole_number("nproc", nproc, 1)
     if device == "cuda" and nproc > torch.cuda.device_count():
         raise ValueError(
-            f"launch: {nproc} ranks need {nproc} GPUs, found {torch.cuda.device_count()}; use device='cpu'"
+            f"launch: {nproc} ranks need {nproc} GPUs, torch sees {torch.cuda.device_count()}; launch fewer ranks, or "
+            "use device='cpu'"
         )
     try:
         task = pickle.dumps((fn, tuple(args)))

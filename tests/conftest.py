@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests that name no device are about the CPU; CUDA does not survive a fork
 os.environ.setdefault("AUTOPAR_SILENCE", "16")  # read at import; eight ranks on two busy cores are slow to beat
 
 from tests.ranks import run_ranks

@@ -25,8 +25,10 @@ functional = torch.ops._c10d_functional
 
 
 class AxisGroups(Protocol):
-    """Process groups by axis name."""
+    """Process groups by axis name, and this rank's device."""
 
+    @property
+    def device(self) -> torch.device: ...
     def size(self, axis: str) -> int: ...
     def index(self, axis: str) -> int: ...
     def group(self, axis: str) -> dist.ProcessGroup: ...
@@ -38,13 +40,14 @@ Lowering = Callable[..., Tensor]
 def compile_step(
     gm: GraphModule, groups: AxisGroups, lowerings: Mapping[Any, Lowering]
 ) -> Callable[[list[Any]], tuple[Any, ...]]:
-    """A step graph, with fake values in ``meta["val"]``, as compiled code called with one list, which it empties.
+    """A step graph, with fake values in ``meta["val"]``, as compiled code called with one list, which it empties. They
+    say sizes and dtypes, and where the graph was captured; the code is made for the device of ``groups``.
 
     ``lowerings``: raw collective -> function of (functional collectives, its tensor and arguments); see `Functional`.
     """
     values = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
     mode = next((v.fake_mode for v in values if hasattr(v, "fake_mode")), None) or FakeTensorMode()
-    fakes = [_fake_input(v, mode) for v in values]
+    fakes = [_fake_input(v, mode, groups.device) for v in values]
     with mode, torch.no_grad():
         flat = make_fx(
             _Lowering(gm, Functional(groups), lowerings).boxed,
@@ -64,11 +67,11 @@ def compile_step(
     return run
 
 
-def _fake_input(value: Any, mode: FakeTensorMode) -> Any:
+def _fake_input(value: Any, mode: FakeTensorMode, device: torch.device) -> Any:
     if not isinstance(value, Tensor):
         return value
     with mode:
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
 
 
 class Functional:

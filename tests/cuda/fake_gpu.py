@@ -47,7 +47,7 @@ class FakeGpu(FakeTensorMode):
         given = {**dict(model.named_buffers()), **_pieces(compiled, batch, groups)}
         facts = {name: (x.shape, x.dtype) for name, x in given.items()}
         facts |= {spec.name: (spec.local_shape(groups.mesh), spec.dtype) for spec in compiled.parameters}
-        with self, _Unguarded():
+        with self, Unguarded():
             executor = Executor(compiled, groups)
             values = {name: torch.empty(shape, dtype=dtype, device="cuda") for name, (shape, dtype) in facts.items()}
             values |= executor.constants
@@ -131,7 +131,7 @@ ROUTES: dict[Any, Callable[..., Any]] = {
 }
 
 
-class _Unguarded(TorchFunctionMode):
+class Unguarded(TorchFunctionMode):
     """Methods whose binding takes a device guard go through the dispatcher."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -145,6 +145,9 @@ def fake_gpu(world: int, rank: int = 0) -> Iterator[FakeGpu]:
     with contextlib.ExitStack() as stack:
         for name, value in found.items():
             stack.enter_context(patch.object(torch.cuda, name, lambda *_, value=value: value))
+        stack.enter_context(
+            patch.object(autopar.runtime.groups, "check_devices", lambda *_: None)
+        )  # nobody else is there
         dist.init_process_group("fake", rank=rank, world_size=world, store=dist.HashStore())
         stack.callback(dist.destroy_process_group)
         stack.callback(take_notes)  # of values that are on no device, for whoever takes notes next

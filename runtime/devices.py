@@ -1,0 +1,112 @@
+"""Which device a rank computes on.
+
+    device=None     that of the default process group, if there is one; else cuda where torch sees a GPU
+    "cuda"          the GPU that the group is bound to (device_id=), else the one that the user has set
+                    (torch.cuda.set_device), else the rank's own: LOCAL_RANK among the visible ones
+
+A rank that sees one GPU (one per task, a MIG slice) takes it whatever its number. Ranks on the same GPU are an error
+before NCCL is asked: it cannot connect them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from autopar.adapters.distributed import default_store
+from autopar.runtime.rendezvous import show
+
+_told: WeakKeyDictionary[dist.Store, list[str]] = WeakKeyDictionary()  # the GPUs of all ranks, by store
+
+
+def choose_device(device: str | torch.device | None) -> torch.device:
+    """This rank's device. A GPU becomes torch's current one; an index that is given does first, as if the user had set
+    it. Raises ValueError for what is neither cpu nor a cuda that is there and that the default group can use."""
+    kind = _kind_of(device)
+    if kind == "cpu":
+        return torch.device("cpu")
+    given = torch.device(device).index if device is not None else None
+    if given is not None:
+        torch.cuda.set_device(given)
+    chosen = _own_gpu()
+    torch.cuda.set_device(chosen)
+    return torch.device("cuda", chosen)
+
+
+def _kind_of(device: str | torch.device | None) -> str:
+    if device is None:
+        return "cuda" if torch.cuda.is_available() and _backend("cuda") not in ("gloo", "none") else "cpu"
+    if not isinstance(device, (str, torch.device)):
+        raise ValueError(
+            f'init_mesh: needs the device first and the axes by name, found {device!r}; write init_mesh("cpu", dp=2)'
+        )
+    kind, _, index = str(device).partition(":")
+    if kind not in ("cpu", "cuda") or not (index or "0").isdecimal():
+        raise ValueError(f"init_mesh: expected the device 'cpu' or 'cuda', found {str(device)!r}")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError("init_mesh: the device 'cuda' needs a GPU that torch sees, found none; use 'cpu'")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"init_mesh: {str(device)!r} needs {int(index) + 1} GPUs, torch sees {torch.cuda.device_count()}; "
+            "use 'cuda', which takes the rank's own"
+        )
+    if _backend(kind) == "none" or (kind == "cuda" and _backend(kind) == "gloo"):
+        raise ValueError(
+            f"init_mesh: the device {kind!r} needs a process group with {'nccl' if kind == 'cuda' else 'gloo'}, found "
+            f"{dist.get_backend_config()}; make it with init_process_group('cpu:gloo,cuda:nccl'), or let init_mesh do "
+            "so"
+        )
+    return kind
+
+
+def _backend(kind: str) -> str:
+    """What the default process group uses for tensors on a kind of device; "any" while there is no group."""
+    if not dist.is_initialized():
+        return "any"
+    pairs = (pair.partition(":") for pair in dist.get_backend_config().split(","))
+    return {device: backend for device, _, backend in pairs}.get(kind, "none")
+
+
+def _own_gpu() -> int:
+    bound = getattr(dist.group.WORLD, "bound_device_id", None)
+    if bound is not None and bound.type == "cuda" and bound.index is not None:
+        return int(bound.index)
+    current = torch.cuda.current_device()
+    rank = dist.get_rank() if dist.is_initialized() else os.environ.get("RANK")
+    local = os.environ.get("LOCAL_RANK", rank)
+    if current or local is None:
+        return current
+    return int(local) % torch.cuda.device_count()
+
+
+def check_devices(device: torch.device, limit: float) -> None:
+    """Every rank has a GPU of its own. Collective over the world; the ranks talk once.
+
+    Raises ValueError, the same on all ranks, that names ranks on one GPU; CollectiveError for ranks that do not come.
+    """
+    world, store = dist.get_world_size(), default_store()
+    if device.type != "cuda" or world == 1:
+        return
+    if store not in _told:
+        mine = f"{torch.cuda.get_device_properties(device).uuid}\n{torch.cuda.device_count()}"
+        _told[store] = show("autopar/devices", 0, dist.get_rank(), range(world), f"the devices\n{mine}", limit)
+    if shared := _shared([text.split("\n")[1:] for text in _told[store]]):
+        raise ValueError(shared)
+
+
+def _shared(told: Sequence[Sequence[str]]) -> str:
+    """What is wrong with (GPU, how many the rank sees) of all ranks."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, (gpu, _) in enumerate(told):
+        ranks_of.setdefault(gpu, []).append(rank)
+    gpu, ranks = max(ranks_of.items(), key=lambda item: len(item[1]))
+    if len(ranks) == 1:
+        return ""
+    return (
+        f"init_mesh: each rank needs a GPU of its own, found ranks {', '.join(map(str, ranks))} on one ({gpu}; torch "
+        f"sees {told[ranks[0]][1]}); start as many ranks on a machine as it has GPUs, or use the device 'cpu'"
+    )

@@ -1,0 +1,56 @@
+"""What Inductor is given on a machine with GPUs: every value of a step graph is on this rank's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+import autopar
+from autopar.adapters import inductor
+from autopar.capture import capture
+from autopar.compile.model import compile_graph
+from autopar.ir.graph import copy_graph, set_device
+from autopar.ir.mesh import Mesh
+from autopar.models.tiny import TINY
+from autopar.options import Options
+from autopar.runtime.bind import bind
+from autopar.runtime.groups import Groups
+from tests.cuda.fake_gpu import ROUTES, fake_gpu
+
+
+def given_to_inductor(monkeypatch: pytest.MonkeyPatch) -> list[tuple[GraphModule, list[Any]]]:
+    """(graph, inputs) of every compilation. What comes then runs on GPUs only: Inductor traces its patterns on one, and
+    makes code with Triton."""
+    found: list[tuple[GraphModule, list[Any]]] = []
+    monkeypatch.setattr(inductor, "joint_graph_passes", lambda gm: None)
+    for method, route in ROUTES.items():  # torch's decompositions call them where no function mode is asked
+        monkeypatch.setattr(Tensor, method.__name__, route)
+    monkeypatch.setattr(inductor, "compile_fx_inner", lambda gm, inputs: found.append((gm, inputs)))
+    return found
+
+
+def devices(value: Any) -> set[torch.device]:
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return {x.device for x in values if isinstance(x, Tensor)}
+
+
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("mixtral", marks=pytest.mark.full)])
+def test_all_of_a_step_is_on_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = TINY[name].build(dtype=torch.bfloat16, dropout=0.1)
+    compiled = compile_graph(
+        copy_graph(capture(model, TINY[name].batch(8, 16))), Mesh.parse("tp=2"), Options(), outputs=()
+    )
+    found = given_to_inductor(monkeypatch)
+    with fake_gpu(world=2):
+        groups = Groups(autopar.init_mesh("cuda", tp=2))
+        for step in (s for part in compiled.pipeline.parts for s in (part.forward, part.backward_reduce) if s):
+            set_device(step.graph, groups.device)
+            bind(step.graph, groups, "inductor")
+    assert len(found) == 2
+    for gm, inputs in found:
+        on = [devices(inputs), *(devices(node.meta.get("val")) for node in gm.graph.nodes)]
+        assert set().union(*on) == {torch.device("cuda", 0)}
