@@ -22,8 +22,8 @@ from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import Shard
 from autopar.plan import Plan
 from autopar.runtime.contents import words_of
-from autopar.runtime.groups import Groups, exchange_texts
-from autopar.runtime.rendezvous import differences
+from autopar.runtime.groups import Groups
+from autopar.runtime.rendezvous import differences, show
 
 MOST_SHOWN = 3
 WEIGHTS = "the weights"
@@ -42,6 +42,51 @@ class Claim:
     @property
     def digest(self) -> str:
         return hashlib.sha256(repr(sorted(self.facts.items())).encode()).hexdigest()[:16]
+
+
+def exchange_texts(
+    groups: Groups, text: str, what: str, axis: str | None = None, timeout: float | None = None
+) -> list[str]:
+    """ "what", a line break and the text of every rank (or of those of my group on ``axis``), in their order.
+
+    Raises RuntimeError naming the ranks that do not come within the timeout, ValueError where ranks are at different
+    steps. Goes through the store: no device, no process group.
+    """
+    ranks = groups.ranks(axis) if axis else list(range(groups.mesh.world_size))
+    mine = f"{what}\n{text}"
+    if len(ranks) == 1:
+        return [mine]
+    scope = f"autopar/{groups.name}/agree/{axis or 'world'}/{ranks[0]}"
+    count = groups.agreed.get(scope, 0)
+    groups.agreed[scope] = count + 1
+    limit = groups.timeout.total_seconds() if timeout is None else timeout
+    found = show(scope, count, groups.rank, ranks, mine, limit)
+    if apart := differences(ranks, [f"\n{text.partition(chr(10))[0]}" for text in found]):
+        raise ValueError(
+            f"agree: all ranks must take the same steps, found {apart}; run the same program on every rank"
+        )
+    return found
+
+
+def agree(
+    groups: Groups,
+    digest: str,
+    what: str,
+    axis: str | None = None,
+    timeout: float | None = None,
+) -> None:
+    """All ranks (or those of my group on ``axis``) must hold the same digest.
+
+    Raises the same ValueError on each of them that says the need, the ranks which differ and the way out, and
+    RuntimeError as `exchange_texts` does.
+    """
+    ranks = groups.ranks(axis) if axis else list(range(groups.mesh.world_size))
+    found = differences(ranks, exchange_texts(groups, digest, what, axis, timeout))
+    if found:
+        raise ValueError(
+            f"agree: {what} must be the same on all ranks, found {found}; give every rank the same model, mesh, "
+            "options and batch shapes"
+        )
 
 
 def agree_on(groups: Groups, claims: Sequence[Claim], what: str) -> None:

@@ -13,9 +13,9 @@ from autopar.adapters.export import flatten, unflatten
 from autopar.ir.batch import tensors_of
 from autopar.ir.placement import Placements, Shard
 from autopar.plan import UNCLEAR, Plan
-from autopar.runtime.agreement import Claim, everywhere
+from autopar.runtime.agreement import Claim, everywhere, exchange_texts
 from autopar.runtime.contents import words_of
-from autopar.runtime.groups import Groups, exchange_texts
+from autopar.runtime.groups import Groups
 
 
 def shapes_of(batch: dict[str, Any]) -> dict[str, Any]:

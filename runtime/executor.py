@@ -26,7 +26,8 @@ from autopar.runtime.point_to_point import AXIS, Channels
 from autopar.runtime.stage_exchange import StageExchange
 from autopar.runtime.step_program import Entry, Program, make_program
 from autopar.runtime.step_values import Routes, unit_of
-from autopar.schedule.order import BACKWARD, TRANSFERS, Action
+from autopar.schedule.order import BACKWARD, Action
+from autopar.schedule.stream_checks import links
 from autopar.steps.graphs import Compiled, StepGraph
 from autopar.steps.of_rank import lowered_order
 from autopar.steps.value_names import output
@@ -90,9 +91,7 @@ class Executor:
         self.order = Routes(pipeline).drop_empty(lowered_order(pipeline))
         assert self.order.micro_batches == self.micro_batches, f"{self.order.name} is for other micro-batches"
         self.channels = Channels(groups)
-        of = self.order.rank_of
-        moves = [a for actions in self.order.ranks for a in actions if a.kind in TRANSFERS]
-        self.channels.connect({(of[a.stage], of[a.peer]) for a in moves})
+        self.channels.connect(links(self.order))
         self._exchange = StageExchange(compiled, self.order, groups)
         self.program: Program = make_program(
             pipeline, self.order, groups.coordinate.get(AXIS, 0), self._bind, self.feed, self.channels, groups.device,

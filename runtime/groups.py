@@ -10,9 +10,10 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,8 +24,9 @@ from autopar.ir.mesh import Mesh
 from autopar.runtime import connections
 from autopar.runtime.devices import check_devices, choose_device
 from autopar.runtime.failures import board, starting, within
-from autopar.runtime.rendezvous import differences, show, world_store
+from autopar.runtime.rendezvous import world_store
 from autopar.runtime.settings import time_limit
+from autopar.schedule.stream_checks import Link
 
 CONTEXT = "cp"  # the axis that has levels
 
@@ -157,10 +159,10 @@ def _joined_groups(mesh: Mesh, kind: str, rank: int, timeout: timedelta) -> dict
 
 def _all_groups(mesh: Mesh, names: Sequence[str]) -> list[list[int]]:
     """The ranks that differ in ``names`` only, the first of them slowest, for all coordinates of the other axes."""
-    table = torch.arange(mesh.world_size).view([size for _, size in mesh.axes])
+    table = np.arange(mesh.world_size).reshape([size for _, size in mesh.axes])
     dims = [list(mesh.sizes).index(name) for name in names]
     size = math.prod(mesh.size(name) for name in names)
-    groups: list[list[int]] = table.movedim(dims, list(range(-len(dims), 0))).reshape(-1, size).tolist()
+    groups: list[list[int]] = np.moveaxis(table, dims, range(-len(dims), 0)).reshape(-1, size).tolist()
     return groups
 
 
@@ -222,13 +224,12 @@ class Groups:
         self._subsets: dict[str, list[int]] = {}
         self._levels: dict[str, str] = {}  # "cp%2" -> "cp", or the subset "cp[0+1]" that this rank is in
         self._channels: dict[tuple[str, str], dist.ProcessGroup] = {}  # (axis or subset, way) -> group
+        self._links: dict[Link, dist.ProcessGroup] = {}
         self._connected: set[str] = set()
-        if self.mesh.size("pp") > 1:
-            self._make_channels("pp", [range(self.mesh.size("pp"))], WAYS[:2])
         self._make_levels(self.mesh.size(CONTEXT))
-        self._agreed: dict[str, int] = {}
+        self.agreed: dict[str, int] = {}  # rounds of agreements so far, by scope
         _made[self.mesh] = _made.get(self.mesh, 0) + 1
-        self._name = f"{self.mesh}/{_made[self.mesh]}"
+        self.name = f"{self.mesh}/{_made[self.mesh]}"  # in the store
 
     def _further(self, axis: str, name: str, members: Sequence[int]) -> dist.ProcessGroup | None:
         key = (id(default_store()), self.device_mesh.device_type, self.mesh, name, self.timeout)
@@ -260,11 +261,24 @@ class Groups:
             if group is not None:
                 self._channels[name, way] = group
 
-    def channel(self, way: str, axis: str = "pp") -> dist.ProcessGroup:
-        """The group for sends along pp ("up", to higher coordinates, or "down") or along cp or cp/n (these two, or
-        "home"). What goes one way does not wait for what goes another. A rank's place in it is its index on the axis.
-        """
+    def channel(self, way: str, axis: str) -> dist.ProcessGroup:
+        """The group for sends along cp or cp/n: "up", to higher coordinates, "down" or "home". What goes one way does
+        not wait for what goes another. A rank's place in it is its index on the axis."""
         return self._channels[self._resolved(axis), way]
+
+    def make_links(self, links: Iterable[Link]) -> None:
+        """A group of two ranks for each (sending, receiving) pair of coordinates on pp. Every rank of the world must
+        call it with the same ones."""
+        for source, target in sorted(set(links)):
+            group = self._further("pp", f"pp[{source}>{target}]", sorted((source, target)))
+            if group is not None:
+                self._links[source, target] = group
+
+    def link(self, source: int, target: int) -> tuple[dist.ProcessGroup, int]:
+        """The group for what coordinate ``source`` on pp sends to ``target``, of which this rank is one; and the place
+        of the other one in it."""
+        here = self.coordinate["pp"]
+        return self._links[source, target], int(here == min(source, target))
 
     def connect(self, axis: str) -> None:
         """Join all ranks of an axis on each of its channels; all of them must call it at the same point.
@@ -342,48 +356,3 @@ class Groups:
     def world(self) -> str:
         """All axes joined: the axis expression of the whole world."""
         return ",".join(self.mesh.sizes)
-
-
-def agree(
-    groups: Groups,
-    digest: str,
-    what: str,
-    axis: str | None = None,
-    timeout: float | None = None,
-) -> None:
-    """All ranks (or those of my group on ``axis``) must hold the same digest.
-
-    Raises the same ValueError on each of them that says the need, the ranks which differ and the way out, and
-    RuntimeError as `exchange_texts` does.
-    """
-    ranks = groups.ranks(axis) if axis else list(range(groups.mesh.world_size))
-    found = differences(ranks, exchange_texts(groups, digest, what, axis, timeout))
-    if found:
-        raise ValueError(
-            f"agree: {what} must be the same on all ranks, found {found}; give every rank the same model, mesh, "
-            "options and batch shapes"
-        )
-
-
-def exchange_texts(
-    groups: Groups, text: str, what: str, axis: str | None = None, timeout: float | None = None
-) -> list[str]:
-    """ "what", a line break and the text of every rank (or of those of my group on ``axis``), in their order.
-
-    Raises RuntimeError naming the ranks that do not come within the timeout, ValueError where ranks are at different
-    steps. Goes through the store: no device, no process group.
-    """
-    ranks = groups.ranks(axis) if axis else list(range(groups.mesh.world_size))
-    mine = f"{what}\n{text}"
-    if len(ranks) == 1:
-        return [mine]
-    scope = f"autopar/{groups._name}/agree/{axis or 'world'}/{ranks[0]}"
-    count = groups._agreed.get(scope, 0)
-    groups._agreed[scope] = count + 1
-    limit = groups.timeout.total_seconds() if timeout is None else timeout
-    found = show(scope, count, groups.rank, ranks, mine, limit)
-    if apart := differences(ranks, [f"\n{text.partition(chr(10))[0]}" for text in found]):
-        raise ValueError(
-            f"agree: all ranks must take the same steps, found {apart}; run the same program on every rank"
-        )
-    return found

@@ -3,9 +3,9 @@
     rank 0    send(0SF0>1, to 1, [x])         rank 1    pending = post(1RF0<0, from 0, [buffer])
                                                         [x] = wait(pending)
 
-There are two process groups: one for what goes to higher coordinates, one for what goes to lower ones. NCCL has one
-stream of transfers per group and pair of ranks and no tags, so a forward and a backward that cross would block each
-other in one group. Both ends list the transfers of a pair in the same order
+Every link, a pair of ranks and a direction, has a process group of its own. NCCL has no tags, and a transfer keeps its
+stream until the other end has come: in a group of more ranks, or for both directions, transfers that cross would wait
+for each other (`autopar.schedule.stream_checks`). Both ends list the transfers of a link in the same order
 (`autopar.schedule.order_checks.check_channels`).
 
 A send keeps its tensors until `arrived` says that the other side has them, at last until `flush`. gloo cannot be
@@ -25,6 +25,7 @@ from autopar.runtime.failures import CollectiveError, board
 from autopar.runtime.groups import Groups
 from autopar.schedule.order import TRANSFERS, Action, Order
 from autopar.schedule.order_checks import counterpart
+from autopar.schedule.stream_checks import Link
 
 AXIS = "pp"
 
@@ -53,17 +54,22 @@ class Channels:
     def traffic(self) -> Ledger:
         return {(AXIS, "send"): Traffic(self._calls, self._bytes)} if self._calls else {}
 
-    def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Send a byte both ways between pairs of coordinates. NCCL connects a pair at its first transfer and blocks
-        until both are there; in the midst of a schedule this could close a circle. All ranks give the same pairs."""
-        for low, high in sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]}):
-            for source, target in ((low, high), (high, low)):
-                group = self._groups.channel("up" if source < target else "down")
+    def connect(self, links: Iterable[Link]) -> None:
+        """Make the groups of (sending, receiving) coordinates; all ranks give the same ones.
+
+        gloo connects a group when it is made. NCCL connects it at its first transfer, and blocks until both ranks are
+        there; in the midst of a schedule this could close a circle, so a byte goes over each link now.
+        """
+        links = set(links)
+        self._groups.make_links(links)
+        if self._groups.device.type == "cpu":
+            return
+        for source, target in side_by_side(links):
+            if self._me in (source, target):
+                group, place = self._groups.link(source, target)
                 token = torch.zeros(1, dtype=torch.uint8, device=self._groups.device)
-                if self._me == source:
-                    self._join(group.send([token], target, 0), target)
-                elif self._me == target:
-                    self._join(group.recv([token], source, 0), source)
+                start = group.send if self._me == source else group.recv
+                self._join(start([token], place, 0), target if self._me == source else source)
 
     def _join(self, work: Work | None, peer: int) -> None:
         try:
@@ -76,12 +82,12 @@ class Channels:
 
     def send(self, action: Action, peer: int, tensors: Sequence[Tensor]) -> None:
         """Start to send; the tensors must not change until it has arrived."""
-        group = self._groups.channel("up" if peer > self._me else "down")
+        group, place = self._groups.link(self._me, peer)
         kept = [x.contiguous() for x in tensors]
         pending = PendingTransfer(action, peer, [], kept)
         try:
             for x in kept:
-                pending.works.append(_started(group.send([x], peer, 0)))
+                pending.works.append(_started(group.send([x], place, 0)))
                 self._bytes += x.nbytes
         except RuntimeError as error:
             raise self._failed(action, peer, error) from error
@@ -90,9 +96,9 @@ class Channels:
 
     def post(self, action: Action, peer: int, buffers: list[Tensor]) -> PendingTransfer:
         """Start to receive into the buffers."""
-        group = self._groups.channel("up" if peer < self._me else "down")
+        group, place = self._groups.link(peer, self._me)
         try:
-            works = [_started(group.recv([x], peer, 0)) for x in buffers]
+            works = [_started(group.recv([x], place, 0)) for x in buffers]
         except RuntimeError as error:
             raise self._failed(action, peer, error) from error
         return PendingTransfer(action, peer, works, buffers)
@@ -128,6 +134,20 @@ class Channels:
 def _started(work: Work | None) -> Work:
     assert work is not None, "a member of the group gets a handle"
     return work
+
+
+def side_by_side(links: Iterable[Link]) -> list[Link]:
+    """The links in an order in which all ranks can go through those they are part of, as many at a time as possible: a
+    chain of ranks in four turns, not one after the other."""
+    turns: list[set[int]] = []  # the ranks at work in a turn
+    found: list[tuple[int, Link]] = []
+    for link in sorted(links):
+        turn = next((i for i, busy in enumerate(turns) if not busy & set(link)), len(turns))
+        if turn == len(turns):
+            turns.append(set())
+        turns[turn] |= set(link)
+        found.append((turn, link))
+    return [link for _, link in sorted(found)]
 
 
 def acknowledged(order: Order, rank: int) -> dict[Action, list[Action]]:

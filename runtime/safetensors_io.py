@@ -18,8 +18,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from autopar.ir.parameter import ParameterSpec
+from autopar.runtime.agreement import agree
 from autopar.runtime.checkpoint_folder import CONFIG, INDEX, SINGLE, Draft, named_weights
-from autopar.runtime.groups import Groups, agree
+from autopar.runtime.groups import Groups
 from autopar.runtime.sharded_tensor import boxes, cuts_of
 from autopar.runtime.state import STEPS, fetch_whole, other_kind
 from autopar.values import parse, refuse, whole_number

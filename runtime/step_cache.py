@@ -17,12 +17,12 @@ from torch import nn
 
 from autopar.ir.batch import facts_of
 from autopar.plan import Plan
-from autopar.runtime.agreement import Claim, agree_on, everywhere
+from autopar.runtime.agreement import Claim, agree_on, everywhere, exchange_texts
 from autopar.runtime.ambient import Surroundings
 from autopar.runtime.batches import check_unclear, claim_contents, claim_shapes, shapes_of
 from autopar.runtime.comm import Ledger, add_ledgers
 from autopar.runtime.executor import Executor
-from autopar.runtime.groups import Groups, exchange_texts
+from autopar.runtime.groups import Groups
 from autopar.runtime.module_watch import ModuleWatch
 from autopar.runtime.planned_state import PlannedState
 from autopar.runtime.step_facts import step_facts

@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import autopar
 from autopar.runtime import failures
-from autopar.runtime.groups import Groups, agree, init_mesh
+from autopar.runtime.agreement import agree
+from autopar.runtime.groups import Groups, init_mesh
 from autopar.runtime.heartbeat import SILENT
 from autopar.runtime.launch import launch
 from tests.faults.campaign import _alive_with_parent, _free_port, _host

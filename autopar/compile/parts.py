@@ -32,6 +32,7 @@ from autopar.rewrite.step_types import check_step_types
 from autopar.schedule.lowering import lower
 from autopar.schedule.order import Hop, Order
 from autopar.schedule.simulate import simulate
+from autopar.schedule.stream_checks import check_streams
 from autopar.steps.graphs import Cache, Pipeline, Stage, StepGraph
 from autopar.steps.of_rank import backwards, graph_name
 
@@ -85,7 +86,9 @@ def compile_sliced_pipeline(
 
 def proven(order: Order, hops: Sequence[Hop]) -> Order:
     """The order, once it is known to end. Raises ScheduleError with the grid of one that would wait for ever."""
-    simulate(lower(order, hops))
+    lowered = lower(order, hops)
+    simulate(lowered)
+    check_streams(lowered)
     return order
 
 

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.ir.mesh import Mesh
+from autopar.runtime.agreement import agree
 from autopar.runtime.failures import board, reporting
-from autopar.runtime.groups import Groups, agree, init_mesh, mesh_of
+from autopar.runtime.groups import Groups, init_mesh, mesh_of
 from tests.ranks import rank_outcomes, run_ranks
 
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autopar.runtime.groups import Groups, agree, init_mesh
+from autopar.runtime.agreement import agree
+from autopar.runtime.groups import Groups, init_mesh
 from autopar.runtime.launch import launch
 
 

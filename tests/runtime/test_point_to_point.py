@@ -16,7 +16,7 @@ from autopar.runtime.executor import Executor
 from autopar.runtime.failures import CollectiveError, reporting
 from autopar.runtime.groups import Groups, init_mesh
 from autopar.runtime.instructions import Instruction
-from autopar.runtime.point_to_point import Channels, acknowledged
+from autopar.runtime.point_to_point import Channels, acknowledged, side_by_side
 from autopar.schedule.order import Action, Order
 from autopar.schedule.order_checks import counterpart
 from tests.ranks import Outcome, close_pools, rank_outcomes, run_ranks
@@ -31,7 +31,7 @@ def ping_pong() -> tuple[list[float], Traffic, list[list[int]]]:
     groups = Groups(init_mesh("cpu", 20.0, pp=2, tp=2))
     me, peer = groups.coordinate["pp"], 1 - groups.coordinate["pp"]
     channels = Channels(groups)
-    channels.connect({(0, 1), (1, 0), (1, 1)})
+    channels.connect({(0, 1), (1, 0)})
     sends = [Action(me, "SF", i, peer=peer) for i in range(4)]
     pending = [channels.post(counterpart(s), peer, [torch.empty(2, 3), torch.empty(1)]) for s in sends]
     for i, send in enumerate(sends):
@@ -41,7 +41,7 @@ def ping_pong() -> tuple[list[float], Traffic, list[list[int]]]:
     channels.arrived(sends[:2])
     channels.flush()
     assert all(float(one[1]) == groups.ranks("pp")[peer] for one in found)
-    ranks = [dist.get_process_group_ranks(groups.channel(way)) for way in ("up", "down")]
+    ranks = [dist.get_process_group_ranks(groups.link(*link)[0]) for link in ((0, 1), (1, 0))]
     return [float(one[0].mean()) for one in found], channels.traffic["pp", "send"], ranks
 
 
@@ -51,6 +51,17 @@ def test_transfers_match_by_order_within_the_same_tp_coordinate() -> None:
         assert found == [10 * other + i for i in range(4)]
         assert traffic == Traffic(8, 4 * (6 * 4 + 4))
         assert ranks == [sorted((rank, other))] * 2
+
+
+def test_links_are_connected_side_by_side() -> None:
+    """Each rank of a chain takes its four links in turn, and none waits for what is further away."""
+    chain = [link for i in range(9) for link in ((i, i + 1), (i + 1, i))]
+    found = side_by_side(chain)
+    assert sorted(found) == sorted(chain)
+    ends = dict.fromkeys(range(10), 0)  # when a rank is free again, if a connection takes 1
+    for link in found:
+        ends |= dict.fromkeys(link, 1 + max(ends[rank] for rank in link))
+    assert max(ends.values()) == 4
 
 
 def subsets() -> tuple[list[str], list[float]]:
