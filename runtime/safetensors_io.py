@@ -44,14 +44,15 @@ def load_pretrained(
     buffers: Mapping[str, Tensor] | None = None,
     prefix: str = "",
     ignore: Sequence[str] = (),
-    names: Iterable[str] | None = None,
+    into: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """This rank's pieces of a checkpoint: parameter name -> local tensor on the mesh's device, in the spec's dtype.
 
     ``buffers`` (persistent ones, whole) are filled in place; one that the files lack keeps its value. ``prefix``: that
     of the base model ("model", "transformer"): a checkpoint of the base model alone loads into a model with a head, and
-    the other way round. ``ignore``: patterns of names in the files that the model may lack. ``names``: read these
-    parameters only (those of one pipeline stage); all are checked. A tied parameter may lie under any of its names.
+    the other way round. ``ignore``: patterns of names in the files that the model may lack. ``into``: pieces to fill in
+    place, of the parameters to read (those of one pipeline stage); without it, all into new ones. All are checked
+    first, so that none is filled from files that do not fit. A tied parameter may lie under any of its names.
 
     Raises ValueError for missing, unexpected and truncated tensors, for shapes that differ, for dtypes of another kind
     (integers are not read into floats), and for an index that names files outside of the folder.
@@ -68,15 +69,17 @@ def load_pretrained(
             + "; ".join(filter(None, (_listed("missing", missing), _listed("unexpected", unknown))))
             + "; use the checkpoint of this architecture, or name what to ignore"
         )
-    wanted = set(names) if names is not None else {s.name for s in specs}
     with _Files() as files:
         for spec in specs:
             files.check(spec.name, sources[found[spec.name] or ""], tuple(spec.shape), spec.dtype)
         stored = {name: buffer for name, buffer in (buffers or {}).items() if name in sources}
         for name, buffer in stored.items():
             files.check(name, sources[name], tuple(buffer.shape), buffer.dtype)
-        out = {s.name: _read_piece(files, sources[found[s.name] or ""], s, groups) for s in specs if s.name in wanted}
+        out = dict(into) if into is not None else {s.name: _empty(s, groups) for s in specs}
         with torch.no_grad():
+            for spec in specs:
+                if spec.name in out:
+                    _read_piece(files, sources[found[spec.name] or ""], spec, groups, out[spec.name])
             for name, buffer in stored.items():
                 buffer.copy_(files.read(sources[name], ()))
     return out
@@ -233,14 +236,16 @@ class _Files:
         return value
 
 
-def _read_piece(files: _Files, source: _Source, spec: ParameterSpec, groups: Groups) -> Tensor:
+def _empty(spec: ParameterSpec, groups: Groups) -> Tensor:
+    return torch.empty(spec.local_shape(groups.mesh), dtype=spec.dtype, device=groups.device)
+
+
+def _read_piece(files: _Files, source: _Source, spec: ParameterSpec, groups: Groups, local: Tensor) -> None:
     """The boxes that this rank holds, read one by one into its local tensor."""
-    local = torch.empty(spec.local_shape(groups.mesh), dtype=spec.dtype, device=groups.device)
     cuts = cuts_of(spec.placements, groups.mesh.sizes)
     for box in boxes(spec.shape, cuts, groups.mesh.sizes, groups.coordinate):
         window = tuple(slice(start, start + size) for start, size in zip(box.start, box.size))
         box.of_local(local).copy_(files.read(source, window))
-    return local
 
 
 # --- saving -------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar.adapters.dtensor import local_of, record_of
+from autopar.adapters.foreach import norms
 from autopar.adapters.operators import name_of
 from autopar.ops.traits import is_elementwise
 from autopar.runtime.failures import explained
@@ -181,9 +182,8 @@ def _reduce_over(value: Tensor, op: Any, group: dist.ProcessGroup) -> None:
         dist.all_reduce(value, op=op, group=group)
 
 
-def _power_sum(x: Tensor, p: float, dtype: torch.dtype | None) -> tuple[Tensor, Any]:
-    """What ranks exchange for a p-norm: the largest magnitude, or the sum of p-th powers."""
-    norm = torch.linalg.vector_norm(x, p, dtype=dtype) if x.numel() else x.new_zeros((), dtype=dtype)
+def _power_sum(norm: Tensor, p: float) -> tuple[Tensor, Any]:
+    """What ranks exchange for a p-norm, of that of a piece: the largest magnitude, or the sum of p-th powers."""
     if p == float("inf"):
         return norm, dist.ReduceOp.MAX
     if p == float("-inf"):
@@ -199,8 +199,8 @@ def _foreach_norm(tensors: Sequence[DTensor], ord: float = 2, dtype: torch.dtype
     """Norm of each tensor, with one all-reduce per set of axes that cut them."""
     by_axes: dict[tuple[str, ...], list[int]] = {}
     parts, op = [], dist.ReduceOp.SUM
-    for i, x in enumerate(tensors):
-        part, op = _power_sum(local_of(x), float(ord), dtype)
+    for i, (x, norm) in enumerate(zip(tensors, norms([local_of(x) for x in tensors], float(ord), dtype), strict=True)):
+        part, op = _power_sum(norm, float(ord))
         parts.append(part)
         by_axes.setdefault(tuple(g.group_name for g in reduction_groups(x)), []).append(i)
     for members in by_axes.values():
@@ -223,7 +223,8 @@ def _vector_norm(
     assert isinstance(x, ShardedTensor)
     if keepdim or (dim and len(dim) != x.dim()):
         raise refused(func, x)
-    part, op = _power_sum(local_of(x), float(ord), dtype)
+    (norm,) = norms([local_of(x)], float(ord), dtype)
+    part, op = _power_sum(norm, float(ord))
     return _scalar(_root(_all_reduce(part, x, op), float(ord)), x)
 
 

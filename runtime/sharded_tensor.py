@@ -28,6 +28,7 @@ from torch.distributed.tensor.placement_types import Replicate as TorchReplicate
 from torch.distributed.tensor.placement_types import Shard as TorchShard
 
 from autopar.adapters.dtensor import layout_record, local_of
+from autopar.adapters.foreach import take_part
 from autopar.ir.mesh import AXES
 from autopar.ir.placement import Placement, Shard, nested_piece
 from autopar.runtime.failures import explained
@@ -153,6 +154,9 @@ class ShardedTensor(DTensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         return cls.run_operator(func, args, kwargs or {})
+
+
+take_part(ShardedTensor)
 
 
 class _FromLocal(torch.autograd.Function):

@@ -120,12 +120,8 @@ class Stateful(nn.Module):
         ignore = getattr(skeleton, "_keys_to_ignore_on_load_unexpected", None) or ()
         with reporting("load_pretrained"):
             folder = a_path("folder", folder)
-            pieces = load_pretrained(
-                folder, specs, self._groups, self._persistent(), prefix, tuple(ignore), names=list(own)
-            )
-            with torch.no_grad():
-                for name, piece in pieces.items():
-                    state.local_tensor(own[name]).copy_(piece)
+            into = {name: state.local_tensor(p) for name, p in own.items()}
+            load_pretrained(folder, specs, self._groups, self._persistent(), prefix, tuple(ignore), into)
             if (steps := saved_steps(folder)) is not None:
                 self.training_steps = steps
             self._finish_loading("load_pretrained")

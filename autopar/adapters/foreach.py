@@ -1,13 +1,49 @@
-"""Operations on many tensors in one call, which torch keeps behind an underscore."""
+"""Operations on many tensors in one call, which torch keeps behind an underscore, and who takes part in them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
+
+
+def take_part(kind: type[Tensor]) -> None:
+    """Let optimizers and clip_grad_norm_ treat a subclass of Tensor as they treat tensors and DTensors: where they
+    choose for themselves, one parameter of any other type sends a whole group down the loop over parameters."""
+    for types in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+        if kind not in types:
+            types.append(kind)
 
 
 def add_all(sums: Sequence[Tensor], addends: Sequence[Tensor]) -> None:
     """sums[i] += addends[i], in place."""
     torch._foreach_add_(list(sums), list(addends))
+
+
+def scale_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """tensors[i] *= factor (of 0 dims), in place and in the dtype of each."""
+    for dtype, members in _by_dtype(tensors).items():
+        torch._foreach_mul_([tensors[i] for i in members], factor.to(dtype))
+
+
+def norms(tensors: Sequence[Tensor], p: float, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """The p-norm of each, of 0 dims, computed in ``dtype`` (default: its own); 0 of tensors without elements."""
+    out: list[Any] = [None if x.numel() else x.new_zeros((), dtype=dtype) for x in tensors]
+    for members in _by_dtype(tensors).values():
+        full = [i for i in members if tensors[i].numel()]
+        found = torch._foreach_norm([tensors[i] for i in full], p, dtype=dtype) if full else []
+        for i, norm in zip(full, found, strict=True):
+            out[i] = norm
+    return out
+
+
+def _by_dtype(tensors: Sequence[Tensor]) -> dict[torch.dtype, list[int]]:
+    """Positions by dtype: a call on mixed ones is a loop."""
+    out: dict[torch.dtype, list[int]] = {}
+    for i, x in enumerate(tensors):
+        out.setdefault(x.dtype, []).append(i)
+    return out

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -22,11 +23,12 @@ from transformers import (
     PreTrainedModel,
 )
 
+import autopar
 from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import Placement, Shard
 from autopar.runtime.groups import Groups, init_mesh
 from autopar.runtime.safetensors_io import load_pretrained, save_pretrained
-from autopar.runtime.state import local_piece, make_parameter
+from autopar.runtime.state import local_piece, local_tensor, make_parameter
 from tests.ranks import run_ranks
 
 
@@ -200,6 +202,43 @@ def loaded(folder: str, kind: str, base: bool, prefix: str) -> dict[str, Tensor]
     model = tiny(kind)
     chosen: nn.Module = getattr(model, prefix) if base else model
     return load_pretrained(folder, specs_of(chosen), Groups(init_mesh(dp=1)), prefix=prefix)
+
+
+class Made(TorchDispatchMode):
+    """Shapes of all that is made from nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.empty, torch.ops.aten.empty_strided, torch.ops.aten.clone):
+            self.shapes.append(tuple(args[0].shape if isinstance(args[0], Tensor) else args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+class Layers(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square().mean()  # type: ignore[no-any-return]
+
+
+def loaded_in_place(folder: str, whole: dict[str, Tensor]) -> set[tuple[int, ...]]:
+    """On a rank: what loading makes besides the parameters that are there."""
+    batch = {"x": torch.ones(4, 6)}
+    model = autopar.parallelize(Layers(nn.Linear(6, 8), nn.Linear(8, 4)), init_mesh(dp=2), example_batch=batch, zero=3)
+    at = {name: local_tensor(p).data_ptr() for name, p in model.named_parameters()}
+    with Made() as made:
+        model.load_pretrained(folder)
+    assert at == {name: local_tensor(p).data_ptr() for name, p in model.named_parameters()}
+    for name, value in model.full_state_dict().items():
+        torch.testing.assert_close(value, whole[name], rtol=0, atol=0)
+    return {local_tensor(p).shape for p in model.parameters()} & set(made.shapes)
+
+
+def test_a_rank_holds_its_pieces_once(tmp_path: Path) -> None:
+    whole = {name: torch.rand(p.shape) for name, p in Layers(nn.Linear(6, 8), nn.Linear(8, 4)).named_parameters()}
+    save_file(whole, tmp_path / "model.safetensors")
+    assert run_ranks(2, loaded_in_place, str(tmp_path), whole) == [set(), set()]
 
 
 @pytest.mark.parametrize(("kind", "prefix"), [("llama_tied", "model"), ("gpt2", "transformer")])
