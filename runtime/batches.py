@@ -1,4 +1,4 @@
-"""What the user passes to a step: arguments by name, what a compiled step depends on, tensors by path."""
+"""The batch that the user passes to a step: its shapes, its way to the device, what ranks must agree on."""
 
 from __future__ import annotations
 
@@ -27,6 +27,16 @@ def shapes_of(batch: dict[str, Any]) -> dict[str, Any]:
 
 def _shape(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device="meta")
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """On the device, contiguous. From the host to a GPU it goes through pinned memory, so that the host does not wait:
+    of a tensor that is pinned already (``DataLoader(pin_memory=True)``) there is no other copy, and it must stay as it
+    is until it is there, as with ``x.to(device, non_blocking=True)``."""
+    if device.type != "cuda" or x.device.type != "cpu":
+        return x.to(device).contiguous()
+    whole = x.contiguous()  # here: strided copies between devices are made by waiting
+    return (whole if whole.is_pinned() else whole.pin_memory()).to(device, non_blocking=True)
 
 
 # --- what ranks must agree on ---------------------------------------------------------------------------

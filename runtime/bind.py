@@ -5,7 +5,8 @@
     z = add(x, y)                                 x = finish(pending); z = add(x, y)
 
 A collective starts where its node stands and is waited for right before its first user, so independent work in between
-overlaps with it. Attention over cut sequences runs its exchanges within its node (`autopar.runtime.attention_comm`).
+overlaps with it; reduce-scatters of gradients, whose user is the end of the graph, earlier (`_Waits`). Attention over
+cut sequences runs its exchanges within its node (`autopar.runtime.attention_comm`).
 The function takes ONE list of inputs and empties it: a saved activation dies after its last use.
 """
 
@@ -16,10 +17,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
 
 from autopar.adapters.operators import OpOverload, argument_defaults, name_of
+from autopar.ir.graph import is_call, nbytes
 from autopar.ops.traits import COLLECTIVES, LOCAL, aliases
 from autopar.runtime import comm
 from autopar.runtime.attention_comm import OPERATORS, Comms
@@ -115,17 +118,19 @@ class _BoxedCode(CodeGen):
 
 
 def _lower(gm: GraphModule, groups: Groups, comms: Comms) -> GraphModule:
-    positions = {node: i for i, node in enumerate(gm.graph.nodes)}
-    graph = Graph()
+    graph, waits = Graph(), _Waits(gm)
     new: dict[Node, Node] = {}
-    due: dict[Node, list[Node]] = {}  # first user -> collectives it waits for
-    for node in gm.graph.nodes:
-        for collective in due.pop(node, []):
+
+    def wait(collectives: list[Node]) -> None:
+        for collective in collectives:
             new[collective] = graph.call_function(finish, (new[collective],))
+
+    for node in gm.graph.nodes:
+        wait(waits.before(node))
         if node.op == "call_function" and node.target in COLLECTIVES and node.users:
             start = _start_of(node, groups)
             new[node] = graph.call_function(start, (new[named_arguments(node)["x"]],))
-            due.setdefault(min(node.users, key=positions.__getitem__), []).append(node)
+            wait(waits.started(node))
         elif node.op == "call_function" and node.target in LOCAL:
             new[node] = graph.call_function(_local_of(node, groups), (new[named_arguments(node)["x"]],))
         elif node.op != "call_function" or node.target not in COLLECTIVES:
@@ -138,6 +143,47 @@ def _lower(gm: GraphModule, groups: Groups, comms: Comms) -> GraphModule:
     graph.set_codegen(_BoxedCode())
     graph.lint()
     return GraphModule(gm, graph)
+
+
+class _Waits:
+    """Where collectives of a graph are waited for: right before their first user, reduce-scatters earlier.
+
+    Gradients leave a graph at its end, and until a reduce-scatter is waited for, NCCL keeps the whole gradient that it
+    was given. So those on their way keep no more than twice the largest: the oldest are waited for once more start.
+    """
+
+    def __init__(self, gm: GraphModule) -> None:
+        self._place = {node: i for i, node in enumerate(gm.graph.nodes)}
+        self._due: dict[Node, list[Node]] = {}  # first user -> collectives it waits for
+        self._finished: set[Node] = set()
+        self._kept: dict[Node, int] = {}  # reduce-scatters on their way -> bytes, the oldest first
+        self._most = 2 * max((self._bytes(node) for node in gm.graph.nodes), default=0)
+
+    @staticmethod
+    def _bytes(node: Node) -> int:
+        """That a reduce-scatter keeps; 0 of any other node."""
+        scatters = is_call(node, torch.ops.autopar.reduce_scatter.default)
+        return nbytes(named_arguments(node)["x"]) if scatters else 0
+
+    def started(self, node: Node) -> list[Node]:
+        """A collective has started; those to wait for now."""
+        first = min(node.users, key=self._place.__getitem__)
+        self._due.setdefault(first, []).append(node)
+        if size := self._bytes(node):
+            self._kept[node] = size
+        early = []
+        while sum(self._kept.values()) > self._most:
+            early.append(next(iter(self._kept)))
+            del self._kept[early[-1]]
+        self._finished.update(early)
+        return early
+
+    def before(self, node: Node) -> list[Node]:
+        """Those to wait for before a node."""
+        found = [collective for collective in self._due.pop(node, []) if collective not in self._finished]
+        for collective in found:
+            self._kept.pop(collective, None)
+        return found
 
 
 def _start_of(node: Node, groups: Groups) -> Callable[..., Any]:

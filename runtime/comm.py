@@ -6,6 +6,7 @@ y = finish(pending)     # right before the first use
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -184,20 +185,24 @@ def _regroup(groups: Groups, node: str, dim: int, src: list[int], dst: list[int]
     """Shard(d, src) -> Shard(d, dst): the same dim cut otherwise. Each position goes to its new rank."""
     collective, ranks, me = Collective(groups, "all_to_all", axis, node), groups.size(axis), groups.index(axis)
 
-    def start_all_to_all(x: Tensor) -> PendingCollective:
-        before, after = (rows_of(x.shape[dim] * ranks, blocks, ranks) for blocks in (src, dst))
+    @functools.cache  # a graph has one size; the positions are copied to a device once
+    def positions(size: int, device: torch.device) -> tuple[Tensor, list[int], Tensor, list[int]]:
+        before, after = (rows_of(size * ranks, blocks, ranks) for blocks in (src, dst))
         sent = [torch.isin(before[me], after[r]).nonzero()[:, 0] for r in range(ranks)]
         received = [torch.isin(after[me], before[r]).nonzero()[:, 0] for r in range(ranks)]
-        moved = x.movedim(dim, 0)
-        rows = moved.index_select(0, torch.cat(sent).to(x.device))
+        places, order = torch.cat(sent), torch.cat(received).argsort()
+        return places.to(device), [len(s) for s in sent], order.to(device), [len(r) for r in received]
+
+    def start_all_to_all(x: Tensor) -> PendingCollective:
+        places, sent, order, received = positions(x.shape[dim], x.device)
+        rows = x.movedim(dim, 0).index_select(0, places)
         out = torch.empty_like(rows)
-        order = torch.cat(received).argsort().to(x.device)
         return collective.launch(
             dist.all_to_all_single,
             out,
             rows,
-            [len(r) for r in received],
-            [len(s) for s in sent],
+            received,
+            sent,
             buffer=out,
             done=lambda r: r.index_select(0, order).movedim(0, dim).contiguous(),
         )

@@ -21,6 +21,7 @@ from autopar.ir.parameter import ParameterSpec
 from autopar.plan import Plan
 from autopar.runtime import state
 from autopar.runtime.ambient import Surroundings, outside
+from autopar.runtime.batches import to_device
 from autopar.runtime.clipping import clip_gradients
 from autopar.runtime.comm import Ledger
 from autopar.runtime.differentiable import Forward, attach, refuse_gradients
@@ -275,7 +276,7 @@ class ParallelModule(Stateful):
         self._watch.check_size(named, self.training_steps)
         for name, value in tensors_of(named).items():
             plain = value if type(value) is Tensor else value.as_subclass(Tensor)  # results would be of the subclass
-            values[name] = plain.to(self._groups.device).contiguous()  # the step is compiled for no other strides
+            values[name] = to_device(plain, self._groups.device)  # contiguous: the step is compiled for that
         seed = step_seed(self._seed, self.training_steps)
         values |= {name: torch.full((), seed, device=self._groups.device) for name in executor.seeds}  # without a copy
         return executor, values

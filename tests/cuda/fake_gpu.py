@@ -57,11 +57,13 @@ class FakeGpu(FakeTensorMode):
             return executor.train_step(values)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = super().__torch_dispatch__(func, types, args, kwargs or {})
+        kwargs = kwargs or {}
+        out = super().__torch_dispatch__(func, types, args, kwargs)
         if func in (aten._to_copy.default, aten.copy_.default):
             x = args[1] if func is aten.copy_.default else args[0]
             if isinstance(out, Tensor) and out.device.type != x.device.type:
-                self.copies[f"{x.device.type} to {out.device.type}: {_line()}"] += 1
+                waits = "" if is_pinned(x) and kwargs.get("non_blocking") else ", waiting"
+                self.copies[f"{x.device.type} to {out.device.type}{waits}: {_line()}"] += 1
         return out
 
 
@@ -81,7 +83,7 @@ def _line() -> str:
 
 def _to(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Tensor.to without the guard that needs a device."""
-    kwargs.pop("non_blocking", None)
+    non_blocking = kwargs.pop("non_blocking", False)
     copy = kwargs.pop("copy", False)
     for given in args:
         if isinstance(given, Tensor):
@@ -95,8 +97,19 @@ def _to(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return x
     if getattr(x, "constant", None) is not None:
         x = x.fake_mode.from_tensor(x.constant.clone())  # else torch computes with the value, on the device
-    made: Tensor = aten._to_copy.default(x, dtype=dtype, device=device)
+    made: Tensor = aten._to_copy.default(x, dtype=dtype, device=device, non_blocking=non_blocking)
     return made
+
+
+def pinned(x: Tensor) -> Tensor:
+    """A copy in memory of the host that a device can read while the host goes on."""
+    out: Any = aten.clone.default(x)
+    out.is_pinned_here = True
+    return out  # type: ignore[no-any-return]
+
+
+def is_pinned(x: Tensor) -> bool:
+    return hasattr(x, "is_pinned_here")
 
 
 def _contiguous(x: Tensor, **kwargs: Any) -> Tensor:
@@ -127,7 +140,9 @@ ROUTES: dict[Any, Callable[..., Any]] = {
     Tensor.contiguous: _contiguous,
     Tensor.__getitem__: _getitem,
     Tensor.__invert__: lambda x: aten.bitwise_not.default(x),
-    Tensor.copy_: lambda x, y, non_blocking=False: aten.copy_.default(x, y),
+    Tensor.copy_: lambda x, y, non_blocking=False: aten.copy_.default(x, y, non_blocking),
+    Tensor.pin_memory: pinned,
+    Tensor.is_pinned: is_pinned,
 }
 
 
