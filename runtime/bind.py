@@ -5,7 +5,7 @@
     z = add(x, y)                                 x = finish(pending); z = add(x, y)
 
 A collective starts where its node stands and is waited for right before its first user, so independent work in between
-overlaps with it; reduce-scatters of gradients, whose user is the end of the graph, earlier (`_Waits`). Attention over
+overlaps with it; reduce-scatters of gradients, whose user is the end of the graph, earlier (`_WaitPlaces`). Attention over
 cut sequences runs its exchanges within its node (`autopar.runtime.attention_comm`).
 The function takes ONE list of inputs and empties it: a saved activation dies after its last use.
 """
@@ -118,7 +118,7 @@ class _BoxedCode(CodeGen):
 
 
 def _lower(gm: GraphModule, groups: Groups, comms: Comms) -> GraphModule:
-    graph, waits = Graph(), _Waits(gm)
+    graph, waits = Graph(), _WaitPlaces(gm)
     new: dict[Node, Node] = {}
 
     def wait(collectives: list[Node]) -> None:
@@ -145,7 +145,7 @@ def _lower(gm: GraphModule, groups: Groups, comms: Comms) -> GraphModule:
     return GraphModule(gm, graph)
 
 
-class _Waits:
+class _WaitPlaces:
     """Where collectives of a graph are waited for: right before their first user, reduce-scatters earlier.
 
     Gradients leave a graph at its end, and until a reduce-scatter is waited for, NCCL keeps the whole gradient that it
