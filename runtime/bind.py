@@ -5,8 +5,8 @@
     z = add(x, y)                                 x = finish(pending); z = add(x, y)
 
 A collective starts where its node stands and is waited for right before its first user, so independent work in between
-overlaps with it; reduce-scatters of gradients, whose user is the end of the graph, earlier (`_WaitPlaces`). Attention over
-cut sequences runs its exchanges within its node (`autopar.runtime.attention_comm`).
+overlaps with it; reduce-scatters of gradients, whose user is the end of the graph, earlier (`_WaitPlaces`). Attention
+over cut sequences runs its exchanges within its node (`autopar.runtime.attention_comm`).
 The function takes ONE list of inputs and empties it: a saved activation dies after its last use.
 """
 
