@@ -18,9 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import INVARIANT, Placement, Shard
-from autopar.runtime import clipping
-from autopar.runtime.clipping import clip_gradients
-from autopar.runtime.comm import all_reduce
 from autopar.runtime.groups import Groups, init_mesh
 from autopar.runtime.sharded_tensor import ShardedTensor
 from autopar.runtime.state import (
@@ -170,46 +167,6 @@ class Operators(TorchDispatchMode):
 def test_shards_of_all_kinds_are_stepped_in_one_call() -> None:
     found = run_ranks(2, operators_of_a_step)[0]
     assert "_foreach_addcdiv_" in found and "addcdiv_" not in found
-
-
-def clipped(sizes: dict[str, int], norm_type: float) -> tuple[list[Any], list[str]]:
-    """On a rank: norms before and after, the gradients that are left, and the axes of every all-reduce."""
-    groups, params = model_on(sizes)
-    gradients(groups, params, 0)
-    reduced: list[str] = []
-    with patch.object(
-        clipping, "all_reduce", lambda g, n, axes, op: reduced.append(axes) or all_reduce(g, n, axes, op)
-    ):
-        specs = make_specs(sizes.get("tp", 1))
-        norms = [float(clip_gradients(params, specs, groups, 0.5, norm_type)) for _ in range(2)]
-    return [norms, {name: p.grad.full_tensor() for name, p in params.items()}], reduced  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 2.5, float("inf")])
-def test_clipping_over_all_ranks_is_one_collective(norm_type: float) -> None:
-    single = {name: nn.Parameter(value.clone()) for name, value in wholes(0).items()}
-    for name, value in wholes(100).items():
-        single[name].grad = value.clone()
-    expected = [nn.utils.clip_grad_norm_(single.values(), 0.5, norm_type=norm_type).item() for _ in range(2)]
-    for sizes, axes in (({"dp": 2, "tp": 2}, "dp,tp"), ({"tp": 2, "dp": 2}, "tp,dp"), ({"tp": 4}, "tp")):
-        for (norms, left), reduced in run_ranks(4, clipped, sizes, norm_type):
-            torch.testing.assert_close(norms, expected, rtol=1e-12, atol=0)
-            assert reduced == [axes] * 2
-            for name, parameter in single.items():
-                torch.testing.assert_close(left[name], parameter.grad, rtol=1e-11, atol=0)
-
-
-def with_whole_gradient() -> str:
-    groups, params = model_on({"tp": 2})
-    gradients(groups, params, 0)
-    params["row"].grad = wrap(wholes(0)["row"], ParameterSpec("row", (8, 12), DTYPE), groups)
-    with pytest.raises(ValueError) as caught:
-        clip_gradients(params, make_specs(), groups, 0.5)
-    return str(caught.value)
-
-
-def test_clipping_refuses_a_gradient_of_another_layout() -> None:
-    assert run_ranks(2, with_whole_gradient)[0].startswith("clip_grad_norm_: .grad of parameter row must be a DTensor")
 
 
 # --- whole states -------------------------------------------------------------------------------------
