@@ -32,6 +32,7 @@ from autopar.runtime import comm
 from autopar.runtime.comm import Ledger, Traffic, Work, add_ledgers, finish, traffic_of
 from autopar.runtime.failures import explained
 from autopar.runtime.groups import Groups
+from autopar.runtime.quiet_groups import started
 
 
 class AxisComm:
@@ -64,6 +65,7 @@ class AxisComm:
         text = " ".join([f'"{what}" {way}', *(f"{word} rank {rank}" for word, rank in peers.items())])
         works: list[Work] = []
         if sent or came:
+            started(self._words, text)
             with self._explained(text, list(peers.values())):
                 group = self._groups.channel(way, self._axis)
                 calls = [dist.P2POp(dist.isend, x, group=group, group_peer=target) for x in sent]
@@ -96,7 +98,10 @@ class AxisComm:
         self.traffic = add_ledgers(self.traffic, {(self._axis, kind): Traffic(1, sent)})
 
     def _explained(self, what: str, ranks: Sequence[int]) -> AbstractContextManager[None]:
-        return explained(f'{what} over axis "{self._axis}" (node {self._node})', ranks)
+        return explained(self._words(what), ranks)
+
+    def _words(self, what: str) -> str:
+        return f'{what} over axis "{self._axis}" (node {self._node})'
 
 
 @dataclass

@@ -19,6 +19,7 @@ from autopar.ir.placement import Shard, piece, place_in_block, scaled_blocks
 from autopar.runtime.failures import CollectiveError, board
 from autopar.runtime.groups import Groups
 from autopar.runtime.layout import from_rows, rows_of, to_rows
+from autopar.runtime.quiet_groups import started
 
 
 @dataclass(frozen=True)
@@ -78,9 +79,11 @@ class Collective:
     axis: str
     node: str
 
+    def __str__(self) -> str:
+        return f'{self.kind} over axis "{self.axis}" (node {self.node})'
+
     def failed(self, error: Exception) -> CollectiveError:
-        what = f'{self.kind} over axis "{self.axis}" (node {self.node})'
-        return board().failed(what, self.groups.ranks(self.axis), error)
+        return board().failed(str(self), self.groups.ranks(self.axis), error)
 
     def launch(
         self,
@@ -90,8 +93,11 @@ class Collective:
         done: Callable[[Tensor], Tensor] | None = None,
         **kwargs: Any,
     ) -> PendingCollective:
+        started(str, self)
         try:
             work = call(*args, **kwargs, group=self.groups.group(self.axis), async_op=True)
+        except CollectiveError:  # raised by `quiet_groups.end_waits`
+            raise
         except RuntimeError as error:
             raise self.failed(error) from error
         return PendingCollective(work, buffer, done, self)
@@ -101,6 +107,8 @@ def finish(pending: PendingCollective) -> Tensor:
     """Wait for a collective. Raises CollectiveError (a RuntimeError) that names the ranks which failed."""
     try:
         pending.work.wait()
+    except CollectiveError:  # raised by `quiet_groups.end_waits`
+        raise
     except RuntimeError as error:
         raise pending.collective.failed(error) from error
     return pending.buffer if pending.done is None else pending.done(pending.buffer)

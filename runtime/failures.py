@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.adapters.distributed import default_store, hosted_by_launcher, is_backend_error, root_store
+from autopar.runtime import quiet_groups
 from autopar.runtime.heartbeat import BEAT, LAUNCHER, TOLD, Heartbeat
 from autopar.runtime.store_line import Answer, Line, StoreError
 
@@ -50,11 +51,14 @@ class FailureBoard:
         self._told: dict[str, str] = {}  # what we say, by kind
         self.doing = ""  # the call of autopar that this rank is in, unless it waits for others there
         self._line = Line(store)
-        self._heartbeat = Heartbeat(store, rank, world, keys, lambda: self.doing) if self._everybody else None
+        self._thread, self._noticed, self._ends = threading.get_ident(), threading.Event(), False
+        doing = lambda: self.doing  # noqa: E731
+        self._heartbeat = Heartbeat(store, rank, world, keys, doing, self._look_after) if self._everybody else None
 
     def close(self) -> None:
         """This rank ends: because it has finished, or with the error that it told, which is a verdict for all. A rank
         that hosts the store stays until the others have read it, `LINGER` seconds at most."""
+        self._noticed.set()
         if self._heartbeat is None:
             return
         words = {"heard": self._told.get("heard"), "error": self._told.get("error")}
@@ -89,6 +93,7 @@ class FailureBoard:
 
     def clear(self) -> None:
         """Take back what this rank told: its error was handled, and it waits no longer."""
+        self._noticed.clear()
         for kind in list(self._told):
             self._tell(kind, "")
 
@@ -119,15 +124,31 @@ class FailureBoard:
 
     def failed(self, what: str, ranks: Sequence[int], error: BaseException | None = None) -> CollectiveError:
         """The error of something that needed ``ranks`` and failed, with the backend's words if there are any."""
+        self._noticed.set()
         why = self.explain(ranks, what)
         raw = (
             (str(error).splitlines() or [""])[0][:160]
             if error is not None and not isinstance(error, StoreError)
             else ""
         )
-        out = CollectiveError(f"comm: {what} failed on rank {self.rank}: {why}{f' [{raw}]' if raw else ''}")
+        return self._error(what, why, f" [{raw}]" if raw else "")
+
+    def _error(self, what: str, why: str, raw: str = "") -> CollectiveError:
+        out = CollectiveError(f"comm: {what} failed on rank {self.rank}: {why}{raw}")
         out.why = why
         return out
+
+    def _look_after(self, verdict: str) -> None:
+        """After a beat: if waits that raise nothing are in vain, they are ended; on a thread, since that takes time."""
+        ranks = [] if verdict else quiet_groups.broken_group()
+        if not self._ends and (verdict or ranks) and quiet_groups.there_are_some():
+            self._ends = True
+            threading.Thread(target=self._end_waits, args=(verdict, ranks), name="autopar-end", daemon=True).start()
+
+    def _end_waits(self, verdict: str, ranks: Sequence[int]) -> None:
+        what = quiet_groups.last_started() or self.doing or "a collective"
+        error = self._error(what, verdict or self.explain(ranks, what))
+        quiet_groups.end_waits(self._thread, error, self._noticed)
 
     def translated(self, error: BaseException, action: str) -> BaseException:
         """A backend's error in words that name ranks; any other error itself."""

@@ -24,6 +24,7 @@ from autopar.ir.mesh import Mesh
 from autopar.runtime import connections
 from autopar.runtime.devices import check_devices, choose_device
 from autopar.runtime.failures import board, starting, within
+from autopar.runtime.quiet_groups import leave_to_us
 from autopar.runtime.rendezvous import world_store
 from autopar.runtime.settings import time_limit
 from autopar.schedule.stream_checks import Link
@@ -63,6 +64,8 @@ def init_mesh(
         )
     if not mesh.axes:
         mesh = Mesh.of(dp=1)
+    if kind == "cuda":
+        leave_to_us()
     if not dist.is_initialized():
         with connections.recorded():
             _init_world(kind, limit)

@@ -3,7 +3,8 @@
 Once a second a thread counts up ``alive/<rank>``, reads the count of the next rank, and looks whether somebody has
 given a verdict. A count that stands still for `SILENT` seconds is one: the rank is dead or stopped, and nothing that
 waits for it can end. So is a store that does not answer, and the word of the launcher, which sees its processes die. On
-a verdict the connections of this rank's process groups are broken: every wait becomes an error, wherever it is.
+a verdict the connections of this rank's process groups are broken: every wait becomes an error, wherever it is; waits
+that raise nothing are ended by what is called after each beat.
 
 With the beat a rank shows which call of autopar it is in (``doing/<rank>``), so that a slow compile is waited for.
 
@@ -31,11 +32,20 @@ LAUNCHER = "autopar/launcher"  # what the launcher saw, beside all prefixes
 
 
 class Heartbeat:
-    """The beat of one rank. ``verdict``: why nothing can go on, or empty. ``doing``: what this rank is at."""
+    """The beat of one rank. ``verdict``: why nothing can go on, or empty. ``doing``: what this rank is at. ``after``:
+    is called with the verdict after each beat."""
 
-    def __init__(self, store: dist.Store, rank: int, world: int, keys: str, doing: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world: int,
+        keys: str,
+        doing: Callable[[], str],
+        after: Callable[[str], None],
+    ) -> None:
         self.verdict = self._shown = ""
-        self._keys, self._doing = keys, doing
+        self._keys, self._doing, self._after = keys, doing, after
         self._rank, self._world = rank, world
         self._watched = (rank + 1) % world
         self._count = self._still = 0
@@ -64,6 +74,8 @@ class Heartbeat:
             if found and not self._stop.is_set():
                 self.verdict = found
                 connections.break_all(self._port)
+            self._after(self.verdict)
+            if self.verdict:
                 return
 
     def _look(self, store: dist.Store) -> str:

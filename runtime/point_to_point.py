@@ -23,6 +23,7 @@ from torch import Tensor
 from autopar.runtime.comm import Ledger, Traffic, Work
 from autopar.runtime.failures import CollectiveError, board
 from autopar.runtime.groups import Groups
+from autopar.runtime.quiet_groups import started
 from autopar.schedule.order import TRANSFERS, Action, Order
 from autopar.schedule.order_checks import counterpart
 from autopar.schedule.stream_checks import Link
@@ -66,6 +67,7 @@ class Channels:
             return
         for source, target in side_by_side(links):
             if self._me in (source, target):
+                started(self._words, "connecting the pipeline", target if self._me == source else source)
                 group, place = self._groups.link(source, target)
                 token = torch.zeros(1, dtype=torch.uint8, device=self._groups.device)
                 start = group.send if self._me == source else group.recv
@@ -75,6 +77,8 @@ class Channels:
         try:
             assert work is not None
             work.wait()
+        except CollectiveError:  # raised by `quiet_groups.end_waits`
+            raise
         except RuntimeError as error:
             raise self._failed("connecting the pipeline", peer, error) from error
 
@@ -82,13 +86,16 @@ class Channels:
 
     def send(self, action: Action, peer: int, tensors: Sequence[Tensor]) -> None:
         """Start to send; the tensors must not change until it has arrived."""
+        started(self._words, action, peer)
         group, place = self._groups.link(self._me, peer)
         kept = [x.contiguous() for x in tensors]
         pending = PendingTransfer(action, peer, [], kept)
         try:
             for x in kept:
-                pending.works.append(_started(group.send([x], place, 0)))
+                pending.works.append(_begun(group.send([x], place, 0)))
                 self._bytes += x.nbytes
+        except CollectiveError:  # raised by `quiet_groups.end_waits`
+            raise
         except RuntimeError as error:
             raise self._failed(action, peer, error) from error
         self._calls += len(kept)
@@ -96,9 +103,12 @@ class Channels:
 
     def post(self, action: Action, peer: int, buffers: list[Tensor]) -> PendingTransfer:
         """Start to receive into the buffers."""
+        started(self._words, action, peer)
         group, place = self._groups.link(peer, self._me)
         try:
-            works = [_started(group.recv([x], place, 0)) for x in buffers]
+            works = [_begun(group.recv([x], place, 0)) for x in buffers]
+        except CollectiveError:  # raised by `quiet_groups.end_waits`
+            raise
         except RuntimeError as error:
             raise self._failed(action, peer, error) from error
         return PendingTransfer(action, peer, works, buffers)
@@ -108,6 +118,8 @@ class Channels:
         try:
             for work in pending.works:
                 work.wait()
+        except CollectiveError:  # raised by `quiet_groups.end_waits`
+            raise
         except RuntimeError as error:
             raise self._failed(pending.action, pending.peer, error) from error
         return pending.tensors
@@ -127,11 +139,13 @@ class Channels:
         self._sends.clear()
 
     def _failed(self, action: Action | str, peer: int, error: Exception) -> CollectiveError:
-        rank = self._ranks[peer]
-        return board().failed(f"{action} (pipeline, waits for rank {rank})", [rank], error)
+        return board().failed(self._words(action, peer), [self._ranks[peer]], error)
+
+    def _words(self, action: Action | str, peer: int) -> str:
+        return f"{action} (pipeline, waits for rank {self._ranks[peer]})"
 
 
-def _started(work: Work | None) -> Work:
+def _begun(work: Work | None) -> Work:
     assert work is not None, "a member of the group gets a handle"
     return work
 

@@ -1,13 +1,18 @@
-"""What torch.distributed keeps private and the runtime needs: the default group's store, the errors of backends."""
+"""What torch.distributed keeps private and the runtime needs: the default group's store, the errors of backends, the
+groups that do not raise them."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives  # registers their autograd; without it gradients are dropped silently
+from torch._C._distributed_c10d import ErrorType
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -56,3 +61,45 @@ def group_name(group: dist.ProcessGroup) -> str:
 def rank_table(mesh: DeviceMesh) -> torch.Tensor:
     """Global ranks in mesh layout."""
     return mesh.mesh
+
+
+RAISING = ("gloo", "fake")  # backends whose waits raise by themselves, or never wait
+
+
+@dataclass(frozen=True)
+class QuietGroup:
+    """A process group whose work does not raise in ``wait`` when another rank is gone, such as one of NCCL.
+
+    ranks: its global ranks. backend: what its work runs on.
+    """
+
+    ranks: list[int]
+    backend: Any
+
+    def broken(self) -> bool:
+        """Whether its watchdog has seen an error: a peer that is gone, or a collective beyond its timeout."""
+        try:
+            found = self.backend.get_error()
+        except (AttributeError, RuntimeError):  # it has no watchdog, or is wrapped for debugging
+            return False
+        return bool(found != ErrorType.SUCCESS)
+
+    def abort(self) -> None:
+        """What waits in it goes on, with values that mean nothing; what is started later raises."""
+        self.backend.abort()
+
+
+def quiet_groups() -> list[QuietGroup]:
+    """Those of this process."""
+    world, found = distributed_c10d._world, []
+    for group, config in list(world.pg_backend_config.items()):
+        for device, name in (pair.split(":") for pair in str(config).split(",")):
+            if name not in RAISING:
+                own = group._get_backend(torch.device(device)) if group._device_types else group  # written in Python
+                found.append(QuietGroup(sorted(world.pg_group_ranks[group]), own))
+    return found
+
+
+def raise_in_thread(thread: int, kind: type[BaseException]) -> bool:
+    """Raise ``kind()`` in a thread as soon as it runs Python again; False if there is no such thread."""
+    return bool(ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind)))

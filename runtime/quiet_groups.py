@@ -1,0 +1,90 @@
+"""Groups whose work does not raise in ``wait`` (NCCL): how a wait that cannot end is ended, and with which error.
+
+    loss.item()           the host waits for the GPU, and the GPU for a rank that is dead
+    abort of all groups   the GPU goes on with values that mean nothing, and ``item`` returns one of them
+    CollectiveError       in the thread of the training loop, before it runs another line
+
+torch's own watchdog sees an error too, and then ends the process without a word of who failed. `leave_to_us` tells it
+not to.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from autopar.adapters.distributed import quiet_groups, raise_in_thread
+
+HANDLING = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
+CLEAN_UP_ONLY = "2"  # on an error torch's watchdog aborts communicators, and leaves the process alone
+NOTICED = 1.5  # seconds in which the training loop may raise by itself: it waits in the store, or for gloo
+ABORTED = 15.0  # seconds until groups that do not end are left behind
+SPOKEN = 20.0  # seconds until an error that nobody has raised is printed
+
+_started: tuple[Callable[..., str], tuple[Any, ...]] = (str, ())
+
+
+def leave_to_us() -> None:
+    """Groups that are made from now on do not end the process on an error, unless the user wants them to."""
+    if not any(name in os.environ for name in HANDLING):
+        os.environ[HANDLING[0]] = CLEAN_UP_ONLY
+
+
+def started(words: Callable[..., str], *args: Any) -> None:
+    """Remember what this rank has started last as ``words(*args)``, which is asked for only if it fails."""
+    global _started
+    _started = words, args
+
+
+def last_started() -> str:
+    """What this rank has started last; the host is ahead of the GPU, so an earlier one may be what waits."""
+    words, args = _started
+    return words(*args)
+
+
+def there_are_some() -> bool:
+    """Whether this process has such groups."""
+    return bool(quiet_groups())
+
+
+def broken_group() -> list[int]:
+    """The ranks of a group that has failed, if one has."""
+    return next((group.ranks for group in quiet_groups() if group.broken()), [])
+
+
+def end_waits(thread: int, error: BaseException, noticed: threading.Event) -> None:
+    """Raise ``error`` in a thread, unless it raises by itself and sets ``noticed``, and end what it waits for.
+
+    The error is there before the wait ends, so the thread never sees what the wait returns.
+    """
+    if not noticed.wait(NOTICED):
+        raise_in_thread(thread, _raised_as(error, noticed))
+    _abort_all()
+    if not noticed.wait(SPOKEN):  # it is in a call that does not come back
+        print(error, file=sys.stderr, flush=True)
+
+
+def _raised_as(error: BaseException, noticed: threading.Event) -> type[BaseException]:
+    """A class whose instances are like ``error``: Python makes what is raised in another thread there."""
+
+    def arrive(raised: BaseException) -> None:
+        BaseException.__init__(raised, *error.args)
+        raised.__dict__.update(error.__dict__)
+        noticed.set()
+
+    kind = type(error)
+    return type(kind.__name__, (kind,), {"__init__": arrive, "__module__": kind.__module__})
+
+
+def _abort_all() -> None:
+    """Side by side: the abort of one group may wait for the kernel of another."""
+    threads = [threading.Thread(target=group.abort, daemon=True) for group in quiet_groups()]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + ABORTED
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
