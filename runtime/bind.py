@@ -13,7 +13,7 @@ The function takes ONE list of inputs and empties it: a saved activation dies af
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,6 +87,17 @@ def traffic_of_graph(gm: GraphModule, groups: Groups) -> Ledger:
             sent = traffic_of(kind, tuple(value.shape), value.dtype, groups.size(axis))
             ledger[axis, kind] = ledger.get((axis, kind), Traffic()) + Traffic(1, sent)
     return ledger
+
+
+def axes_of(graphs: Iterable[GraphModule]) -> tuple[set[str], set[str]]:
+    """The axes over which step graphs communicate; those among them along which attention exchanges pieces."""
+    axes, along = set[str](), set[str]()
+    for node in (node for gm in graphs for node in gm.graph.nodes):
+        if node.target in COLLECTIVES:
+            axes.add(named_arguments(node)["axis"])
+        elif node.target in OPERATORS:
+            along.add(named_arguments(node)["axis"])
+    return axes | along, along
 
 
 def kind_of(node: Node) -> str:

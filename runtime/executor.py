@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from autopar.ir.graph import set_device
-from autopar.runtime.bind import Bound, bind
+from autopar.runtime.bind import Bound, axes_of, bind
 from autopar.runtime.comm import Ledger, add_ledgers
 from autopar.runtime.feed import Feed
 from autopar.runtime.groups import Groups
@@ -29,7 +29,7 @@ from autopar.runtime.step_values import Routes, unit_of
 from autopar.schedule.order import BACKWARD, Action
 from autopar.schedule.stream_checks import links
 from autopar.steps.graphs import Compiled, StepGraph
-from autopar.steps.of_rank import lowered_order
+from autopar.steps.of_rank import graphs_of_all, lowered_order
 from autopar.steps.value_names import output
 
 
@@ -90,9 +90,13 @@ class Executor:
         self.record, self._measure = record, measure
         self.order = Routes(pipeline).drop_empty(lowered_order(pipeline))
         assert self.order.micro_batches == self.micro_batches, f"{self.order.name} is for other micro-batches"
+        axes, along = axes_of(graphs_of_all(pipeline, compiled.prologue))  # of all ranks: all make the same groups
+        groups.make(axes)
+        groups.make_channels(along)
         self.channels = Channels(groups)
         self.channels.connect(links(self.order))
         self._exchange = StageExchange(compiled, self.order, groups)
+        groups.warm_up({*axes, *self._exchange.axes})
         self.program: Program = make_program(
             pipeline, self.order, groups.coordinate.get(AXIS, 0), self._bind, self.feed, self.channels, groups.device,
             compiled.prologue, self._exchange.results,

@@ -24,7 +24,7 @@ from autopar.ir.mesh import Mesh
 from autopar.runtime import connections
 from autopar.runtime.devices import check_devices, choose_device
 from autopar.runtime.failures import board, starting, within
-from autopar.runtime.quiet_groups import leave_to_us
+from autopar.runtime.quiet_groups import leave_to_us, started, tell_count
 from autopar.runtime.rendezvous import world_store
 from autopar.runtime.settings import time_limit
 from autopar.schedule.stream_checks import Link
@@ -32,8 +32,7 @@ from autopar.schedule.stream_checks import Link
 CONTEXT = "cp"  # the axis that has levels
 
 _meshes: dict[tuple[int, str, Mesh, timedelta], DeviceMesh] = {}
-_joined: dict[tuple[int, str, Mesh, timedelta], dict[str, dist.ProcessGroup]] = {}
-_parts: dict[tuple[int, str, Mesh, str, timedelta], dist.ProcessGroup | None] = {}  # further groups along one axis
+_parts: dict[tuple[int, str, Mesh, str, timedelta], dist.ProcessGroup | None] = {}  # all but those of the axes
 _made: dict[Mesh, int] = {}  # how many Groups of a mesh there were: their common name in the store
 
 
@@ -104,7 +103,7 @@ def _make_mesh(mesh: Mesh, kind: str, timeout: timedelta) -> DeviceMesh:
     """One group per axis and coordinate. Made here and not by torch, which gives subgroups a timeout of 30 minutes."""
     groups = []
     for axis, _ in mesh.axes:
-        mine = _groups_along(mesh, axis, range(mesh.size(axis)), timeout, f"mesh_{axis}")
+        mine = _groups_along(mesh, [axis], range(mesh.size(axis)), timeout, f"mesh_{axis}")
         assert mine is not None, "every rank is in one group of each axis"
         groups.append(mine)
     shape = [size for _, size in mesh.axes]
@@ -116,12 +115,12 @@ def _make_mesh(mesh: Mesh, kind: str, timeout: timedelta) -> DeviceMesh:
 
 
 def _groups_along(
-    mesh: Mesh, axis: str, members: Sequence[int], timeout: timedelta, name: str
+    mesh: Mesh, axes: Sequence[str], members: Sequence[int], timeout: timedelta, name: str
 ) -> dist.ProcessGroup | None:
-    """New groups of the coordinates ``members`` of an axis, one for each coordinate of the other axes; returns that of
-    this rank. Every rank of the world must call it."""
+    """New groups of the coordinates ``members`` of joined axes, one for each coordinate of the other axes; returns that
+    of this rank. Every rank of the world must call it."""
     mine = None
-    for ranks in _all_groups(mesh, [axis]):
+    for ranks in _all_groups(mesh, axes):
         chosen = [ranks[i] for i in members]
         mine = _new_group(chosen, timeout, name) or mine
     return mine
@@ -139,27 +138,6 @@ def _new_group(ranks: list[int], timeout: timedelta, name: str) -> dist.ProcessG
     return group if dist.get_rank() in ranks and isinstance(group, dist.ProcessGroup) else None
 
 
-def _joined_groups(mesh: Mesh, kind: str, rank: int, timeout: timedelta) -> dict[str, dist.ProcessGroup]:
-    """One group for each set of two or more axes that have more than one rank.
-
-    Made at once on all ranks and not at first use: pipeline stages use different ones, and torch's way to let only the
-    members take part (use_local_synchronization) names a group after how many groups a rank has already.
-    """
-    key = (id(default_store()), kind, mesh, timeout)
-    if key in _joined:
-        return _joined[key]
-    out: dict[str, dist.ProcessGroup] = {}
-    axes = [axis for axis, size in mesh.axes if size > 1]
-    for count in range(2, len(axes) + 1):
-        for names in itertools.combinations(axes, count):
-            for ranks in _all_groups(mesh, names):
-                group = _new_group(ranks, timeout, "mesh_" + "_".join(names))
-                if group is not None:
-                    out[",".join(names)] = group
-    _joined[key] = out
-    return out
-
-
 def _all_groups(mesh: Mesh, names: Sequence[str]) -> list[list[int]]:
     """The ranks that differ in ``names`` only, the first of them slowest, for all coordinates of the other axes."""
     table = np.arange(mesh.world_size).reshape([size for _, size in mesh.axes])
@@ -175,6 +153,14 @@ def _ranks_of(mesh: Mesh, names: Sequence[str], rank: int) -> list[int]:
     coordinates = {r: mesh.coordinate(r) for r in range(mesh.world_size)}
     inside = [r for r, c in coordinates.items() if all(c[a] == v for a, v in here.items() if a not in names)]
     return sorted(inside, key=lambda r: [coordinates[r].get(n, 0) for n in names])
+
+
+def _parts_of(axis: str, count: int) -> list[range]:
+    """The coordinates of each group along the context axis of ``count`` ranks, or along a level of it."""
+    kind, n = axis[len(CONTEXT) : len(CONTEXT) + 1], int(axis[len(CONTEXT) + 1 :] or count)
+    if kind == "/":
+        return [range(first, count, n) for first in range(n)]
+    return [range(first, first + n) for first in range(0, count, n)]
 
 
 def mesh_of(device_mesh: DeviceMesh) -> Mesh:
@@ -209,8 +195,9 @@ class Groups:
 
         cp=4    "cp%2"  {0, 1} {2, 3}  each two neighbours        "cp/2"  {0, 2} {1, 3}  every second rank
 
-    The groups of joined axes and of levels are made here, so every rank of the world must make its Groups (once per
-    mesh).
+    Groups of joined axes and of levels are made when they are first asked for, which every rank of the world must do at
+    the same point. Where stages use different ones, `make` does so ahead: torch's way to let only the members take part
+    (use_local_synchronization) names a group after how many groups a rank has already.
     """
 
     def __init__(self, device_mesh: DeviceMesh):
@@ -223,46 +210,66 @@ class Groups:
         self._groups: dict[str, dist.ProcessGroup] = {a: device_mesh.get_group(a) for a in self.mesh.sizes}
         self.timeout = _timeout_of(device_mesh)
         check_devices(self.device, self.timeout.total_seconds())
-        self._groups.update(_joined_groups(self.mesh, device_mesh.device_type, self.rank, self.timeout))
+        if self.device.type == "cuda":
+            leave_to_us()
         self._subsets: dict[str, list[int]] = {}
-        self._levels: dict[str, str] = {}  # "cp%2" -> "cp", or the subset "cp[0+1]" that this rank is in
+        self._levels = self._find_levels()
         self._channels: dict[tuple[str, str], dist.ProcessGroup] = {}  # (axis or subset, way) -> group
         self._links: dict[Link, dist.ProcessGroup] = {}
         self._connected: set[str] = set()
-        self._make_levels(self.mesh.size(CONTEXT))
         self.agreed: dict[str, int] = {}  # rounds of agreements so far, by scope
         _made[self.mesh] = _made.get(self.mesh, 0) + 1
         self.name = f"{self.mesh}/{_made[self.mesh]}"  # in the store
 
+    def _find_levels(self) -> dict[str, str]:
+        """Level -> the axis, or the subset that this rank is in: "cp%2" -> "cp[0+1]"."""
+        count, here = self.mesh.size(CONTEXT), self.coordinate.get(CONTEXT, 0)
+        along, found = _ranks_of(self.mesh, [CONTEXT], self.rank), {}
+        for n in (n for n in range(1, count + 1) if count % n == 0):
+            for level in (f"{CONTEXT}%{n}", f"{CONTEXT}/{n}"):
+                part = next(part for part in _parts_of(level, count) if here in part)
+                found[level] = name = self._subset_name(CONTEXT, part)
+                if name != CONTEXT:
+                    self._subsets[name] = [along[i] for i in part]
+        return found
+
+    # --- making groups ------------------------------------------------------------------------------------
+
     def _further(self, axis: str, name: str, members: Sequence[int]) -> dist.ProcessGroup | None:
         key = (id(default_store()), self.device_mesh.device_type, self.mesh, name, self.timeout)
         if key not in _parts:
-            _parts[key] = _groups_along(self.mesh, axis, members, self.timeout, name)
+            _parts[key] = _groups_along(self.mesh, axis.split(","), members, self.timeout, name)
         return _parts[key]
 
-    def _make_levels(self, count: int) -> None:
-        """Of cp=8, a rank gets 14 groups: the levels %1, %2, /2, %4, /4, and three channels on each of cp, cp/2 and
-        cp/4, the axes on which algorithms exchange. gloo connects a group when it is made (1 ms), NCCL at first use.
+    def make(self, axes: Iterable[str]) -> None:
+        """The groups of joined axes and of levels that are not there yet. Every rank of the world must call it with the
+        same ones. Raises ValueError as `group` does."""
+        for axis in sorted(set(axes)):
+            if axis in self._levels:
+                for part in _parts_of(axis, self.mesh.size(CONTEXT)):
+                    self.subset(CONTEXT, part)
+            elif (joined := self._joined(axis)) not in self._groups:
+                group = self._further(joined, joined, range(self.size(joined)))
+                assert group is not None, "every rank is in one group of each set of axes"
+                self._groups[joined] = group
 
-        Made at once and not at first use, for the reason of `_joined_groups`.
-        """
-        for n in [n for n in range(1, count) if count % n == 0]:
-            neighbours = [range(first, first + n) for first in range(0, count, n)]
-            strided = [range(first, count, n) for first in range(n)]
-            for level, parts in ((f"{CONTEXT}%{n}", neighbours), (f"{CONTEXT}/{n}", strided)):
-                names = [self.subset(CONTEXT, part) for part in parts]
-                self._levels[level] = next(name for name in names if name == CONTEXT or name in self._subsets)
-            self._make_channels(CONTEXT, strided, WAYS)
-        self._levels[f"{CONTEXT}%{count}"] = CONTEXT
-        self._levels[f"{CONTEXT}/{count}"] = self._levels[f"{CONTEXT}%1"]
+    def make_channels(self, axes: Iterable[str]) -> None:
+        """The groups for `channel` along cp or its levels. Every rank of the world must call it with the same ones."""
+        for axis in sorted(set(axes)):
+            for way, part in itertools.product(WAYS, _parts_of(axis, self.mesh.size(CONTEXT))):
+                name = self._subset_name(CONTEXT, part)
+                group = self._further(CONTEXT, f"{name}_{way}", part)
+                if group is not None:
+                    self._channels[name, way] = group
 
-    def _make_channels(self, axis: str, parts: Sequence[Sequence[int]], ways: Sequence[str]) -> None:
-        """Groups for sends within each of ``parts``, coordinates of an axis."""
-        for way, part in itertools.product(ways, parts):
-            name = self._subset_name(axis, part)
-            group = self._further(axis, f"{name}_{way}", part)
-            if group is not None:
-                self._channels[name, way] = group
+    def warm_up(self, axes: Iterable[str]) -> None:
+        """NCCL makes a communicator at the first collective of a group, for which its ranks must be there: now, in one
+        order on all ranks, and not in the midst of a step. gloo connects a group when it is made."""
+        if self.device.type != "cpu":
+            for axis in sorted(axis for axis in set(axes) if self.size(axis) > 1):
+                started(str, f'connecting over axis "{axis}"')
+                dist.all_reduce(torch.zeros(1, device=self.device), group=self.group(axis))
+            tell_count()
 
     def channel(self, way: str, axis: str) -> dist.ProcessGroup:
         """The group for sends along cp or cp/n: "up", to higher coordinates, "down" or "home". What goes one way does
@@ -284,13 +291,16 @@ class Groups:
         return self._links[source, target], int(here == min(source, target))
 
     def connect(self, axis: str) -> None:
-        """Join all ranks of an axis on each of its channels; all of them must call it at the same point.
+        """Join all ranks of an axis on each of its channels, once; all of them must call it at the same point (all of
+        the world, if the channels are not there yet).
 
         NCCL makes a communicator at the first call on it, for which all of its ranks must be there; the first send of
-        an algorithm may well be between two of them. Once per axis.
+        an algorithm may well be between two of them.
         """
-        axis = self._resolved(axis)
+        axis, level = self._resolved(axis), axis
         if axis not in self._connected:
+            if (axis, WAYS[0]) not in self._channels:
+                self.make_channels([level])
             for way in WAYS:
                 dist.all_reduce(torch.zeros(1, device=self.device), group=self._channels[axis, way])
             self._connected.add(axis)
@@ -343,17 +353,22 @@ class Groups:
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The process group. Raises ValueError for an axis that the mesh lacks, or joined axes out of mesh order."""
-        axis = self._resolved(axis)
-        if axis in self._subsets:
-            return self._groups[axis]
-        wanted = [name for name in axis.split(",") if self.mesh.size(name) > 1 or name == axis]
-        unknown = [name for name in axis.split(",") if name not in self.mesh.sizes]
+        name = self._resolved(axis)
+        if name not in self._subsets:
+            name = self._joined(name)
+        if name not in self._groups:
+            self.make([axis])
+        return self._groups[name]
+
+    def _joined(self, axis: str) -> str:
+        """The axes among joined ones that have more than one rank: others join nothing."""
+        names = axis.split(",")
+        unknown = [name for name in names if name not in self.mesh.sizes]
         if unknown:
             raise ValueError(f"groups: no axis {unknown[0]!r} in the mesh {self.mesh}")
-        key = ",".join(wanted) or axis.split(",")[0]  # axes of one rank join nothing
-        if key not in self._groups:
+        if names != [name for name in self.mesh.sizes if name in names]:
             raise ValueError(f"groups: join the axes in mesh order ({self.mesh}), found {axis!r}")
-        return self._groups[key]
+        return ",".join(name for name in names if self.mesh.size(name) > 1) or names[0]
 
     @property
     def world(self) -> str:

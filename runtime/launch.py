@@ -7,6 +7,7 @@ therefore outlives any rank: the survivors can ask it who failed.
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import pickle
@@ -51,8 +52,9 @@ def launch(
 ) -> list[Any]:
     """Run ``fn(*args)`` on ``nproc`` ranks of this machine; results in rank order.
 
-    ``fn`` is a module-level function; it, its arguments and results are pickled. ``timeout``: seconds after which a
-    collective without its peers fails (default $AUTOPAR_TIMEOUT or 600). ``device``: "cpu" or "cuda" (a GPU per rank).
+    ``fn`` is a module-level function; it, its arguments and results are pickled, and tensors on a GPU come back on the
+    CPU. ``timeout``: seconds after which a collective without its peers fails (default $AUTOPAR_TIMEOUT or 600).
+    ``device``: "cpu" or "cuda" (a GPU per rank).
     Under torchrun: ``[fn(*args)]`` of this rank.
 
     Raises RuntimeError that names the ranks which failed, with the traceback of the first cause; the others are ended.
@@ -129,6 +131,26 @@ def _environment(rank: int, nproc: int, port: int, timeout: float | None, device
     return out
 
 
+class _HostPickler(pickle.Pickler):
+    """Tensors on a GPU go as tensors on the CPU: the launcher has none of its own, and the rank's goes with it."""
+
+    def reducer_override(self, x: Any) -> Any:
+        if type(x) is not torch.Tensor or not _on_gpu(x):  # a parameter is a pickle of such a tensor
+            return NotImplemented
+        return x.detach().cpu().requires_grad_(x.requires_grad).__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+
+
+def _on_gpu(x: torch.Tensor) -> bool:
+    return x.is_cuda
+
+
+def to_bytes(report: Any) -> bytes:
+    """A pickle that can be read where there is no GPU."""
+    out = io.BytesIO()
+    _HostPickler(out).dump(report)
+    return out.getvalue()
+
+
 def _rank_main(task: bytes, pipe: Connection, environment: dict[str, str], device: str | None) -> None:
     os.environ.clear()
     os.environ.update(environment)
@@ -138,7 +160,7 @@ def _rank_main(task: bytes, pipe: Connection, environment: dict[str, str], devic
     try:
         fn, args = pickle.loads(task)
         report = _RankReport(fn(*args))
-        message = pickle.dumps(report)
+        message = to_bytes(report)
     except BaseException as error:
         error = failures.named(error)
         first = (str(error).splitlines() or [""])[0]

@@ -10,10 +10,12 @@ not to.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +23,7 @@ from autopar.adapters.distributed import quiet_groups, raise_in_thread
 
 HANDLING = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
 CLEAN_UP_ONLY = "2"  # on an error torch's watchdog aborts communicators, and leaves the process alone
+STREAMS = 32  # that torch gives to process groups, in turn
 NOTICED = 1.5  # seconds in which the training loop may raise by itself: it waits in the store, or for gloo
 ABORTED = 15.0  # seconds until groups that do not end are left behind
 SPOKEN = 20.0  # seconds until an error that nobody has raised is printed
@@ -51,6 +54,19 @@ def there_are_some() -> bool:
     return bool(quiet_groups())
 
 
+def tell_count() -> None:
+    """Log how many there are; warn if they share streams, of which torch has a fixed number: one then waits for what
+    was started on another."""
+    count = len(quiet_groups())
+    logging.getLogger(__name__).info("this rank is in %d process groups on the GPU", count)
+    if count > STREAMS:
+        warnings.warn(
+            f"groups: this rank is in {count} process groups on the GPU, torch has {STREAMS} streams for them, so some "
+            "wait for each other; use fewer axes, or a schedule with fewer transfers between ranks",
+            stacklevel=2,
+        )
+
+
 def broken_group() -> list[int]:
     """The ranks of a group that has failed, if one has."""
     return next((group.ranks for group in quiet_groups() if group.broken()), [])
@@ -61,8 +77,10 @@ def end_waits(thread: int, error: BaseException, noticed: threading.Event) -> No
 
     The error is there before the wait ends, so the thread never sees what the wait returns.
     """
-    if not noticed.wait(NOTICED):
-        raise_in_thread(thread, _raised_as(error, noticed))
+    if noticed.wait(NOTICED):
+        _abort_all()
+        return
+    raise_in_thread(thread, _raised_as(error, noticed))
     _abort_all()
     if not noticed.wait(SPOKEN):  # it is in a call that does not come back
         print(error, file=sys.stderr, flush=True)

@@ -23,7 +23,7 @@ from autopar.steps.of_rank import recorded_facts, results_of
 
 class StageExchange:
     """The exchange of one compiled step. ``results``: names of the outputs of F that a rank keeps for it. ``traffic``:
-    what this rank has sent so far."""
+    what this rank has sent so far. ``axes``: over which it exchanges."""
 
     def __init__(self, compiled: Compiled, order: Order, groups: Groups) -> None:
         self._groups, self._alone = groups, groups.mesh.size(AXIS) == 1
@@ -34,6 +34,7 @@ class StageExchange:
             name: kind for part in pipeline.parts for name, (_, kind) in recorded_facts(part, part.losses).items()
         }
         self.results: Collection[str] = self._results
+        self.axes = {AXIS, *self._gradients.axes} if not self._alone else set[str]()
         self.traffic: Ledger = {}
 
     def _count(self, axis: str, kind: str, sent: int) -> None:
@@ -91,6 +92,11 @@ class SharedGradients:
             if groups.coordinate[AXIS] in coordinates:
                 for bucket in self._cut(members, compiled.plan.options.bucket_bytes):
                     self._buckets.append((axis, bucket))
+
+    @property
+    def axes(self) -> set[str]:
+        """Axis expressions of this rank's sums."""
+        return {axis for axis, _ in self._buckets}
 
     def _cut(self, members: list[tuple[str, ParameterSpec]], most: int) -> list[list[tuple[str, ParameterSpec]]]:
         """Buckets of at most ``most`` bytes (or one gradient)."""

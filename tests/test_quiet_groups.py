@@ -208,6 +208,14 @@ def test_an_error_that_nobody_raises_is_printed(groups: list[Stub], capsys: pyte
     assert capsys.readouterr().err == "comm: x failed on rank 0: rank 1 failed\n"
 
 
+def test_more_groups_than_streams_are_told(groups: list[Stub], recwarn: pytest.WarningsRecorder) -> None:
+    quiet_groups.tell_count()
+    assert not recwarn.list
+    groups *= 11
+    with pytest.warns(UserWarning, match="in 33 process groups on the GPU, torch has 32 streams"):
+        quiet_groups.tell_count()
+
+
 def test_the_watchdog_of_torch_leaves_the_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in quiet_groups.HANDLING:
         monkeypatch.delenv(name, raising=False)

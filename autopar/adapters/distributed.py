@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,13 +91,15 @@ class QuietGroup:
 
 
 def quiet_groups() -> list[QuietGroup]:
-    """Those of this process."""
+    """Those of this process. Groups may be destroyed meanwhile, in another thread."""
     world, found = distributed_c10d._world, []
     for group, config in list(world.pg_backend_config.items()):
+        ranks = sorted(world.pg_group_ranks.get(group, ()))
         for device, name in (pair.split(":") for pair in str(config).split(",")):
-            if name not in RAISING:
-                own = group._get_backend(torch.device(device)) if group._device_types else group  # written in Python
-                found.append(QuietGroup(sorted(world.pg_group_ranks[group]), own))
+            if name not in RAISING and ranks:
+                with suppress(RuntimeError):
+                    own = group._get_backend(torch.device(device)) if group._device_types else group  # one in Python
+                    found.append(QuietGroup(ranks, own))
     return found
 
 

@@ -99,6 +99,14 @@ def graphs_of_rank(pipeline: Pipeline, prologue: Prologue | None, rank: int) -> 
     return found
 
 
+def graphs_of_all(pipeline: Pipeline, prologue: Prologue | None) -> Iterator[GraphModule]:
+    """The step graphs of every rank."""
+    steps = [getattr(part, name) for part in pipeline.parts for name in dict.fromkeys(GRAPHS.values())]
+    for step in (pipeline.each, pipeline.once, prologue, *steps):
+        if step is not None:
+            yield step.graph
+
+
 def _inputs(step: StepGraph | None) -> Sequence[str]:
     return step.inputs if step is not None else ()
 

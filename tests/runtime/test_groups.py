@@ -8,6 +8,7 @@ import time
 import warnings
 from contextlib import suppress
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -46,13 +47,28 @@ def test_three_axes_one_of_size_one() -> None:
     assert [o["pp"] for o in out] == [2, 4, 2, 4] and [o["cp"] for o in out] == [0, 1, 2, 3]
 
 
+def connects(groups: Groups) -> None:
+    """On a GPU, in one order on all ranks; on the CPU nothing is asked of anybody."""
+    with patch.object(dist, "all_reduce") as reduce:
+        groups.warm_up({"tp", "dp,tp", "dp", "pp"})
+        assert not reduce.called
+        groups.device = torch.device("meta")
+        groups.warm_up({"tp", "dp,tp", "dp", "pp"})
+    found = [call.kwargs["group"] for call in reduce.call_args_list]
+    assert found == [groups.group(axis) for axis in ("dp", "dp,tp", "tp")]
+
+
 def joins() -> list[str]:
-    groups = Groups(init_mesh(dp=2, cp=2, tp=2))
+    mesh = init_mesh(dp=2, cp=2, tp=2)
+    with patch.object(dist, "new_group") as new:
+        groups = Groups(mesh)
+    assert not new.called, "groups of joined axes and levels are made where they are used"
     out = [str(groups.ranks("dp,tp"))]
     for axis in ("dp,cp", "dp,tp", "cp,tp", "dp,cp,tp"):
         x = torch.tensor(float(groups.rank))
         dist.all_reduce(x, group=groups.group(axis))
         assert x.item() == sum(groups.ranks(axis))
+    connects(groups)
     for bad in ("tp,dp", "dp,xx"):
         with pytest.raises(ValueError) as caught:
             groups.group(bad)
@@ -91,6 +107,7 @@ def test_levels_of_the_context_axis() -> None:
 
 def levels_beside_others() -> dict[str, list[int]]:
     groups = Groups(init_mesh(dp=2, cp=4))
+    groups.make_channels(["cp/2"])
     assert dist.get_process_group_ranks(groups.channel("home", "cp/2")) == groups.ranks("cp/2")
     return {level: groups.ranks(level) for level in ("cp%2", "cp/2")}
 

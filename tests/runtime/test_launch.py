@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from autopar.runtime.agreement import agree
 from autopar.runtime.groups import Groups, init_mesh
-from autopar.runtime.launch import launch
+from autopar.runtime.launch import launch, to_bytes
 
 
 def total(x: torch.Tensor) -> tuple[int, float]:
@@ -50,6 +51,19 @@ def test_a_killed_rank_ends_the_others() -> None:
     with pytest.raises(RuntimeError, match="rank 0 died with exit code -9"):
         launch(fail, 2, (0, "kill"), timeout=10)
     assert time.monotonic() - start < 30
+
+
+def test_results_on_a_gpu_come_back_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever holds them, and tensors that are there twice are one."""
+    moved: list[torch.Tensor] = []
+    to_cpu = torch.Tensor.cpu
+    monkeypatch.setattr("autopar.runtime.launch._on_gpu", lambda x: x.numel() > 1)
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: moved.append(x) or to_cpu(x))
+    x, p = torch.ones(2, requires_grad=True), torch.nn.Parameter(torch.ones(3), requires_grad=False)
+    found = pickle.loads(to_bytes({"x": [x, x], "p": p, "loss": torch.tensor(1.0), "why": "text"}))
+    assert [len(m) for m in moved] == [2, 3]
+    assert found["x"][0] is found["x"][1] and found["x"][0].requires_grad and found["x"][0].tolist() == [1, 1]
+    assert type(found["p"]) is torch.nn.Parameter and not found["p"].requires_grad and found["loss"].item() == 1
 
 
 def test_mistakes_are_refused() -> None:
