@@ -15,7 +15,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -28,7 +28,7 @@ from autopar.runtime import comm
 from autopar.runtime.attention_comm import OPERATORS, Comms
 from autopar.runtime.calls import shorten
 from autopar.runtime.comm import Ledger, Traffic, finish, traffic_of
-from autopar.runtime.functional import LOWERINGS
+from autopar.runtime.functional import Collectives, finish_with, functional_call
 from autopar.runtime.groups import Groups
 from autopar.runtime.op_errors import operator_explained
 
@@ -70,10 +70,11 @@ def bind(gm: GraphModule, groups: Groups, backend: str = "eager") -> Bound:
         raise ValueError(f"bind: expected a backend out of {', '.join(BACKENDS)}, found {backend!r}")
     traffic, comms = traffic_of_graph(gm, groups), Comms(groups)
     if backend == "inductor":
-        from autopar.adapters.inductor import compile_step  # a slow import that only this backend needs
+        from autopar.adapters.inductor import Functional, compile_step  # a slow import that only this backend needs
 
-        return Bound(compile_step(comms.compilable(gm), groups, LOWERINGS), traffic, gm.code, comms)
-    lowered = _lower(gm, groups, comms)
+        explicit = _lower(comms.compilable(gm), _Traced(Functional(groups)))
+        return Bound(compile_step(explicit, groups.device), traffic, gm.code, comms)
+    lowered = _lower(gm, _Eager(groups, comms))
     return Bound(lowered.forward, traffic, lowered.code, comms, lowered.graph)
 
 
@@ -113,42 +114,42 @@ def named_arguments(node: Node) -> dict[str, Any]:
     return {**dict(zip(names, node.args)), **node.kwargs}
 
 
-# --- the eager lowering -------------------------------------------------------------------------------
+# --- starts and waits --------------------------------------------------------------------------------
 
 
-class _BoxedCode(CodeGen):
-    """``def forward(self, inputs)``: takes a list, unpacks it and empties it."""
+class _Calls(Protocol):
+    """What the nodes of a lowered graph call."""
 
-    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
-        names = [name.partition(":")[0].partition("=")[0].strip() for name in free_vars]
-        unpack = f"    [{', '.join(names)}] = inputs\n" if names else ""
-        return f"def forward(self, inputs):\n{unpack}    inputs.clear()\n"
+    finish: Callable[[Any], Any]
 
-    def process_inputs(self, inputs: list[Any]) -> list[Any]:
-        return inputs
+    def start(self, node: Node) -> Callable[..., Any]:
+        """Of a collective: takes its tensor, returns what ``finish`` takes."""
+
+    def local(self, node: Node) -> Callable[..., Any]:
+        """Of a rank's slice or padding: takes its tensor."""
+
+    def other(self, node: Node, new: Node) -> None:
+        """Set the target of a copied node."""
 
 
-def _lower(gm: GraphModule, groups: Groups, comms: Comms) -> GraphModule:
+def _lower(gm: GraphModule, calls: _Calls) -> GraphModule:
     graph, waits = Graph(), _WaitPlaces(gm)
     new: dict[Node, Node] = {}
 
     def wait(collectives: list[Node]) -> None:
         for collective in collectives:
-            new[collective] = graph.call_function(finish, (new[collective],))
+            new[collective] = graph.call_function(calls.finish, (new[collective],))
 
     for node in gm.graph.nodes:
         wait(waits.before(node))
         if node.op == "call_function" and node.target in COLLECTIVES and node.users:
-            start = _start_of(node, groups)
-            new[node] = graph.call_function(start, (new[named_arguments(node)["x"]],))
+            new[node] = graph.call_function(calls.start(node), (new[named_arguments(node)["x"]],))
             wait(waits.started(node))
         elif node.op == "call_function" and node.target in LOCAL:
-            new[node] = graph.call_function(_local_of(node, groups), (new[named_arguments(node)["x"]],))
+            new[node] = graph.call_function(calls.local(node), (new[named_arguments(node)["x"]],))
         elif node.op != "call_function" or node.target not in COLLECTIVES:
             new[node] = graph.node_copy(node, new.__getitem__)
-            if node.target in OPERATORS:
-                new[node].target = comms.function_of(node.target, node.args, node.name)
-            shorten(new[node])
+            calls.other(node, new[node])
             if node.op == "placeholder":
                 new[node].target = new[node].name  # else generated code renames arguments one by one, over each other
     graph.set_codegen(_BoxedCode())
@@ -195,6 +196,54 @@ class _WaitPlaces:
         for collective in found:
             self._kept.pop(collective, None)
         return found
+
+
+class _BoxedCode(CodeGen):
+    """``def forward(self, inputs)``: takes a list, unpacks it and empties it."""
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
+        names = [name.partition(":")[0].partition("=")[0].strip() for name in free_vars]
+        unpack = f"    [{', '.join(names)}] = inputs\n" if names else ""
+        return f"def forward(self, inputs):\n{unpack}    inputs.clear()\n"
+
+    def process_inputs(self, inputs: list[Any]) -> list[Any]:
+        return inputs
+
+
+class _Traced:
+    """For a compiler: functional collectives, operators as they are."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+        self.finish: Callable[[Any], Any] = finish_with(collectives)
+
+    def start(self, node: Node) -> Callable[..., Any]:
+        given = {k: v for k, v in named_arguments(node).items() if k != "x"}
+        return functional_call(self._collectives, node.target, given)
+
+    local = start
+
+    def other(self, node: Node, new: Node) -> None:
+        """Leaves it."""
+
+
+class _Eager:
+    """For a run operator by operator."""
+
+    def __init__(self, groups: Groups, comms: Comms) -> None:
+        self._groups, self._comms = groups, comms
+        self.finish: Callable[[Any], Any] = finish
+
+    def start(self, node: Node) -> Callable[..., Any]:
+        return _start_of(node, self._groups)
+
+    def local(self, node: Node) -> Callable[..., Any]:
+        return _local_of(node, self._groups)
+
+    def other(self, node: Node, new: Node) -> None:
+        if node.target in OPERATORS:
+            new.target = self._comms.function_of(node.target, node.args, node.name)
+        shorten(new)
 
 
 def _start_of(node: Node, groups: Groups) -> Callable[..., Any]:

@@ -1,60 +1,125 @@
-"""Inductor as a function from a step graph to a compiled callable; collectives become functional ones.
+"""Inductor as a function from a lowered step graph to a compiled callable; collectives are functional ones.
 
-    autopar.all_gather(x, dim, ...)  -->  rows = wait(_c10d_functional.all_gather(x)); permute, reshape
+    pending = start(x); y = mm(a, b); z = finish(pending)
+        -->
+    buf0 = all_gather(x); buf1 = mm(a, b); buf2 = wait_tensor(buf0)
 
-The layout around a collective is made of ordinary operators here, which Inductor fuses with its neighbours.
+Starts and waits are where the graph has them, in the generated code as well. Inductor by itself would put each wait
+right behind its collective, which needs the least memory; pull a wait ahead with one of the kernels of which it has
+fused its user; and fuse what is needed early with what has to wait. The layout around a collective is made of ordinary
+operators, which Inductor fuses with their neighbours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._inductor import config
+from torch._inductor.choices import InductorChoices
+from torch._inductor.comms import contains_wait
 from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomSchedulerPass
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.virtualized import V
 from torch._subclasses import FakeTensorMode
-from torch.fx import GraphModule, Interpreter
+from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 functional = torch.ops._c10d_functional
 
 
 class AxisGroups(Protocol):
-    """Process groups by axis name, and this rank's device."""
+    """Process groups by axis name."""
 
-    @property
-    def device(self) -> torch.device: ...
     def size(self, axis: str) -> int: ...
     def index(self, axis: str) -> int: ...
     def group(self, axis: str) -> dist.ProcessGroup: ...
 
 
-Lowering = Callable[..., Tensor]
+class KeepOrder(CustomSchedulerPass):
+    """Kernels in the order of the graph, as far as what they take allows: of those that can run, the first one of the
+    graph runs next. So a wait comes no earlier than what stands before it."""
+
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        made_by = {name: node for node in nodes for name in node.get_buffer_names()}
+        takes = {
+            node: {made_by[dep.name] for dep in node.unmet_dependencies if dep.name in made_by} - {node}
+            for node in nodes
+        }
+        users: dict[Any, list[Any]] = {}
+        for node, needed in takes.items():
+            for other in needed:
+                users.setdefault(other, []).append(node)
+        place = {node: (node.min_order, i) for i, node in enumerate(nodes)}
+        ready = [(place[node], node) for node, needed in takes.items() if not needed]
+        heapq.heapify(ready)
+        out: list[Any] = []
+        while ready:
+            _, node = heapq.heappop(ready)
+            out.append(node)
+            for user in users.get(node, ()):
+                takes[user].discard(node)
+                if not takes[user]:
+                    heapq.heappush(ready, (place[user], user))
+        assert len(out) == len(nodes), "what kernels take of each other has a circle"
+        return out
+
+    def uuid(self) -> str:
+        """For Inductor's cache of compiled graphs."""
+        return "autopar: in the order of the graph, 1"
 
 
-def compile_step(
-    gm: GraphModule, groups: AxisGroups, lowerings: Mapping[Any, Lowering]
-) -> Callable[[list[Any]], tuple[Any, ...]]:
-    """A step graph, with fake values in ``meta["val"]``, as compiled code called with one list, which it empties. They
-    say sizes and dtypes, and where the graph was captured; the code is made for the device of ``groups``.
+class WaitLate(InductorChoices):
+    """Kernels are not fused where what is needed early would wait with the rest for a collective."""
 
-    ``lowerings``: raw collective -> function of (functional collectives, its tensor and arguments); see `Functional`.
-    """
+    @staticmethod
+    def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+        may: bool = InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score)
+        return may and not (_would_wait(scheduler, node1, node2) or _would_wait(scheduler, node2, node1))
+
+    def uuid(self) -> str:
+        """For Inductor's cache of compiled graphs."""
+        return "autopar: waits late, 1"
+
+
+def _would_wait(scheduler: Any, early: Any, late: Any) -> bool:
+    """Whether ``late`` waits for a collective that ``early`` and one of its other users need not wait for."""
+    more = late.ancestors - early.ancestors
+    if not any(contains_wait(scheduler.name_to_fused_node[name]) for name in more):
+        return False
+    fused = {node.get_name() for node in late.get_nodes()}
+    users = (user for buffer in early.get_outputs() for user in buffer.users if not user.is_weak)
+    return any(user.get_name() not in fused for user in users)
+
+
+ORDERED = {
+    "reorder_for_peak_memory": False,
+    "_post_fusion_custom_pass": KeepOrder(),
+    "inductor_choices_class": WaitLate,  # for the key of the cache; the handler is what counts
+}
+
+
+def compile_step(gm: GraphModule, device: torch.device) -> Callable[[list[Any]], tuple[Any, ...]]:
+    """A lowered step graph, which takes one list, with fake values in ``meta["val"]`` of its inputs, as compiled code
+    called with one list, which it empties. The values say sizes and dtypes, and where the graph was captured; the code
+    is made for ``device``."""
     values = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
     mode = next((v.fake_mode for v in values if hasattr(v, "fake_mode")), None) or FakeTensorMode()
-    fakes = [_fake_input(v, mode, groups.device) for v in values]
+    fakes = [_fake_input(v, mode, device) for v in values]
     with mode, torch.no_grad():
         flat = make_fx(
-            _Lowering(gm, Functional(groups), lowerings).boxed,
+            lambda *inputs: gm.forward(list(inputs)),
             decomposition_table=select_decomp_table(),
             tracing_mode="real",
         )(*fakes)
-        with V.set_fake_mode(mode):
+        with V.set_fake_mode(mode), _in_order() if _waits(flat) else nullcontext():
             joint_graph_passes(flat)
             compiled = compile_fx_inner(flat, fakes)
     compiled_call: Any = compiled
@@ -67,6 +132,16 @@ def compile_step(
     return run
 
 
+def _waits(gm: GraphModule) -> bool:
+    return bool(gm.graph.find_nodes(op="call_function", target=functional.wait_tensor.default))
+
+
+@contextmanager
+def _in_order() -> Iterator[None]:
+    with V.set_choices_handler(WaitLate()), config.patch(ORDERED):
+        yield
+
+
 def _fake_input(value: Any, mode: FakeTensorMode, device: torch.device) -> Any:
     if not isinstance(value, Tensor):
         return value
@@ -75,46 +150,34 @@ def _fake_input(value: Any, mode: FakeTensorMode, device: torch.device) -> Any:
 
 
 class Functional:
-    """Functional collectives over axes, waited for at once: Inductor moves the wait down to the first use."""
+    """Functional collectives over axes; their results are there after ``wait``."""
 
     def __init__(self, groups: AxisGroups):
         self.groups = groups
 
     def all_reduce(self, x: Tensor, axis: str, op: str) -> Tensor:
-        return self._wait(functional.all_reduce(x, op, self._name(axis)))
+        return _tensor(functional.all_reduce(x, op, self._name(axis)))
 
     def all_gather(self, x: Tensor, axis: str) -> Tensor:
         """[n0, ..] -> [ranks * n0, ..]"""
-        return self._wait(functional.all_gather_into_tensor(x, self.groups.size(axis), self._name(axis)))
+        return _tensor(functional.all_gather_into_tensor(x, self.groups.size(axis), self._name(axis)))
 
     def reduce_scatter(self, x: Tensor, axis: str) -> Tensor:
         """[ranks * n0, ..] -> [n0, ..]"""
-        return self._wait(functional.reduce_scatter_tensor(x, "sum", self.groups.size(axis), self._name(axis)))
+        return _tensor(functional.reduce_scatter_tensor(x, "sum", self.groups.size(axis), self._name(axis)))
 
     def all_to_all(self, x: Tensor, received: Sequence[int], sent: Sequence[int], axis: str) -> Tensor:
         """Rows by rank -> rows by rank."""
-        return self._wait(functional.all_to_all_single(x, list(received), list(sent), self._name(axis)))
+        return _tensor(functional.all_to_all_single(x, list(received), list(sent), self._name(axis)))
+
+    def wait(self, x: Tensor) -> Tensor:
+        """What is there, of what is on its way."""
+        return _tensor(functional.wait_tensor(x))
 
     def _name(self, axis: str) -> str:
         return str(self.groups.group(axis).group_name)
 
-    @staticmethod
-    def _wait(x: Tensor) -> Tensor:
-        waited: Tensor = functional.wait_tensor(x)
-        return waited
 
-
-class _Lowering(Interpreter):
-    """Runs a graph with the raw collectives replaced."""
-
-    def __init__(self, gm: GraphModule, collectives: Functional, lowerings: Mapping[Any, Lowering]):
-        super().__init__(gm)
-        self.collectives, self.lowerings = collectives, lowerings
-
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if target in self.lowerings:
-            return self.lowerings[target](self.collectives, *args, **kwargs)
-        return super().call_function(target, args, kwargs)
-
-    def boxed(self, *inputs: Any) -> Any:
-        return self.run(*inputs)
+def _tensor(x: Any) -> Tensor:
+    assert isinstance(x, Tensor)
+    return x

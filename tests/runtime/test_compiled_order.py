@@ -1,0 +1,83 @@
+"""The code that Inductor makes of a step graph: collectives start and are waited for where the graph says so."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+from torch._inductor.graph import GraphLowering
+
+import autopar
+from autopar.runtime.bind import bind
+from autopar.runtime.groups import Groups
+from tests.cuda import fake_gpu as fake_gpu  # registers the backend
+from tests.runtime.test_bind import aten, graph_of, raw
+
+CALLS = {"all_gather_into_tensor": "gather", "all_reduce_": "reduce", "reduce_scatter_tensor": "scatter"}
+
+
+class Made(Exception):
+    """The code is there; to compile it would take longer."""
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[Groups]:
+    dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
+    yield Groups(autopar.init_mesh("cpu", tp=2))
+    dist.destroy_process_group()
+
+
+def calls(groups: Groups, shapes: list[tuple[int, ...]], build: Callable[..., Any]) -> str:
+    """Collectives, waits and products in the order of the code."""
+
+    def stop(code: str) -> None:
+        raise Made(code)
+
+    with patch.object(GraphLowering, "save_output_code", staticmethod(stop)), pytest.raises(Exception) as made:
+        bind(graph_of(shapes, build), groups, "inductor")
+    code = str(made.value)
+    found = re.findall(r"(?:ops\._c10d_functional|extern_kernels)\.(\w+)(?:\.default)?\(", code)
+    return " ".join(CALLS.get(name, name.removesuffix("_tensor")) for name in found)
+
+
+def layer(call: Any, x: Any, a: Any, b: Any, p: Any) -> list[Any]:
+    """A gather for later, a sum that a product does not need, and what could be fused across both."""
+    gathered = call(raw.all_gather.default, p, 0, [], "tp", 2)
+    early = call(aten.relu.default, x)
+    total = call(raw.all_reduce.default, call(aten.mm.default, early, a), "tp", "sum")
+    other = call(aten.sum.dim_IntList, call(aten.mm.default, b, a), [1], True)
+    third = call(aten.mm.default, b, b)
+    both = call(aten.add.Tensor, total, other)
+    return [call(aten.mm.default, both, gathered), call(aten.mul.Tensor, early, both), third]
+
+
+def gradients(call: Any, *values: Any) -> list[Any]:
+    """Each leaves at the end."""
+    pairs = itertools.pairwise(values)
+    return [call(raw.reduce_scatter.default, call(aten.mm.default, x, y), 0, [], "tp", 2) for x, y in pairs]
+
+
+def shared(call: Any, x: Any, a: Any, p: Any) -> list[Any]:
+    """Two products of what a value is made into before and behind a wait: one kernel for both would wait for it."""
+    gathered = call(raw.all_gather.default, p, 0, [], "tp", 2)
+    early = call(aten.mm.default, call(aten.relu.default, x), a)
+    return [early, call(aten.mul.Tensor, x, gathered)]
+
+
+def test_what_is_needed_early_is_not_fused_with_what_waits(groups: Groups) -> None:
+    assert calls(groups, [(8, 8), (8, 8), (4, 8)], shared) == "gather mm wait"
+
+
+def test_products_run_while_a_collective_is_on_its_way(groups: Groups) -> None:
+    found = calls(groups, [(8, 8), (8, 8), (8, 8), (4, 8)], layer)
+    assert found == "gather mm reduce mm mm wait wait mm"
+
+
+def test_reduce_scatters_end_while_others_are_on_their_way(groups: Groups) -> None:
+    found = calls(groups, [(8, 8)] * 6, gradients)
+    assert found == "mm scatter mm scatter mm scatter wait mm scatter wait mm scatter wait wait wait"
