@@ -51,7 +51,8 @@ class FailureBoard:
         self._told: dict[str, str] = {}  # what we say, by kind
         self.doing = ""  # the call of autopar that this rank is in, unless it waits for others there
         self._line = Line(store)
-        self._thread, self._noticed, self._ends = threading.get_ident(), threading.Event(), False
+        self.thread = threading.get_ident()  # of the training loop: where calls of autopar come from
+        self._noticed, self._ends = threading.Event(), False
         doing = lambda: self.doing  # noqa: E731
         self._heartbeat = Heartbeat(store, rank, world, keys, doing, self._look_after) if self._everybody else None
 
@@ -148,7 +149,7 @@ class FailureBoard:
     def _end_waits(self, verdict: str, ranks: Sequence[int]) -> None:
         what = quiet_groups.last_started() or self.doing or "a collective"
         error = self._error(what, verdict or self.explain(ranks, what))
-        quiet_groups.end_waits(self._thread, error, self._noticed)
+        quiet_groups.end_waits(self.thread, error, self._noticed)
 
     def translated(self, error: BaseException, action: str) -> BaseException:
         """A backend's error in words that name ranks; any other error itself."""
@@ -299,6 +300,7 @@ def reporting(action: str = "a collective") -> Iterator[None]:
     """
     mine = board()
     mine.clear()
+    mine.thread = threading.get_ident()
     try:
         with mine.at(mine.doing or action):
             yield
