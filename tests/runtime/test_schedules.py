@@ -18,6 +18,7 @@ from autopar.schedule.order import TRANSFERS, Hop, Order
 from autopar.schedule.order_checks import channels, counterpart, validate
 from autopar.schedule.request import SCHEDULES, Costs, Request
 from autopar.schedule.simulate import Timeline, simulate
+from autopar.schedule.stream_checks import check_streams
 from tests.zero_bubble_tables import TABLE_5, Row
 
 SETTINGS = ((4, 4), (4, 8), (4, 16), (2, 2), (2, 4), (8, 4), (8, 8), (8, 16))  # (ranks, micro-batches)
@@ -109,6 +110,7 @@ def test_lowered_orders_never_deadlock(
     hops += neighbours(order) if chain else []
     lowered = lower(order, hops)
     simulate(lowered)
+    check_streams(lowered)
     for (source, target), (sends, receives) in channels(lowered).items():
         sent = [lowered.ranks[rank][index] for rank, index in sends]
         received = [lowered.ranks[rank][index] for rank, index in receives]
