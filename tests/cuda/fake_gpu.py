@@ -14,6 +14,7 @@ import contextlib
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -23,12 +24,16 @@ import torch.testing._internal.distributed.fake_pg  # registers the backend
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 import autopar
+from autopar import api
 from autopar.ir.placement import nested_piece
 from autopar.ops.watch import take_notes
+from autopar.runtime import agreement, batches, state
 from autopar.runtime.executor import Executor, Result
 from autopar.runtime.groups import Groups
+from autopar.runtime.module import ParallelModule
 from autopar.steps.graphs import Compiled
 
 aten = torch.ops.aten
@@ -59,10 +64,13 @@ class FakeGpu(FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = super().__torch_dispatch__(func, types, args, kwargs)
+        if kwargs.get("pin_memory"):
+            out.is_pinned_here = True
         if func in (aten._to_copy.default, aten.copy_.default):
             x = args[1] if func is aten.copy_.default else args[0]
             if isinstance(out, Tensor) and out.device.type != x.device.type:
-                waits = "" if is_pinned(x) and kwargs.get("non_blocking") else ", waiting"
+                given = kwargs.get("non_blocking") or args[2:3] == (True,)
+                waits = "" if given and (is_pinned(x) or is_pinned(out)) else ", waiting"
                 self.copies[f"{x.device.type} to {out.device.type}{waits}: {_line()}"] += 1
         return out
 
@@ -95,7 +103,10 @@ def _to(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     dtype = kwargs.get("dtype") or x.dtype
     if not copy and device == x.device and dtype == x.dtype:
         return x
-    if getattr(x, "constant", None) is not None:
+    mode = _get_current_dispatch_mode()
+    if isinstance(mode, FakeGpu) and type(x) in (Tensor, nn.Parameter):
+        x = mode.from_tensor(x.detach())  # else torch computes with what is there, on the device
+    elif getattr(x, "constant", None) is not None:
         x = x.fake_mode.from_tensor(x.constant.clone())  # else torch computes with the value, on the device
     made: Tensor = aten._to_copy.default(x, dtype=dtype, device=device, non_blocking=non_blocking)
     return made
@@ -146,23 +157,57 @@ ROUTES: dict[Any, Callable[..., Any]] = {
 }
 
 
+@contextlib.contextmanager
+def module_on(gpu: FakeGpu, model: nn.Module, example: Mapping[str, Any], mesh: Any, **options: Any) -> Iterator[Any]:
+    """What users hold, of one rank: `autopar.parallelize` and its steps, on fake CUDA tensors. Other ranks tell the
+    same as this one. Compiling is real; hooks of gradients, which torch keeps by device, are left out."""
+
+    def outside(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with _disable_current_modes():
+                return call(*args, **kwargs)
+
+        return run
+
+    def made(*args: Any, **kwargs: Any) -> Any:
+        with gpu, Unguarded():
+            return ParallelModule(*args, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        for where, name, value in (
+            (agreement, "show", lambda scope, count, rank, ranks, text, limit: [text] * len(ranks)),
+            (api, "ParallelModule", made),
+            (batches, "words_of", outside(batches.words_of)),  # of a batch on the host
+            (state, "observed", lambda parameters: [False] * len(parameters)),
+        ):
+            stack.enter_context(patch.object(where, name, value))
+        module = autopar.parallelize(model, mesh, example_batch=example, **options)
+        module._cache._compiler = outside(module._cache._compiler)
+        with gpu, Unguarded():
+            yield module
+
+
 class Unguarded(TorchFunctionMode):
     """Methods whose binding takes a device guard go through the dispatcher."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return ROUTES.get(func, func)(*args, **(kwargs or {}))
+        here = isinstance(_get_current_dispatch_mode(), FakeGpu)  # not while a model is captured
+        return (ROUTES.get(func, func) if here else func)(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
 def fake_gpu(world: int, rank: int = 0) -> Iterator[FakeGpu]:
     """A world of ``world`` ranks with a GPU each, of which this process is one."""
-    found = {"is_available": True, "device_count": 8, "current_device": 0, "set_device": None, "_lazy_init": None}
+    found: dict[str, Any] = {"is_available": True, "device_count": 8, "current_device": 0, "set_device": None}
+    found |= {"_lazy_init": None, "get_device_capability": (8, 0)}
     with contextlib.ExitStack() as stack:
         for name, value in found.items():
             stack.enter_context(patch.object(torch.cuda, name, lambda *_, value=value: value))
         stack.enter_context(
             patch.object(autopar.runtime.groups, "check_devices", lambda *_: None)
         )  # nobody else is there
+        stream = SimpleNamespace(record_event=lambda: SimpleNamespace(query=lambda: False))
+        stack.enter_context(patch.object(torch.accelerator, "current_stream", lambda *_: stream))
         dist.init_process_group("fake", rank=rank, world_size=world, store=dist.HashStore())
         stack.callback(dist.destroy_process_group)
         stack.callback(take_notes)  # of values that are on no device, for whoever takes notes next
