@@ -122,6 +122,7 @@ def capture(
         if watch.refused is not None:  # the forward has caught it
             raise ValueError(f"capture: {watch.refused}") from watch.refused
         _refuse_running_values(program, changed)
+        _refuse_overlaps(program, dict(replica.named_parameters()), owned_by(model).overlaps)
     gm = _finish(program, replica, arguments)
     gm.meta["batch_dims"] = adapter.batch_dims(replica, arguments) if adapter is not None else {}
     return gm
@@ -134,6 +135,21 @@ def _refuse_running_values(program: ExportedProgram, changed: Collection[str]) -
             raise ValueError(
                 f"capture: the forward reads {spec.target} and replaces it, but only buffers may be changed by a "
                 "forward, found a plain tensor; register it with register_buffer"
+            )
+
+
+def _refuse_overlaps(
+    program: ExportedProgram, parameters: Mapping[str, nn.Parameter], overlaps: Collection[tuple[str, str]]
+) -> None:
+    """Raises ValueError for a change of a tensor, by steps or in them, that another one of the model would see."""
+    written = {s.target for s in program.graph_signature.output_specs if s.kind == OutputKind.BUFFER_MUTATION}
+    trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
+    for pair in overlaps:
+        if not {*pair}.isdisjoint(written | trained):
+            raise ValueError(
+                f"capture: parameters and buffers that change need memory of their own, found that {pair[0]} and "
+                f"{pair[1]} share some and are two tensors; tie them by one tensor (a.weight = b.weight, not .data), "
+                "or clone one"
             )
 
 

@@ -147,8 +147,54 @@ def norms(m: nn.Module, x: Tensor) -> Tensor:
     return f.instance_norm((x * m.weight)[None]).sum() + f.layer_norm(x, (3,), m.weight).sum()
 
 
-SHORT = (no_grad, fresh, copies, random, constants, layouts)
-LONG = (narrower, a_view, of_a_view, perhaps_itself, twice, a_buffer, dropouts, norms)
+def a_batch_norm(m: nn.Module, x: Tensor) -> Tensor:
+    before = m.mean * 1.0  # type: ignore[operator]
+    for training in (True, True, False):
+        x = nn.functional.batch_norm(x, m.mean, m.var, m.weight, None, training)  # type: ignore[arg-type]
+    return x + before + m.mean
+
+
+def buffers_in_no_grad(m: nn.Module, x: Tensor) -> Tensor:
+    h = x * m.mean
+    with torch.no_grad():
+        m.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)  # type: ignore[operator]
+        m.count += 1  # type: ignore[operator]
+    return h * m.weight - m.mean.view(1, 3) / m.count  # type: ignore[operator]
+
+
+def buffers_given_back(m: nn.Module, x: Tensor) -> Tensor:
+    m.var.copy_(m.mean)  # type: ignore[operator, arg-type]
+    m.mean.fill_(2.0)  # type: ignore[operator]
+    with torch.no_grad():
+        m.mean.add_(m.var)  # type: ignore[operator, arg-type]
+        last = m.mean
+    m.mean.mul_(x.sum())  # type: ignore[operator]
+    return last * m.weight
+
+
+def a_view_of_a_buffer(m: nn.Module, x: Tensor) -> Tensor:
+    row = m.mean[:2]  # type: ignore[index]
+    m.mean.add_(1.0)  # type: ignore[operator]
+    return row.sum() * m.weight
+
+
+def through_a_view(m: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        m.mean[0] = x.sum()  # type: ignore[operator]
+    return m.mean * m.weight  # type: ignore[operator]
+
+
+def one_storage(m: nn.Module, x: Tensor) -> Tensor:
+    m.part.add_(1.0)  # type: ignore[operator]
+    return m.mean * m.weight  # type: ignore[operator]
+
+
+SHORT = (
+    no_grad, fresh, copies, random, constants, layouts, twice, dropouts, a_buffer, a_batch_norm, buffers_in_no_grad,
+)  # fmt: skip
+LONG = (
+    narrower, a_view, of_a_view, perhaps_itself, norms, buffers_given_back, a_view_of_a_buffer, through_a_view,
+)  # fmt: skip
 
 
 class Habit(nn.Module):
@@ -156,6 +202,8 @@ class Habit(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.rand(3, dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
+        self.register_buffer("var", torch.ones(3, dtype=torch.float64))
         self.run = forward
 
     def forward(self, x: Tensor) -> Tensor:
@@ -169,3 +217,23 @@ def test_habits(monkeypatch: pytest.MonkeyPatch, habit: Callable[[nn.Module, Ten
     found, whole, short = both(monkeypatch, model, {"x": x})
     assert text(found) == text(whole)
     assert short == (habit in SHORT)
+
+
+@pytest.mark.parametrize(("way", "refused"), [("written", True), ("trained", True), ("data", True), ("flat", False)])
+def test_tensors_that_share_memory(way: str, refused: bool) -> None:
+    """Steps would change one and not the other; neighbours in one storage share nothing."""
+    model, x = Habit(one_storage), torch.rand(4, 3, dtype=torch.float64)
+    mean = model.get_buffer("mean")
+    flat = torch.rand(6, dtype=torch.float64)
+    model.register_buffer("part", mean[:2] if way == "written" else mean[:2].clone())
+    if way == "trained":
+        model.register_buffer("view", model.weight.detach()[1:])
+    if way == "data":
+        model.tied = nn.Parameter(model.weight.data)
+    if way == "flat":
+        model.weight, model.other = nn.Parameter(flat[:3]), nn.Parameter(flat[3:])
+    if refused:
+        with pytest.raises(ValueError, match="need memory of their own, found that .* share some"):
+            capture(model, {"x": x})
+    else:
+        capture(model, {"x": x})

@@ -9,11 +9,15 @@ whose result may share storage with an operand (reshape, to, chunk, contiguous),
 and where `decompose` meets anything unknown, the graph takes the long way.
 
     q = mm(x, w); q.div_(z); y = reshape(q, [4, 8])   -->   q = mm(x, w); div = div(q, z); y = view(div, [4, 8])
+    count.add_(1); return y                           -->   add = add(count, 1); return add, y
+
+The second one writes to a buffer: its new value is a result of the graph, and the signature says so.
 """
 
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,6 +27,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._export.utils import _is_cia_op, _is_preservable_cia_op
 from torch._ops import OpOverload
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind, OutputSpec, TensorArgument
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
@@ -38,19 +43,79 @@ class _NotKnown(Exception):
 
 def decompose(program: ExportedProgram, table: Mapping[Any, Callable[..., Any]]) -> ExportedProgram:
     """`run_decompositions` with ``table``; may change ``program`` and return it."""
-    graph = Graph()
+    graph, known = Graph(), _Known(_buffers(program))
     try:
-        graph.output(_copied(program.graph_module, graph, {}, table))
+        returned = _copied(program.graph_module, graph, known, table)
     except _NotKnown:
         flat: ExportedProgram = program.run_decompositions(dict(table))
         return flat
+    written = {name: known[node] for node, name in known.buffers.items() if node in known.written}
+    graph.output((*written.values(), *returned))
     _keep_metas(graph.output_node(), program.graph_module.graph.output_node())
     graph.eliminate_dead_code()
     program.graph_module.graph = graph
+    program.graph_signature.output_specs[:0] = [
+        OutputSpec(OutputKind.BUFFER_MUTATION, TensorArgument(node.name), name) for name, node in written.items()
+    ]
     return program
 
 
-def _copied(gm: GraphModule, graph: Graph, known: dict[Node, Any], table: Mapping[Any, Any]) -> Any:
+class _Known(dict[Node, Any]):
+    """Node -> what has become of it. ``buffers``: those that the graph may write to; ``written``: what it has."""
+
+    def __init__(self, buffers: Mapping[Node, str], given: Mapping[Node, Any] | None = None) -> None:
+        super().__init__(given or {})
+        self.buffers, self.written = buffers, set[Node]()
+
+    def write(self, node: Node, value: Any) -> None:
+        """From here on the tensor that ``node`` is has this value: whoever takes it, by any name, takes that one."""
+        root, names = _names(node)
+        if root.op not in ("call_function", "placeholder") or (root.op == "placeholder" and root not in self.buffers):
+            raise _NotKnown
+        if root.op == "call_function" and _may_alias(root):
+            raise _NotKnown
+        last = max(n for n in (user for name in names for user in name.users) if _writes(n, names))
+        if any(user < last and not _writes(user, names) and _may_alias(user) for n in names for user in n.users):
+            raise _NotKnown
+        self.written.add(root)
+        self.update(dict.fromkeys([n for n in names if n in self or n is root], value))
+
+
+def _names(node: Node) -> tuple[Node, list[Node]]:
+    """The node that made a tensor, and all nodes that are this tensor: operators that write to it return it."""
+    while mutates(node.target):
+        node = _written(node)
+    names = [node]
+    for name in names:
+        names += [user for user in name.users if mutates(user.target) and _written(user) is name]
+    return node, names
+
+
+def _written(node: Node) -> Node:
+    """What an operator writes to."""
+    if not node.args or not isinstance(node.args[0], Node):
+        raise _NotKnown
+    return node.args[0]
+
+
+def _writes(user: Node, names: list[Node]) -> bool:
+    """Whether a user of a tensor may write to it."""
+    return user in names or user.target in (_REGION, torch.ops.aten.batch_norm.default)
+
+
+def _buffers(program: ExportedProgram) -> dict[Node, str]:
+    """The placeholders of buffers that share storage with no other input."""
+    signature, tensors = program.graph_signature, {**program.constants, **program.state_dict}
+    shared = Counter(x.untyped_storage()._cdata for x in tensors.values() if isinstance(x, Tensor))
+    names = {
+        spec.arg.name: str(spec.target)
+        for spec in signature.input_specs
+        if spec.kind == InputKind.BUFFER and shared[tensors[spec.target].untyped_storage()._cdata] == 1
+    }
+    return {n: names[n.name] for n in program.graph.nodes if n.op == "placeholder" and n.name in names}
+
+
+def _copied(gm: GraphModule, graph: Graph, known: _Known, table: Mapping[Any, Any]) -> Any:
     """Copies a graph to the end of another, and returns what it returns. ``known``: nodes that have been copied."""
     for node in gm.graph.nodes:
         if node in known or node.op == "get_attr":
@@ -66,12 +131,10 @@ def _copied(gm: GraphModule, graph: Graph, known: dict[Node, Any], table: Mappin
             known[node] = known[node.args[0]][node.args[1]]
         else:
             known[node] = _call(node, graph, known, table)
-            if mutates(node.target):
-                known[node.args[0]] = known[node]
     raise AssertionError("a graph returns")
 
 
-def _call(node: Node, graph: Graph, known: Mapping[Node, Any], table: Mapping[Any, Any]) -> Any:
+def _call(node: Node, graph: Graph, known: _Known, table: Mapping[Any, Any]) -> Any:
     """What becomes of an operator."""
     if node.target is operator.getitem:
         return graph.node_copy(node, known.__getitem__)
@@ -80,27 +143,49 @@ def _call(node: Node, graph: Graph, known: Mapping[Node, Any], table: Mapping[An
     if node.target in _LIFTS:
         return _traced(torch.ops.aten.clone.default, node, graph, known)
     if node.target is torch.ops.aten.detach_.default and node.all_input_nodes[0].target in _LIFTS:
+        known[node.args[0]] = known[node.all_input_nodes[0]]
         return known[node.all_input_nodes[0]]
     if mutates(node.target):
-        return _functional(node, graph, known)
+        value = _functional(node, graph, known)
+        known.write(_written(node), value)
+        return value
+    if node.target is torch.ops.aten.batch_norm.default and _keeps_statistics(*node.args):
+        return _batch_norm(node, graph, known)
     if _is_cia_op(node.target) and not _is_preservable_cia_op(node.target):
         return _traced(node.target, node, graph, known)
     return graph.node_copy(node, known.__getitem__)
 
 
+def _keeps_statistics(x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: Any, *_: Any) -> bool:
+    """Whether a batch norm writes to its running statistics."""
+    return bool(training) and isinstance(mean, Node) and isinstance(var, Node)
+
+
+def _batch_norm(node: Node, graph: Graph, known: _Known) -> Any:
+    """batch_norm(x, ..., mean, var) --> its result, and the new running statistics."""
+
+    def call(*args: Any) -> Any:
+        return torch.ops.aten._native_batch_norm_legit_functional.default(*args[:-1])  # the last: whether to ask cuDNN
+
+    result, _, _, *statistics = _traced(call, node, graph, known)
+    for operand, value in zip(node.args[3:5], statistics, strict=True):
+        assert isinstance(operand, Node)
+        known.write(operand, value)
+    return result
+
+
 def _functional(node: Node, graph: Graph, known: Mapping[Node, Any]) -> Any:
-    """div_(x, y) --> div(x, y), if this graph made x and nothing is a view of it: who takes x from here on, takes the
-    result."""
-    target, written = node.target, node.args[0] if node.args else None
-    assert isinstance(target, OpOverload)
-    name = target._schema.name.removeprefix("aten::")
+    """div_(x, y) --> div(x, y)"""
+    assert isinstance(node.target, OpOverload)
+    values = [known[x] for x in node.all_input_nodes]
+    if node.target is torch.ops.aten.copy_.default and len(values) == 2 and values[0] is values[1]:
+        return values[0]  # m.count += 1 is m.count = m.count.add_(1), and a module copies what it is given to a buffer
+    name, overload = node.target._schema.name.removeprefix("aten::"), node.target._overloadname
     packet = getattr(torch.ops.aten, name[:-1], None) if name.endswith("_") else None
-    if packet is None or target._overloadname not in packet.overloads() or not isinstance(written, Node):
+    overload = _RENAMED.get(node.target, overload)
+    if packet is None or overload not in packet.overloads():
         raise _NotKnown
-    others = [written, *(user for user in written.users if user is not node)]
-    if written.op != "call_function" or any(map(_may_alias, others)):
-        raise _NotKnown
-    return _traced(getattr(packet, target._overloadname), node, graph, known)
+    return _traced(getattr(packet, overload), node, graph, known)
 
 
 def _may_alias(node: Node) -> bool:
@@ -112,17 +197,21 @@ def _may_alias(node: Node) -> bool:
     return _is_cia_op(node.target) or returns_alias(node.target)
 
 
-def _inlined(node: Node, gm: GraphModule, graph: Graph, known: Mapping[Node, Any], table: Mapping[Any, Any]) -> Any:
+def _inlined(node: Node, gm: GraphModule, graph: Graph, known: _Known, table: Mapping[Any, Any]) -> Any:
     """no_grad(f, x) --> f(x): what needs no gradient has been detached before."""
     _, function, *operands = node.args
     assert isinstance(function, Node)
     body = getattr(gm, str(function.target))
     inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
-    given = {x: known[y] for x, y in zip(inputs, operands, strict=True)}  # type: ignore[index]
-    return _copied(body, graph, given, table)
+    places = dict(zip(inputs, operands, strict=True))
+    inner = _Known(dict.fromkeys(inputs, ""), {x: known[y] for x, y in places.items()})  # type: ignore[index]
+    returned = _copied(body, graph, inner, table)
+    for x in inner.written & places.keys():
+        known.write(places[x], inner[x])  # type: ignore[arg-type]
+    return returned
 
 
-def _traced(target: OpOverload, node: Node, graph: Graph, known: Mapping[Node, Any]) -> Any:
+def _traced(target: Callable[..., Any], node: Node, graph: Graph, known: Mapping[Node, Any]) -> Any:
     """What an operator calls, for the operands of ``node``; its result, or what it returns of its operands."""
     leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Node)]
@@ -135,17 +224,16 @@ def _traced(target: OpOverload, node: Node, graph: Graph, known: Mapping[Node, A
         args, kwargs = pytree.tree_unflatten(filled, spec)
         return target(*args, **kwargs)
 
+    values = [x.meta["val"] for x in operands]
     with enable_python_dispatcher():  # some are taken apart in Python
         body = make_fx(call)(*(x.meta["val"] for x in operands))
-    copies = dict(zip((n for n in body.graph.nodes if n.op == "placeholder"), operands, strict=True))
     for inner in body.graph.nodes:
-        if inner.op in ("placeholder", "output"):
-            continue
-        if inner.op != "call_function" or mutates(inner.target):
+        if inner.op not in ("placeholder", "output", "call_function"):
             raise _NotKnown
-        copies[inner] = graph.node_copy(inner, copies.__getitem__)
-        _keep_metas(copies[inner], node)
-    result = pytree.tree_map_only(Node, copies.__getitem__, body.graph.output_node().args[0])
+        _keep_metas(inner, node)
+    inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
+    # What they write to (a mask of dropout) they have made.
+    result = _copied(body, graph, _Known({}, dict(zip(inputs, operands, strict=True))), {})
     if isinstance(result, Node) and _facts(result.meta["val"]) != _facts(node.meta["val"]):
         raise _NotKnown  # what is written to keeps its dtype
     return result
@@ -161,3 +249,4 @@ def _keep_metas(new: Node, old: Node) -> None:
 
 
 _LIFTS = (torch.ops.aten.lift_fresh_copy.default,)
+_RENAMED = {torch.ops.aten.bernoulli_.float: "p"}

@@ -9,7 +9,8 @@ weight, something left over from an earlier step) is a marked stand-in: a forwar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from weakref import WeakKeyDictionary
 
 import torch
@@ -134,14 +135,30 @@ def _put_back(model: nn.Module, made: nn.Module, tensors: Mapping[int, Tensor]) 
 
 
 class Owned:
-    """The storages of a model's parameters and buffers, without keeping them alive."""
+    """The storages of a model's parameters and buffers, without keeping them alive. ``overlaps``: pairs of names whose
+    elements have memory in common, though they are two tensors."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.overlaps = tuple(_overlaps(tensors))
         self._names = {StorageWeakRef(t.untyped_storage()): name for name, t in tensors.items() if _has_storage(t)}
 
     def name_of(self, x: Tensor) -> str | None:
         """The parameter or buffer whose storage a tensor shares."""
         return self._names.get(StorageWeakRef(x.untyped_storage())) if _has_storage(x) else None
+
+
+def _overlaps(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+    places: dict[StorageWeakRef, list[tuple[int, int, str]]] = {}
+    for name, x in tensors.items():
+        if _has_storage(x) and x.numel():
+            start = x.storage_offset() * x.itemsize
+            extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+            found = places.setdefault(StorageWeakRef(x.untyped_storage()), [])
+            found.append((start, start + extent * x.itemsize, name))
+    for found in places.values():
+        for (_, end, name), (start, _, other) in itertools.pairwise(sorted(found)):
+            if start < end:
+                yield name, other
 
 
 _OWNED: WeakKeyDictionary[nn.Module, Owned] = WeakKeyDictionary()  # of the models that skeletons were made of
