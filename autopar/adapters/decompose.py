@@ -224,7 +224,6 @@ def _traced(target: Callable[..., Any], node: Node, graph: Graph, known: Mapping
         args, kwargs = pytree.tree_unflatten(filled, spec)
         return target(*args, **kwargs)
 
-    values = [x.meta["val"] for x in operands]
     with enable_python_dispatcher():  # some are taken apart in Python
         body = make_fx(call)(*(x.meta["val"] for x in operands))
     for inner in body.graph.nodes:
