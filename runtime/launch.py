@@ -74,7 +74,9 @@ def launch(
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ValueError(f"launch: fn must be a module-level function with picklable arguments: {error}") from error
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    processes, pipes = _start(task, nproc, store.port, timeout, device)
+    module = getattr(fn, "__module__", "")
+    preload = [module] if module.startswith("autopar.") else []  # what the caller wrote may start threads
+    processes, pipes = _start(task, preload, nproc, store.port, timeout, device)
     try:
         results = _collect(processes, pipes, store)
         for process in processes:
@@ -88,11 +90,11 @@ def launch(
 
 
 def _start(
-    task: bytes, nproc: int, port: int, timeout: float | None, device: str | None
+    task: bytes, preload: Sequence[str], nproc: int, port: int, timeout: float | None, device: str | None
 ) -> tuple[list[BaseProcess], list[Connection]]:
-    # A server that has imported torch once forks the ranks; it holds no threads and no device.
+    # A server that has imported once what ranks need forks them; it holds no threads and no device.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["autopar.runtime.launch"])
+    context.set_forkserver_preload(["autopar.runtime.launch", "autopar.api", *preload])
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
     for rank in range(nproc):

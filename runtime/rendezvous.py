@@ -90,12 +90,12 @@ def show(scope: str, count: int, rank: int, ranks: Sequence[int], text: str, lim
     patience = _Patience(mine, limit, what)
 
     def poll(store: dist.Store, seconds: float) -> list[str] | None:
-        end, pause = time.monotonic() + seconds, 0.0002
+        end = time.monotonic() + seconds
         while not store.check(keys):
-            if time.monotonic() > end:
+            now = time.monotonic()
+            if now > end:
                 return None
-            time.sleep(pause)
-            pause = min(2 * pause, 0.005)
+            time.sleep(min(max(0.0002, (now - start) / 20), 0.05))  # who waits long looks seldom
         found = [v.decode() for v in store.multi_get(keys)]
         if count:  # everybody has set this round's key, so everybody has read the last round's
             store.delete_key(f"{scope}/{count - 1}/{rank}")

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,8 +29,9 @@ from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind, OutputSpec, TensorArgument
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.adapters.operators import mutates, returns_alias
 
@@ -45,7 +46,7 @@ def decompose(program: ExportedProgram, table: Mapping[Any, Callable[..., Any]])
     """`run_decompositions` with ``table``; may change ``program`` and return it."""
     graph, known = Graph(), _Known(_buffers(program))
     try:
-        returned = _copied(program.graph_module, graph, known, table)
+        returned = _copied(program.graph, program.graph_module, graph, known, table)
     except _NotKnown:
         flat: ExportedProgram = program.run_decompositions(dict(table))
         return flat
@@ -115,9 +116,10 @@ def _buffers(program: ExportedProgram) -> dict[Node, str]:
     return {n: names[n.name] for n in program.graph.nodes if n.op == "placeholder" and n.name in names}
 
 
-def _copied(gm: GraphModule, graph: Graph, known: _Known, table: Mapping[Any, Any]) -> Any:
-    """Copies a graph to the end of another, and returns what it returns. ``known``: nodes that have been copied."""
-    for node in gm.graph.nodes:
+def _copied(source: Graph, gm: GraphModule | None, graph: Graph, known: _Known, table: Mapping[Any, Any]) -> Any:
+    """Copies a graph, of a module with regions, to the end of another, and returns what it returns. ``known``: nodes
+    that have been copied."""
+    for node in source.nodes:
         if node in known or node.op == "get_attr":
             continue
         if node.op == "output":
@@ -197,7 +199,7 @@ def _may_alias(node: Node) -> bool:
     return _is_cia_op(node.target) or returns_alias(node.target)
 
 
-def _inlined(node: Node, gm: GraphModule, graph: Graph, known: _Known, table: Mapping[Any, Any]) -> Any:
+def _inlined(node: Node, gm: GraphModule | None, graph: Graph, known: _Known, table: Mapping[Any, Any]) -> Any:
     """no_grad(f, x) --> f(x): what needs no gradient has been detached before."""
     _, function, *operands = node.args
     assert isinstance(function, Node)
@@ -205,7 +207,7 @@ def _inlined(node: Node, gm: GraphModule, graph: Graph, known: _Known, table: Ma
     inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
     places = dict(zip(inputs, operands, strict=True))
     inner = _Known(dict.fromkeys(inputs, ""), {x: known[y] for x, y in places.items()})  # type: ignore[index]
-    returned = _copied(body, graph, inner, table)
+    returned = _copied(body.graph, body, graph, inner, table)
     for x in inner.written & places.keys():
         known.write(places[x], inner[x])  # type: ignore[arg-type]
     return returned
@@ -217,25 +219,60 @@ def _traced(target: Callable[..., Any], node: Node, graph: Graph, known: Mapping
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Node)]
     operands = [known[leaves[i]] for i in places]
 
-    def call(*values: Any) -> Any:
-        filled = list(leaves)
-        for i, value in zip(places, values, strict=True):
-            filled[i] = value
-        args, kwargs = pytree.tree_unflatten(filled, spec)
-        return target(*args, **kwargs)
-
-    with enable_python_dispatcher():  # some are taken apart in Python
-        body = make_fx(call)(*(x.meta["val"] for x in operands))
+    values = [x.meta["val"] for x in operands]
+    for i, value in zip(places, values, strict=True):
+        leaves[i] = value
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    with enable_python_dispatcher(), _Recorder(values) as body:  # some are taken apart in Python
+        returned = body.named(target(*args, **kwargs))
+    if not body.complete:
+        raise _NotKnown
+    body.graph.output(returned)
     for inner in body.graph.nodes:
-        if inner.op not in ("placeholder", "output", "call_function"):
-            raise _NotKnown
         _keep_metas(inner, node)
-    inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
     # What they write to (a mask of dropout) they have made.
-    result = _copied(body, graph, _Known({}, dict(zip(inputs, operands, strict=True))), {})
+    result = _copied(body.graph, None, graph, _Known({}, dict(zip(body.inputs, operands, strict=True))), {})
     if isinstance(result, Node) and _facts(result.meta["val"]) != _facts(node.meta["val"]):
         raise _NotKnown  # what is written to keeps its dtype
     return result
+
+
+class _Recorder(TorchDispatchMode):
+    """The operators that run, as a graph of the values that are given. ``complete``: whether it holds all of them."""
+
+    def __init__(self, given: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.graph, self.complete = Graph(), True  # nobody may raise in here: some of torch's callers end the process
+        self._nodes = WeakTensorKeyDictionary()
+        self.inputs = [self.graph.placeholder(f"x{i}") for i in range(len(given))]
+        for x, node in zip(given, self.inputs, strict=True):
+            self._add(x, node)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "prim":
+            return func(*args, **(kwargs or {}))  # what device a tensor is on
+        named = self.named((args, kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        node = self.graph.call_function(func, *named)
+        if isinstance(out, Tensor):
+            self._add(out, node)
+        else:
+            self.complete &= isinstance(out, (tuple, list)) and all(isinstance(x, Tensor) for x in out)
+            for i, x in enumerate(out if self.complete else ()):
+                self._add(x, self.graph.call_function(operator.getitem, (node, i)))
+            node.meta["val"] = tuple(n.meta["val"] for n in node.users)
+        return out
+
+    def named(self, values: Any) -> Any:
+        """With nodes for tensors."""
+        return pytree.tree_map_only(Tensor, self._node, values)
+
+    def _node(self, x: Tensor) -> Node | None:
+        self.complete &= x in self._nodes
+        return self._nodes.get(x)
+
+    def _add(self, x: Tensor, node: Node) -> None:
+        self._nodes[x], node.meta["val"] = node, x.detach()
 
 
 def _facts(value: Any) -> Any:
