@@ -28,7 +28,7 @@ from autopar.runtime.agreement import agree
 from autopar.runtime.groups import Groups, init_mesh
 from autopar.runtime.heartbeat import SILENT
 from autopar.runtime.launch import launch
-from tests.faults.campaign import _alive_with_parent, _free_port, _host
+from tests.faults.campaign import _alive_with_parent, _host, free_port
 
 LONG, SOON = 60.0, 30.0  # seconds: the timeout, and what counts as within seconds on a machine with others at work
 
@@ -37,7 +37,7 @@ class World:
     """Ranks that run; ``hosts``: rank 0 hosts the store. Rank ``stays`` does not end."""
 
     def __init__(self, ranks: int, body: Callable[[int], Any], hosts: bool, stays: int) -> None:
-        context, port = multiprocessing.get_context("fork"), _free_port()
+        context, port = multiprocessing.get_context("fork"), free_port()
         host = None if hosts else context.Process(target=_host, args=(port,), daemon=True)
         self.stays, self.pipes, self.processes = stays, [], [host] if host else []
         for rank in range(ranks):

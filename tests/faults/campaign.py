@@ -17,6 +17,7 @@ import ctypes
 import functools
 import multiprocessing
 import os
+import random
 import re
 import signal
 import socket
@@ -68,7 +69,7 @@ class World:
         with Draft(self.folder / "saved", 1) as draft:
             draft.add(self._old, {"format": "pt"})
             draft.publish({}, [])
-        context, port = multiprocessing.get_context("fork"), _free_port()
+        context, port = multiprocessing.get_context("fork"), free_port()
         self._host = None if case.hosts else context.Process(target=_host, args=(port,), daemon=True)
         if self._host is not None:
             self._host.start()
@@ -190,10 +191,14 @@ def run(
 # --- processes ------------------------------------------------------------------------------------------
 
 
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+def free_port() -> int:
+    """A port for a store. None that the system gives to whoever asks for any: before the store takes it, the rank of
+    another world might, and a client would wait for ever for the answers of a stranger."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        with suppress(OSError), socket.socket() as s:
+            s.bind(("127.0.0.1", random.SystemRandom().randrange(lowest // 2, lowest)))
+            return int(s.getsockname()[1])
 
 
 def _alive_with_parent() -> None:
