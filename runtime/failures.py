@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import inf
 from types import TracebackType
 from typing import TypeVar
 
@@ -45,16 +46,18 @@ class CollectiveError(RuntimeError):
 class FailureBoard:
     """What the ranks of one world know of each other's failures. One per process and default group."""
 
-    def __init__(self, store: dist.Store, rank: int, world: int, keys: str) -> None:
+    def __init__(self, store: dist.Store, rank: int, world: int, keys: str, timeout: float) -> None:
         self.rank, self._keys = rank, keys
         self._everybody = [r for r in range(world) if r != rank]
         self._told: dict[str, str] = {}  # what we say, by kind
         self.doing = ""  # the call of autopar that this rank is in, unless it waits for others there
-        self._line = Line(store)
+        self._line = Line(store, timeout)
+        self._line.ask(lambda store: store.check([keys]))  # connects now, and not when something has failed
         self.thread = threading.get_ident()  # of the training loop: where calls of autopar come from
         self._noticed, self._ends = threading.Event(), False
         doing = lambda: self.doing  # noqa: E731
-        self._heartbeat = Heartbeat(store, rank, world, keys, doing, self._look_after) if self._everybody else None
+        after = self._look_after
+        self._heartbeat = Heartbeat(store, rank, world, keys, doing, after, timeout) if self._everybody else None
 
     def close(self) -> None:
         """This rank ends: because it has finished, or with the error that it told, which is a verdict for all. A rank
@@ -121,7 +124,7 @@ class FailureBoard:
 
     def ask(self, question: Callable[[dist.Store], T], limit: float = 0.0) -> T:
         """A question to the store that may take ``limit`` seconds. Raises StoreError."""
-        return self._line.ask(question, limit + 3.0)
+        return self._line.ask(question, limit + self._line.patience)
 
     def failed(self, what: str, ranks: Sequence[int], error: BaseException | None = None) -> CollectiveError:
         """The error of something that needed ``ranks`` and failed, with the backend's words if there are any."""
@@ -247,10 +250,10 @@ def board() -> FailureBoard:
     return _boards[id(store)]
 
 
-def _new_board(store: dist.Store, rank: int, world: int) -> FailureBoard:
+def _new_board(store: dist.Store, rank: int, world: int, timeout: float = inf) -> FailureBoard:
     close()
     try:
-        made = FailureBoard(store, rank, world, f"autopar/failures/{next(_made)}")
+        made = FailureBoard(store, rank, world, f"autopar/failures/{next(_made)}", timeout)
     except StoreError as error:
         raise CollectiveError(f"comm: joining the others failed on rank {rank}: {error}") from error
     _install_hook()
@@ -262,7 +265,7 @@ def starting(store: dist.Store, rank: int, world: int, limit: float, call: Calla
 
     Raises CollectiveError that names the ranks which do not join within ``limit`` seconds.
     """
-    mine = _new_board(store, rank, world)
+    mine = _new_board(store, rank, world, limit)
     try:
         _wait_for(mine, limit, call, "starting the ranks", range(world))
     except BaseException as error:

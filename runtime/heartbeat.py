@@ -43,6 +43,7 @@ class Heartbeat:
         keys: str,
         doing: Callable[[], str],
         after: Callable[[str], None],
+        timeout: float,
     ) -> None:
         self.verdict = self._shown = ""
         self._keys, self._doing, self._after = keys, doing, after
@@ -51,7 +52,7 @@ class Heartbeat:
         self._count = self._still = 0
         root = root_store(store)
         self._port = root.port if isinstance(root, dist.TCPStore) else -1
-        self._line = Line(store)  # its own: a question of somebody else does not stop the beat
+        self._line = Line(store, timeout)  # its own: a question of somebody else does not stop the beat
         self._line.ask(lambda s: s.add(f"{self._keys}/alive/{rank}", 1))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="autopar-alive", daemon=True)
@@ -66,7 +67,7 @@ class Heartbeat:
         reached = time.monotonic()
         while not self._stop.wait(BEAT):
             try:
-                found = self._line.ask(self._look, SILENT)
+                found = self._line.ask(self._look, max(SILENT, self._line.patience))
                 reached = time.monotonic()
             except StoreError as error:
                 # A host that has finished takes the store with it, while others are still at their last collectives.

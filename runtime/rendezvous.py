@@ -28,7 +28,7 @@ def world_store(rank: int, world: int, timeout: timedelta) -> dist.Store:
     this one says which. Raises CollectiveError."""
     what, start, limit = f"comm: starting the ranks failed on rank {rank}: ", time.monotonic(), timeout.total_seconds()
     store = _connected(rank, world, timeout, what)
-    line = Line(store)
+    line = Line(store, limit)
     try:
         line.ask(lambda s: s.set(f"autopar/here/{rank}", ""))
         while why := line.ask(lambda s: _absent(s, world)):

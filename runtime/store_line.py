@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from math import inf
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -17,8 +18,11 @@ import torch.distributed as dist
 from autopar.adapters.distributed import own_client, store_host
 
 T = TypeVar("T")
-PATIENCE = 3.0  # seconds for an answer of the store
-FIRST = 10.0  # seconds for the first one, which connects: all ranks do that at once, on machines that start them
+# Seconds for an answer of the store. It looks up the name of each newcomer, for a log message, and answers nobody the
+# while: where DNS is slow that takes the system's resolver 5 s, and once more (seen; torch 2.13, both backends).
+PATIENCE = 11.0
+LEAST = 3.0
+FIRST = 30.0  # for the first answer: to connect is to be a newcomer, and all ranks are at the same time
 
 
 class StoreError(RuntimeError):
@@ -48,19 +52,21 @@ class Answer:
 
 
 class Line:
-    """A connection to the store: ``line.ask(lambda store: store.get("x"))``."""
+    """A connection to the store: ``line.ask(lambda store: store.get("x"))``. ``timeout``: of its ranks, seconds; no answer
+    but the first is waited for longer, or `LEAST`. ``patience``: what is waited for unless said otherwise."""
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store: dist.Store, timeout: float = inf) -> None:
+        self.patience = max(LEAST, min(PATIENCE, timeout))
         self._jobs: queue.SimpleQueue[tuple[Callable[[dist.Store], Any], Answer]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, args=(store,), name="autopar-store", daemon=True)
         self._silent, self._met = "", False
         self._thread.start()
 
-    def ask(self, question: Callable[[dist.Store], T], limit: float = PATIENCE) -> T:
-        """What ``question(store)`` returns. Raises StoreError after ``limit`` seconds without an answer, `FIRST` at
-        least for the first question."""
+    def ask(self, question: Callable[[dist.Store], T], limit: float | None = None) -> T:
+        """What ``question(store)`` returns. Raises StoreError after ``limit`` seconds without an answer."""
         if self._silent:
             raise StoreError(self._silent)
+        limit = self.patience if limit is None else limit
         limit = limit if self._met else max(limit, FIRST)
         answer = Answer()
         self._jobs.put((question, answer))
