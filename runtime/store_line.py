@@ -52,8 +52,8 @@ class Answer:
 
 
 class Line:
-    """A connection to the store: ``line.ask(lambda store: store.get("x"))``. ``timeout``: of its ranks, seconds; no answer
-    but the first is waited for longer, or `LEAST`. ``patience``: what is waited for unless said otherwise."""
+    """A connection to the store: ``line.ask(lambda store: store.get("x"))``. No answer but the first is waited for
+    longer than ``timeout`` seconds, or `LEAST`. ``patience``: what is waited for unless said otherwise."""
 
     def __init__(self, store: dist.Store, timeout: float = inf) -> None:
         self.patience = max(LEAST, min(PATIENCE, timeout))

@@ -223,7 +223,7 @@ def _traced(target: Callable[..., Any], node: Node, graph: Graph, known: Mapping
     for i, value in zip(places, values, strict=True):
         leaves[i] = value
     args, kwargs = pytree.tree_unflatten(leaves, spec)
-    with enable_python_dispatcher(), _Recorder(values) as body:  # some are taken apart in Python
+    with enable_python_dispatcher(), _BodyRecorder(values) as body:  # some are taken apart in Python
         returned = body.named(target(*args, **kwargs))
     if not body.complete:
         raise _NotKnown
@@ -237,7 +237,7 @@ def _traced(target: Callable[..., Any], node: Node, graph: Graph, known: Mapping
     return result
 
 
-class _Recorder(TorchDispatchMode):
+class _BodyRecorder(TorchDispatchMode):
     """The operators that run, as a graph of the values that are given. ``complete``: whether it holds all of them."""
 
     def __init__(self, given: Sequence[Tensor]) -> None:
