@@ -13,6 +13,8 @@ import torch
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests that name no device are about the CPU; CUDA does not survive a fork
 os.environ.setdefault("AUTOPAR_SILENCE", "16")  # read at import; eight ranks on two busy cores are slow to beat
+# torch's store looks up who connects, and serves nobody the while: seconds that tests of timeouts have not got.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 from tests.ranks import run_ranks
 

@@ -61,7 +61,7 @@ def decompose(program: ExportedProgram, table: Mapping[Any, Callable[..., Any]])
     return program
 
 
-class _Known(dict[Node, Any]):
+class _Known(dict[Any, Any]):
     """Node -> what has become of it. ``buffers``: those that the graph may write to; ``written``: what it has."""
 
     def __init__(self, buffers: Mapping[Node, str], given: Mapping[Node, Any] | None = None) -> None:
@@ -206,10 +206,10 @@ def _inlined(node: Node, gm: GraphModule | None, graph: Graph, known: _Known, ta
     body = getattr(gm, str(function.target))
     inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
     places = dict(zip(inputs, operands, strict=True))
-    inner = _Known(dict.fromkeys(inputs, ""), {x: known[y] for x, y in places.items()})  # type: ignore[index]
+    inner = _Known(dict.fromkeys(inputs, ""), {x: known[y] for x, y in places.items()})
     returned = _copied(body.graph, body, graph, inner, table)
     for x in inner.written & places.keys():
-        known.write(places[x], inner[x])  # type: ignore[arg-type]
+        known.write(places[x], inner[x])
     return returned
 
 

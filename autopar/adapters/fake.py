@@ -151,10 +151,10 @@ def _overlaps(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
     places: dict[StorageWeakRef, list[tuple[int, int, str]]] = {}
     for name, x in tensors.items():
         if _has_storage(x) and x.numel():
-            start = x.storage_offset() * x.itemsize
+            start = int(x.storage_offset()) * x.itemsize
             extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
             found = places.setdefault(StorageWeakRef(x.untyped_storage()), [])
-            found.append((start, start + extent * x.itemsize, name))
+            found.append((start, start + int(extent) * x.itemsize, name))
     for found in places.values():
         for (_, end, name), (start, _, other) in itertools.pairwise(sorted(found)):
             if start < end:
