@@ -10,7 +10,7 @@ TORCH  := torch>=2.13,<2.14
 # that the extra index cannot be reached; pip then goes on with the indexes it has.
 CPU_INDEX := --timeout 15 --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu
 
-.PHONY: demo test lint bench docs clean
+.PHONY: demo test lint bench gpu-check docs clean
 
 demo: $(STAMP)
 	$(PY) -m autopar demo
@@ -25,6 +25,10 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	@for script in tests/benchmarks/bench_*.py; do echo "== $$script"; $(PY) "$$script" || exit 1; done
+
+# What works on this machine's GPUs: a table, and gpu_check.json. Without a GPU, the same checks on the CPU.
+gpu-check: $(STAMP)
+	$(PY) -m tests.gpu_check
 
 docs: $(STAMP)
 	$(PY) docs/make_passes.py

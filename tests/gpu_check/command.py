@@ -1,0 +1,76 @@
+"""The command: which checks, on which device, in which order."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+import autopar.api  # what is imported before the fork, no check has to import
+import autopar.models.tiny
+from tests.gpu_check import attention, experts, facts, step
+from tests.gpu_check.processes import Check, Machine, answer, run_check
+from tests.gpu_check.rows import FAILED, Row, table, write_json
+
+SECTIONS: dict[str, Callable[[Machine], Sequence[Check]]] = {
+    "facts": facts.checks,
+    "kernels": attention.checks,
+    "experts": experts.expert_checks,
+    "dropout": experts.dropout_checks,
+    "step": step.checks,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 if nothing failed, else 1."""
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu_check", description="What works on this machine's GPUs.")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is a GPU")
+    parser.add_argument("--only", default=",".join(SECTIONS), help=f"sections: {', '.join(SECTIONS)}")
+    parser.add_argument("--json", type=Path, default=Path("gpu_check.json"))
+    parser.add_argument("--quick", action="store_true", help="fewer cases")
+    given = parser.parse_args(arguments)
+    names = [name.strip() for name in given.only.split(",")]
+    if unknown := set(names) - set(SECTIONS):
+        parser.error(f"unknown sections {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
+    machine, start = find_machine(given.device, given.quick), time.monotonic()
+    if machine is None:
+        parser.error("no GPU is there; leave --device away, or say cpu")
+    print(f"gpu-check on {machine.device}, {machine.count} {'GPUs' if machine.is_gpu else 'ranks'}", flush=True)
+    rows = [row for name in names for row in run_section(name, machine)]
+    write_json(given.json, machine.device, rows, time.monotonic() - start)
+    print(f"\n{table(rows)}\n{time.monotonic() - start:.0f} s; all rows in {given.json}")
+    return int(any(row.verdict == FAILED for row in rows))
+
+
+def find_machine(device: str | None, quick: bool) -> Machine | None:
+    """The GPUs, else the CPU; None if a GPU was asked for that is not there."""
+    gpus = 0 if device == "cpu" else answer(torch.cuda.device_count) or 0
+    if gpus:
+        return Machine("cuda", gpus, quick)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    return None if device == "cuda" else Machine("cpu", 2, quick)
+
+
+def run_section(name: str, machine: Machine) -> Iterator[Row]:
+    """All rows; a line for each check when it is done. A section that cannot even be laid out is a failed row."""
+    try:
+        found = SECTIONS[name](machine)
+    except Exception as error:
+        yield Row(name, "the section", FAILED, words=f"{type(error).__name__}: {error}", section=name)
+        return
+    for number, check in enumerate(found, 1):
+        start, count, failed = time.monotonic(), 0, 0
+        for row in run_check(check, machine):
+            count, failed = count + 1, failed + (row.verdict == FAILED)
+            yield replace(row, section=name)
+        seconds = time.monotonic() - start
+        wrong = f", {failed} FAILED" if failed else ""
+        print(f"[{name} {number}/{len(found)}] {check.name}: {count} rows{wrong}, {seconds:.1f} s", flush=True)
+
+
+assert autopar.api and autopar.models.tiny
