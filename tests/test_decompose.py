@@ -178,6 +178,13 @@ def a_view_of_a_buffer(m: nn.Module, x: Tensor) -> Tensor:
     return row.sum() * m.weight
 
 
+def a_view_made_in_no_grad(m: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        row = m.mean.view(1, 3)  # type: ignore[operator]
+    m.mean.add_(1.0)  # type: ignore[operator]
+    return row * m.weight
+
+
 def through_a_view(m: nn.Module, x: Tensor) -> Tensor:
     with torch.no_grad():
         m.mean[0] = x.sum()  # type: ignore[operator]
@@ -193,7 +200,8 @@ SHORT = (
     no_grad, fresh, copies, random, constants, layouts, twice, dropouts, a_buffer, a_batch_norm, buffers_in_no_grad,
 )  # fmt: skip
 LONG = (
-    narrower, a_view, of_a_view, perhaps_itself, norms, buffers_given_back, a_view_of_a_buffer, through_a_view,
+    narrower, a_view, of_a_view, perhaps_itself, norms, buffers_given_back, a_view_of_a_buffer, a_view_made_in_no_grad,
+    through_a_view,
 )  # fmt: skip
 
 

@@ -36,6 +36,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from autopar.adapters.operators import mutates, returns_alias
 
 _REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
+_BATCH_NORM = torch.ops.aten.batch_norm.default  # writes to its statistics, though its schema does not say so
 
 
 class _NotKnown(Exception):
@@ -68,15 +69,16 @@ class _Known(dict[Any, Any]):
         super().__init__(given or {})
         self.buffers, self.written = buffers, set[Node]()
 
-    def write(self, node: Node, value: Any) -> None:
-        """From here on the tensor that ``node`` is has this value: whoever takes it, by any name, takes that one."""
+    def write(self, node: Node, value: Any, at: Node) -> None:
+        """From ``at`` on the tensor that ``node`` is has this value: whoever takes it, by any name, takes that one. (A
+        view that was made before would have to change as well.)"""
         root, names = _names(node)
         if root.op not in ("call_function", "placeholder") or (root.op == "placeholder" and root not in self.buffers):
             raise _NotKnown
         if root.op == "call_function" and _may_alias(root):
             raise _NotKnown
-        last = max(n for n in (user for name in names for user in name.users) if _writes(n, names))
-        if any(user < last and not _writes(user, names) and _may_alias(user) for n in names for user in n.users):
+        before = {user for name in names for user in name.users if user < at and user not in names}
+        if any(map(_may_alias, before)):
             raise _NotKnown
         self.written.add(root)
         self.update(dict.fromkeys([n for n in names if n in self or n is root], value))
@@ -97,11 +99,6 @@ def _written(node: Node) -> Node:
     if not node.args or not isinstance(node.args[0], Node):
         raise _NotKnown
     return node.args[0]
-
-
-def _writes(user: Node, names: list[Node]) -> bool:
-    """Whether a user of a tensor may write to it."""
-    return user in names or user.target in (_REGION, torch.ops.aten.batch_norm.default)
 
 
 def _buffers(program: ExportedProgram) -> dict[Node, str]:
@@ -149,9 +146,10 @@ def _call(node: Node, graph: Graph, known: _Known, table: Mapping[Any, Any]) -> 
         return known[node.all_input_nodes[0]]
     if mutates(node.target):
         value = _functional(node, graph, known)
-        known.write(_written(node), value)
+        if value is not known[_written(node)]:
+            known.write(_written(node), value, node)
         return value
-    if node.target is torch.ops.aten.batch_norm.default and _keeps_statistics(*node.args):
+    if node.target is _BATCH_NORM and _keeps_statistics(*node.args):
         return _batch_norm(node, graph, known)
     if _is_cia_op(node.target) and not _is_preservable_cia_op(node.target):
         return _traced(node.target, node, graph, known)
@@ -172,7 +170,7 @@ def _batch_norm(node: Node, graph: Graph, known: _Known) -> Any:
     result, _, _, *statistics = _traced(call, node, graph, known)
     for operand, value in zip(node.args[3:5], statistics, strict=True):
         assert isinstance(operand, Node)
-        known.write(operand, value)
+        known.write(operand, value, node)
     return result
 
 
@@ -196,6 +194,8 @@ def _may_alias(node: Node) -> bool:
         return _may_alias(node.args[0])
     if not isinstance(node.target, OpOverload):
         return node.op == "call_function"
+    if node.target is _BATCH_NORM:
+        return False
     return _is_cia_op(node.target) or returns_alias(node.target)
 
 
@@ -209,7 +209,7 @@ def _inlined(node: Node, gm: GraphModule | None, graph: Graph, known: _Known, ta
     inner = _Known(dict.fromkeys(inputs, ""), {x: known[y] for x, y in places.items()})
     returned = _copied(body.graph, body, graph, inner, table)
     for x in inner.written & places.keys():
-        known.write(places[x], inner[x])
+        known.write(places[x], inner[x], node)
     return returned
 
 
