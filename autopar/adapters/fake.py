@@ -9,7 +9,6 @@ weight, something left over from an earlier step) is a marked stand-in: a forwar
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from weakref import WeakKeyDictionary
 
@@ -156,9 +155,12 @@ def _overlaps(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
             found = places.setdefault(StorageWeakRef(x.untyped_storage()), [])
             found.append((start, start + int(extent) * x.itemsize, name))
     for found in places.values():
-        for (_, end, name), (start, _, other) in itertools.pairwise(sorted(found)):
-            if start < end:
-                yield name, other
+        reached, last = 0, ""
+        for start, end, name in sorted(found):
+            if start < reached:
+                yield last, name
+            if end > reached:
+                reached, last = end, name
 
 
 _OWNED: WeakKeyDictionary[nn.Module, Owned] = WeakKeyDictionary()  # of the models that skeletons were made of
