@@ -13,8 +13,8 @@ import torch
 
 import autopar.api  # what is imported before the fork, no check has to import
 import autopar.models.tiny
-from tests.gpu_check import attention, experts, facts, step
-from tests.gpu_check.processes import Check, Machine, answer, run_check
+from tests.gpu_check import attention, compiled, experts, facts, ranks, step
+from tests.gpu_check.processes import Check, Machine, answer, run_checks
 from tests.gpu_check.rows import FAILED, Row, table, write_json
 
 SECTIONS: dict[str, Callable[[Machine], Sequence[Check]]] = {
@@ -23,7 +23,12 @@ SECTIONS: dict[str, Callable[[Machine], Sequence[Check]]] = {
     "experts": experts.expert_checks,
     "dropout": experts.dropout_checks,
     "step": step.checks,
+    "ranks": ranks.checks,
+    "order": compiled.order_checks,
+    "speed": compiled.speed_checks,
 }
+
+TOGETHER = {"kernels": 3, "step": 4, "ranks": 4}  # checks side by side on a GPU: most of each is starting up
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,14 +68,18 @@ def run_section(name: str, machine: Machine) -> Iterator[Row]:
     except Exception as error:
         yield Row(name, "the section", FAILED, words=f"{type(error).__name__}: {error}", section=name)
         return
-    for number, check in enumerate(found, 1):
-        start, count, failed = time.monotonic(), 0, 0
-        for row in run_check(check, machine):
-            count, failed = count + 1, failed + (row.verdict == FAILED)
-            yield replace(row, section=name)
-        seconds = time.monotonic() - start
+    rows: dict[str, list[Row]] = {check.name: [] for check in found}
+    done = 0
+    for check, what in run_checks(found, machine, TOGETHER.get(name, 1) if machine.is_gpu else 1):
+        if isinstance(what, Row):
+            rows[check.name].append(what)
+            yield replace(what, section=name)
+            continue
+        done, failed = done + 1, sum(row.verdict == FAILED for row in rows[check.name])
         wrong = f", {failed} FAILED" if failed else ""
-        print(f"[{name} {number}/{len(found)}] {check.name}: {count} rows{wrong}, {seconds:.1f} s", flush=True)
+        print(
+            f"[{name} {done}/{len(found)}] {check.name}: {len(rows[check.name])} rows{wrong}, {what:.1f} s", flush=True
+        )
 
 
 assert autopar.api and autopar.models.tiny

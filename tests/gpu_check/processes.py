@@ -14,7 +14,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -25,10 +25,11 @@ from typing import Any
 import torch
 
 from autopar.runtime import failures
+from autopar.runtime.heartbeat import SILENT
 from tests.gpu_check.rows import FAILED, Row, told
 from tests.ranks import PR_SET_PDEATHSIG, _host_store
 
-GRACE = failures.SILENCE + 4.0  # seconds for the others after a rank has failed
+GRACE = SILENT + 4.0  # seconds for the others after a rank has failed
 _ENDED = "ended"
 
 
@@ -58,14 +59,26 @@ class Check:
     lost: tuple[int, ...] = ()
 
 
-def run_check(check: Check, machine: Machine) -> Iterator[Row]:
-    """Its rows as they come; a failed one for each process that raises, dies or is not done in time."""
+def run_checks(checks: Sequence[Check], machine: Machine, together: int) -> Iterator[tuple[Check, Row | float]]:
+    """Rows as they come, some checks side by side; behind those of a check, its seconds. A failed row for each process
+    that raises, dies or is not done in time."""
+    waiting, running = list(checks), []
     with tempfile.TemporaryDirectory(prefix="autopar-gpu-check-") as folder:
-        world = _World(check, machine, Path(folder))
         try:
-            yield from world.rows()
+            while waiting or running:
+                while waiting and len(running) < together:
+                    running.append(_World(waiting.pop(0), machine, Path(folder)))
+                wait([p for w in running for p in w.pending], max(0.0, min(w.end for w in running) - time.monotonic()))
+                for world in list(running):
+                    yield from ((world.check, row) for row in world.take())
+                    if world.is_over():
+                        yield from ((world.check, row) for row in world.late())
+                        world.close()
+                        running.remove(world)
+                        yield world.check, time.monotonic() - world.start
         finally:
-            world.close()
+            for world in running:
+                world.close()
 
 
 def answer(body: Callable[[], Any]) -> Any:
@@ -90,12 +103,14 @@ def _answering(body: Callable[[], Any], pipe: Connection) -> None:
 
 class _World:
     def __init__(self, check: Check, machine: Machine, folder: Path) -> None:
-        self._check, self._folder, self._start = check, folder, time.monotonic()
-        self._end = self._start + check.seconds
+        self.check, self.start = check, time.monotonic()
+        self.end = self.start + check.seconds
+        self._folder = Path(tempfile.mkdtemp(dir=folder))
         context = multiprocessing.get_context("fork")
         sys.stdout.flush(), sys.stderr.flush()
         self._processes: list[BaseProcess] = []
         self._pipes: dict[Connection, int] = {}
+        self._control: Connection | None = None
         port = 0
         if check.ranks > 1:
             self._control, there = context.Pipe()
@@ -106,62 +121,68 @@ class _World:
         for rank in range(check.ranks):
             here, there = context.Pipe(duplex=False)
             # no daemons: a rank may compile in processes of its own
-            process = context.Process(target=_rank, args=(check, machine, rank, port, there, folder), daemon=False)
+            process = context.Process(
+                target=_rank, args=(check, machine, rank, port, there, self._folder), daemon=False
+            )
             process.start()
             there.close()
             self._processes.append(process)
             self._pipes[here] = rank
+        self.pending = dict(self._pipes)
 
-    def rows(self) -> Iterator[Row]:
-        pending = dict(self._pipes)
-        while pending:
-            ready = wait(list(pending), max(0.0, self._end - time.monotonic()))
-            if not ready:
-                break
-            for pipe in ready:
-                assert isinstance(pipe, Connection)
-                rank = pending[pipe]
+    def take(self) -> Iterator[Row]:
+        """What is there to be read."""
+        for pipe, rank in list(self.pending.items()):
+            while pipe in self.pending and pipe.poll():
                 message = self._message(pipe, rank)
                 if isinstance(message, Row):
                     if rank == 0:
                         yield message
                     continue
-                del pending[pipe]
-                if message != _ENDED and rank not in self._check.lost:
-                    self._end = min(self._end, time.monotonic() + GRACE)
+                del self.pending[pipe]
+                if message != _ENDED and rank not in self.check.lost:
+                    self.end = min(self.end, time.monotonic() + GRACE)
                     yield self._failed(rank, message)
-        for rank in pending.values():
-            if rank not in self._check.lost:
-                yield self._failed(rank, f"still running after {time.monotonic() - self._start:.0f} s{self._at(rank)}")
+
+    def is_over(self) -> bool:
+        """Whether all that are meant to end have ended, or the time is up."""
+        return set(self.pending.values()) <= set(self.check.lost) or time.monotonic() >= self.end
+
+    def late(self) -> Iterator[Row]:
+        """A row for each that should have ended."""
+        for rank in set(self.pending.values()) - set(self.check.lost):
+            yield self._failed(rank, f"still running after {time.monotonic() - self.start:.0f} s{self._at(rank)}")
 
     def close(self) -> None:
+        """End all processes, and what they have started themselves."""
         for process in self._processes:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid or 0, signal.SIGKILL)  # what it started itself goes with it
+            if process.pid is not None:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
             process.kill()
         for process in self._processes:
             process.join(10)
         for pipe in self._pipes:
             pipe.close()
-        if self._check.ranks > 1:
+        if self._control is not None:
             self._control.close()
 
     def _failed(self, rank: int, words: str) -> Row:
-        told = f"rank {rank}: {words}" if self._check.ranks > 1 else words
-        return Row(self._check.name, "the process", FAILED, words=told)
+        told = f"rank {rank}: {words}" if self.check.ranks > 1 else words
+        return Row(self.check.name, "the process", FAILED, words=told)
 
     def _message(self, pipe: Connection, rank: int) -> Any:
         try:
             return pipe.recv()
         except (EOFError, OSError):
-            process = self._processes[rank - self._check.ranks]
+            process = self._processes[rank - self.check.ranks]
             process.join(5)
             return f"died with exit code {process.exitcode}"
 
     def _at(self, rank: int) -> str:
         """Where a process is: the innermost lines of its stack."""
         with suppress(ProcessLookupError, OSError):
-            os.kill(self._processes[rank - self._check.ranks].pid or 0, signal.SIGUSR1)
+            os.kill(self._processes[rank - self.check.ranks].pid or 0, signal.SIGUSR1)
             time.sleep(0.3)
             lines = (self._folder / f"stack{rank}").read_text().splitlines()
             return "".join(f" <{line.strip().removeprefix('File ')}" for line in lines if "File" in line)[:600]

@@ -77,7 +77,13 @@ def _line(rows: Sequence[Row]) -> tuple[str, ...]:
     worst = max(numbers, key=lambda r: math.inf if math.isnan(r.figure or 0.0) else r.figure or 0.0, default=None)
     figure = "" if worst is None else f"{worst.figure:.3g} {worst.unit}"
     words = rows[0].words if len(rows) == 1 and rows[0].verdict != FAILED else ""
-    return (rows[0].section, rows[0].what, *counts, figure, words or (f"worst: {worst.case}" if worst else ""))
+    return (
+        rows[0].section,
+        rows[0].what,
+        *counts,
+        figure,
+        words or (f"worst: {worst.case}" if worst and len(numbers) > 1 else ""),
+    )
 
 
 def write_json(file: Path, device: str, rows: Sequence[Row], seconds: float) -> None:

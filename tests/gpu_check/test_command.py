@@ -16,7 +16,8 @@ from torch import Tensor
 
 from autopar.ops import dropout, moe
 from autopar.ops.kernels.cpu import CpuFlash
-from tests.gpu_check import command
+from autopar.runtime.executor import Executor
+from tests.gpu_check import command, ranks, step
 from tests.gpu_check.attention import checks
 from tests.gpu_check.processes import Check, Machine
 from tests.gpu_check.rows import FAILED, Row
@@ -132,6 +133,60 @@ def one_of_two(machine: Machine) -> Iterator[Row]:
     yield Row("start", f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}")
     if os.environ["RANK"] == "1":
         raise KeyError("planted")
+
+
+def test_a_rank_that_is_named(ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, ranks.failing("a rank that raises", True))
+    status, found, printed = ran("planted")
+    assert status == 0, printed
+    assert "rank 1 failed: KeyError: 'planted'" in found["rows"][0]["words"]
+
+
+@pytest.mark.full
+def test_a_rank_that_is_not_missed_in_time(ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ranks.FAULTS, "a rank that skips a step", (lambda: time.sleep(2), 0.5))
+    only(monkeypatch, ranks.failing("a rank that skips a step", False))
+    status, found, printed = ran("planted")
+    assert status == 1 and [row["verdict"] for row in found["rows"]] == [FAILED], printed
+    assert found["rows"][0]["figure"] > 0.5
+
+
+def doubled(self: Executor, values: Any) -> Any:
+    result = right_step(self, values)
+    for gradient in result.gradients.values():
+        gradient.mul_(2)
+    return result
+
+
+right_step = Executor.train_step
+
+
+@pytest.mark.parametrize("ways", [(1,), pytest.param((1, 2), marks=pytest.mark.full)], ids=str)
+def test_steps(ran: Ran, monkeypatch: pytest.MonkeyPatch, ways: tuple[int, ...]) -> None:
+    """On a world of one and, where there is time, on two ranks; right, and with gradients that are not."""
+    alone = Check("planted", "two layers", functools.partial(step.one_model, step.PLAIN, "eager"))
+    pair = next(c for c in ranks.checks(Machine("cpu", 2)) if c.name.startswith("llama tp=2"))
+    only(monkeypatch, *(alone, pair)[: len(ways)])
+    status, found, printed = ran("planted")
+    assert status == 0 and sum(row["verdict"] == "ok" for row in found["rows"]) == len(ways), printed
+    monkeypatch.setattr(Executor, "train_step", doubled)
+    status, found, printed = ran("planted")
+    words = [row["words"] for row in found["rows"] if row["verdict"] == FAILED]
+    assert status == 1 and len(words) == len(ways) and all("differs from one process" in text for text in words), (
+        printed
+    )
+
+
+def test_every_cell_is_laid_out_for_eight_gpus() -> None:
+    """Nothing is run: names are unique, and what is asked for exists."""
+    machine = Machine("cuda", 8)
+    for name, section in command.SECTIONS.items():
+        names = [check.name for check in section(machine)]
+        assert names and len(set(names)) == len(names), name
+    cells = [c.name for c in ranks.cells()]
+    assert {"t5 pp=2 1f1b", "llama pp=2 seq1f1b", "llama cp=4 hybrid"} <= set(
+        cells
+    ) and "t5 pp=2 tera_pipe" not in cells
 
 
 def test_sections_that_do_not_exist(capsys: pytest.CaptureFixture[str]) -> None:

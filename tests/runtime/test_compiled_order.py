@@ -69,15 +69,23 @@ def shared(call: Any, x: Any, a: Any, p: Any) -> list[Any]:
     return [early, call(aten.mul.Tensor, x, gathered)]
 
 
-def test_what_is_needed_early_is_not_fused_with_what_waits(groups: Groups) -> None:
-    assert calls(groups, [(8, 8), (8, 8), (4, 8)], shared) == "gather mm wait"
+Shapes = list[tuple[int, ...]]
+CASES: dict[str, tuple[Shapes, Callable[..., Any], str]] = {
+    "what is needed early is not fused with what waits": ([(8, 8), (8, 8), (4, 8)], shared, "gather mm wait"),
+    "products run while a collective is on its way": (
+        [(8, 8), (8, 8), (8, 8), (4, 8)],
+        layer,
+        "gather mm reduce mm mm wait wait mm",
+    ),
+    "reduce-scatters end while others are on their way": (
+        [(8, 8)] * 6,
+        gradients,
+        "mm scatter mm scatter mm scatter wait mm scatter wait mm scatter wait wait wait",
+    ),
+}
 
 
-def test_products_run_while_a_collective_is_on_its_way(groups: Groups) -> None:
-    found = calls(groups, [(8, 8), (8, 8), (8, 8), (4, 8)], layer)
-    assert found == "gather mm reduce mm mm wait wait mm"
-
-
-def test_reduce_scatters_end_while_others_are_on_their_way(groups: Groups) -> None:
-    found = calls(groups, [(8, 8)] * 6, gradients)
-    assert found == "mm scatter mm scatter mm scatter wait mm scatter wait mm scatter wait wait wait"
+@pytest.mark.parametrize("name", CASES)
+def test_order(groups: Groups, name: str) -> None:
+    shapes, build, expected = CASES[name]
+    assert calls(groups, shapes, build) == expected
