@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import autopar
+from autopar.cost.hardware import DEVICES
 from autopar.cost.memory import memory
 from autopar.runtime import groups as group_making
 from tests.benchmarks.common import Workload
@@ -51,9 +52,6 @@ TINY = Workload(hidden=64, layers=2, inner=128, heads=4, vocab=256, batch=2, len
 ENOUGH = 60 * 2**30  # bytes of a GPU that holds four rows
 ROUNDS, WARMUP = 8, 3
 MOST = 1.25  # of the plan's peak
-# Products per second in bfloat16 without sparsity, as their makers say, by a part of the name.
-PEAKS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "GH200": 989e12, "A100": 312e12, "L40S": 362e12,
-         "RTX 4090": 165e12, "B200": 2250e12}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ def speed_checks(machine: Machine) -> list[Check]:
     runs += [Run("inductor")] if machine.is_gpu else []
     if most > 1 and not machine.quick:
         runs += [Run(backend, most) for backend in (("eager", "inductor") if machine.is_gpu else ("eager",))]
-    return [Check("speed", f"llama {r}", functools.partial(speed, r), r.ranks, 240.0) for r in runs]
+    return [Check("speed", f"llama {r}", functools.partial(speed, r), r.ranks, 400.0) for r in runs]
 
 
 def speed(run: Run, machine: Machine) -> Iterator[Row]:
@@ -160,8 +158,8 @@ def product_rate(weights: int, tokens: float, work: Workload, seconds: float) ->
     weights -= work.vocab * work.hidden  # the table is looked up
     rate = tokens * (6 * weights + 6 * work.layers * work.hidden * work.length) / seconds
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    peak = next((p for part, p in PEAKS.items() if part in name), None)
-    return f"{rate / 1e12:.3g} TFLOP/s" + (f", {rate / peak:.0%} of the peak" if peak else "")
+    known = next((d for d in DEVICES.values() if d.name in name), None)
+    return f"{rate / 1e12:.3g} TFLOP/s" + (f", {rate / known.flops:.0%} of an {known.name}'s" if known else "")
 
 
 def memory_row(what: str, parallel: Any, machine: Machine) -> Row:

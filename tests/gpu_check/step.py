@@ -19,6 +19,8 @@ from tests.plain_models import Net, build, numbers
 MODELS = ("llama", "gpt2", "mixtral", "gpt_oss", "t5", "bert")
 CPU_MODELS = ("gpt2", "mixtral")
 PLAIN = "two layers"
+# In bfloat16 they differ by rounding alone: tokens near a tie go to other experts, and T5 does not scale its scores.
+DELICATE = ("mixtral", "gpt_oss", "t5")
 
 
 def checks(machine: Machine) -> list[Check]:
@@ -28,18 +30,22 @@ def checks(machine: Machine) -> list[Check]:
     pairs += [
         (name, "inductor") for name in ((PLAIN, *MODELS) if machine.is_gpu else () if machine.quick else (PLAIN,))
     ]
-    return [Check("step", f"{name} {backend}", functools.partial(one_model, name, backend)) for name, backend in pairs]
+    return [
+        Check("step", f"{name} {backend}", functools.partial(one_model, name, backend), seconds=300.0)
+        for name, backend in pairs
+    ]
 
 
 def one_model(name: str, backend: str, machine: Machine) -> Iterator[Row]:
-    """In float64 against one process, in bfloat16 against it as far as roundings let; then steps that do not wait."""
+    """In float64 against one process, in fewer bits as far as roundings let; then steps that do not wait."""
     what, mesh = f"{name} {backend}", autopar.init_mesh(machine.device, dp=1)
     warnings.filterwarnings("ignore")
     precise = functools.partial(verified, name, backend, torch.float64, mesh, what)
     yield from guarded(what, "float64 equals one process", precise)
     if machine.is_gpu:
-        rounded = functools.partial(verified, name, backend, torch.bfloat16, mesh, what)
-        yield from guarded(what, "bfloat16 near one process", rounded)
+        dtype = torch.float32 if name in DELICATE else torch.bfloat16
+        rounded = functools.partial(verified, name, backend, dtype, mesh, what)
+        yield from guarded(what, "rounded, near one process", rounded)
     yield from guarded(what, "no step waits", functools.partial(unwatched, name, backend, mesh, what, machine))
 
 
