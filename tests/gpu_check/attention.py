@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from autopar.ops import kernels
+from autopar.ops.kernels.kernel import Grads
 from tests.gpu_check.attention_cases import EVERYWHERE, Case, cases, facts, plain_math, tensors
 from tests.gpu_check.processes import Check, Machine
 from tests.gpu_check.rows import Row, guarded, judged
@@ -88,7 +89,7 @@ def sum_of(parts: list[Tensor]) -> Tensor:
     return torch.stack(parts).sum(0)
 
 
-def some(grads: kernels.Grads) -> list[Tensor]:
+def some(grads: Grads) -> list[Tensor]:
     """Gradients without that of the bias."""
     return [x for x in grads if x is not None]
 

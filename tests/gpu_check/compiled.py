@@ -87,7 +87,7 @@ def speed(run: Run, machine: Machine) -> Iterator[Row]:
     weights = sum(p.numel() for p in model.parameters())
     parallel = None
     if run.backend != "plain":
-        parallel = autopar.parallelize(model, mesh, backend=run.backend, **({"zero": 3} if run.ranks > 1 else {}))
+        parallel = autopar.parallelize(model, mesh, backend=run.backend, zero=3 if run.ranks > 1 else 0)
         del model
         step: Callable[[], Any] = functools.partial(_ours, parallel, batch)
     else:

@@ -62,7 +62,7 @@ class Check:
 def run_checks(checks: Sequence[Check], machine: Machine, together: int) -> Iterator[tuple[Check, Row | float]]:
     """Rows as they come, some checks side by side; behind those of a check, its seconds. A failed row for each process
     that raises, dies or is not done in time."""
-    waiting, running = list(checks), []
+    waiting, running = list(checks), list[_World]()
     with tempfile.TemporaryDirectory(prefix="autopar-gpu-check-") as folder:
         try:
             while waiting or running:

@@ -56,7 +56,7 @@ def test_what_is_right(ran: Ran) -> None:
 
 def backward_with_a_wrong_sign(self: CpuFlash, *given: Any) -> tuple[Tensor | None, ...]:
     q, *others = right_backward(self, *given)
-    return -q, *others  # type: ignore[operator]
+    return -q, *others
 
 
 right_backward = CpuFlash.backward
