@@ -52,7 +52,8 @@ class FailureBoard:
         self._told: dict[str, str] = {}  # what we say, by kind
         self.doing = ""  # the call of autopar that this rank is in, unless it waits for others there
         self._line = Line(store, timeout)
-        self._line.ask(lambda store: store.check([keys]))  # connects now, and not when something has failed
+        if self._everybody:
+            self._line.ask(lambda store: store.check([keys]))  # connects now, and not when something has failed
         self.thread = threading.get_ident()  # of the training loop: where calls of autopar come from
         self._noticed, self._ends = threading.Event(), False
         doing = lambda: self.doing  # noqa: E731
