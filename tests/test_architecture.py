@@ -44,7 +44,12 @@ FLOORS: tuple[set[str], ...] = (
 UNKNOWN_TO = {"runtime": {"compile", "planner", "passes", "report"}}
 
 SMALL_LIBRARIES = {"torch", "numpy", "safetensors", "rich", "tqdm", "autopar"}
-EXTRA_LIBRARIES = {"models": {"transformers", "accelerate"}, "passes": set(), "runtime": set(), "core": {"flash_attn"}}
+EXTRA_LIBRARIES = {
+    "models": {"transformers", "accelerate"},
+    "passes": set(),
+    "runtime": set(),
+    "core": {"flash_attn", "triton"},
+}
 
 # Only here process groups are made.
 MAKES_GROUPS = {"runtime/groups.py"}

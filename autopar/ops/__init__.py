@@ -3,7 +3,8 @@ that is itself an `autopar::` operator, so that joint graphs keep single nodes.
 
 attention, facts, kernels     softmax attention that knows facts about its mask, and who computes it
 cross_entropy, vocabulary     losses by row, and with embeddings over a cut vocabulary
-dropout, eager_dropout        masks that depend on a seed and positions alone, in graphs and in eager runs
+dropout, fused_dropout        masks that depend on a seed and positions alone; on GPUs as one kernel of Triton
+eager_dropout                 the same masks in eager runs
 collectives                   what moves between ranks, by the name of an axis
 moe, cache, gradient, checked, watch      experts, keys of earlier slices, own backwards, reports, ranges
 

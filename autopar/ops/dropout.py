@@ -8,11 +8,16 @@ has to be saved: the backward is the same operator on the gradient.
     row    = mix(mix(global row index, key 0) + key 1)       one word per index of all dims but the last
     column = mix(global column index, key 2)                 one word per index of the last dim
     hash   = mix(row + column)                               one mix per element; 24 bits of it are compared with p
+
+On GPUs all of it is one kernel where Triton runs (`autopar.ops.fused_dropout`), with the same bits.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,6 +78,8 @@ def keep_mask(
     device = seed.device
     whole = list(shape) or list(local_shape)
     assert len(whole) == len(local_shape), f"dropout: global shape {whole} for a tensor of shape {local_shape}"
+    if (fused := fused_on(device)) and fused.takes(local_shape):
+        return fused.mask(local_shape, seed, p, site, index, shape)
     axes = list(index) or [_whole(size, device) for size in local_shape]
     if not whole:  # a scalar is a row of one element
         whole, axes = [1], [_whole(1, device)]
@@ -88,6 +95,28 @@ def keep_mask(
     return (_shift_right(hashed, 32 - _BITS) >= round(p * (1 << _BITS))).reshape(tuple(local_shape))
 
 
+def fused_on(device: torch.device) -> Any:
+    """`autopar.ops.fused_dropout`, where it runs on a device; else None."""
+    return _fused(device) if device.type == "cuda" else None
+
+
+@functools.cache
+def _fused(device: torch.device) -> Any:
+    """Tried once: Triton may be there, and the compiler that it calls not."""
+    try:
+        module = importlib.import_module("autopar.ops.fused_dropout")
+        module.mask((1, 1), torch.zeros((), dtype=torch.int64, device=device), 0.5, 0, [], [])
+    except Exception as error:
+        why = str(error).strip().partition("\n")[0]
+        warnings.warn(
+            f"dropout: Triton does not run on {device} ({type(error).__name__}: {why}), so each mask takes a dozen "
+            "kernels instead of one; its bits are the same",
+            stacklevel=2,
+        )
+        return None
+    return module
+
+
 @torch.library.custom_op(
     "autopar::dropout",
     mutates_args=(),
@@ -97,6 +126,8 @@ def dropout(x: Tensor, seed: Tensor, p: float, site: int, index: list[Tensor], s
     """Zero each element of ``x`` with probability ``p``, scale the others by 1 / (1 - p). p = 1 gives zeros."""
     if p >= 1.0:
         return torch.zeros_like(x, memory_format=torch.contiguous_format)
+    if (fused := fused_on(x.device)) and fused.takes(x.shape, x.dtype):
+        return fused.dropped(x, seed.to(x.device), p, site, index, shape)
     keep = keep_mask(x.shape, seed.to(x.device), p, site, index, shape)
     return (x * keep).mul_(1.0 / (1.0 - p)).contiguous()
 

@@ -13,15 +13,15 @@ import torch
 
 import autopar.api  # what is imported before the fork, no check has to import
 import autopar.models.tiny
-from tests.gpu_check import attention, compiled, experts, facts, ranks, step
+from tests.gpu_check import attention, compiled, dropout, experts, facts, ranks, step
 from tests.gpu_check.processes import Check, Machine, answer, run_checks
 from tests.gpu_check.rows import FAILED, Row, table, write_json
 
 SECTIONS: dict[str, Callable[[Machine], Sequence[Check]]] = {
     "facts": facts.checks,
     "kernels": attention.checks,
-    "experts": experts.expert_checks,
-    "dropout": experts.dropout_checks,
+    "experts": experts.checks,
+    "dropout": dropout.checks,
     "step": step.checks,
     "ranks": ranks.checks,
     "order": compiled.order_checks,

@@ -51,7 +51,7 @@ def test_what_is_right(ran: Ran) -> None:
         "cpu_flash float64",
         "math bfloat16",
     }
-    assert "[dropout 1/1] bits of masks: 50 rows" in printed and "FAILED" not in printed
+    assert "[dropout 1/2] bits of masks: 50 rows" in printed and "FAILED" not in printed
 
 
 def backward_with_a_wrong_sign(self: CpuFlash, *given: Any) -> tuple[Tensor | None, ...]:
