@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import warnings
 from typing import Any
 
 import torch
@@ -16,8 +17,20 @@ from torch import Tensor
 
 @functools.cache
 def installed() -> bool:
-    """Whether the package is there."""
-    return importlib.util.find_spec("flash_attn") is not None
+    """Whether the package is there and can be used: imported once, since other packages share its name, and builds for
+    another torch do not load. Says so, once, where it cannot."""
+    if importlib.util.find_spec("flash_attn") is None:
+        return False
+    try:
+        version = str(importlib.import_module("flash_attn").__version__)
+        _interface()
+        right = (2, 7) <= tuple(int(number) for number in version.split(".")[:2]) < (3,)
+        why = "" if right else f"version {version}; 2.7 or later is needed, and not 3"
+    except Exception as error:
+        why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    if why:
+        warnings.warn(f"attention: the package flash_attn is there, but cannot be used ({why})", stacklevel=2)
+    return not why
 
 
 @functools.cache
@@ -56,7 +69,8 @@ def flash_backward(
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
     _interface()._flash_attn_backward(
         _swap(grad), q, k, v, _swap(out), lse, *grads, dropout_p=0.0, softmax_scale=scale, causal=causal,
-        **_window(causal, window), softcap=softcap, alibi_slopes=None, deterministic=False,
+        **_window(causal, window), softcap=softcap, alibi_slopes=None,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
     to_q, to_k, to_v = map(_swap, grads)
     return to_q, to_k, to_v

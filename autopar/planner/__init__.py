@@ -6,6 +6,7 @@ attention_choice              algorithms and layouts of attention over ranks
 stages, units, balance        where a pipeline is cut, and by which schedule (schedule_choice)
 slice_lengths, tera_pipe_slices      lengths of token slices
 step_order                    the order of actions, and who holds which parameter
+kernel_notes                  attentions that GPUs have no fused kernel for
 option_checks, plan_fits      options and plans that fit neither mesh nor graph, refused
 
 Stands on costs and rules; knows no pass. `autopar.compile` imports it.

@@ -20,6 +20,7 @@ from autopar.plan import UNCLEAR, ParameterPlan, Plan, Stream, graph_digest
 from autopar.planner.batch_dims import decide_batch_dims
 from autopar.planner.closure import Analysis
 from autopar.planner.context_parallel import ContextPlan, plan_context
+from autopar.planner.kernel_notes import kernel_notes
 from autopar.planner.option_checks import check_names, check_used
 from autopar.planner.plan_fits import check_fits
 from autopar.planner.slice_lengths import best_lengths, slice_lengths, slice_unit, token_count
@@ -76,7 +77,7 @@ def make_plan(
     dims = _batch_dims(gm, mesh, asked, fixed)
     inputs = _inputs(gm, mesh, options.micro_batches, dims)
     streams += tuple(context.streams)
-    notes += context.notes
+    notes += [*context.notes, *kernel_notes(gm)]
     plan = Plan(
         mesh, digest, options, parameters, inputs, streams, tuple(notes), weight_pieces=pieces,
         attention=context.attention, batch_dims=dims,

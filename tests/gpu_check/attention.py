@@ -11,6 +11,7 @@ from torch import Tensor
 
 from autopar.ops import kernels
 from autopar.ops.kernels.kernel import Grads
+from tests.gpu_check import attention_order
 from tests.gpu_check.attention_cases import EVERYWHERE, Case, cases, facts, plain_math, tensors
 from tests.gpu_check.processes import Check, Machine
 from tests.gpu_check.rows import Row, guarded, judged
@@ -22,14 +23,15 @@ PARTS = ("out", "lse", "q", "k", "v")
 
 
 def checks(machine: Machine) -> list[Check]:
-    """A process for each kernel and dtype."""
+    """A process for each kernel and dtype; and one for what is taken."""
     names = ("flash_attn", "cudnn", "cuda_flash", "cuda_efficient", "math") if machine.is_gpu else ("cpu_flash", "math")
     dtypes = (torch.bfloat16, torch.float16, torch.float32) if machine.is_gpu else (torch.float64, torch.bfloat16)
-    return [
+    every = [
         Check("kernels", _title(name, dtype), functools.partial(one_kernel, name, dtype), seconds=150.0)
         for name in names
         for dtype in dtypes
     ]
+    return [*every, Check("kernels", attention_order.WHAT, attention_order.order, seconds=150.0)]
 
 
 def _title(name: str, dtype: torch.dtype) -> str:

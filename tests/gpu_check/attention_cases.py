@@ -20,21 +20,26 @@ NO_FACTS: dict[str, Any] = {
 LENGTHS, WIDTHS, HEADS = (1, 17, 33, 128, 2048), (8, 20, 40, 64, 128, 256), ((4, 4), (4, 2), (6, 1))
 USUAL = (64, (4, 2))  # width and heads with which every mask is tried
 EVERYWHERE = ("plain", "causal", "later queries")  # masks that are tried with every width and number of heads
+# Widths of queries and values that few kernels take as they are: they are padded, or taken by another one.
+UNUSUAL = ((20, 12), (37, 37), (192, 128), (203, 203), (300, 64))
+PADDED = ("causal", "softcap", "padding")
 MORE = 9  # keys beyond the queries
 BATCH = 2
 
 
 @dataclass(frozen=True)
 class Case:
-    """``heads``: of queries and of keys."""
+    """``heads``: of queries and of keys. ``values``: their width, 0 for that of the queries."""
 
     mask: str
     length: int
     width: int
     heads: tuple[int, int]
+    values: int = 0
 
     def __str__(self) -> str:
-        return f"{self.mask}, length {self.length}, width {self.width}, heads {self.heads[0]}/{self.heads[1]}"
+        width = f"width {self.width}" + (f" and {self.values}" if self.values else "")
+        return f"{self.mask}, length {self.length}, {width}, heads {self.heads[0]}/{self.heads[1]}"
 
     @property
     def keys(self) -> int:
@@ -43,8 +48,8 @@ class Case:
 
 
 def cases(short: bool, quick: bool) -> Iterator[Case]:
-    """All masks at the usual width; all widths and heads with few masks. short: what a CPU has done in seconds; quick:
-    even less."""
+    """All masks at the usual width; all widths and heads with few masks; unusual widths. short: what a CPU has done in
+    seconds; quick: even less."""
     lengths, widths = (LENGTHS[1:2], WIDTHS[:2]) if quick else (LENGTHS[:3], WIDTHS[:4]) if short else (LENGTHS, WIDTHS)
     for length in lengths:
         yield from (Case(mask, length, *USUAL) for mask in MASKS)
@@ -52,6 +57,8 @@ def cases(short: bool, quick: bool) -> Iterator[Case]:
             for heads in HEADS[::2] if short else HEADS:
                 if (width, heads) != USUAL:
                     yield from (Case(mask, length, width, heads) for mask in EVERYWHERE)
+        for width, values in UNUSUAL[:1] if quick else UNUSUAL:
+            yield from (Case(mask, length, width, HEADS[1], values) for mask in PADDED)
 
 
 def _allowed(case: Case, g: torch.Generator) -> Tensor:
@@ -91,10 +98,9 @@ MASKS: dict[str, Callable[[Case, torch.Generator], dict[str, Any]]] = {
 
 def tensors(case: Case, keys: int, dtype: torch.dtype, device: str) -> list[Tensor]:
     """q, k, v and the gradient of out."""
-    g, (hq, hk) = seeded(case), case.heads
-    shapes = [
-        (BATCH, heads, n, case.width) for heads, n in ((hq, case.length), (hk, keys), (hk, keys), (hq, case.length))
-    ]
+    g, (hq, hk), values = seeded(case), case.heads, case.values or case.width
+    sizes = ((hq, case.length, case.width), (hk, keys, case.width), (hk, keys, values), (hq, case.length, values))
+    shapes = [(BATCH, *size) for size in sizes]
     return [torch.randn(shape, generator=g).to(device, dtype) for shape in shapes]
 
 

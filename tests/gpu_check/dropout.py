@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from autopar.ops.dropout import fused_on, keep_mask
+from tests.gpu_check.clock import milliseconds
 from tests.gpu_check.processes import Check, Machine
 from tests.gpu_check.rows import NOT_APPLICABLE, OK, Row, guarded, judged
 
@@ -120,19 +121,7 @@ def timed(device: str) -> Row:
     """Over that of a copy, which reads and writes as much."""
     x, seed = torch.ones(WIDE, dtype=torch.bfloat16, device=device), torch.tensor(7, device=device)
     out = torch.empty_like(x)
-    took = [milliseconds(call) for call in (lambda: ops.dropout(x, seed, 0.1, 0, [], []), lambda: out.copy_(x))]
+    calls = (lambda: ops.dropout(x, seed, 0.1, 0, [], []), lambda: out.copy_(x))
+    took = [milliseconds(call, is_gpu=True) for call in calls]
     words = f"{took[0]:.3f} ms, a copy {took[1]:.3f} ms"
     return Row("time of dropout", f"bfloat16 {list(WIDE)}", OK, took[0] / took[1], "copies", words)
-
-
-def milliseconds(call: Callable[[], object]) -> float:
-    """Of a call, by the GPU's clock; the mean of 20."""
-    for _ in range(3):
-        call()
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(20):
-        call()
-    stop.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(stop) / 20

@@ -50,6 +50,7 @@ def test_what_is_right(ran: Ran) -> None:
     assert {row["what"] for row in found["rows"] if row["section"] == "kernels"} >= {
         "cpu_flash float64",
         "math bfloat16",
+        "kernel that is taken",
     }
     assert "[dropout 1/2] bits of masks: 50 rows" in printed and "FAILED" not in printed
 

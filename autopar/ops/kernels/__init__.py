@@ -1,6 +1,6 @@
 """Kernels of `autopar::attention`: a table from name to kernel, of which the first that applies computes.
 
-    flash_attn, cudnn, cuda_flash, cuda_efficient    fused, on CUDA
+    flash_attn, cudnn, cuda_flash, cuda_efficient    fused, on CUDA; in the order of the chip (`chips`)
     cpu_flash                                        fused, on CPUs
     math                                             plain matrix products: everything
 
@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from autopar.ops.kernels.chips import Chip, chip_of
 from autopar.ops.kernels.cpu import CpuFlash
-from autopar.ops.kernels.cuda import CudaEfficient, CudaFlash, Cudnn, FlashAttn
+from autopar.ops.kernels.cuda import CudaEfficient, CudaFlash, Cudnn, FlashAttn, Fused
 from autopar.ops.kernels.kernel import HUGE, NEVER, Grads, Kernel, note_blocked_rows, sum_to, wide
 from autopar.ops.kernels.plain import Math, Meta
 from autopar.registry import Registry
@@ -29,11 +30,11 @@ if TYPE_CHECKING:
     from autopar.ops.facts import Facts
 
 __all__ = [
-    "KERNELS", "Kernel", "backward", "choose_kernel", "forward", "note_blocked_rows", "sum_to", "using", "with_sinks",
-    "wide",
+    "KERNELS", "Kernel", "backward", "choose_kernel", "expected_kernel", "forward", "note_blocked_rows", "sum_to",
+    "using", "with_sinks", "wide",
 ]  # fmt: skip
 
-KERNELS: Registry[Kernel] = Registry("attention kernel")  # in the order of preference
+KERNELS: Registry[Kernel] = Registry("attention kernel")  # in the order of preference, those of a chip aside
 for _kernel in (Meta(), FlashAttn(), Cudnn(), CudaFlash(), CudaEfficient(), CpuFlash(), Math()):
     KERNELS.add(_kernel.name, _kernel)
 
@@ -54,7 +55,7 @@ def choose_kernel(q: Tensor, k: Tensor, v: Tensor, facts: Facts, bias_gradient: 
     """The kernel for these tensors and facts; with ``bias_gradient`` one that differentiates the bias."""
     if facts.lift is not None:
         return KERNELS["math"]
-    for kernel in _forced[-1:] or (kernel for _, kernel in KERNELS.items()):
+    for kernel in _forced[-1:] or _in_order(q.device):
         if (kernel.bias_gradient or not bias_gradient) and kernel.applies(q, k, v, facts):
             return kernel
     raise ValueError(
@@ -62,6 +63,23 @@ def choose_kernel(q: Tensor, k: Tensor, v: Tensor, facts: Facts, bias_gradient: 
         f"{list(k.shape)} of {q.dtype} on {q.device.type} with these facts"
         f"{' and a gradient of the bias' if bias_gradient else ''}; leave the choice open or use 'math'"
     )
+
+
+def _in_order(device: torch.device) -> Iterator[Kernel]:
+    """On a GPU those of its chip first."""
+    if device.type == "cuda":
+        yield from (KERNELS[name] for name in chip_of(device).kernels)
+    yield from (kernel for _, kernel in KERNELS.items())
+
+
+def expected_kernel(chip: Chip, q: Tensor, k: Tensor, v: Tensor, facts: Facts, without: tuple[str, ...] = ()) -> str:
+    """The name of the kernel that a GPU with this chip will take, by shapes, dtypes and facts: tensors may be without
+    data. ``without``: kernels that are not installed, or off."""
+    for name in chip.kernels:
+        kernel = KERNELS[name]
+        if name not in without and isinstance(kernel, Fused) and kernel.takes(q, k, v, facts, chip):
+            return name
+    return "math"
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, Tensor]:

@@ -1,24 +1,26 @@
 """Fused attention on CUDA: the flash-attn package, and torch's cuDNN, flash and memory-efficient operators.
 
-    kernel           dtypes        mask                                          head width          GQA
-    flash_attn       half          causal, window, softcap; last on last         x8, <= 256          native
-    cudnn            half          causal of a square                            x8, <= 128          expanded
-    cuda_flash       half          causal; last on last                          x8, <= 256          expanded
-    cuda_efficient   half, fp32    anything as an additive mask                  x8 half, x4 fp32    expanded
+    kernel           dtypes        mask                                          widths (others are padded)   GQA
+    flash_attn       half          causal, window, softcap; last on last         x8, q = v, <= 256            native
+    cudnn            half          causal of a square                            x8, <= 128; 192 with 128     native
+    cuda_flash       half          causal; last on last                          x8, q = v, <= 256            native
+    cuda_efficient   half, fp32    anything as an additive mask                  x8 half, x4 fp32             expanded
 
 "Last on last": the kernel's triangle ends where the last query stands at the last key. Each docstring says what its
-operator needs.
+operator needs; which of them a chip has, and the order, is in `autopar.ops.kernels.chips`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from abc import abstractmethod
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.adapters import flash_attn
+from autopar.ops.kernels.chips import CUDNN_ERRS, LITTLE_SHARED_MEMORY, Chip, chip_of
 from autopar.ops.kernels.kernel import (
     HALF,
     NEVER,
@@ -41,20 +43,81 @@ def _on_cuda(q: Tensor) -> bool:
     return q.is_cuda
 
 
-def _modern(q: Tensor) -> bool:
-    """Hopper or later, with cuDNN."""
-    return torch.cuda.get_device_capability(q.device) >= (9, 0) and torch.backends.cudnn.is_available()
+def _up(width: int, unit: int) -> int:
+    return -(-width // unit) * unit
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> bool:
-    """On CUDA, without dropout, and not empty."""
-    return _on_cuda(q) and not facts.dropout and has_size(q, k, v)
+class Fused(Kernel):
+    """A kernel of GPUs. Widths that it does not take are padded with zeros, which change no score and no gradient: the
+    scale is an argument, that of the true width. Subclasses say what they take, and compute it."""
+
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = HALF
+
+    def applies(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> bool:
+        return _on_cuda(q) and self.is_on() and self.takes(q, k, v, facts, chip_of(q.device))
+
+    def is_on(self) -> bool:
+        """Whether it is installed, and the user has not turned it off."""
+        return True
+
+    def takes(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts, chip: Chip) -> bool:
+        """Whether it computes this on a chip, by shapes, dtypes and facts alone."""
+        plain = self.name in chip.kernels and q.dtype in self.dtypes and not facts.dropout and has_size(q, k, v)
+        return plain and self.widths(q, v, chip) is not None and self.masks(q, k, facts, chip)
+
+    @abstractmethod
+    def widths(self, q: Tensor, v: Tensor, chip: Chip) -> tuple[int, int] | None:
+        """Of queries and of values, at least as wide as they are; None if there are none."""
+
+    @abstractmethod
+    def masks(self, q: Tensor, k: Tensor, facts: Facts, chip: Chip) -> bool:
+        """Whether it takes this mask at these lengths."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, Tensor]:
+        wide, value = self._widths(q, v)
+        out, lse = self.run(_fit(q, wide), _fit(k, wide), _fit(v, value), facts)
+        return out[..., : v.shape[-1]], lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: Facts, bias: bool
+    ) -> Grads:
+        wide, value = self._widths(q, v)
+        grad, out = _fit(grad.to(q.dtype), value), _fit(out.to(q.dtype), value)
+        grads = self.run_backward(grad, _fit(q, wide), _fit(k, wide), _fit(v, value), out, lse, facts)
+        to_q, to_k, to_v = (g[..., : x.shape[-1]] for g, x in zip(grads, (q, k, v)))
+        return to_q, to_k, to_v, None
+
+    def _widths(self, q: Tensor, v: Tensor) -> tuple[int, int]:
+        found = self.widths(q, v, chip_of(q.device))
+        assert found is not None, f"attention: {self.name} was given widths {q.shape[-1]} and {v.shape[-1]}"
+        return found
+
+    @abstractmethod
+    def run(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, Tensor]:
+        """`forward` at widths that it takes."""
+
+    @abstractmethod
+    def run_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: Facts
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`backward` at widths that it takes."""
 
 
-def _half(q: Tensor, v: Tensor, widest: int) -> bool:
-    """Half types with a width that half-type kernels take, the same for q and v."""
-    width = q.shape[-1]
-    return q.dtype in HALF and width == v.shape[-1] and width % 8 == 0 and width <= widest
+def _fit(x: Tensor, width: int) -> Tensor:
+    """Padded to a width, with rows at multiples of 16 bytes, as vector loads need them."""
+    if x.shape[-1] < width:
+        return F.pad(x, (0, width - x.shape[-1]))
+    unit = 16 // x.element_size() or 1
+    places = (x.storage_offset(), *(s for s, n in zip(x.stride()[:-1], x.shape) if n > 1))
+    return x if all(place % unit == 0 for place in places) else x.contiguous()
+
+
+def _flash_widths(q: Tensor, v: Tensor, chip: Chip) -> tuple[int, int] | None:
+    """One width for all, up to 256."""
+    width = _up(max(q.shape[-1], v.shape[-1]), 8)
+    if 192 < width <= 224 and not chip.rocm and chip.capability in LITTLE_SHARED_MEMORY:
+        width = 232  # runs as 256
+    return (width, width) if width <= 256 else None
 
 
 def _last_on_last(q: Tensor, k: Tensor, facts: Facts) -> bool:
@@ -62,103 +125,121 @@ def _last_on_last(q: Tensor, k: Tensor, facts: Facts) -> bool:
     return facts.offset == k.shape[2] - q.shape[2] >= 0
 
 
-class FlashAttn(Kernel):
-    """The ``flash-attn`` package (extra ``flash``), if it is installed: tensors [B, S, H, D], GQA as it is, softcap,
-    and windows |i - j| < w as (w - 1, w - 1) around the diagonal that ends at the last key."""
+class FlashAttn(Fused):
+    """The ``flash-attn`` package (extra ``flash``), if it is installed: tensors [B, S, H, D], softcap, and windows
+    |i - j| < w as (w - 1, w - 1) around the diagonal that ends at the last key."""
 
     name = "flash_attn"
 
-    def applies(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> bool:
-        if not (_plain(q, k, v, facts) and _half(q, v, 256) and facts.by_position_alone and not facts.chunk):
-            return False
-        placed = _last_on_last(q, k, facts) or not (facts.causal or facts.window)
-        return placed and flash_attn.installed()
+    def is_on(self) -> bool:
+        return flash_attn.installed()
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, Tensor]:
+    def widths(self, q: Tensor, v: Tensor, chip: Chip) -> tuple[int, int] | None:
+        return _flash_widths(q, v, chip)
+
+    def masks(self, q: Tensor, k: Tensor, facts: Facts, chip: Chip) -> bool:
+        placed = _last_on_last(q, k, facts) or not (facts.causal or facts.window)
+        return placed and facts.by_position_alone and not facts.chunk
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, Tensor]:
         return flash_attn.flash_forward(q, k, v, facts.scale, facts.causal, facts.window, facts.softcap)
 
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: Facts, bias: bool
-    ) -> Grads:
-        grad, out = grad.to(q.dtype), out.to(q.dtype)
+    def run_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: Facts
+    ) -> tuple[Tensor, Tensor, Tensor]:
         known = (facts.scale, facts.causal, facts.window, facts.softcap)
-        return *flash_attn.flash_backward(grad, q, k, v, out, lse.contiguous(), *known), None
+        return flash_attn.flash_backward(grad, q, k, v, out, lse.contiguous(), *known)
 
 
-class Cudnn(Kernel):
-    """`_scaled_dot_product_cudnn_attention`: the causal flag needs as many queries as keys; lse comes and goes as
-    [B, H, S, 1]. On Hopper and later, where it is the fastest of torch's (torch itself prefers it there)."""
+class Cudnn(Fused):
+    """`_scaled_dot_product_cudnn_attention`: the causal flag needs as many queries as keys, of which there are more
+    than one; lse comes and goes as [B, H, S, 1]. It sums in no fixed order."""
 
     name = "cudnn"
 
-    def applies(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> bool:
-        if not (_plain(q, k, v, facts) and _half(q, v, 128) and facts.only_causal and not facts.softcap):
-            return False
-        square = q.shape[2] == k.shape[2] and not facts.offset
-        return (square or not facts.causal) and _modern(q)
+    def is_on(self) -> bool:
+        return torch.backends.cuda.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled()
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, Tensor]:
-        k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
+    def widths(self, q: Tensor, v: Tensor, chip: Chip) -> tuple[int, int] | None:
+        wide, value = _up(q.shape[-1], 8), _up(v.shape[-1], 8)
+        latent = (wide, value) == (192, 128) and (9, 0) <= chip.capability < (11, 0) and chip.cudnn >= 91100
+        return (wide, value) if latent or max(wide, value) <= 128 else None
+
+    def masks(self, q: Tensor, k: Tensor, facts: Facts, chip: Chip) -> bool:
+        square = q.shape[2] == k.shape[2] and not facts.offset
+        lengths = k.shape[2] > 1 and (chip.cudnn > CUDNN_ERRS or q.shape[2] % 128 == k.shape[2] % 128 == 0)
+        return lengths and facts.only_causal and not facts.softcap and (square or not facts.causal)
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, Tensor]:
         out, lse = _aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, facts.causal, False, scale=facts.scale
         )[:2]
         return out, lse.reshape(q.shape[:3])
 
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: Facts, bias: bool
-    ) -> Grads:
-        heads = k.shape[1]
-        k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
+    def run_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: Facts
+    ) -> tuple[Tensor, Tensor, Tensor]:
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
         to_q, to_k, to_v = _aten._scaled_dot_product_cudnn_attention_backward(
-            grad.to(q.dtype), q, k, v, out.to(q.dtype), lse.unsqueeze(-1).contiguous(), seed, seed, None, None, None,
-            q.shape[2], k.shape[2], 0.0, facts.causal, scale=facts.scale,
+            grad, q, k, v, out, lse.unsqueeze(-1).contiguous(), seed, seed, None, None, None, q.shape[2], k.shape[2],
+            0.0, facts.causal, scale=facts.scale,
         )  # fmt: skip
-        return to_q, unexpand(to_k, heads), unexpand(to_v, heads), None
+        return to_q, to_k, to_v
 
 
-class CudaFlash(Kernel):
+class CudaFlash(Fused):
     """`_scaled_dot_product_flash_attention`: the causal triangle ends at the last key."""
 
     name = "cuda_flash"
 
-    def applies(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> bool:
-        if not (_plain(q, k, v, facts) and _half(q, v, 256) and facts.only_causal and not facts.softcap):
-            return False
-        return not facts.causal or _last_on_last(q, k, facts)
+    def is_on(self) -> bool:
+        return torch.backends.cuda.flash_sdp_enabled()
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, Tensor]:
-        k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
+    def widths(self, q: Tensor, v: Tensor, chip: Chip) -> tuple[int, int] | None:
+        return _flash_widths(q, v, chip)
+
+    def masks(self, q: Tensor, k: Tensor, facts: Facts, chip: Chip) -> bool:
+        return facts.only_causal and not facts.softcap and (not facts.causal or _last_on_last(q, k, facts))
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, Tensor]:
         out, lse = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, facts.causal, False, scale=facts.scale)[:2]
         return out, lse
 
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: Facts, bias: bool
-    ) -> Grads:
-        heads = k.shape[1]
-        k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
+    def run_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: Facts
+    ) -> tuple[Tensor, Tensor, Tensor]:
         no_rng = torch.empty(2, dtype=torch.uint64, device=q.device)
         to_q, to_k, to_v = _aten._scaled_dot_product_flash_attention_backward(
-            grad.to(q.dtype), q, k, v, out.to(q.dtype), lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0,
-            facts.causal, no_rng, no_rng.new_empty(()), scale=facts.scale,
+            grad, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, facts.causal, no_rng,
+            no_rng.new_empty(()), scale=facts.scale,
         )  # fmt: skip
-        return to_q, unexpand(to_k, heads), unexpand(to_v, heads), None
+        return to_q, to_k, to_v
 
 
-class CudaEfficient(Kernel):
-    """`_scaled_dot_product_efficient_attention`: its causal triangle begins at the first key. An additive mask has
-    q's dtype and all four dims, and a last stride that is a multiple of 16 entries. lse is as long as the next multiple
-    of 32, and infinite behind the last row, which makes these rows nothing in the backward."""
+class CudaEfficient(Fused):
+    """`_scaled_dot_product_efficient_attention`: its causal triangle begins at the first key. A key head for each query
+    head. An additive mask has q's dtype and all four dims, and a last stride that is a multiple of 16 entries. lse is
+    as long as the next multiple of 32, and infinite behind the last row, which makes these rows nothing in the
+    backward."""
 
     name = "cuda_efficient"
+    dtypes = (*HALF, torch.float32)
 
-    def applies(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> bool:
-        if not _plain(q, k, v, facts) or facts.softcap or q.dtype not in (*HALF, torch.float32):
-            return False
+    def is_on(self) -> bool:
+        return torch.backends.cuda.mem_efficient_sdp_enabled()
+
+    def widths(self, q: Tensor, v: Tensor, chip: Chip) -> tuple[int, int] | None:
+        if q.dtype == torch.bfloat16 and not chip.has_bfloat16:
+            return None
+        if chip.rocm:
+            return _flash_widths(q, v, chip)
         unit = 8 if q.dtype in HALF else 4
-        return q.shape[-1] % unit == 0 and v.shape[-1] % unit == 0
+        return _up(q.shape[-1], unit), _up(v.shape[-1], unit)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, Tensor]:
+    def masks(self, q: Tensor, k: Tensor, facts: Facts, chip: Chip) -> bool:
+        return not facts.softcap
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, Tensor]:
         mask, causal = _aligned_mask(q, k, facts)
         k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
         out, lse = _aten._scaled_dot_product_efficient_attention(
@@ -170,9 +251,9 @@ class CudaEfficient(Kernel):
         empty = empty_rows(mask, lse)
         return out.masked_fill(empty.unsqueeze(-1), 0.0), lse.masked_fill(empty, NEVER)
 
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: Facts, bias: bool
-    ) -> Grads:
+    def run_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: Facts
+    ) -> tuple[Tensor, Tensor, Tensor]:
         heads = k.shape[1]
         mask, causal = _aligned_mask(q, k, facts)
         k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
@@ -180,10 +261,9 @@ class CudaEfficient(Kernel):
         lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=float("inf"))
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
         to_q, to_k, to_v, _ = _aten._scaled_dot_product_efficient_attention_backward(
-            grad.to(q.dtype), q, k, v, mask, out.to(q.dtype), lse, seed, seed, 0.0, [True, True, True, False], causal,
-            scale=facts.scale,
-        )  # fmt: skip
-        return to_q, unexpand(to_k, heads), unexpand(to_v, heads), None
+            grad, q, k, v, mask, out, lse, seed, seed, 0.0, [True, True, True, False], causal, scale=facts.scale
+        )
+        return to_q, unexpand(to_k, heads), unexpand(to_v, heads)
 
 
 def _aligned_mask(q: Tensor, k: Tensor, facts: Facts) -> tuple[Tensor | None, bool]:

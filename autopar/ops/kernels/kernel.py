@@ -67,7 +67,9 @@ def note_blocked_rows(bias: Tensor | None) -> None:
 
 
 def expand_heads(x: Tensor, heads: int) -> Tensor:
-    """k or v with a head for each query head."""
+    """k or v with a head for each query head; a single one is not copied."""
+    if x.shape[1] == 1:
+        return x.expand(-1, heads, -1, -1)
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 

@@ -1,0 +1,69 @@
+"""Which fused kernels of attention a GPU has, and in which order they are tried: data, by compute capability.
+
+    from          chips                         order
+    sm_120        RTX 50, RTX PRO               flash_attn, cuda_flash, cudnn, cuda_efficient
+    sm_110        Thor                          flash_attn, cuda_flash, cudnn, cuda_efficient
+    sm_100        B200, B300                    cudnn, flash_attn, cuda_flash, cuda_efficient
+    sm_90         H100, H200                    cudnn, flash_attn, cuda_flash, cuda_efficient
+    sm_80         A100, A10, L4, RTX 30, 40     flash_attn, cuda_flash, cudnn, cuda_efficient
+    sm_50         V100, T4, ...                 cuda_efficient
+
+`make gpu-check` times the order on the chip that is there.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+CUDNN_FIRST = ("cudnn", "flash_attn", "cuda_flash", "cuda_efficient")
+FLASH_FIRST = ("flash_attn", "cuda_flash", "cudnn", "cuda_efficient")
+
+# torch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: `check_prefer_cudnn_attention` (cuDNN first where
+# the major version is 9 or 10), and the hardware checks (flash and cuDNN from sm_80, memory-efficient from sm_50).
+ORDERS: tuple[tuple[tuple[int, int], tuple[str, ...]], ...] = (
+    ((11, 0), FLASH_FIRST),
+    ((9, 0), CUDNN_FIRST),
+    ((8, 0), FLASH_FIRST),
+    ((5, 0), ("cuda_efficient",)),
+)
+ROCM = ("flash_attn", "cuda_flash", "cuda_efficient")  # AMD's capabilities are other numbers, and MIOpen is not cuDNN
+
+# There flash attention differentiates no widths from 193 to 224: `mha_bwd` of flash_api.cpp, and
+# `check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120`.
+LITTLE_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
+# Up to this version cuDNN errs at lengths that are no multiple of 128: `check_prefer_cudnn_attention`.
+CUDNN_ERRS = 91500
+
+
+@dataclass(frozen=True)
+class Chip:
+    """capability: (major, minor). cudnn: its version as torch has it, 91501 for 9.15.1; 0 without it."""
+
+    capability: tuple[int, int] = (8, 0)
+    cudnn: int = 0
+    rocm: bool = False
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Fused kernels, in the order in which they are tried; plain products are for what none of them takes."""
+        if self.rocm:
+            return ROCM
+        order = next((names for least, names in ORDERS if self.capability >= least), ())
+        return tuple(name for name in order if name != "cudnn" or self.cudnn)
+
+    @property
+    def has_bfloat16(self) -> bool:
+        """Whether torch's memory-efficient kernel takes it."""
+        return self.rocm or self.capability >= (8, 0)
+
+
+@functools.cache
+def chip_of(device: torch.device) -> Chip:
+    """Of a GPU. What is no GPU (tensors without data in tests) counts as one that has all of them."""
+    if device.type != "cuda":
+        return Chip((9, 0), 99999)
+    cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    return Chip(torch.cuda.get_device_capability(device), cudnn or 0, torch.version.hip is not None)
