@@ -263,5 +263,6 @@ def _as_recorded(gm: GraphModule, facts: Mapping[str, Any], wanted: Sequence[boo
     copies: Any = iter(gm.graph.output_node().args[0])  # type: ignore[arg-type]
     # of results there are copies: AOTAutograd returns no views
     results = tuple(numbers[next(copies).args[0]] if there else None for there in facts["there"])
-    gradients = tuple(numbers.get(next(copies)) if w else None for w in wanted)
+    gradients = tuple(numbers.get(x) if w else None for w, x in zip(wanted, copies))  # there is one for every input
+    assert all(x is None for x in copies), "tangents have no gradients"
     return Recorded(tuple(likes), tuple(calls), forward, results, facts["needs"], gradients, facts["several"])
