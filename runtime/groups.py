@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import os
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.adapters.distributed import default_store, rank_table
+from autopar.adapters.distributed import default_store, own_group, rank_table
 from autopar.attention.exchanges import WAYS
 from autopar.ir.mesh import Mesh
 from autopar.runtime import connections
@@ -33,6 +31,7 @@ CONTEXT = "cp"  # the axis that has levels
 
 _meshes: dict[tuple[int, str, Mesh, timedelta], DeviceMesh] = {}
 _parts: dict[tuple[int, str, Mesh, str, timedelta], dist.ProcessGroup | None] = {}  # all but those of the axes
+_named: dict[str, int] = {}  # how many groups have had a name
 _made: dict[Mesh, int] = {}  # how many Groups of a mesh there were: their common name in the store
 
 
@@ -100,10 +99,11 @@ def _init_world(kind: str, timeout: timedelta) -> None:
 
 
 def _make_mesh(mesh: Mesh, kind: str, timeout: timedelta) -> DeviceMesh:
-    """One group per axis and coordinate. Made here and not by torch, which gives subgroups a timeout of 30 minutes."""
+    """This rank's group on each axis. Made here and not by torch, which gives subgroups a timeout of 30 minutes, and makes
+    those of all ranks on every rank."""
     groups = []
     for axis, _ in mesh.axes:
-        mine = _groups_along(mesh, [axis], range(mesh.size(axis)), timeout, f"mesh_{axis}")
+        mine = _group_along(mesh, [axis], range(mesh.size(axis)), timeout, f"mesh_{axis}")
         assert mine is not None, "every rank is in one group of each axis"
         groups.append(mine)
     shape = [size for _, size in mesh.axes]
@@ -114,45 +114,22 @@ def _make_mesh(mesh: Mesh, kind: str, timeout: timedelta) -> DeviceMesh:
     return DeviceMesh.from_group(groups, kind, mesh=table, mesh_dim_names=names)
 
 
-def _groups_along(
+def _group_along(
     mesh: Mesh, axes: Sequence[str], members: Sequence[int], timeout: timedelta, name: str
 ) -> dist.ProcessGroup | None:
-    """New groups of the coordinates ``members`` of joined axes, one for each coordinate of the other axes; returns that
-    of this rank. Every rank of the world must call it."""
-    mine = None
-    for ranks in _all_groups(mesh, axes):
-        chosen = [ranks[i] for i in members]
-        mine = _new_group(chosen, timeout, name) or mine
-    return mine
-
-
-def _new_group(ranks: list[int], timeout: timedelta, name: str) -> dist.ProcessGroup | None:
-    """A group, on its members. Every rank of the world must call it."""
+    """A new group of the coordinates ``members`` of joined axes, if this rank is at one of them; only they take part.
+    Ranks make all their groups in the same order, so none waits in a circle."""
+    rank = dist.get_rank()
+    along = mesh.along(axes, rank)
+    ranks = [along[i] for i in members]
+    if rank not in ranks:
+        return None
+    # Nobody else may have the name; each of its ranks finds the same one, whatever other groups it is in.
+    full = f"autopar/{mesh}/{name}/{min(ranks)}/{timeout.total_seconds():g}"
+    _named[full] = count = _named.get(full, 0) + 1  # a store may outlive a default group, and serve the next
+    make = functools.partial(own_group, ranks, f"{full}/{count}", timeout, name)
     with connections.recorded():
-        group = within(
-            timeout.total_seconds(),
-            lambda: dist.new_group(ranks, timeout=timeout, group_desc=name),
-            f"making the group {name}",
-            range(dist.get_world_size()),
-        )
-    return group if dist.get_rank() in ranks and isinstance(group, dist.ProcessGroup) else None
-
-
-def _all_groups(mesh: Mesh, names: Sequence[str]) -> list[list[int]]:
-    """The ranks that differ in ``names`` only, the first of them slowest, for all coordinates of the other axes."""
-    table = np.arange(mesh.world_size).reshape([size for _, size in mesh.axes])
-    dims = [list(mesh.sizes).index(name) for name in names]
-    size = math.prod(mesh.size(name) for name in names)
-    groups: list[list[int]] = np.moveaxis(table, dims, range(-len(dims), 0)).reshape(-1, size).tolist()
-    return groups
-
-
-def _ranks_of(mesh: Mesh, names: Sequence[str], rank: int) -> list[int]:
-    """The ranks that share every coordinate with ``rank`` but those of ``names``; the first name varies slowest."""
-    here = mesh.coordinate(rank)
-    coordinates = {r: mesh.coordinate(r) for r in range(mesh.world_size)}
-    inside = [r for r, c in coordinates.items() if all(c[a] == v for a, v in here.items() if a not in names)]
-    return sorted(inside, key=lambda r: [coordinates[r].get(n, 0) for n in names])
+        return within(timeout.total_seconds(), make, f"making the group {name}", ranks)
 
 
 def _parts_of(axis: str, count: int) -> list[range]:
@@ -224,7 +201,7 @@ class Groups:
     def _find_levels(self) -> dict[str, str]:
         """Level -> the axis, or the subset that this rank is in: "cp%2" -> "cp[0+1]"."""
         count, here = self.mesh.size(CONTEXT), self.coordinate.get(CONTEXT, 0)
-        along, found = _ranks_of(self.mesh, [CONTEXT], self.rank), {}
+        along, found = self.mesh.along([CONTEXT], self.rank), {}
         for n in (n for n in range(1, count + 1) if count % n == 0):
             for level in (f"{CONTEXT}%{n}", f"{CONTEXT}/{n}"):
                 part = next(part for part in _parts_of(level, count) if here in part)
@@ -238,7 +215,7 @@ class Groups:
     def _further(self, axis: str, name: str, members: Sequence[int]) -> dist.ProcessGroup | None:
         key = (id(default_store()), self.device_mesh.device_type, self.mesh, name, self.timeout)
         if key not in _parts:
-            _parts[key] = _groups_along(self.mesh, axis.split(","), members, self.timeout, name)
+            _parts[key] = _group_along(self.mesh, axis.split(","), members, self.timeout, name)
         return _parts[key]
 
     def make(self, axes: Iterable[str]) -> None:
@@ -345,7 +322,7 @@ class Groups:
         axis = self._resolved(axis)
         if axis in self._subsets:
             return list(self._subsets[axis])
-        return _ranks_of(self.mesh, axis.split(","), self.rank)
+        return self.mesh.along(axis.split(","), self.rank)
 
     def index(self, axis: str) -> int:
         """My position in ``ranks(axis)``."""

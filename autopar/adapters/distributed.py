@@ -8,6 +8,7 @@ import os
 import re
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -57,6 +58,36 @@ def is_backend_error(error: BaseException) -> bool:
 def group_name(group: dist.ProcessGroup) -> str:
     """Name by which the functional collectives find a group."""
     return str(group.group_name)
+
+
+def own_group(ranks: list[int], name: str, timeout: timedelta, description: str) -> dist.ProcessGroup:
+    """A process group that only ``ranks`` make, this process among them, under a name that nobody else has.
+
+    torch's `new_group` is for all ranks of the world to call, for each group of anybody; its way to let only the
+    members call it names a group by how many a rank has made so far. A communicator of its own even where the default
+    group is bound to a device: a split of that one would need all ranks, too.
+    """
+    world, default = distributed_c10d._world, distributed_c10d._get_default_group()
+    ranks, device = sorted(ranks), default.bound_device_id
+    backend, store = world.pg_map[default]
+    default.bound_device_id = None  # else the group is split off
+    try:
+        group, _ = distributed_c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(default.rank()),
+            ranks,
+            distributed_c10d.Backend(backend),
+            store,
+            distributed_c10d.GroupName(name),
+            timeout=timeout,
+            device_id=device,
+            group_desc=description,
+        )
+    finally:
+        default.bound_device_id = device
+    world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
+    made: dist.ProcessGroup = group
+    return made
 
 
 def rank_table(mesh: DeviceMesh) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -126,6 +126,17 @@ class Mesh:
         for name, size in reversed(self.axes):
             rank, out[name] = divmod(rank, size)
         return {name: out[name] for name, _ in self.axes}
+
+    def along(self, axes: Sequence[str], rank: int) -> list[int]:
+        """The ranks that share every coordinate with ``rank`` but those on ``axes``; the first of them varies slowest."""
+        here, step, strides = self.coordinate(rank), 1, {}
+        for name, size in reversed(self.axes):
+            strides[name], step = step, step * size
+        known = [name for name in axes if name in strides]
+        found = [rank - sum(here[name] * strides[name] for name in known)]
+        for name in known:
+            found = [first + i * strides[name] for first in found for i in range(self.sizes[name])]
+        return found
 
     def coordinates(self) -> Iterator[Mapping[str, int]]:
         return (self.coordinate(rank) for rank in range(self.world_size))

@@ -60,7 +60,7 @@ def connects(groups: Groups) -> None:
 
 def joins() -> list[str]:
     mesh = init_mesh(dp=2, cp=2, tp=2)
-    with patch.object(dist, "new_group") as new:
+    with patch("autopar.runtime.groups.own_group") as new:
         groups = Groups(mesh)
     assert not new.called, "groups of joined axes and levels are made where they are used"
     out = [str(groups.ranks("dp,tp"))]
