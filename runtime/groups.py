@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.adapters.distributed import default_store, own_group, rank_table
+from autopar.adapters.distributed import default_store, group_of_members, rank_table
 from autopar.attention.exchanges import WAYS
 from autopar.ir.mesh import Mesh
 from autopar.runtime import connections
@@ -99,8 +99,8 @@ def _init_world(kind: str, timeout: timedelta) -> None:
 
 
 def _make_mesh(mesh: Mesh, kind: str, timeout: timedelta) -> DeviceMesh:
-    """This rank's group on each axis. Made here and not by torch, which gives subgroups a timeout of 30 minutes, and makes
-    those of all ranks on every rank."""
+    """This rank's group on each axis. Made here and not by torch, which gives subgroups a timeout of 30 minutes and has
+    every rank call for the groups of all."""
     groups = []
     for axis, _ in mesh.axes:
         mine = _group_along(mesh, [axis], range(mesh.size(axis)), timeout, f"mesh_{axis}")
@@ -127,7 +127,7 @@ def _group_along(
     # Nobody else may have the name; each of its ranks finds the same one, whatever other groups it is in.
     full = f"autopar/{mesh}/{name}/{min(ranks)}/{timeout.total_seconds():g}"
     _named[full] = count = _named.get(full, 0) + 1  # a store may outlive a default group, and serve the next
-    make = functools.partial(own_group, ranks, f"{full}/{count}", timeout, name)
+    make = functools.partial(group_of_members, ranks, f"{full}/{count}", timeout, name)
     with connections.recorded():
         return within(timeout.total_seconds(), make, f"making the group {name}", ranks)
 
@@ -172,9 +172,9 @@ class Groups:
 
         cp=4    "cp%2"  {0, 1} {2, 3}  each two neighbours        "cp/2"  {0, 2} {1, 3}  every second rank
 
-    Groups of joined axes and of levels are made when they are first asked for, which every rank of the world must do at
-    the same point. Where stages use different ones, `make` does so ahead: torch's way to let only the members take part
-    (use_local_synchronization) names a group after how many groups a rank has already.
+    Groups of joined axes and of levels are made when they are first asked for. Their members must do so at the same
+    point: ranks make the groups that they share in the same order. Where stages use different ones, `make` does so
+    ahead.
     """
 
     def __init__(self, device_mesh: DeviceMesh):

@@ -60,7 +60,7 @@ def group_name(group: dist.ProcessGroup) -> str:
     return str(group.group_name)
 
 
-def own_group(ranks: list[int], name: str, timeout: timedelta, description: str) -> dist.ProcessGroup:
+def group_of_members(ranks: list[int], name: str, timeout: timedelta, description: str) -> dist.ProcessGroup:
     """A process group that only ``ranks`` make, this process among them, under a name that nobody else has.
 
     torch's `new_group` is for all ranks of the world to call, for each group of anybody; its way to let only the

@@ -128,7 +128,7 @@ class Mesh:
         return {name: out[name] for name, _ in self.axes}
 
     def along(self, axes: Sequence[str], rank: int) -> list[int]:
-        """The ranks that share every coordinate with ``rank`` but those on ``axes``; the first of them varies slowest."""
+        """The ranks that differ from ``rank`` in their coordinates on ``axes`` only; the first axis varies slowest."""
         here, step, strides = self.coordinate(rank), 1, {}
         for name, size in reversed(self.axes):
             strides[name], step = step, step * size

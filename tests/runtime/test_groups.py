@@ -6,13 +6,16 @@ import itertools
 import os
 import time
 import warnings
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
+from multiprocessing import get_context
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the backend
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.ir.mesh import Mesh
@@ -60,7 +63,7 @@ def connects(groups: Groups) -> None:
 
 def joins() -> list[str]:
     mesh = init_mesh(dp=2, cp=2, tp=2)
-    with patch("autopar.runtime.groups.own_group") as new:
+    with patch("autopar.runtime.groups.group_of_members") as new:
         groups = Groups(mesh)
     assert not new.called, "groups of joined axes and levels are made where they are used"
     out = [str(groups.ranks("dp,tp"))]
@@ -79,6 +82,26 @@ def joins() -> list[str]:
 def test_joined_axes_of_a_larger_mesh() -> None:
     ranks, order, unknown = run_ranks(8, joins)[2]
     assert ranks == "[2, 3, 6, 7]" and "in mesh order" in order and "no axis 'xx'" in unknown
+
+
+def groups_of_many() -> tuple[list[list[int]], list[int]]:
+    """Those of rank 5000 of 16,384, and what it is told of others: nobody else is there to take part."""
+    dist.init_process_group("fake", rank=5000, world_size=16384, store=dist.HashStore())
+    groups = Groups(init_mesh("cpu", pp=16, dp=16, cp=8, tp=8))
+    groups.make(["dp,cp", "cp%2"])
+    groups.make_channels(["cp"])
+    groups.make_links((i, i + 1) for i in range(15))
+    made = [dist.get_process_group_ranks(group) for group in list(dist.distributed_c10d._world.pg_names)[1:]]
+    return made, groups.ranks("pp")
+
+
+def test_a_rank_of_many_makes_only_its_own_groups() -> None:
+    with ProcessPoolExecutor(1, get_context("fork")) as alone:
+        made, along = alone.submit(groups_of_many).result(60)
+    # the axes, two levels and joined axes, three ways along cp, links to the stages before and after
+    assert len(made) == 4 + 2 + 3 + 2 and all(5000 in ranks for ranks in made)
+    assert sorted(map(len, made)) == [2, 2, 2, 8, 8, 8, 8, 8, 16, 16, 128]
+    assert along == list(range(5000 % 1024, 16384, 1024))
 
 
 def levels() -> tuple[dict[str, list[int]], str]:
