@@ -42,7 +42,8 @@ def test_order_of_chips() -> None:
 
 def test_what_falls_to_which() -> None:
     assert taken(H100, causal=True, window=3) == "flash_attn" == taken(H100, softcap=30.0, causal=True)
-    assert taken(H100, ("flash_attn",), causal=True, window=3) == "cuda_efficient"
+    assert taken(H100, ("flash_attn",), causal=True, window=3) == "cuda_flash"
+    assert taken(H100, ("flash_attn",), causal=True, chunk=3) == "cuda_efficient"
     assert taken(H100, ("flash_attn",), softcap=30.0) == "math" == taken(H100, dropout=0.1)
     assert taken(H100, dtype=torch.float32) == "cuda_efficient" and taken(H100, dtype=torch.float64) == "math"
     assert taken(H100, width=300) == "cuda_efficient" and taken(H100, width=160, causal=True) == "flash_attn"

@@ -24,20 +24,28 @@ from autopar.adapters import flash_attn
 from autopar.ops import kernels
 from autopar.ops.kernels import KERNELS, cuda
 from autopar.ops.kernels.chips import Chip
-from tests.kernel_cases import CASES, CUDA, HK, HQ, SIZES, B, S, both_ways, compare, facts, tensors
+from tests.kernel_cases import CASES, CUDA, HK, HQ, SIZES, B, S, both_ways, case_of, compare, facts, tensors
 
 INF = float("inf")
 aten = torch.ops.aten
 
 
-def scores_of(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, last: bool, scale: float) -> Tensor:
-    """With the triangle at the first key, or with its end at the ``last``."""
-    scores = q @ k.transpose(-1, -2) * scale
+def scores_of(a: dict[str, Any], flash: bool) -> Tensor:
+    """With the triangle at the first key; of flash attention with its end at the last, and windows around it."""
+    q, k, mask = a["query"], a["key"], a.get("attn_bias")
+    scores = q @ k.transpose(-1, -2) * a["scale"]
     if mask is not None:
         assert mask.shape == scores.shape and mask.stride(-2) % 16 == 0 and mask.stride(-1) == 1
         scores = scores + mask
-    allowed = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(k.shape[2] - q.shape[2] if last else 0)
-    return scores.masked_fill(~allowed, -INF) if causal else scores
+    left, right = a.get("window_size_left", -1), 0 if a["is_causal"] else a.get("window_size_right", -1)
+    return scores.masked_fill(outside(q.shape[2], k.shape[2], left, right, last=flash), -INF)
+
+
+def outside(queries: int, keys: int, left: int, right: int, last: bool) -> Tensor:
+    """What is too far from the diagonal, which ends at the ``last`` key or begins at the first; -1: nothing."""
+    i = torch.arange(queries).unsqueeze(-1) + (keys - queries if last else 0)
+    j = torch.arange(keys)
+    return ((j < i - left) & (left >= 0)) | ((j > i + right) & (right >= 0))
 
 
 def forward_of(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,11 +54,13 @@ def forward_of(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return torch.softmax(scores, -1) @ v, lse.masked_fill(lse == -INF, INF)
 
 
-def backward_of(scores: Tensor, lse: Tensor, a: dict[str, Any], grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def backward_of(scores: Tensor, lse: Tensor, a: dict[str, Any], grad: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of queries, keys, values and scores."""
     weights = torch.exp(scores - lse.unsqueeze(-1))
     delta = (grad * a["out"]).sum(-1, keepdim=True)
-    to_scores = weights * (grad @ a["value"].transpose(-1, -2) - delta) * a["scale"]
-    return to_scores @ a["key"], to_scores.transpose(-1, -2) @ a["query"], weights.transpose(-1, -2) @ grad
+    to_scores = weights * (grad @ a["value"].transpose(-1, -2) - delta)
+    to_q, to_k = to_scores @ a["key"] * a["scale"], to_scores.transpose(-1, -2) @ a["query"] * a["scale"]
+    return to_q, to_k, weights.transpose(-1, -2) @ grad, to_scores
 
 
 class Played:
@@ -58,17 +68,19 @@ class Played:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         schema = getattr(aten, name).default._schema
-        last = "flash" in name
+        flash = "flash" in name
 
         def call(*args: Any, **kwargs: Any) -> Any:
             assert len(args) <= sum(not x.kwarg_only for x in schema.arguments)
             a = {x.name: x.default_value for x in schema.arguments if x.has_default_value()}
             a |= dict(zip((x.name for x in schema.arguments), args)) | kwargs
             assert set(a) == {x.name for x in schema.arguments} and not a["dropout_p"]
+            for operand in ("query", "key", "value", "out", "grad_out") if flash else ():
+                a |= {operand: a[operand].transpose(1, 2)} if operand in a else {}
             heads = a["key"].shape[1]
             check_operands(name, a["query"], a["key"], a["value"])
             a["key"], a["value"] = (x.repeat_interleave(HQ // x.shape[1], 1) for x in (a["key"], a["value"]))
-            scores = scores_of(a["query"], a["key"], a.get("attn_bias"), a["is_causal"], last, a["scale"])
+            scores = scores_of(a, flash)
             if name.endswith("_backward"):
                 lse = a["logsumexp"]
                 assert lse.is_contiguous() and not lse.isneginf().any()
@@ -76,21 +88,23 @@ class Played:
                     assert lse.shape[3:] == (1,)
                     lse = lse.squeeze(-1)
                 if "efficient" in name:
-                    assert lse.shape[2] % 32 == 0 and a["grad_input_mask"] == [True, True, True, False]
+                    assert a["out"].transpose(1, 2).is_contiguous(), "it reads no stride of its rows"
+                    assert lse.shape[2] % 32 == 0 and a["grad_input_mask"][:3] == [True, True, True]
                     assert lse[..., a["query"].shape[2] :].isposinf().all()
                     lse = lse[..., : a["query"].shape[2]]
                 else:
                     assert (a["max_q"], a["max_k"]) == (a["query"].shape[2], a["key"].shape[2])
-                grads = backward_of(scores, lse, a, a.get("grad_out", a.get("grad_out_")))
+                *grads, to_scores = backward_of(scores, lse, a, a.get("grad_out", a.get("grad_out_")))
                 grads = (grads[0], *(x.unflatten(1, (heads, -1)).sum(2) for x in grads[1:]))
-                return (*grads, None) if "efficient" in name else grads
+                grads = tuple(x.transpose(1, 2) for x in grads) if flash else grads
+                return (*grads, to_scores if a["grad_input_mask"][3] else None) if "efficient" in name else grads
             out, lse = forward_of(scores, a["value"])
             if "cudnn" in name:
                 return out, lse.unsqueeze(-1), None
             if "efficient" in name:
                 assert a["compute_log_sumexp"]
                 lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=INF)
-            return out, lse, None
+            return out.transpose(1, 2) if flash else out, lse, None
 
         return call
 
@@ -119,11 +133,8 @@ def played_package() -> types.ModuleType:
     def scores(q: Tensor, k: Tensor, scale: float, causal: bool, left: int, right: int, cap: float) -> Tensor:
         raw = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2) * scale
         raw = torch.tanh(raw / cap) * cap if cap else raw
-        i = torch.arange(q.shape[2]).unsqueeze(-1) + k.shape[2] - q.shape[2]
-        j = torch.arange(k.shape[2])
         right = 0 if causal else right
-        out = ((j < i - left) & (left >= 0)) | ((j > i + right) & (right >= 0))
-        return raw.masked_fill(out, -INF)
+        return raw.masked_fill(outside(q.shape[2], k.shape[2], left, right, last=True), -INF)
 
     def forward(
         q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int,
@@ -185,7 +196,7 @@ FLASH |= {"192 with 128", "between 192 and 224"}
 COMPUTES = {
     "flash_attn": FLASH | {"window", "two-sided window", "softcap", "softcap of an odd width"},
     "cudnn": {"plain", "causal", "sinks", "odd width", "narrower values", "one key head"},
-    "cuda_flash": FLASH,
+    "cuda_flash": FLASH | {"window", "two-sided window"},
     "cuda_efficient": set(CASES) - {"softcap", "dropout", "softcap of an odd width"},
 }
 
@@ -203,6 +214,28 @@ def test_cuda_kernels_on_other_chips(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compare("cudnn", "192 with 128") and not compare("cudnn", "wide")
     on_a(monkeypatch, Chip((9, 0), 91500))
     assert not compare("cudnn", "causal"), "errs at lengths that are no multiple of 128"
+
+
+@pytest.mark.usefixtures("played_cuda")
+@pytest.mark.parametrize("shape", [(1, HQ, S, S), (B, 1, 1, S), (S, S), (S,)], ids=str)
+def test_the_gradient_of_a_bias(shape: tuple[int, ...]) -> None:
+    """Summed over the dims that the bias has once; rows of padding alone give none."""
+    (q, k, v, grad), _ = case_of("odd width")
+    key_mask = torch.arange(S).expand(B, S) < torch.tensor([[0], [17]])
+    known = facts(bias=torch.randn(shape, dtype=torch.float64), causal=True, key_mask=key_mask)
+    found = {}
+    for name in ("math", "cuda_efficient"):
+        with kernels.using(name):
+            out, lse = kernels.forward(q, k, v, known)
+            found[name] = kernels.backward(grad, q, k, v, out, lse, known, True)
+    for left, right in zip(found["cuda_efficient"], found["math"]):
+        torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-12)
+    q, k, v, grad = (x.to("meta", torch.bfloat16) for x in (q, k, v, grad))
+    known = facts(bias=torch.empty(shape, device="meta", dtype=torch.bfloat16))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda, "_aten", aten)
+        to_bias = KERNELS["cuda_efficient"].backward(grad, q, k, v, grad, q[..., 0].float(), known, True)[3]
+    assert to_bias is not None and to_bias.shape == shape
 
 
 @pytest.mark.usefixtures("played_cuda")

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from autopar.ops import dropout
 
@@ -129,7 +130,7 @@ def everything() -> list[Tensor]:
 def test_the_operators_take_it(fused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, which the CPU plays: dropout and its backward are a launch each, attention's masks, too."""
     expected, launched = everything(), []
-    monkeypatch.setattr(dropout, "fused_on", lambda device: fused)
+    monkeypatch.setattr(dropout, "fused_for", lambda x: fused)
     launch = fused._launch
     monkeypatch.setattr(fused, "_launch", lambda out, x, *known: (launched.append(out.dtype), launch(out, x, *known)))
     monkeypatch.setattr(dropout, "_mix", None)
@@ -143,18 +144,21 @@ def test_what_it_does_not_take(fused: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert not fused.takes((1 << 30, 2)) and not fused.takes((1 << 27,)) and not fused.takes((3,), torch.complex64)
     x = numbers(3, 4).to(torch.complex64)
     expected = ops.dropout(x, torch.tensor(3), 0.5, 0, [], [])
-    monkeypatch.setattr(dropout, "fused_on", lambda device: fused)
+    monkeypatch.setattr(dropout, "fused_for", lambda x: fused)
     assert torch.equal(ops.dropout(x, torch.tensor(3), 0.5, 0, [], []), expected)
 
 
-def test_where_it_does_not_run() -> None:
-    """Tried once per device, and said once; the CPU is not asked."""
+def test_where_it_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tried once per device, and said once; neither the CPU nor a tensor without data is asked."""
     dropout._fused.cache_clear()
-    with pytest.warns(
-        UserWarning, match="dropout: Triton does not run on cuda:0 .* takes a dozen kernels instead of one"
-    ):
-        assert dropout.fused_on(torch.device("cuda", 0)) is None
-    assert dropout.fused_on(torch.device("cuda", 0)) is None and dropout.fused_on(torch.device("cpu")) is None
+    cuda = torch.device("cuda", 0)
+    with pytest.warns(UserWarning, match="dropout: Triton does not run on cuda:0 .* dozen kernels instead of one"):
+        assert dropout._fused(cuda) is None
+    assert dropout._fused(cuda) is None
+    monkeypatch.setattr(dropout, "_fused", None)
+    with FakeTensorMode():
+        assert dropout.fused_for(torch.ones(3, device=cuda)) is None
+    assert dropout.fused_for(torch.ones(3)) is None
 
 
 # --- code for GPUs ----------------------------------------------------------------------------------------

@@ -21,9 +21,7 @@ class Attending(nn.Module):
         super().__init__()
         self.kind, width = kind, 37 if kind == "odd width" else 8
         self.project = nn.Linear(8, 3 * 2 * width)
-        self.bias = nn.Parameter(torch.zeros(2, 16, 16)) if "bias" in kind else None
-        if self.bias is not None and kind == "frozen bias":
-            self.bias.requires_grad_(False)
+        self.bias = nn.Parameter(torch.zeros(2, 16, 16)) if kind == "bias" else None
 
     def forward(self, x: Tensor) -> Tensor:
         loss = x.new_zeros(())
@@ -43,9 +41,8 @@ class Attending(nn.Module):
 NOTES = {
     "causal": None,
     "odd width": None,
-    "frozen bias": None,
     "dropout": f"{PLAIN}: no fused kernel draws dropout of probabilities from positions; without it they are fused",
-    "bias": f"{PLAIN}: no fused kernel differentiates a bias",
+    "bias": None,
     "softcap": f"on GPUs fused with the package flash-attn alone (extra flash), else {PLAIN.removeprefix('on GPUs ')}",
 }
 

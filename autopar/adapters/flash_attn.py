@@ -43,7 +43,7 @@ def _swap(x: Tensor) -> Tensor:
     return x.transpose(1, 2)
 
 
-def _window(causal: bool, window: int) -> dict[str, int]:
+def window_sizes(causal: bool, window: int) -> dict[str, int]:
     """How far to the left and to the right of the diagonal; -1: without limit."""
     reach = window - 1 if window else -1
     return {"window_size_left": reach, "window_size_right": 0 if causal else reach}
@@ -54,7 +54,7 @@ def flash_forward(
 ) -> tuple[Tensor, Tensor]:
     """q [B, Hq, Sq, D], k and v [B, Hk, Sk, D] -> out like q, lse [B, Hq, Sq]."""
     out, lse, *_ = _interface()._flash_attn_forward(
-        _swap(q), _swap(k), _swap(v), dropout_p=0.0, softmax_scale=scale, causal=causal, **_window(causal, window),
+        _swap(q), _swap(k), _swap(v), dropout_p=0.0, softmax_scale=scale, causal=causal, **window_sizes(causal, window),
         softcap=softcap, alibi_slopes=None, return_softmax=False,
     )  # fmt: skip
     return _swap(out), lse
@@ -69,7 +69,7 @@ def flash_backward(
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
     _interface()._flash_attn_backward(
         _swap(grad), q, k, v, _swap(out), lse, *grads, dropout_p=0.0, softmax_scale=scale, causal=causal,
-        **_window(causal, window), softcap=softcap, alibi_slopes=None,
+        **window_sizes(causal, window), softcap=softcap, alibi_slopes=None,
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
     to_q, to_k, to_v = map(_swap, grads)

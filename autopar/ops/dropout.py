@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 _BITS = 24  # of the hash that are compared with p: p is honoured to 6e-8
 
@@ -78,7 +79,7 @@ def keep_mask(
     device = seed.device
     whole = list(shape) or list(local_shape)
     assert len(whole) == len(local_shape), f"dropout: global shape {whole} for a tensor of shape {local_shape}"
-    if (fused := fused_on(device)) and fused.takes(local_shape):
+    if (fused := fused_for(seed)) and fused.takes(local_shape):
         return fused.mask(local_shape, seed, p, site, index, shape)
     axes = list(index) or [_whole(size, device) for size in local_shape]
     if not whole:  # a scalar is a row of one element
@@ -95,9 +96,9 @@ def keep_mask(
     return (_shift_right(hashed, 32 - _BITS) >= round(p * (1 << _BITS))).reshape(tuple(local_shape))
 
 
-def fused_on(device: torch.device) -> Any:
-    """`autopar.ops.fused_dropout`, where it runs on a device; else None."""
-    return _fused(device) if device.type == "cuda" else None
+def fused_for(x: Tensor) -> Any:
+    """`autopar.ops.fused_dropout`, where it runs on the device of a tensor that has data; else None."""
+    return _fused(x.device) if x.is_cuda and type(x) in (Tensor, Parameter) else None
 
 
 @functools.cache
@@ -126,7 +127,7 @@ def dropout(x: Tensor, seed: Tensor, p: float, site: int, index: list[Tensor], s
     """Zero each element of ``x`` with probability ``p``, scale the others by 1 / (1 - p). p = 1 gives zeros."""
     if p >= 1.0:
         return torch.zeros_like(x, memory_format=torch.contiguous_format)
-    if (fused := fused_on(x.device)) and fused.takes(x.shape, x.dtype):
+    if (fused := fused_for(x)) and fused.takes(x.shape, x.dtype):
         return fused.dropped(x, seed.to(x.device), p, site, index, shape)
     keep = keep_mask(x.shape, seed.to(x.device), p, site, index, shape)
     return (x * keep).mul_(1.0 / (1.0 - p)).contiguous()

@@ -1,6 +1,6 @@
 """Attentions for which GPUs have no fused kernel, as notes of a plan.
 
-    note attention: 4 of 4 on GPUs in plain products, all scores at once: no fused kernel differentiates a bias
+    note attention: 4 of 4 on GPUs in plain products, all scores at once: no fused kernel draws dropout ...
 
 They say the same on every machine, with and without a GPU: what chips and the package flash-attn can do is data.
 """
@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from autopar.attention.operator import FACT_NAMES
-from autopar.ir.graph import arguments, has_gradient, is_call
+from autopar.ir.graph import arguments, is_call
 from autopar.ops.facts import Facts
 from autopar.ops.kernels import expected_kernel
 from autopar.ops.kernels.chips import Chip
@@ -39,9 +39,6 @@ def _why_plain(node: Node) -> str:
         return ""
     if facts.dropout:
         return f"{_PLAIN}: no fused kernel draws dropout of probabilities from positions; without it they are fused"
-    bias = arguments(node)["bias"]
-    if bias is not None and has_gradient(bias):
-        return f"{_PLAIN}: no fused kernel differentiates a bias"
     if expected_kernel(MODERN, q, k, v, facts) == "math":
         return f"{_PLAIN}: no fused kernel takes them together: {_facts(q, v, facts)}"
     if expected_kernel(MODERN, q, k, v, facts, without=(PACKAGE,)) == "math":

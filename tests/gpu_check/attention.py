@@ -19,7 +19,7 @@ from tests.gpu_check.rows import Row, guarded, judged
 # Of the largest value of a tensor, or of 1. A gradient is a difference of numbers that are rounded to the dtype.
 ALLOWED = {torch.float64: 1e-11, torch.float32: 5e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 PARTED = EVERYWHERE[:2]
-PARTS = ("out", "lse", "q", "k", "v")
+PARTS = ("out", "lse", "q", "k", "v", "bias")
 
 
 def checks(machine: Machine) -> list[Check]:
@@ -53,12 +53,15 @@ def alone(name: str, case: Case, dtype: torch.dtype, device: str) -> Row | None:
     """One attention, both ways."""
     q, k, v, grad = tensors(case, case.keys, dtype, device)
     known = facts(case, dtype, device)
-    if not kernels.KERNELS[name].applies(q, k, v, known):
+    kernel = kernels.KERNELS[name]
+    if not kernel.applies(q, k, v, known):
         return None
+    differentiated = known.bias is not None and kernel.bias_gradient
     with kernels.using(name):
         out, lse = kernels.forward(q, k, v, known)
-        found = [out, lse, *some(kernels.backward(grad, q, k, v, out, lse, known, False))]
-    return compared(_title(name, dtype), str(case), found, plain_math(q, k, v, grad, known), dtype)
+        found = [out, lse, *some(kernels.backward(grad, q, k, v, out, lse, known, differentiated))]
+    expected = plain_math(q, k, v, grad, known)[: len(found)]
+    return compared(_title(name, dtype), str(case), found, expected, dtype)
 
 
 def halves(name: str, case: Case, dtype: torch.dtype, device: str) -> Row | None:
@@ -92,15 +95,15 @@ def sum_of(parts: list[Tensor]) -> Tensor:
 
 
 def some(grads: Grads) -> list[Tensor]:
-    """Gradients without that of the bias."""
+    """Gradients, that of the bias if there is one."""
     return [x for x in grads if x is not None]
 
 
 def compared(what: str, case: str, found: list[Tensor], expected: list[Tensor], dtype: torch.dtype) -> Row:
     """The worst part, over what is allowed."""
-    assert len(found) == len(expected) == len(PARTS)
+    assert len(found) == len(expected) >= 5
     errors = [relative(x, y) for x, y in zip(found, expected)]
-    worst = max(range(len(PARTS)), key=lambda i: float("inf") if errors[i] != errors[i] else errors[i])
+    worst = max(range(len(found)), key=lambda i: float("inf") if errors[i] != errors[i] else errors[i])
     return judged(what, f"{PARTS[worst]} of {case}", errors[worst], ALLOWED[dtype])
 
 

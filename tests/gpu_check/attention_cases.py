@@ -119,14 +119,15 @@ def seeded(case: Case) -> torch.Generator:
 
 
 def plain_math(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, known: Facts) -> list[Tensor]:
-    """out, lse and the gradients of q, k and v, in float64 and by autograd."""
-    inputs = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    wide_k, wide_v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in inputs[1:])
+    """out, lse and the gradients of q, k, v and, if there is one, of the bias, in float64 and by autograd."""
+    given = (q, k, v) if known.bias is None else (q, k, v, known.bias)
+    inputs = [x.detach().double().requires_grad_() for x in given]
+    wide_k, wide_v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in inputs[1:3])
     scores = inputs[0] @ wide_k.transpose(-1, -2) * known.scale
     if known.softcap:
         scores = torch.tanh(scores / known.softcap) * known.softcap
     if known.bias is not None:
-        scores = scores + known.bias.double()
+        scores = scores + inputs[3]
     allowed = known.allowed(q.shape[2], k.shape[2], q.device)
     if allowed is not None:
         scores = scores.masked_fill(~allowed, -math.inf)

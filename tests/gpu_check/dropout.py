@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from autopar.ops.dropout import fused_on, keep_mask
+from autopar.ops.dropout import fused_for, keep_mask
 from tests.gpu_check.clock import milliseconds
 from tests.gpu_check.processes import Check, Machine
 from tests.gpu_check.rows import NOT_APPLICABLE, OK, Row, guarded, judged
@@ -85,7 +85,7 @@ def one_kernel(machine: Machine) -> Iterator[Row]:
     """Whether it runs, results of the operator bit by bit, and its time."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        runs = fused_on(torch.device(machine.device)) is not None
+        runs = fused_for(torch.ones((), device=machine.device)) is not None
     words = "; ".join(str(x.message) for x in said) or "kernels one by one, on a CPU"
     yield (
         Row("one kernel", "runs", OK, words="Triton runs it")

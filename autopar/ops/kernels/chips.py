@@ -34,7 +34,7 @@ ROCM = ("flash_attn", "cuda_flash", "cuda_efficient")  # AMD's capabilities are 
 # There flash attention differentiates no widths from 193 to 224: `mha_bwd` of flash_api.cpp, and
 # `check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120`.
 LITTLE_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
-# Up to this version cuDNN errs at lengths that are no multiple of 128: `check_prefer_cudnn_attention`.
+# Up to this version, 9.15.0, cuDNN errs at lengths that are no multiple of 128, and torch does not prefer it.
 CUDNN_ERRS = 91500
 
 
@@ -52,6 +52,8 @@ class Chip:
         if self.rocm:
             return ROCM
         order = next((names for least, names in ORDERS if self.capability >= least), ())
+        if order == CUDNN_FIRST and self.cudnn <= CUDNN_ERRS:
+            order = FLASH_FIRST
         return tuple(name for name in order if name != "cudnn" or self.cudnn)
 
     @property

@@ -3,8 +3,8 @@
     kernel           dtypes        mask                                          widths (others are padded)   GQA
     flash_attn       half          causal, window, softcap; last on last         x8, q = v, <= 256            native
     cudnn            half          causal of a square                            x8, <= 128; 192 with 128     native
-    cuda_flash       half          causal; last on last                          x8, q = v, <= 256            native
-    cuda_efficient   half, fp32    anything as an additive mask                  x8 half, x4 fp32             expanded
+    cuda_flash       half          causal, window; last on last                  x8, q = v, <= 256            native
+    cuda_efficient   half, fp32    anything as an additive mask, its gradient    x8 half, x4 fp32             expanded
 
 "Last on last": the kernel's triangle ends where the last query stands at the last key. Each docstring says what its
 operator needs; which of them a chip has, and the order, is in `autopar.ops.kernels.chips`.
@@ -30,7 +30,9 @@ from autopar.ops.kernels.kernel import (
     expand_heads,
     four_dims,
     has_size,
+    sum_to,
     unexpand,
+    wide,
 )
 
 if TYPE_CHECKING:
@@ -74,18 +76,18 @@ class Fused(Kernel):
         """Whether it takes this mask at these lengths."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, Tensor]:
-        wide, value = self._widths(q, v)
-        out, lse = self.run(_fit(q, wide), _fit(k, wide), _fit(v, value), facts)
+        width, value = self._widths(q, v)
+        out, lse = self.run(_fit(q, width), _fit(k, width), _fit(v, value), facts)
         return out[..., : v.shape[-1]], lse
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: Facts, bias: bool
     ) -> Grads:
-        wide, value = self._widths(q, v)
+        width, value = self._widths(q, v)
         grad, out = _fit(grad.to(q.dtype), value), _fit(out.to(q.dtype), value)
-        grads = self.run_backward(grad, _fit(q, wide), _fit(k, wide), _fit(v, value), out, lse, facts)
+        *grads, to_bias = self.run_backward(grad, _fit(q, width), _fit(k, width), _fit(v, value), out, lse, facts, bias)
         to_q, to_k, to_v = (g[..., : x.shape[-1]] for g, x in zip(grads, (q, k, v)))
-        return to_q, to_k, to_v, None
+        return to_q, to_k, to_v, to_bias
 
     def _widths(self, q: Tensor, v: Tensor) -> tuple[int, int]:
         found = self.widths(q, v, chip_of(q.device))
@@ -98,8 +100,8 @@ class Fused(Kernel):
 
     @abstractmethod
     def run_backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: Facts
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: Facts, bias: bool
+    ) -> Grads:
         """`backward` at widths that it takes."""
 
 
@@ -120,9 +122,11 @@ def _flash_widths(q: Tensor, v: Tensor, chip: Chip) -> tuple[int, int] | None:
     return (width, width) if width <= 256 else None
 
 
-def _last_on_last(q: Tensor, k: Tensor, facts: Facts) -> bool:
-    """The last query stands at the last key, and no row is left without keys."""
-    return facts.offset == k.shape[2] - q.shape[2] >= 0
+def _flash_masks(q: Tensor, k: Tensor, facts: Facts) -> bool:
+    """No mask but the triangle and windows, for which the last query stands at the last key: so no row lacks keys."""
+    last_on_last = facts.offset == k.shape[2] - q.shape[2] >= 0
+    placed = last_on_last or not (facts.causal or facts.window)
+    return placed and facts.by_position_alone and not facts.chunk
 
 
 class FlashAttn(Fused):
@@ -138,17 +142,16 @@ class FlashAttn(Fused):
         return _flash_widths(q, v, chip)
 
     def masks(self, q: Tensor, k: Tensor, facts: Facts, chip: Chip) -> bool:
-        placed = _last_on_last(q, k, facts) or not (facts.causal or facts.window)
-        return placed and facts.by_position_alone and not facts.chunk
+        return _flash_masks(q, k, facts)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, Tensor]:
         return flash_attn.flash_forward(q, k, v, facts.scale, facts.causal, facts.window, facts.softcap)
 
     def run_backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: Facts
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: Facts, bias: bool
+    ) -> Grads:
         known = (facts.scale, facts.causal, facts.window, facts.softcap)
-        return flash_attn.flash_backward(grad, q, k, v, out, lse.contiguous(), *known)
+        return *flash_attn.flash_backward(grad, q, k, v, out, lse.contiguous(), *known), None
 
 
 class Cudnn(Fused):
@@ -161,9 +164,9 @@ class Cudnn(Fused):
         return torch.backends.cuda.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled()
 
     def widths(self, q: Tensor, v: Tensor, chip: Chip) -> tuple[int, int] | None:
-        wide, value = _up(q.shape[-1], 8), _up(v.shape[-1], 8)
-        latent = (wide, value) == (192, 128) and (9, 0) <= chip.capability < (11, 0) and chip.cudnn >= 91100
-        return (wide, value) if latent or max(wide, value) <= 128 else None
+        width, value = _up(q.shape[-1], 8), _up(v.shape[-1], 8)
+        latent = (width, value) == (192, 128) and (9, 0) <= chip.capability < (11, 0) and chip.cudnn >= 91100
+        return (width, value) if latent or max(width, value) <= 128 else None
 
     def masks(self, q: Tensor, k: Tensor, facts: Facts, chip: Chip) -> bool:
         square = q.shape[2] == k.shape[2] and not facts.offset
@@ -177,18 +180,18 @@ class Cudnn(Fused):
         return out, lse.reshape(q.shape[:3])
 
     def run_backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: Facts
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: Facts, bias: bool
+    ) -> Grads:
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
         to_q, to_k, to_v = _aten._scaled_dot_product_cudnn_attention_backward(
             grad, q, k, v, out, lse.unsqueeze(-1).contiguous(), seed, seed, None, None, None, q.shape[2], k.shape[2],
             0.0, facts.causal, scale=facts.scale,
         )  # fmt: skip
-        return to_q, to_k, to_v
+        return to_q, to_k, to_v, None
 
 
 class CudaFlash(Fused):
-    """`_scaled_dot_product_flash_attention`: the causal triangle ends at the last key."""
+    """`_flash_attention_forward`, torch's copy of the package without its softcap: the same layout and windows."""
 
     name = "cuda_flash"
 
@@ -199,30 +202,37 @@ class CudaFlash(Fused):
         return _flash_widths(q, v, chip)
 
     def masks(self, q: Tensor, k: Tensor, facts: Facts, chip: Chip) -> bool:
-        return facts.only_causal and not facts.softcap and (not facts.causal or _last_on_last(q, k, facts))
+        return _flash_masks(q, k, facts) and not facts.softcap
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, Tensor]:
-        out, lse = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, facts.causal, False, scale=facts.scale)[:2]
-        return out, lse
+        turned = (x.transpose(1, 2) for x in (q, k, v))
+        out, lse = _aten._flash_attention_forward(
+            *turned, None, None, q.shape[2], k.shape[2], 0.0, facts.causal, False, scale=facts.scale,
+            **flash_attn.window_sizes(facts.causal, facts.window),
+        )[:2]  # fmt: skip
+        return out.transpose(1, 2), lse
 
     def run_backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: Facts
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: Facts, bias: bool
+    ) -> Grads:
         no_rng = torch.empty(2, dtype=torch.uint64, device=q.device)
-        to_q, to_k, to_v = _aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, facts.causal, no_rng,
-            no_rng.new_empty(()), scale=facts.scale,
+        turned = (x.transpose(1, 2) for x in (grad, q, k, v, out))
+        grads = _aten._flash_attention_backward(
+            *turned, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, facts.causal, no_rng,
+            no_rng.new_empty(()), scale=facts.scale, **flash_attn.window_sizes(facts.causal, facts.window),
         )  # fmt: skip
-        return to_q, to_k, to_v
+        to_q, to_k, to_v = (x.transpose(1, 2) for x in grads)
+        return to_q, to_k, to_v, None
 
 
 class CudaEfficient(Fused):
     """`_scaled_dot_product_efficient_attention`: its causal triangle begins at the first key. A key head for each query
     head. An additive mask has q's dtype and all four dims, and a last stride that is a multiple of 16 entries. lse is
     as long as the next multiple of 32, and infinite behind the last row, which makes these rows nothing in the
-    backward."""
+    backward. The gradient of a mask has all four dims, too."""
 
     name = "cuda_efficient"
+    bias_gradient = True
     dtypes = (*HALF, torch.float32)
 
     def is_on(self) -> bool:
@@ -252,18 +262,20 @@ class CudaEfficient(Fused):
         return out.masked_fill(empty.unsqueeze(-1), 0.0), lse.masked_fill(empty, NEVER)
 
     def run_backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: Facts
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: Facts, bias: bool
+    ) -> Grads:
         heads = k.shape[1]
         mask, causal = _aligned_mask(q, k, facts)
         k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)  # the operator reads no stride of its rows
         lse = lse.masked_fill(lse == NEVER, float("inf"))  # exp(-inf - inf) = 0 in rows where nothing is allowed
         lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=float("inf"))
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
-        to_q, to_k, to_v, _ = _aten._scaled_dot_product_efficient_attention_backward(
-            grad, q, k, v, mask, out, lse, seed, seed, 0.0, [True, True, True, False], causal, scale=facts.scale
+        to_q, to_k, to_v, to_mask = _aten._scaled_dot_product_efficient_attention_backward(
+            grad, q, k, v, mask, out, lse, seed, seed, 0.0, [True, True, True, bias], causal, scale=facts.scale
         )
-        return to_q, unexpand(to_k, heads), unexpand(to_v, heads)
+        to_bias = sum_to(to_mask.to(wide(q.dtype)), facts.bias) if bias and facts.bias is not None else None
+        return to_q, unexpand(to_k, heads), unexpand(to_v, heads), to_bias
 
 
 def _aligned_mask(q: Tensor, k: Tensor, facts: Facts) -> tuple[Tensor | None, bool]:
