@@ -17,6 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.ops.kernels.chips import chip_of
+from autopar.ops.tiles import Tiles
+
 
 @torch.library.custom_op(
     "autopar::moe_dispatch",
@@ -78,9 +81,12 @@ def _groups(offsets: Tensor) -> Iterator[tuple[int, int, int]]:
 
 
 def _fused(left: Tensor, right: Tensor) -> bool:
-    """Whether torch's grouped kernel takes these: CUDA, bfloat16, 16-byte rows. Else the host has to know the offsets,
-    for which it waits for the device."""
-    return left.is_cuda and left.dtype == torch.bfloat16 and not any(n % 8 for n in (*left.shape[1:], *right.shape[1:]))
+    """Whether torch's grouped kernel takes these: bfloat16 and 16-byte rows on Hopper and Blackwell. Elsewhere torch
+    loops over the groups, for which the host waits for the device."""
+    if not left.is_cuda or left.dtype != torch.bfloat16 or any(n % 8 for n in (*left.shape[1:], *right.shape[1:])):
+        return False
+    chip = chip_of(left.device)
+    return not chip.rocm and chip.capability[0] in (9, 10)
 
 
 def _stay(rows: Tensor) -> bool:
@@ -109,6 +115,8 @@ def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, transposed: bool) 
     matrices = weight if transposed else weight.transpose(1, 2)
     if _fused(rows, weight):
         return _clear_tail(torch.nn.functional.grouped_mm(rows.contiguous(), matrices, offs=offsets), offsets)
+    if _stay(rows):
+        return Tiles(offsets, rows.shape[0]).product(rows, matrices)
     out = rows.new_zeros(rows.shape[0], matrices.shape[2])
     for expert, start, stop in _groups(offsets):
         torch.mm(rows[start:stop], matrices[expert], out=out[start:stop])
@@ -132,6 +140,8 @@ def grouped_mm_weight_grad(grad: Tensor, rows: Tensor, offsets: Tensor, transpos
         made = torch.nn.functional.grouped_mm(left.t(), right, offs=offsets)
         empty = offsets.diff(prepend=offsets.new_zeros(1)) == 0  # the kernel leaves these as they were
         return made.masked_fill_(empty.view(-1, 1, 1), 0.0)
+    if _stay(rows):
+        return Tiles(offsets, rows.shape[0]).outer(left, right)
     out = grad.new_zeros(offsets.shape[0], left.shape[1], right.shape[1])
     for expert, start, stop in _groups(offsets):
         torch.mm(left[start:stop].t(), right[start:stop], out=out[expert])
