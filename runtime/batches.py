@@ -1,4 +1,4 @@
-"""The batch that the user passes to a step: its shapes, its way to the device, what ranks must agree on."""
+"""The batch that the user passes to a step: its shapes, and what ranks must agree on before they compile it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from autopar.adapters.export import flatten, unflatten
 from autopar.ir.batch import tensors_of
-from autopar.ir.placement import Placements, Shard
 from autopar.plan import UNCLEAR, Plan
 from autopar.runtime.agreement import Claim, everywhere, exchange_texts
 from autopar.runtime.contents import words_of
@@ -29,16 +28,6 @@ def _shape(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device="meta")
 
 
-def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """On the device, contiguous. From the host to a GPU it goes through pinned memory, so that the host does not wait:
-    of a tensor that is pinned already (``DataLoader(pin_memory=True)``) there is no other copy, and it must stay as it
-    is until it is there, as with ``x.to(device, non_blocking=True)``."""
-    if device.type != "cuda" or x.device.type != "cpu":
-        return x.to(device).contiguous()
-    whole = x.contiguous()  # here: strided copies between devices are made by waiting
-    return (whole if whole.is_pinned() else whole.pin_memory()).to(device, non_blocking=True)
-
-
 # --- what ranks must agree on ---------------------------------------------------------------------------
 
 
@@ -54,36 +43,6 @@ def claim_shapes(groups: Groups, batch: Mapping[str, Any], further: Mapping[str,
         "agree: the step and the shapes of the batch must be the same on all ranks",
         "give every rank the same model, mesh, options and batch shapes: drop or pad a last batch that is uneven",
     )
-
-
-def claim_contents(groups: Groups, batch: Mapping[str, Any], inputs: Mapping[str, Placements]) -> list[Claim]:
-    """Ranks with the same coordinate on dp hold the same of inputs that dp cuts (``inputs``: their placements), and all
-    ranks the same of the others: each computes with its own copy. Any dtype counts, bit by bit.
-
-    Where no two ranks must hold the same, nothing is hashed.
-    """
-    tensors = {name: x for name, x in tensors_of(batch).items() if name in inputs}
-    ranks = groups.mesh.size("dp")
-    uncut = [n for n in tensors if ranks > 1 and not isinstance(inputs[n].get("dp"), Shard)]
-    others = tuple(axis for axis, size in groups.mesh.axes if axis != "dp" and size > 1)
-    shared = [n for n in tensors if n not in uncut] if others else []
-    words = words_of({n: tensors[n] for n in (*shared, *uncut)})
-    return [
-        Claim(
-            others,
-            {n: words[n] for n in shared},
-            f"batch: the ranks of {' and '.join(map(repr, others))} must be given the same batch",
-            "feed every rank the batch of its dp coordinate (shuffle and augment by that, not by the rank); "
-            "check_batches=False skips this check",
-        ),
-        Claim(
-            everywhere(groups),
-            {n: words[n] for n in uncut},
-            "batch: what is no part of the batch must be the same on all ranks",
-            "feed it alike, or name its batch dim, batch_dims={...}, if each rank of 'dp' has its own part; "
-            "check_batches=False skips this check",
-        ),
-    ]
 
 
 def check_unclear(groups: Groups, batch: Mapping[str, Any], plan: Plan, contents: bool) -> None:

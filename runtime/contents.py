@@ -16,10 +16,12 @@ the same weights; the words of the chunks are a tensor in turn.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
+
+from autopar.runtime.transfers import to_host
 
 CHUNK = {"cpu": 2**16, "cuda": 2**24}  # 64-bit integers; on a device few launches count for more than its cache
 _SPLITMIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # constants of splitmix64
@@ -27,11 +29,26 @@ _SPLITMIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # cons
 
 def words_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Name -> 16 hexadecimal digits. All words of a device are moved off it at once: one synchronisation."""
-    out: dict[str, int] = {}
+    return start_words(tensors)()
+
+
+def start_words(tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, str]]:
+    """The first half of `words_of`: the words start for the host. The second is the call that is returned: it waits
+    for them."""
+    started: list[tuple[list[str], Tensor, torch.Event | None]] = []
     for device in dict.fromkeys(x.device for x in tensors.values()):
         here = {name: word_of(x) for name, x in tensors.items() if x.device == device}
-        out |= dict(zip(here, torch.stack(list(here.values())).tolist(), strict=True))
-    return {name: f"{out[name] % 2**64:016x}" for name in tensors}
+        started.append((list(here), *to_host(torch.stack(list(here.values())))))
+
+    def arrived() -> dict[str, str]:
+        found: dict[str, int] = {}
+        for names, words, there in started:
+            if there is not None:
+                there.synchronize()
+            found |= dict(zip(names, words.tolist(), strict=True))
+        return {name: f"{found[name] % 2**64:016x}" for name in tensors}
+
+    return arrived
 
 
 @torch.no_grad()

@@ -21,7 +21,6 @@ from autopar.ir.parameter import ParameterSpec
 from autopar.plan import Plan
 from autopar.runtime import state
 from autopar.runtime.ambient import Surroundings, outside
-from autopar.runtime.batches import to_device
 from autopar.runtime.clipping import clip_gradients
 from autopar.runtime.comm import Ledger
 from autopar.runtime.differentiable import Forward, attach, refuse_gradients
@@ -33,6 +32,7 @@ from autopar.runtime.note_watch import NoteWatch
 from autopar.runtime.results import rebuild_outputs
 from autopar.runtime.stateful import Stateful
 from autopar.runtime.step_cache import Compiler, Kind, StepCache
+from autopar.runtime.transfers import to_device
 from autopar.runtime.tree import Tree
 from autopar.steps.graphs import Compiled
 from autopar.values import a_path

@@ -21,6 +21,7 @@ from autopar.ir.batch import tensors_of
 from autopar.ops.watch import Note, take_notes
 from autopar.runtime.groups import Groups
 from autopar.runtime.op_errors import OpError
+from autopar.runtime.transfers import to_host
 
 
 @dataclass
@@ -61,10 +62,7 @@ class NoteWatch:
     def _send(self, notes: list[Note], step: int) -> Arriving:
         """Start the ranges for the host."""
         extremes = torch.stack([note.extremes.to(torch.float64) for note in notes])
-        if extremes.device.type == "cpu":
-            return Arriving(notes, extremes, None, step)
-        host = torch.empty(extremes.shape, dtype=extremes.dtype, pin_memory=True).copy_(extremes, non_blocking=True)
-        return Arriving(notes, host, torch.accelerator.current_stream().record_event(), step)
+        return Arriving(notes, *to_host(extremes), step)
 
     def check_size(self, batch: Mapping[str, Any], step: int) -> None:
         """Warn of a batch without examples, the first time."""

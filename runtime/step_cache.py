@@ -19,7 +19,8 @@ from autopar.ir.batch import facts_of
 from autopar.plan import Plan
 from autopar.runtime.agreement import Claim, agree_on, everywhere, exchange_texts
 from autopar.runtime.ambient import Surroundings
-from autopar.runtime.batches import check_unclear, claim_contents, claim_shapes, shapes_of
+from autopar.runtime.batch_watch import BatchWatch
+from autopar.runtime.batches import check_unclear, claim_shapes, shapes_of
 from autopar.runtime.comm import Ledger, add_ledgers
 from autopar.runtime.executor import Executor
 from autopar.runtime.groups import Groups
@@ -74,6 +75,7 @@ class StepCache:
     ) -> None:
         self._compiler, self._tree, self._groups, self._backend = compiler, tree, groups, backend
         self.plan, self.micro_batches, self._check_batches = plan, micro_batches, check_batches
+        self._batches = BatchWatch(groups)
         self._steps: dict[tuple[Any, ...], _CachedStep] = {}
         self._past = add_ledgers()  # traffic of steps that are no longer kept
         self._told_last: list[str] = []  # by rank
@@ -97,12 +99,13 @@ class StepCache:
         Raises ValueError, on all ranks, when they are to run different ones.
         """
         facts = kind, facts_of(batch), surroundings
-        try:
-            return self._agreed(facts, batch, number)
-        except ValueError:
-            if not self._told():
-                raise
-            return self._agreed(facts, batch, number)
+        with self._batches.agreeing():
+            try:
+                return self._agreed(facts, batch, number)
+            except ValueError:
+                if not self._told():
+                    raise
+                return self._agreed(facts, batch, number)
 
     def _told(self) -> bool:
         """With pipeline stages: what each rank tells of its parameters, which others may hold no part of. Whether
@@ -171,7 +174,7 @@ class StepCache:
             "agree: the compiled step must be the same on all ranks",
             "give every rank the same model, mesh, options and batch shapes",
         )
-        agree_on(self._groups, [same, *self._contents(batch, compiled)], "the compiled step")
+        agree_on(self._groups, [same, *self._contents(batch, compiled, at_once=True)], "the compiled step")
         check_unclear(self._groups, batch, self.plan, self._check_batches)
         runner = Executor(compiled, self._groups, self._backend)
         exchange_texts(
@@ -179,9 +182,9 @@ class StepCache:
         )  # one that binds slowly (inductor) would be missed in a collective
         return _CachedStep(runner, watch, self._tree.flags_elsewhere(), structure, shapes_of(batch), how)
 
-    def _contents(self, batch: dict[str, Any], compiled: Compiled) -> list[Claim]:
+    def _contents(self, batch: dict[str, Any], compiled: Compiled, at_once: bool = False) -> list[Claim]:
         """What must be equal of a batch on several ranks."""
-        return claim_contents(self._groups, batch, compiled.plan.inputs) if self._check_batches else []
+        return self._batches.claims(batch, compiled.plan.inputs, at_once) if self._check_batches else []
 
     def dump(self, folder: str | Path, runner: Executor | None = None, **how: Any) -> None:
         """Compile a step (default: the last one) once more and write its levels to a folder."""

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import autopar
+from autopar.runtime import batch_watch
 from autopar.runtime.contents import CHUNK, word_of, words_of
 from autopar.runtime.rendezvous import differences
 from autopar.steps.graphs import Compiled
@@ -204,6 +206,24 @@ def test_ranks_that_make_different_calls_are_told(tmp_path: Path) -> None:
         first, second = run_ranks(2, calls_differ, sizes, str(tmp_path))
         for what, text in first.items():
             assert what in text and "rank 1" in text and second[what] == text, (what, text, second[what])
+
+
+def compared_later() -> list[str]:
+    """Batches whose values the host does not wait for: at once in the first step, one step later in the others."""
+    module, mine = put(build(Net), numbers(), {"tp": 2}), numbers()
+    other = {name: x + dist.get_rank() if x.is_floating_point() else x for name, x in mine.items()}
+    with patch.object(batch_watch, "_arrives", lambda x: True):
+        given = [other, mine, other, mine, mine, other, mine]
+        return [message(module.train_step, **batch) for batch in given] + [message(module.eval_step, **mine)]
+
+
+def test_batches_on_an_accelerator_are_compared_without_waiting() -> None:
+    first, second = run_ranks(2, compared_later)
+    assert first == second
+    now = "batch: the ranks of 'tp' must be given the same batch, found"
+    before = "batch: the ranks of 'tp' must be given the same batch, in the step before, found"
+    expected = [now, "no error", "no error", before, "no error", "no error", before, "no error"]
+    assert [text[: len(start)] for text, start in zip(first, expected, strict=True)] == expected
 
 
 # --- compiled steps ---------------------------------------------------------------------------------------

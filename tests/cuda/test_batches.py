@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from autopar.runtime.batches import to_device
-from tests.cuda.fake_gpu import Unguarded, fake_gpu, pinned
+from autopar.runtime.transfers import to_device
+from tests.cuda.fake_gpu import Moves, fake_gpu, pinned
 
 CUDA = torch.device("cuda", 0)
 
 
 def test_the_host_does_not_wait_for_a_batch() -> None:
-    with fake_gpu(world=1) as gpu, gpu, Unguarded():
+    with fake_gpu(world=1) as gpu, gpu, Moves():
         rows = torch.ones(4, 6)
         for x in (rows, pinned(rows), rows.t()):
             moved = to_device(x, CUDA)
