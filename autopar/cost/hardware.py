@@ -34,9 +34,15 @@ class Device:
         return self.efficiency * speeds.get(str(dtype).removeprefix("torch."), self.flops)
 
 
-# Peaks as in NVIDIA's data sheets (dense, SXM); links of 100 to 400 Gbit/s per device.
+# Peaks without sparsity, float32 and float64 in full precision; links of 100 to 400 Gbit/s per device.
+# V100, A100, H100, H200: NVIDIA's data sheets, of the SXM boards. B200: "NVIDIA Blackwell Architecture Technical Brief",
+# HGX B200. L40S: NVIDIA's data sheet; on PCIe 4, without NVLink. MI300X: AMD's "Instinct MI300X Accelerator" data sheet.
 V100 = Device("V100", 125e12, 0.9e12, (("float32", 15.7e12), ("float64", 7.8e12)), links=Topology(bandwidth=12.5e9))
 A100 = Device("A100", 312e12, 2.0e12, (("float32", 19.5e12), ("float64", 19.5e12)))
 H100 = Device("H100", 989e12, 3.35e12, (("float32", 67e12), ("float64", 67e12)), links=Topology(bandwidth=50e9))
+H200 = Device("H200", 989e12, 4.8e12, (("float32", 67e12), ("float64", 67e12)), links=Topology(bandwidth=50e9))
+B200 = Device("B200", 2250e12, 8.0e12, (("float32", 80e12), ("float64", 40e12)), links=Topology(bandwidth=50e9))
+L40S = Device("L40S", 362e12, 0.864e12, (("float32", 91.6e12), ("float64", 1.4e12)))
+MI300X = Device("MI300X", 1307e12, 5.3e12, (("float32", 163e12), ("float64", 163e12)), links=Topology(bandwidth=50e9))
 DEFAULT = A100
-DEVICES = {device.name: device for device in (A100, H100, V100)}
+DEVICES = {device.name: device for device in (A100, H100, H200, B200, L40S, MI300X, V100)}
