@@ -57,6 +57,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _reduce(func, *args, **kwargs)
     if (name.startswith("_foreach_") and name not in ("_foreach_max", "_foreach_powsum")) or name in FUSED:
         return _foreach(func, args, kwargs)
+    if packet is aten.new_empty_strided and tuple(args[1]) == args[0].shape:  # a gradient that somebody else holds, too
+        return args[0].like(torch.empty_like(local_of(args[0]), **kwargs))
     if packet is aten.view and list(args[1]) == list(args[0].shape):
         return args[0].like(local_of(args[0]).view_as(local_of(args[0])))
     if is_elementwise(func):

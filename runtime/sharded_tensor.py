@@ -13,7 +13,7 @@ A ShardedTensor is what a parameter, its gradient and its optimizer state need t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -30,7 +30,7 @@ from torch.distributed.tensor.placement_types import Shard as TorchShard
 from autopar.adapters.dtensor import layout_record, local_of
 from autopar.adapters.foreach import take_part
 from autopar.ir.mesh import AXES
-from autopar.ir.placement import Placement, Shard, nested_piece
+from autopar.ir.placement import Placement, Shard, place_in_block
 from autopar.runtime.failures import explained
 from autopar.runtime.layout import from_rows
 
@@ -200,18 +200,38 @@ def _runs(
     size: int, dim: int, cuts: Cuts, sizes: Mapping[str, int], coordinate: Mapping[str, int]
 ) -> list[tuple[int, int, int]]:
     """(global start, length, local start) of each run of consecutive positions of a dim that this rank holds."""
-    here: dict[str, Placement] = {a: Shard(0, s.blocks) for a, s in cuts if s.dim == dim}
-    order = {a: sizes[a] for a, s in cuts if s.dim == dim}
-    if not here:
-        return [(0, size, 0)]
-    held = nested_piece(torch.arange(size), here, order, coordinate).tolist()
+    held = [range(size)]
+    for axis, shard in cuts:
+        if shard.dim == dim:
+            held = _piece_of(held, shard, sizes[axis], coordinate[axis])
     out: list[tuple[int, int, int]] = []
-    for at, position in enumerate(held):
-        if out and out[-1][0] + out[-1][1] == position:
-            out[-1] = (out[-1][0], out[-1][1] + 1, out[-1][2])
+    at = 0
+    for run in held:
+        if out and out[-1][0] + out[-1][1] == run.start:
+            out[-1] = (out[-1][0], out[-1][1] + len(run), out[-1][2])
         else:
-            out.append((position, 1, at))
+            out.append((run.start, len(run), at))
+        at += len(run)
     return out
+
+
+def _piece_of(held: list[range], shard: Shard, ranks: int, rank: int) -> list[range]:
+    """What a rank holds of positions that are cut once more."""
+    out: list[range] = []
+    start = 0
+    for block in shard.blocks or (sum(map(len, held)),):
+        rows = abs(block) // ranks
+        out += _between(held, start + place_in_block(block, ranks, rank) * rows, rows)
+        start += abs(block)
+    return out
+
+
+def _between(held: list[range], start: int, rows: int) -> Iterator[range]:
+    """Those of the positions that stand in start .. start + rows."""
+    for run in held:
+        if part := run[max(start, 0) : max(start + rows, 0)]:
+            yield part
+        start -= len(run)
 
 
 def _name(x: ShardedTensor) -> str:

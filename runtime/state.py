@@ -294,7 +294,7 @@ def fetch_whole(
         return whole_tensor(x)
     value = whole_tensor(x) if x is not None else None
     source = groups.ranks("pp")[owners[name]]
-    there = torch.tensor(int(value is not None), device=groups.device)
+    there = torch.full((), int(value is not None), device=groups.device)
     dist.broadcast(there, source, group=groups.group("pp"))
     if not there.item():
         return torch.empty(0, dtype=dtype)

@@ -56,11 +56,11 @@ def make(name: str) -> Made:
     """A new model, and its batch."""
     if name in SPECIAL:
         return SPECIAL[name]()
-    tiny = name.removeprefix("one-layer ")
-    return _tiny(tiny, layers=0 if tiny == name else 1)
+    kind = name.removeprefix("one-layer ")
+    return tiny(kind, layers=0 if kind == name else 1)
 
 
-def _tiny(name: str, layers: int = 0, dropout: float = 0.0, **sizes: Any) -> Made:
+def tiny(name: str, layers: int = 0, dropout: float = 0.0, **sizes: Any) -> Made:
     """A tiny model, with other sizes where given."""
     entry = TINY[name]
     counts = {k: layers for k in entry.sizes if layers and ("layers" in k or k == "n_layer")}
@@ -81,7 +81,7 @@ def _cnn() -> Made:
 
 def _packed() -> Made:
     """Two or three documents per row; nothing but the last tokens has a label, so some ranks have none."""
-    model, batch = _tiny("llama")
+    model, batch = tiny("llama")
     lengths = [(16,), (5, 11), (9, 4, 3), (8, 8)] * 2
     batch["position_ids"] = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
     batch["labels"][:, :12] = IGNORED
@@ -113,11 +113,11 @@ SPECIAL: dict[str, Callable[[], Made]] = {
     "mlp": _mlp,
     "cnn": _cnn,
     "two losses": _two_losses,
-    "long llama": lambda: (_tiny("llama")[0], TINY["llama"].batch(LONG_ROWS, LONG)),
+    "long llama": lambda: (tiny("llama")[0], TINY["llama"].batch(LONG_ROWS, LONG)),
     "packed llama": _packed,
-    "padded llama": lambda: _padded(_tiny("llama")),
-    "multi-query tied llama": lambda: _tiny("llama_tied", num_key_value_heads=1),
-    "frozen qwen3_moe": lambda: _frozen(_tiny("qwen3_moe", layers=1)),
-    "gpt2 with dropout": lambda: _tiny("gpt2", layers=1, dropout=0.1),
-    "padded bert with dropout": lambda: _padded(_tiny("bert", layers=1, dropout=0.1)),
+    "padded llama": lambda: _padded(tiny("llama")),
+    "multi-query tied llama": lambda: tiny("llama_tied", num_key_value_heads=1),
+    "frozen qwen3_moe": lambda: _frozen(tiny("qwen3_moe", layers=1)),
+    "gpt2 with dropout": lambda: tiny("gpt2", layers=1, dropout=0.1),
+    "padded bert with dropout": lambda: _padded(tiny("bert", layers=1, dropout=0.1)),
 }

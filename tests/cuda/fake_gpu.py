@@ -11,9 +11,11 @@ them. Values are not computed.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -23,14 +25,16 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 import autopar
 from autopar import api
 from autopar.ir.placement import nested_piece
+from autopar.ops.kernels.chips import chip_of
 from autopar.ops.watch import take_notes
-from autopar.runtime import agreement, batches, state
+from autopar.runtime import agreement, inputs, safetensors_io
 from autopar.runtime.executor import Executor, Result
 from autopar.runtime.groups import Groups
 from autopar.runtime.module import ParallelModule
@@ -45,6 +49,8 @@ class FakeGpu(FakeTensorMode):
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.copies: Counter[str] = Counter()
+        self.largest = 0  # bytes of a tensor on the device that an operator gave
+        self.may_wait = False  # for a value on the device; else asking for one raises
 
     def step(self, compiled: Compiled, model: nn.Module, batch: Mapping[str, Tensor]) -> Result:
         """Two training steps of a compiled model; copies and results are those of the second."""
@@ -52,7 +58,7 @@ class FakeGpu(FakeTensorMode):
         given = {**dict(model.named_buffers()), **_pieces(compiled, batch, groups)}
         facts = {name: (x.shape, x.dtype) for name, x in given.items()}
         facts |= {spec.name: (spec.local_shape(groups.mesh), spec.dtype) for spec in compiled.parameters}
-        with self, Unguarded():
+        with self, Moves():
             executor = Executor(compiled, groups)
             values = {name: torch.empty(shape, dtype=dtype, device="cuda") for name, (shape, dtype) in facts.items()}
             values |= executor.constants
@@ -63,7 +69,11 @@ class FakeGpu(FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is aten._local_scalar_dense.default and (self.may_wait or args[0].device.type == "cpu"):  # any value
+            return 1.0 if args[0].is_floating_point() else 1
         out = super().__torch_dispatch__(func, types, args, kwargs)
+        if isinstance(out, Tensor) and out.device.type == "cuda":
+            self.largest = max(self.largest, out.numel() * out.element_size())
         if kwargs.get("pin_memory"):
             out.is_pinned_here = True
         if func in (aten._to_copy.default, aten.copy_.default):
@@ -90,7 +100,7 @@ def _line() -> str:
 
 
 def _to(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Tensor.to without the guard that needs a device."""
+    """Tensor.to that knows which GPU "cuda" is, and that a fake stands for what it moves."""
     non_blocking = kwargs.pop("non_blocking", False)
     copy = kwargs.pop("copy", False)
     for given in args:
@@ -99,7 +109,7 @@ def _to(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         else:
             kwargs["dtype" if isinstance(given, torch.dtype) else "device"] = given
     device = torch.device(kwargs.get("device") or x.device)
-    device = torch.device("cuda", 0) if device.type == "cuda" else device
+    device = torch.device("cuda", device.index or 0) if device.type == "cuda" else device
     dtype = kwargs.get("dtype") or x.dtype
     if not copy and device == x.device and dtype == x.dtype:
         return x
@@ -123,35 +133,28 @@ def is_pinned(x: Tensor) -> bool:
     return hasattr(x, "is_pinned_here")
 
 
-def _contiguous(x: Tensor, **kwargs: Any) -> Tensor:
-    return x if x.is_contiguous() else aten.clone.default(x, memory_format=torch.contiguous_format)
-
-
-def _getitem(x: Tensor, index: Any) -> Tensor:
-    parts = index if isinstance(index, tuple) else (index,)
-    dim = 0
-    for part in parts:
-        if part is Ellipsis:
-            dim = x.dim() - (len(parts) - parts.index(Ellipsis) - 1)
-        elif isinstance(part, int):
-            x = aten.select.int(x, dim, part)
-        elif isinstance(part, slice):
-            x = aten.slice.Tensor(x, dim, part.start, part.stop, part.step or 1)
-            dim += 1
-        elif part is None:
-            x = aten.unsqueeze.default(x, dim)
-            dim += 1
-        else:
-            return aten.index.Tensor(x, [None] * dim + [part])
-    return x
+@torch.no_grad()
+def _backward(x: Tensor, **_: Any) -> None:
+    """Node by node: torch's own engine has no thread for a device that is not there."""
+    first: Any = x.grad_fn
+    arrived: dict[Any, list[Any]] = {first: [None] * len(first._input_metadata)}
+    arrived[first][x.output_nr] = torch.ones_like(x)
+    while arrived:
+        node = max(arrived, key=lambda node: node._sequence_nr())  # what was made last; accumulation into leaves behind
+        given = arrived.pop(node)
+        found = getattr(node, "apply", node)(*given)  # the first is of Python's functions
+        grads = found if isinstance(found, tuple) else (found,)
+        if grads and grads[0] is None:  # of arguments that are no tensors, which have no edges
+            grads = grads[len(grads) - len(node.next_functions) :]
+        for (following, place), grad in zip(node.next_functions, grads):
+            if following is not None and grad is not None:
+                slots = arrived.setdefault(following, [None] * len(following._input_metadata))
+                slots[place] = grad if slots[place] is None else slots[place] + grad
 
 
 ROUTES: dict[Any, Callable[..., Any]] = {
     Tensor.to: _to,
-    Tensor.contiguous: _contiguous,
-    Tensor.__getitem__: _getitem,
-    Tensor.__invert__: lambda x: aten.bitwise_not.default(x),
-    Tensor.copy_: lambda x, y, non_blocking=False: aten.copy_.default(x, y, non_blocking),
+    Tensor.backward: _backward,
     Tensor.pin_memory: pinned,
     Tensor.is_pinned: is_pinned,
 }
@@ -160,7 +163,7 @@ ROUTES: dict[Any, Callable[..., Any]] = {
 @contextlib.contextmanager
 def module_on(gpu: FakeGpu, model: nn.Module, example: Mapping[str, Any], mesh: Any, **options: Any) -> Iterator[Any]:
     """What users hold, of one rank: `autopar.parallelize` and its steps, on fake CUDA tensors. Other ranks tell the
-    same as this one. Compiling is real; hooks of gradients, which torch keeps by device, are left out."""
+    same as this one. Compiling is real."""
 
     def outside(call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -170,25 +173,25 @@ def module_on(gpu: FakeGpu, model: nn.Module, example: Mapping[str, Any], mesh: 
         return run
 
     def made(*args: Any, **kwargs: Any) -> Any:
-        with gpu, Unguarded():
+        with gpu, Moves():
             return ParallelModule(*args, **kwargs)
 
     with contextlib.ExitStack() as stack:
         for where, name, value in (
             (agreement, "show", lambda scope, count, rank, ranks, text, limit: [text] * len(ranks)),
             (api, "ParallelModule", made),
-            (batches, "words_of", outside(batches.words_of)),  # of a batch on the host
-            (state, "observed", lambda parameters: [False] * len(parameters)),
+            (safetensors_io._Files, "read", outside(safetensors_io._Files.read)),
+            (inputs, "_problem", lambda *_: ""),  # fakes are no plain tensors
         ):
             stack.enter_context(patch.object(where, name, value))
         module = autopar.parallelize(model, mesh, example_batch=example, **options)
         module._cache._compiler = outside(module._cache._compiler)
-        with gpu, Unguarded():
+        with gpu, Moves():
             yield module
 
 
-class Unguarded(TorchFunctionMode):
-    """Methods whose binding takes a device guard go through the dispatcher."""
+class Moves(TorchFunctionMode):
+    """Methods that move a tensor, or ask where it lies, as `ROUTES` has them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         here = isinstance(_get_current_dispatch_mode(), FakeGpu)  # not while a model is captured
@@ -196,19 +199,40 @@ class Unguarded(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def fake_gpu(world: int, rank: int = 0) -> Iterator[FakeGpu]:
+def _guarded() -> Iterator[None]:
+    """torch asks a guard of the device's type which device is current, and ends the process where there is none, as in
+    a build for the CPU. That of the meta device does nothing."""
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    guards = (ctypes.c_void_p * 15).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")  # by type of device
+    cuda, meta = 1, 14
+    before, guards[cuda] = guards[cuda], guards[meta]
+    try:
+        yield
+    finally:
+        guards[cuda] = before
+
+
+@contextlib.contextmanager
+def fake_gpu(world: int, rank: int = 0, capability: tuple[int, int] = (9, 0)) -> Iterator[FakeGpu]:
     """A world of ``world`` ranks with a GPU each, of which this process is one."""
     found: dict[str, Any] = {"is_available": True, "device_count": 8, "current_device": 0, "set_device": None}
-    found |= {"_lazy_init": None, "get_device_capability": (8, 0)}
+    found |= {"_lazy_init": None, "get_device_capability": capability}
+    found |= {"get_rng_state": torch.empty(0), "set_rng_state": None}  # kept by torch while it traces
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_guarded())
         for name, value in found.items():
             stack.enter_context(patch.object(torch.cuda, name, lambda *_, value=value: value))
+        stack.enter_context(patch.object(torch.backends.cudnn, "is_available", lambda: True))
+        stack.enter_context(patch.object(torch.backends.cudnn, "version", lambda: 91501))
+        chip_of.cache_clear()
+        stack.callback(chip_of.cache_clear)
         stack.enter_context(
             patch.object(autopar.runtime.groups, "check_devices", lambda *_: None)
         )  # nobody else is there
-        stream = SimpleNamespace(record_event=lambda: SimpleNamespace(query=lambda: False))
+        stream = SimpleNamespace(record_event=lambda: SimpleNamespace(query=lambda: False, synchronize=lambda: None))
         stack.enter_context(patch.object(torch.accelerator, "current_stream", lambda *_: stream))
         dist.init_process_group("fake", rank=rank, world_size=world, store=dist.HashStore())
         stack.callback(dist.destroy_process_group)
+        stack.callback(_clear_sharding_prop_cache)  # DTensors take an equal mesh, of groups that are gone, from it
         stack.callback(take_notes)  # of values that are on no device, for whoever takes notes next
         yield FakeGpu()

@@ -43,8 +43,8 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-def config(kind: str) -> Any:
-    """A config of a type with sizes that are small and even."""
+def config(kind: str, dropout: float = 0.0) -> Any:
+    """A config of a type with sizes that are small and even, and this rate wherever it has one of dropout."""
     made = transformers.CONFIG_MAPPING[kind]
     base = made()
     sizes: dict[str, Any] = {}
@@ -54,15 +54,15 @@ def config(kind: str) -> Any:
         sizes["head_dim"] = 4 if hasattr(base, "qk_rope_head_dim") else 8  # of the rotary part alone
     for name, value in vars(base).items():
         if isinstance(value, float) and ("dropout" in name or name.endswith(("_pdrop", "drop"))):
-            sizes[name] = 0.0
+            sizes[name] = 0.0 if "layer" in name else dropout  # whole layers: by a branch
     sizes |= {name: value for name, value in OTHERS.get(kind, {}).items() if hasattr(base, name)}
     return made(**{name: value for name, value in sizes.items() if value is not None})
 
 
-def make(kind: str, family: str) -> tuple[torch.nn.Module, dict[str, Tensor]]:
+def make(kind: str, family: str, dropout: float = 0.0) -> tuple[torch.nn.Module, dict[str, Tensor]]:
     """A model in float64, and a batch with labels. Raises what transformers raises where the sizes do not fit."""
     auto = getattr(transformers, AUTO[family])
-    chosen = config(kind)
+    chosen = config(kind, dropout)
     chosen.use_cache = False
     with torch.device("meta"):
         count = sum(p.numel() for p in auto.from_config(chosen).parameters())

@@ -1,0 +1,36 @@
+"""Types of transformers in training loops on fake CUDA tensors, with dropout; ``-m full`` runs all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from autopar.models.tiny import TINY
+from tests.cuda.loops import check_loop, in_type
+from tests.hf.zoo import CAUSAL, REFUSED_OVER_CP, WITHOUT_ATTENTION, make
+from tests.subjects import tiny
+
+WAYS: dict[str, dict[str, Any]] = {
+    "dp=2": {"zero": 3, "micro_batches": 2},
+    "tp=2": {"sequence_parallel": True},
+    "cp=2": {},
+}
+OFTEN = (("ctrl", "dp=2"),)
+RATES = {"diffllama": 0.0}  # refuses others
+ALL = [
+    (kind, mesh)
+    for kind in (*TINY, *(kind for kind in CAUSAL if kind not in TINY), *WITHOUT_ATTENTION)
+    for mesh in WAYS
+    if mesh != "cp=2" or not (kind in WITHOUT_ATTENTION or kind in REFUSED_OVER_CP or kind == "vit")
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh"), [pytest.param(*cell, marks=() if cell in OFTEN else pytest.mark.full) for cell in ALL]
+)
+def test_a_training_loop(kind: str, mesh: str) -> None:
+    rate = RATES.get(kind, 0.1)
+    made = tiny(kind, dropout=rate) if kind in TINY else make(kind, "causal", rate)
+    check_loop(*in_type(*made, torch.bfloat16), mesh, WAYS[mesh])
