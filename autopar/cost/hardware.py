@@ -35,8 +35,8 @@ class Device:
 
 
 # Peaks without sparsity, float32 and float64 in full precision; links of 100 to 400 Gbit/s per device.
-# V100, A100, H100, H200: NVIDIA's data sheets, of the SXM boards. B200: "NVIDIA Blackwell Architecture Technical Brief",
-# HGX B200. L40S: NVIDIA's data sheet; on PCIe 4, without NVLink. MI300X: AMD's "Instinct MI300X Accelerator" data sheet.
+# V100, A100, H100, H200 (SXM): NVIDIA's data sheets. B200: NVIDIA's Blackwell architecture brief, of HGX B200. L40S:
+# NVIDIA's data sheet; on PCIe 4, without NVLink. MI300X: AMD's data sheet of the Instinct MI300X.
 V100 = Device("V100", 125e12, 0.9e12, (("float32", 15.7e12), ("float64", 7.8e12)), links=Topology(bandwidth=12.5e9))
 A100 = Device("A100", 312e12, 2.0e12, (("float32", 19.5e12), ("float64", 19.5e12)))
 H100 = Device("H100", 989e12, 3.35e12, (("float32", 67e12), ("float64", 67e12)), links=Topology(bandwidth=50e9))
