@@ -2,8 +2,8 @@
 
     agree_on(groups, [Claim(("cp", "tp"), {"x": word, "mask": word}, need, way_out), ...], "the batch")
 
-Ranks exchange a digest of each claim at once, through the store; only when digests differ do they exchange what they
-claim, to name it.
+Ranks vote on a digest of each claim at once, through the store, with as few questions whatever their number; only when
+digests differ do they exchange what they claim, to name it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -23,7 +24,7 @@ from autopar.ir.placement import Shard
 from autopar.plan import Plan
 from autopar.runtime.contents import words_of
 from autopar.runtime.groups import Groups
-from autopar.runtime.rendezvous import differences, show
+from autopar.runtime.rendezvous import differences, meet, show
 
 MOST_SHOWN = 3
 WEIGHTS = "the weights"
@@ -41,7 +42,11 @@ class Claim:
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(repr(sorted(self.facts.items())).encode()).hexdigest()[:16]
+        return _digest(sorted(self.facts.items()))
+
+
+def _digest(x: Any) -> str:
+    return hashlib.sha256(repr(x).encode()).hexdigest()[:16]
 
 
 def exchange_texts(
@@ -52,20 +57,41 @@ def exchange_texts(
     Raises RuntimeError naming the ranks that do not come within the timeout, ValueError where ranks are at different
     steps. Goes through the store: no device, no process group.
     """
-    ranks = groups.ranks(axis) if axis else list(range(groups.mesh.world_size))
-    mine = f"{what}\n{text}"
-    if len(ranks) == 1:
+    meeting, mine = _Meeting(groups, axis, timeout), f"{what}\n{text}"
+    if len(ranks := meeting.ranks) == 1:
         return [mine]
-    scope = f"autopar/{groups.name}/agree/{axis or 'world'}/{ranks[0]}"
-    count = groups.agreed.get(scope, 0)
-    groups.agreed[scope] = count + 1
-    limit = groups.timeout.total_seconds() if timeout is None else timeout
-    found = show(scope, count, groups.rank, ranks, mine, limit)
+    meeting.alike(what)
+    found = meeting.texts(mine)
     if apart := differences(ranks, [f"\n{text.partition(chr(10))[0]}" for text in found]):
         raise ValueError(
             f"agree: all ranks must take the same steps, found {apart}; run the same program on every rank"
         )
     return found
+
+
+class _Meeting:
+    """All ranks, or those of my group on ``axis``; they wait for each other for ``timeout`` seconds."""
+
+    def __init__(self, groups: Groups, axis: str | None = None, timeout: float | None = None) -> None:
+        self._groups = groups
+        self.ranks = groups.ranks(axis) if axis else range(groups.mesh.world_size)
+        self._scope = f"autopar/{groups.name}/agree/{axis or 'world'}/{self.ranks[0]}"
+        self._limit = groups.timeout.total_seconds() if timeout is None else timeout
+
+    def _next(self, scope: str) -> tuple[str, int, int, Sequence[int]]:
+        count = self._groups.agreed.get(scope, 0)
+        self._groups.agreed[scope] = count + 1
+        return scope, count, self._groups.rank, self.ranks
+
+    def alike(self, what: str, claims: Mapping[int, str] = MappingProxyType({})) -> bool:
+        """Whether all are here for ``what``, and each of the ``claims``, by the first rank of those that make it."""
+        first = self.ranks[0]
+        votes = {**claims, first: _digest((what, claims.get(first)))}
+        return meet(*self._next(self._scope), votes, what, self._limit)
+
+    def texts(self, text: str) -> list[str]:
+        """Those of all ranks."""
+        return show(*self._next(f"{self._scope}/texts"), text, self._limit)
 
 
 def agree(
@@ -80,9 +106,10 @@ def agree(
     Raises the same ValueError on each of them that says the need, the ranks which differ and the way out, and
     RuntimeError as `exchange_texts` does.
     """
-    ranks = groups.ranks(axis) if axis else list(range(groups.mesh.world_size))
-    found = differences(ranks, exchange_texts(groups, digest, what, axis, timeout))
-    if found:
+    meeting = _Meeting(groups, axis, timeout)
+    if len(meeting.ranks) == 1 or meeting.alike(what, {meeting.ranks[0]: digest}):
+        return
+    if found := differences(meeting.ranks, exchange_texts(groups, digest, what, axis, timeout)):
         raise ValueError(
             f"agree: {what} must be the same on all ranks, found {found}; give every rank the same model, mesh, "
             "options and batch shapes"
@@ -93,9 +120,15 @@ def agree_on(groups: Groups, claims: Sequence[Claim], what: str) -> None:
     """Compare the claims, in order: the first one that does not hold raises ValueError, the same on every rank.
 
     Every rank makes the same claims, but for the facts; those behind a claim that does not hold may differ in number.
-    One exchange of all ranks; another one to find words.
+    One vote of all ranks; what they claim is exchanged to find words.
     """
     if groups.mesh.world_size == 1 or not claims:
+        return
+    by_first: dict[int, list[str]] = {}
+    for claim in claims:
+        if len(ranks := groups.mesh.along(claim.axes, groups.rank)) > 1:
+            by_first.setdefault(min(ranks), []).append(claim.digest)
+    if _Meeting(groups).alike(what, {first: _digest(told) for first, told in by_first.items()}):
         return
     told = [t.split("\n") for t in exchange_texts(groups, "\n".join(c.digest for c in claims), what)]
     for i, claim in enumerate(claims, 1):

@@ -7,9 +7,10 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from math import inf
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -18,6 +19,7 @@ from autopar.runtime.failures import CollectiveError, FailureBoard, board
 from autopar.runtime.heartbeat import BEAT, LAUNCHER
 from autopar.runtime.store_line import Answer, Line, StoreError
 
+T = TypeVar("T")
 PATIENCE = 10  # times the timeout, that an agreement waits for ranks which beat and are at work in a call of autopar
 BETWEEN = 5 * BEAT  # seconds that they may be between two calls
 MOST_SHOWN = 200  # characters of what ranks differ in
@@ -30,9 +32,11 @@ def world_store(rank: int, world: int, timeout: timedelta) -> dist.Store:
     store = _connected(rank, world, timeout, what)
     line = Line(store, limit)
     try:
-        line.ask(lambda s: s.set(f"autopar/here/{rank}", ""))
-        while why := line.ask(lambda s: _absent(s, world)):
-            if not isinstance(why, str) and time.monotonic() - start > limit:
+        line.ask(lambda s: _come(s, rank, world))
+        while why := line.ask(
+            functools.partial(_absent, world=world, named=(late := time.monotonic() - start > limit))
+        ):
+            if not isinstance(why, str) and late:
                 who = ("rank " if len(why) == 1 else "ranks ") + ", ".join(map(str, why))
                 why = f"{who} did not come within {limit:.0f} s"
                 line.ask(functools.partial(_give_up, why=why))
@@ -68,14 +72,70 @@ def _give_up(store: dist.Store, why: str) -> None:
     store.set("autopar/absent", why)
 
 
-def _absent(store: dist.Store, world: int) -> list[int] | str:
-    """The ranks that have not come yet, or why waiting for them has ended: what the launcher or another rank says."""
-    if store.check([f"autopar/here/{r}" for r in range(world)]):
+def _come(store: dist.Store, rank: int, world: int) -> None:
+    if store.add(f"autopar/here/{rank}", 1) == 1 and store.add("autopar/come", 1) == world:
+        store.set("autopar/all", "")
+
+
+def _absent(store: dist.Store, world: int, named: bool) -> list[int] | str:
+    """The ranks that have not come yet (all of them, unless they are to be ``named``: that asks for each), or why
+    waiting for them has ended: what the launcher or another rank says."""
+    if store.check(["autopar/all"]):
         return []
     for where, key in ((root_store(store), LAUNCHER), (store, "autopar/absent")):
         if where.check([key]):
             return where.get(key).decode()
-    return [r for r in range(world) if not store.check([f"autopar/here/{r}"])]
+    return [r for r in range(world) if not (named and store.check([f"autopar/here/{r}"]))]
+
+
+APART = 2**40  # added to how many have come
+
+
+def meet(
+    scope: str, count: int, rank: int, ranks: Sequence[int], votes: Mapping[int, str], what: str, limit: float
+) -> bool:
+    """Wait until all ``ranks`` are in this round. Whether all that vote under the same number vote alike; that is the
+    first of their ranks.
+
+    A rank that comes last asks one question and one for each vote, any other at least one more, be they 2 ranks or
+    16,384. Raises CollectiveError as `show` does.
+    """
+    come, waits = f"{scope}/{count}/come", f"{scope}/{count}/waits"
+    vote_of, start = f"{scope}/{count}/vote".__add__, time.monotonic()
+    late = False
+
+    def vote(store: dist.Store) -> bool | None:
+        apart = any(store.compare_set(vote_of(f"/{n}"), "", text).decode() != text for n, text in votes.items())
+        arrived = store.add(come, 1 + apart * APART)
+        if arrived % APART == len(ranks):
+            if count:  # so nobody is in the last round any more
+                store.delete_key(f"{scope}/{count - 1}/come")
+            return arrived < APART
+        return poll(store, 0.05)
+
+    def poll(store: dist.Store, seconds: float) -> bool | None:
+        nonlocal late
+        end = time.monotonic() + seconds
+        while (arrived := store.add(come, 0)) % APART < len(ranks):
+            if not _rest(start, end):
+                if not late:
+                    store.set(f"{waits}/{rank}", "")
+                late = True
+                return None
+        return arrived < APART
+
+    def absent(store: dist.Store) -> list[int]:
+        found = [r for r in ranks if r != rank and not store.check([f"{waits}/{r}"])]
+        return found if store.add(come, 0) % APART < len(ranks) else []
+
+    def forget(store: dist.Store) -> None:  # all have voted
+        for key in [vote_of(f"/{n}") for n in votes if n == rank] + [f"{waits}/{rank}"] * late:
+            store.delete_key(key)
+
+    found = _waited_for(ranks, f"agreeing on {what}", limit, vote, poll, absent)
+    if late or rank in votes:
+        board().ask(forget)
+    return found
 
 
 def show(scope: str, count: int, rank: int, ranks: Sequence[int], text: str, limit: float) -> list[str]:
@@ -85,17 +145,13 @@ def show(scope: str, count: int, rank: int, ranks: Sequence[int], text: str, lim
     that they cannot. Ranks that beat and are at work within autopar (a slow compile) are waited for `PATIENCE` times
     as long, with a warning.
     """
-    what, mine = f"agreeing on {text.partition(chr(10))[0]}", board()
-    keys, start, look = [f"{scope}/{count}/{r}" for r in ranks], time.monotonic(), BEAT
-    patience = _Patience(mine, limit, what)
+    keys, start = [f"{scope}/{count}/{r}" for r in ranks], time.monotonic()
 
     def poll(store: dist.Store, seconds: float) -> list[str] | None:
         end = time.monotonic() + seconds
         while not store.check(keys):
-            now = time.monotonic()
-            if now > end:
+            if not _rest(start, end):
                 return None
-            time.sleep(min(max(0.0002, (now - start) / 20), 0.05))  # who waits long looks seldom
         found = [v.decode() for v in store.multi_get(keys)]
         if count:  # everybody has set this round's key, so everybody has read the last round's
             store.delete_key(f"{scope}/{count - 1}/{rank}")
@@ -108,9 +164,32 @@ def show(scope: str, count: int, rank: int, ranks: Sequence[int], text: str, lim
     def absent(store: dist.Store) -> list[int]:
         return [r for r, key in zip(ranks, keys) if not store.check([key])]
 
+    return _waited_for(ranks, f"agreeing on {text.partition(chr(10))[0]}", limit, set_and_poll, poll, absent)
+
+
+def _rest(start: float, end: float) -> bool:
+    """Before one more look, unless time is over. Who has waited for long looks seldom."""
+    now = time.monotonic()
+    if now > end:
+        return False
+    time.sleep(min(max(0.0002, (now - start) / 20), 0.05))
+    return True
+
+
+def _waited_for(
+    ranks: Sequence[int],
+    what: str,
+    limit: float,
+    come: Callable[[dist.Store], T | None],
+    poll: Callable[[dist.Store, float], T | None],
+    absent: Callable[[dist.Store], list[int]],
+) -> T:
+    """What ``come`` gives, or ``poll`` later on: None while others are ``absent``."""
+    mine, start, look = board(), time.monotonic(), BEAT
+    patience = _Patience(mine, limit, what)
     try:
         with mine.at(""):
-            found = mine.ask(set_and_poll)
+            found = mine.ask(come)
             while found is None:
                 waited = time.monotonic() - start
                 ended = waited > limit and patience.ended(waited, mine.ask(absent))

@@ -18,10 +18,12 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.adapters.distributed import default_store, own_client
 from autopar.ir.mesh import Mesh
-from autopar.runtime.agreement import agree
+from autopar.runtime.agreement import Claim, agree, agree_on
 from autopar.runtime.failures import board, reporting
 from autopar.runtime.groups import Groups, init_mesh, mesh_of
+from autopar.runtime.store_line import Line
 from tests.ranks import rank_outcomes, run_ranks
 
 
@@ -202,6 +204,46 @@ def agree_without(rank: int) -> str:
     with pytest.raises(RuntimeError) as caught:
         agree(groups, "x", "the plan", timeout=1)
     return str(caught.value)
+
+
+def questions_of_an_agreement(more: bool) -> tuple[int, int]:
+    """How many this rank asks of the store in steady state, and how many keys that leaves there."""
+    groups = Groups(init_mesh(dp=dist.get_world_size()))
+    claims = [Claim(("dp",), {f"x{i}": "7"}, "", "") for i in range(5 if more else 1)]
+    agree_on(groups, claims, "the batch")
+    with patch("autopar.runtime.store_line.own_client", lambda store: Counting(own_client(store))):
+        board()._line = Line(default_store())
+    asked, keys = Counting.asked, default_store().num_keys()
+    for _ in range(10):
+        dist.barrier()
+        agree_on(groups, claims, "the batch")
+    dist.barrier()
+    return Counting.asked - asked, default_store().num_keys() - keys
+
+
+class Counting:
+    """A client of the store. To ask again for what has not come yet is not counted."""
+
+    asked = 0
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            Counting.asked += not (name == "add" and args[1] == 0)
+            return getattr(self._store, name)(*args)
+
+        return call
+
+
+@pytest.mark.parametrize("more", [False, True])
+def test_an_agreement_asks_as_little_of_many_ranks(more: bool) -> None:
+    """A vote and a count; a rank that waits long says so and takes it back; the first rank clears what is left."""
+    few, many = (run_ranks(n, questions_of_an_agreement, more) for n in (2, 8))
+    for found in (few, many):
+        assert all(asked <= 10 * (2 + 1 + 2 + 1) for asked, _ in found), found
+        assert max(left for _, left in found) <= 0, "keys of rounds that are over are deleted"
 
 
 def test_an_absent_rank_is_named() -> None:
