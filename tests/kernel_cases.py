@@ -64,6 +64,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "dropout": lambda: {"dropout": 0.3, "seed": torch.tensor(5)},
     "more keys": lambda: {"causal": True, "keys": S + 9},
     "later queries": lambda: {"offset": 9, "causal": True, "keys": S + 9},
+    "queries before keys": lambda: {"offset": -9, "causal": True, "keys": S - 9},
     "odd width": lambda: {"causal": True, "width": 6},
     "narrower values": lambda: {"causal": True, "width": 12, "value_width": 5},
     "wider values": lambda: {"width": 7, "value_width": 20, "key_mask": torch.rand(B, S) < 0.5},

@@ -29,6 +29,7 @@ def test_order_of_chips() -> None:
     first = {chip: (taken(chip, causal=True), taken(chip, package, causal=True)) for chip in (A10G, A100, H100)}
     assert first[A10G] == first[A100] == ("flash_attn", "cuda_flash") and first[H100] == ("cudnn", "cudnn")
     assert taken(Chip((9, 0)), package, causal=True) == "cuda_flash", "without cuDNN"
+    assert "cudnn" not in Chip((9, 0)).kernels and Chip((9, 0), 91500).kernels == A100.kernels, "an old cuDNN"
     assert [taken(Chip(c, 92000), package) for c in ((10, 0), (10, 3), (11, 0), (12, 0), (12, 1))] == [
         "cudnn", "cudnn", "cuda_flash", "cuda_flash", "cuda_flash",
     ]  # fmt: skip

@@ -214,6 +214,8 @@ def test_cuda_kernels_on_other_chips(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compare("cudnn", "192 with 128") and not compare("cudnn", "wide")
     on_a(monkeypatch, Chip((9, 0), 91500))
     assert not compare("cudnn", "causal"), "errs at lengths that are no multiple of 128"
+    on_a(monkeypatch, Chip((7, 0), 92000))
+    assert [name for name in CUDA if compare(name, "causal")] == ["cuda_efficient"], "forced or not"
 
 
 @pytest.mark.usefixtures("played_cuda")
@@ -263,6 +265,8 @@ def test_preference_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(flash_attn, "installed", lambda: False)
         assert kernels.choose_kernel(q, k, v, facts(causal=True)).name == "cuda_flash"
         assert kernels.choose_kernel(q, k, v, facts(chunk=4)).name == "math"
+    with torch.nn.attention.sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION]):
+        assert kernels.choose_kernel(q, k, v, facts(causal=True)).name == "cuda_efficient"
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert kernels.choose_kernel(q, k, v, facts(causal=True)).name == "cuda_flash", "cuDNN sums in no fixed order"
     assert kernels.choose_kernel(q, k, v, facts(chunk=4)).name == "cuda_efficient"

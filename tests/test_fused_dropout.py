@@ -106,6 +106,18 @@ def test_rates_seeds_and_sites(fused: Any, p: float) -> None:
         compare(fused, numbers(4, 6, dtype=dtype), seed, p, site)
 
 
+def test_rates_at_the_bits_of_an_element(fused: Any) -> None:
+    """An element is kept up to the rate that is its own 24 bits."""
+    low, high = 0, 1 << 24
+    while high - low > 1:
+        middle = (low + high) // 2
+        kept = dropout.keep_mask((1,), torch.tensor(5), middle / (1 << 24), 0, [], [])
+        low, high = (middle, high) if bool(kept) else (low, middle)
+    for rate in (low, high):
+        kept = fused.mask((1,), torch.tensor(5), rate / (1 << 24), 0, [], [])
+        assert bool(kept) == (rate == low)
+
+
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning", "ignore:overflow:RuntimeWarning")
 def test_numbers_that_are_none(fused: Any) -> None:
     """Zero times infinity is no number, and a dropped negative number is -0, as on the CPU."""

@@ -46,7 +46,7 @@ class Chip:
     cudnn: int = 0
     rocm: bool = False
 
-    @property
+    @functools.cached_property
     def kernels(self) -> tuple[str, ...]:
         """Fused kernels, in the order in which they are tried; plain products are for what none of them takes."""
         if self.rocm:
