@@ -87,14 +87,18 @@ def test_joined_axes_of_a_larger_mesh() -> None:
 
 
 def groups_of_many() -> tuple[list[list[int]], list[int]]:
-    """Those of rank 5000 of 16,384, and what it is told of others: nobody else is there to take part."""
+    """Those of rank 5000 of 16,384, and what it is told of others: nobody else is there to take part, nor to split a
+    communicator that is bound to a device."""
     dist.init_process_group("fake", rank=5000, world_size=16384, store=dist.HashStore())
+    dist.group.WORLD.bound_device_id = device = torch.device("cuda", 0)  # type: ignore[union-attr]
+    dist.distributed_c10d._get_split_source = pytest.fail  # in a process of its own
     groups = Groups(init_mesh("cpu", pp=16, dp=16, cp=8, tp=8))
     groups.make(["dp,cp", "cp%2"])
     groups.make_channels(["cp"])
     groups.make_links((i, i + 1) for i in range(15))
-    made = [dist.get_process_group_ranks(group) for group in list(dist.distributed_c10d._world.pg_names)[1:]]
-    return made, groups.ranks("pp")
+    default, *own = dist.distributed_c10d._world.pg_names
+    assert all(group.bound_device_id == device for group in (default, *own))
+    return [dist.get_process_group_ranks(group) for group in own], groups.ranks("pp")
 
 
 def test_a_rank_of_many_makes_only_its_own_groups() -> None:
