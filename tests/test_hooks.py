@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.tensor import DTensor
 
+import autopar
 from autopar.adapters.fake import skeleton_of
 from autopar.adapters.hooks import observed
 from autopar.capture import capture
 from tests.plain_models import EXACT, Net, build, gap, gradients, numbers, part, put
 from tests.ranks import run_ranks
+from tests.subjects import tiny
 
 
 def hooks_of_parameters() -> None:
@@ -115,6 +117,25 @@ def node_of(parameter: Tensor) -> Any:
 
 def test_hooks_of_parameters() -> None:
     run_ranks(2, hooks_of_parameters)
+
+
+def hooks_that_keep() -> None:
+    """A gradient that somebody else holds is copied by torch: of a fused weight, too."""
+    model, batch = tiny("gpt2", layers=1)
+    parallel = autopar.parallelize(model, autopar.init_mesh(tp=2), example_batch=batch)
+    parallel.train_step(**batch)
+    expected = parallel.full_gradients()
+    parallel.zero_grad()
+    kept: list[Tensor] = []
+    for p in parallel.parameters():
+        p.register_hook(kept.append)
+    parallel.train_step(**batch)
+    assert len(kept) == len(expected)
+    assert all(torch.equal(g, expected[name]) for name, g in parallel.full_gradients().items())
+
+
+def test_hooks_that_keep_gradients() -> None:
+    run_ranks(2, hooks_that_keep)
 
 
 def on_a_module(m: Net) -> Any:

@@ -4,9 +4,9 @@
     tiles.product(rows, matrices)  [N, I] times each row's [I, O] -> [N, O]
     tiles.outer(left, right)       sum over each expert's rows of left^T right -> [E, I, O]
 
-Any split of N rows on E experts fits on N // T + E tiles of T rows, so shapes are fixed. With T = N / 4E these are a
-quarter more rows than there are. A tile's matrix is copied next to it, for a few tiles at a time: half of what the
-matrices take.
+Any split of N rows on E experts fits on N // T + E tiles of T rows (and on N), so shapes are fixed. With T = N / 4E
+these are a quarter more rows than there are. A tile's matrix is copied next to it, for a few tiles at a time: half of
+what the matrices take.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Tiles:
     def __init__(self, offsets: Tensor, rows: int) -> None:
         experts = offsets.shape[0]
         self.experts, self.height = experts, min(max(rows // (4 * experts), LEAST), max(rows, 1))
-        self.count = rows // self.height + experts
+        self.count = min(rows // self.height + experts, rows)
         ends = offsets.long()
         starts = torch.cat([ends.new_zeros(1), ends])  # of an expert more: that of the rows of none
         tiles = ((ends - starts[:-1] + self.height - 1) // self.height).cumsum(0)  # last one of each expert, + 1
@@ -42,7 +42,7 @@ class Tiles:
         """rows [N, I], matrices [E, I, O] -> [N, O]; zeros for the rows of no expert."""
         tiled = self._tiled(rows)
         out = rows.new_zeros(self.count * self.height + 1, matrices.shape[2])
-        made = out[:-1].view(self.count, self.height, -1)
+        made = out[:-1].view(self.count, self.height, out.shape[1])
         for part in self._parts():
             torch.bmm(tiled[part], matrices.index_select(0, self.expert[part]), out=made[part])
         return out.index_select(0, self.place)
@@ -59,7 +59,7 @@ class Tiles:
     def _tiled(self, rows: Tensor) -> Tensor:
         """[N, I] -> [tiles, height, I]."""
         padded = rows.new_zeros(self.count * self.height + 1, rows.shape[1]).index_copy_(0, self.place, rows)
-        return padded[:-1].view(self.count, self.height, -1)
+        return padded[:-1].view(self.count, self.height, rows.shape[1])
 
     def _parts(self) -> Iterator[slice]:
         """A few tiles at a time."""

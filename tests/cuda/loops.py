@@ -42,8 +42,11 @@ def check_loop(model: nn.Module, batch: dict[str, Tensor], mesh: str, options: d
         here = {k: x.to(CUDA) for k, x in batch.items()}  # as many loops have it
         step(there, parallel, optimizer, here)
         check_copies(step(there, parallel, optimizer, here), 0)
+        parallel.eval_step(**batch)  # compiles, and sends its constants
+        copies(there)
         parallel.eval_step(**batch)
         if "pp" not in sizes and "micro_batches" not in options:
+            check_copies(copies(there), len(batch))
             parallel(**batch).loss.backward()
             copies(there)
             parallel(**batch).loss.backward()
