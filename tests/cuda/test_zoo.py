@@ -18,7 +18,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "cp=2": {},
 }
 OFTEN = (("ctrl", "dp=2"),)
-RATES = {"diffllama": 0.0}  # refuses others
+RATES = {"diffllama": 0.0, "xlm": 0.0}  # diffllama refuses others; over cp, xlm does: rows whose keys are all masked
 ALL = [
     (kind, mesh)
     for kind in (*TINY, *(kind for kind in CAUSAL if kind not in TINY), *WITHOUT_ATTENTION)
