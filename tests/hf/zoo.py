@@ -40,6 +40,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "expand": 2},
     "falcon": {"head_dim": None},
+    "rwkv": {"rescale_every": 0},  # in eval mode it writes to weights, which is refused
 }
 
 
