@@ -57,16 +57,11 @@ def exchange_texts(
     Raises RuntimeError naming the ranks that do not come within the timeout, ValueError where ranks are at different
     steps. Goes through the store: no device, no process group.
     """
-    meeting, mine = _Meeting(groups, axis, timeout), f"{what}\n{text}"
-    if len(ranks := meeting.ranks) == 1:
-        return [mine]
+    meeting = _Meeting(groups, axis, timeout)
+    if len(meeting.ranks) == 1:
+        return [f"{what}\n{text}"]
     meeting.alike(what)
-    found = meeting.texts(mine)
-    if apart := differences(ranks, [f"\n{text.partition(chr(10))[0]}" for text in found]):
-        raise ValueError(
-            f"agree: all ranks must take the same steps, found {apart}; run the same program on every rank"
-        )
-    return found
+    return meeting.texts(what, text)
 
 
 class _Meeting:
@@ -89,9 +84,14 @@ class _Meeting:
         votes = {**claims, first: _digest((what, claims.get(first)))}
         return meet(*self._next(self._scope), votes, what, self._limit)
 
-    def texts(self, text: str) -> list[str]:
-        """Those of all ranks."""
-        return show(*self._next(f"{self._scope}/texts"), text, self._limit)
+    def texts(self, what: str, text: str) -> list[str]:
+        """Those of all ranks, right after they met: ranks that came for something else come here too, to say so."""
+        found = show(*self._next(f"{self._scope}/texts"), f"{what}\n{text}", self._limit)
+        if apart := differences(self.ranks, [f"\n{text.partition(chr(10))[0]}" for text in found]):
+            raise ValueError(
+                f"agree: all ranks must take the same steps, found {apart}; run the same program on every rank"
+            )
+        return found
 
 
 def agree(
@@ -109,7 +109,7 @@ def agree(
     meeting = _Meeting(groups, axis, timeout)
     if len(meeting.ranks) == 1 or meeting.alike(what, {meeting.ranks[0]: digest}):
         return
-    if found := differences(meeting.ranks, exchange_texts(groups, digest, what, axis, timeout)):
+    if found := differences(meeting.ranks, meeting.texts(what, digest)):
         raise ValueError(
             f"agree: {what} must be the same on all ranks, found {found}; give every rank the same model, mesh, "
             "options and batch shapes"
@@ -127,10 +127,11 @@ def agree_on(groups: Groups, claims: Sequence[Claim], what: str) -> None:
     by_first: dict[int, list[str]] = {}
     for claim in claims:
         if len(ranks := groups.mesh.along(claim.axes, groups.rank)) > 1:
-            by_first.setdefault(min(ranks), []).append(claim.digest)
-    if _Meeting(groups).alike(what, {first: _digest(told) for first, told in by_first.items()}):
+            by_first.setdefault(ranks[0], []).append(claim.digest)
+    meeting = _Meeting(groups)
+    if meeting.alike(what, {first: _digest(told) for first, told in by_first.items()}):
         return
-    told = [t.split("\n") for t in exchange_texts(groups, "\n".join(c.digest for c in claims), what)]
+    told = [t.split("\n") for t in meeting.texts(what, "\n".join(c.digest for c in claims))]
     for i, claim in enumerate(claims, 1):
         if any(len({told[r][i] for r in ranks}) > 1 for ranks in _parts(groups.mesh, claim.axes)):
             raise ValueError(_explained(groups, claim, what))

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.adapters.distributed import default_store, own_client
 from autopar.ir.mesh import Mesh
-from autopar.runtime.agreement import Claim, agree, agree_on
+from autopar.runtime.agreement import Claim, agree, agree_on, exchange_texts
 from autopar.runtime.failures import board, reporting
 from autopar.runtime.groups import Groups, init_mesh, mesh_of
 from autopar.runtime.store_line import Line
@@ -208,6 +208,22 @@ def agree_without(rank: int) -> str:
     with pytest.raises(RuntimeError) as caught:
         agree(groups, "x", "the plan", timeout=1)
     return str(caught.value)
+
+
+def something_else() -> tuple[str, float]:
+    """Rank 1 tells what rank 0 does not ask for."""
+    groups, start = Groups(init_mesh(dp=2, timeout=20.0)), time.monotonic()
+    with pytest.raises(ValueError) as caught:
+        if groups.rank:
+            exchange_texts(groups, "5", "parameters")
+        else:
+            agree_on(groups, [Claim(("dp",), {"x": "7"}, "", "")], "the batch")
+    return str(caught.value), time.monotonic() - start
+
+
+def test_ranks_in_different_calls_are_told_so_at_once() -> None:
+    for error, seconds in run_ranks(2, something_else):
+        assert "must take the same steps" in error and "parameters" in error and seconds < 10
 
 
 def questions_of_an_agreement(more: bool) -> tuple[int, int]:
