@@ -170,7 +170,8 @@ class _StepFunction(torch.autograd.Function):
         }
         found = run.gradients(given, keeps_graph())
         wanted = zip(run.trained.items(), ctx.needs_input_grad[2:], strict=True)
-        return (None, None, *(local_gradient(p, found[n]) if need and n in found else None for (n, p), need in wanted))
+        made = {n: x.detach().contiguous() for n, x in found.items()}
+        return (None, None, *(local_gradient(p, made[n]) if need and n in made else None for (n, p), need in wanted))
 
 
 class _RefusedGradient(torch.autograd.Function):

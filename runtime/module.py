@@ -271,7 +271,7 @@ class ParallelModule(Stateful):
         check_values(named, differentiated=kind.train)
         # masks depend on the number of the step
         executor = self._cache.runner(kind, named, surroundings, self.training_steps + 1 if kind.train else None)
-        values = self._state() | executor.constants
+        values = {**self._tree.pieces(), **self._tree.buffers(), **executor.constants}
         self.training_steps += kind.train
         self._watch.check_size(named, self.training_steps)
         for name, value in tensors_of(named).items():
@@ -281,20 +281,15 @@ class ParallelModule(Stateful):
         values |= {name: torch.full((), seed, device=self._groups.device) for name in executor.seeds}  # without a copy
         return executor, values
 
-    def _state(self) -> dict[str, Tensor]:
-        found = {name: state.local_tensor(p) for name, p in self._tree.own.items()}
-        return found | dict(self.named_buffers())
-
     def _store_gradients(self, executor: Executor, gradients: Mapping[str, Tensor]) -> None:
-        own = self._tree.own
-        names = {executor.specs[node].name: gradient.contiguous() for node, gradient in gradients.items()}
-        state.set_gradients((name, own[name], g) for name, g in names.items())
+        own, specs = self._tree.own, executor.specs
+        state.set_gradients([((name := specs[node].name), own[name], x.contiguous()) for node, x in gradients.items()])
 
     def _store_buffers(self, compiled: Compiled, outputs: list[Any]) -> dict[str, Tensor]:
         """Returns copies of what they held before."""
         specs = compiled.signature.outputs
         written = {s.name: value for s, value in zip(specs, outputs, strict=True) if s.kind == "mutation"}
-        buffers = dict(self.named_buffers()) if written else {}
+        buffers = self._tree.buffers() if written else {}
         before = {name: buffers[name].clone() for name in written}
         for name, value in written.items():
             buffers[name].copy_(value)

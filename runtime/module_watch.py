@@ -101,8 +101,10 @@ class ModuleWatch:
         return [list(map(fact, parameters)) for fact in _FACTS]
 
     def _buffers_now(self) -> list[Any]:
-        found = chain.from_iterable(map(dict.items, self._buffers))
-        return list(starmap(lambda name, b: (name, None if b is None else (b.dtype, b.shape)), found))
+        found = list(chain.from_iterable(map(dict.items, self._buffers)))
+        first: dict[int, int] = {}  # where each was seen first: a step has tied ones once
+        ties = [first.setdefault(id(b), i) for i, (_, b) in enumerate(found)]
+        return [ties, *starmap(lambda name, b: (name, None if b is None else (b.dtype, b.shape)), found)]
 
     def _frozen(self, value: Any, seen: set[int], objects: list[dict[str, Any]]) -> Any:
         """A copy of containers; other values as they are. Objects with attributes and tensors are watched as well."""

@@ -11,7 +11,7 @@ torch.optim and clip_grad_norm_ see one kind of thing.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,8 @@ from torch.distributed.tensor.placement_types import Replicate as TorchReplicate
 from torch.distributed.tensor.placement_types import Shard as TorchShard
 
 from autopar.adapters.autograd import version_of
-from autopar.adapters.dtensor import alike, local_of
+from autopar.adapters.dtensor import alike, has_record_of, local_of
+from autopar.adapters.foreach import add_all
 from autopar.adapters.hooks import accumulate_gradient, observed
 from autopar.adapters.state_dict import EXTRA, IncompatibleKeys, add_note, noted
 from autopar.ir.parameter import ParameterSpec
@@ -128,43 +129,51 @@ def local_tensor(x: Tensor) -> Tensor:
 
 
 def local_gradient(parameter: Tensor, local: Tensor) -> DTensor:
-    """This rank's piece of a gradient as a DTensor in the parameter's own layout."""
+    """This rank's piece of a gradient as a DTensor in the parameter's own layout. ``local``: contiguous, without a
+    graph of autograd."""
     assert isinstance(parameter, DTensor)
     own = local_of(parameter)
     assert (local.shape, local.dtype) == (own.shape, own.dtype), f"a gradient of {own.shape} is {local.shape}"
-    local = local.detach().contiguous()
     return parameter.like(local) if isinstance(parameter, ShardedTensor) else alike(local, parameter)
 
 
-def set_gradient(name: str, parameter: nn.Parameter, local: Tensor) -> None:
-    """Accumulate this rank's piece of the gradient into ``parameter.grad``, in the parameter's own layout.
+def set_gradients(found: Sequence[tuple[str, nn.Parameter, Tensor]]) -> None:
+    """Accumulate this rank's pieces of the gradients of a step into ``.grad`` of (name, parameter, piece), in the
+    parameter's own layout. Hooks of the parameters, and of the nodes that add up their gradients, are called, as by one
+    backward, with the gradient as a tensor like its parameter.
 
-    Raises ValueError for a ``.grad`` of another layout, which somebody else has put there.
+    Raises ValueError, before any is changed, for a ``.grad`` of another layout, which somebody else has put there.
     """
-    if parameter.grad is None:
-        parameter.grad = local_gradient(parameter, local)
-    elif not is_alike(parameter.grad, parameter):
+    watched = observed([parameter for _, parameter, _ in found])
+    hooked = [one for one, someone in zip(found, watched, strict=True) if someone]
+    sums: list[Tensor] = []
+    addends: list[Tensor] = []
+    fresh: list[tuple[nn.Parameter, Tensor]] = []
+    for (name, parameter, local), someone in zip(found, watched, strict=True):
+        if someone:
+            continue
+        gradient = parameter.grad
+        if gradient is None:
+            fresh.append((parameter, local_gradient(parameter, local)))
+        else:
+            _check_layout(name, gradient, parameter)
+            sums.append(local_tensor(gradient))
+            addends.append(local)
+    if sums:
+        add_all(sums, addends)
+    for parameter, gradient in fresh:
+        parameter.grad = gradient
+    if hooked:
+        accumulate_gradient([p for _, p, _ in hooked], [local_gradient(p, local) for _, p, local in hooked])
+
+
+def _check_layout(name: str, gradient: Tensor, parameter: nn.Parameter) -> None:
+    if not has_record_of(gradient, parameter) and not is_alike(gradient, parameter):
         raise ValueError(
             f"train_step: .grad of parameter {name} must be a DTensor that is cut like it, "
-            f"found {type(parameter.grad).__name__} of shape {tuple(parameter.grad.shape)}; make it from the parameter "
+            f"found {type(gradient).__name__} of shape {tuple(gradient.shape)}; make it from the parameter "
             "(torch.zeros_like(p)), or set it to None"
         )
-    else:
-        local_tensor(parameter.grad).add_(local)
-
-
-def set_gradients(found: Iterable[tuple[str, nn.Parameter, Tensor]]) -> None:
-    """`set_gradient` for all of a step. Hooks of the parameters, and of the nodes that add up their gradients, are
-    called, as by one backward, with the gradient as a tensor like its parameter."""
-    hooked, all_of_them = [], list(found)
-    watched = observed([parameter for _, parameter, _ in all_of_them])
-    for (name, parameter, local), someone in zip(all_of_them, watched, strict=True):
-        if someone:
-            hooked.append((parameter, local_gradient(parameter, local)))
-        else:
-            set_gradient(name, parameter, local)
-    if hooked:
-        accumulate_gradient([p for p, _ in hooked], [g for _, g in hooked])
 
 
 def is_alike(a: Tensor, b: Tensor) -> bool:

@@ -27,6 +27,8 @@ from autopar.adapters.fake import copy_with
 from autopar.ir.parameter import ParameterSpec
 from autopar.runtime.state import is_alike
 
+_WANTS_GRADIENT = operator.attrgetter("requires_grad")
+
 
 class Tree:
     """``own``: name of each parameter that this rank holds a piece of -> the piece."""
@@ -70,6 +72,23 @@ class Tree:
             self.refresh()
         return self._own
 
+    def pieces(self) -> dict[str, Tensor]:
+        """The tensors themselves that step graphs compute with, by name. Raises ValueError as `refresh`."""
+        pieces = list(map(local_of, self.own.values()))  # type: ignore[arg-type]
+        if any(map(_WANTS_GRADIENT, pieces)):
+            pieces = [x.detach() for x in pieces]
+        return dict(zip(self._own, pieces, strict=True))
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Those of the modules, by name, as they are now. `own` must have been looked at: modules may have changed."""
+        return {
+            prefix + name: b
+            for prefix, held in self._buffer_owners
+            if held
+            for name, b in held.items()
+            if b is not None
+        }
+
     @property
     def specs(self) -> tuple[ParameterSpec, ...]:
         """All parameters of the model. Raises ValueError as `refresh`."""
@@ -80,6 +99,7 @@ class Tree:
     def _remember(self) -> None:
         self._children = [(m._modules, dict(m._modules)) for m in self.root.modules()]
         self._owners = [m._parameters for m in self.root.modules()]
+        self._buffer_owners = [(path + "." if path else "", m._buffers) for path, m in self.root.named_modules()]
         self._ids = self._ids_now()
 
     def _moved(self) -> bool:

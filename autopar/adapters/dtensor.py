@@ -37,6 +37,11 @@ def alike(local: Tensor, x: DTensor) -> DTensor:
     return out
 
 
+def has_record_of(x: Tensor, other: Tensor) -> bool:
+    """Whether two DTensors have the very same layout record. False says nothing."""
+    return isinstance(x, DTensor) and isinstance(other, DTensor) and x._spec is other._spec
+
+
 def storage_of(x: Tensor) -> int:
     """A number for the storage that torch's core holds of a tensor; that of a DTensor is none of its piece's."""
     number: int = torch._C._storage_id(x)  # type: ignore[attr-defined]

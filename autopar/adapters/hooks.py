@@ -7,6 +7,7 @@ differentiates a graph, no module is called, and gradients exist for parameters 
 from __future__ import annotations
 
 import gc
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
     """Whether somebody is called when the gradient of a leaf arrives, or has been added up."""
-    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 class _Touch(torch.autograd.Function):
@@ -37,22 +38,23 @@ def _accumulators(leaves: Sequence[Tensor]) -> list[Any]:
     if not leaves:
         return []
     with torch.enable_grad():
-        return [node for node, _ in _Touch.apply(*leaves).grad_fn.next_functions]
+        touched: Any = super(torch.autograd.Function, _Touch).apply(*leaves)  # no look at functorch
+    return [node for node, _ in touched.grad_fn.next_functions]
 
 
 def observed(leaves: Sequence[Tensor]) -> list[bool]:
     """Whether somebody may be called when the gradient of a leaf arrives: it has hooks, or somebody holds its node,
     as those do who put hooks there. Nothing tells how many a node has; one that is held still has our mark at a second
-    look. About 2 us per leaf."""
-    if not all(x.requires_grad for x in leaves):
+    look. About 1 us per leaf."""
+    if not all(map(_WANTS_GRADIENT, leaves)):
         return [x.requires_grad and observed([x])[0] for x in leaves]
-    for node in _accumulators(leaves):
-        node.metadata[_MARK] = True
-        del node
-    return [has_gradient_hooks(x) or bool(node.metadata) for x, node in zip(leaves, _accumulators(leaves))]
+    for marks in map(_MARKS, _accumulators(leaves)):
+        marks[""] = True
+    held = list(map(bool, map(_MARKS, _accumulators(leaves))))
+    return [has_gradient_hooks(x) or again for x, again in zip(leaves, held, strict=True)]
 
 
-_MARK = "autopar"
+_MARKS, _WANTS_GRADIENT = operator.attrgetter("metadata"), operator.attrgetter("requires_grad")
 
 
 def forward_hooks(module: nn.Module) -> list[Any]:

@@ -27,7 +27,7 @@ from autopar.runtime.state import (
     local_piece,
     local_tensor,
     make_parameter,
-    set_gradient,
+    set_gradients,
     wrap,
 )
 from tests.ranks import run_ranks
@@ -86,7 +86,7 @@ def test_pieces_and_whole(sizes: dict[str, int]) -> None:
 
 def gradients(groups: Groups, params: dict[str, nn.Parameter], step: int) -> None:
     for spec in make_specs(groups.mesh.size("tp")):
-        set_gradient(spec.name, params[spec.name], local_piece(wholes(100 + step)[spec.name], spec, groups))
+        set_gradients([(spec.name, params[spec.name], local_piece(wholes(100 + step)[spec.name], spec, groups))])
 
 
 def optimizer(kind: str, params: Any) -> torch.optim.Optimizer:
@@ -221,7 +221,7 @@ def staged() -> None:
     torch.testing.assert_close(state, values, rtol=0, atol=0)
     for spec in specs:
         if spec.name in params and spec.name != "row":
-            set_gradient(spec.name, params[spec.name], local_piece(wholes(7)[spec.name], spec, groups))
+            set_gradients([(spec.name, params[spec.name], local_piece(wholes(7)[spec.name], spec, groups))])
     found = full_gradients(params, specs, groups, owners=owners)
     assert found.keys() == values.keys() - {"row"}
     torch.testing.assert_close(found["qkv"], wholes(7)["qkv"], rtol=0, atol=0)
