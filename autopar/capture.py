@@ -23,6 +23,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import GraphModule, Node
 
 from autopar import ops as ops  # registers the operators that adapters put into models
+from autopar.adapters.block_memo import TraceAnew
 from autopar.adapters.export import export, flatten, paths, unflatten
 from autopar.adapters.fake import fake_like, new_mode, owned_by, structure_copy
 from autopar.adapters.frozen import frozen_facts
@@ -88,6 +89,7 @@ def capture(
     train: bool | None = None,
     exact: bool = False,
     autocast: torch.dtype | None = None,
+    memo: bool = True,
 ) -> GraphModule:
     """The global graph of ``model(**batch)``.
 
@@ -96,10 +98,25 @@ def capture(
     included; it is not modified and its parameters are not copied. ``train`` puts every module into this mode (dropout,
     batch norm); by default each has the mode that it has.
     ``exact`` lifts float32 islands to float64, see `autopar.exact`; give it a float64 model and batch. ``autocast`` is
-    the dtype of a `torch.autocast` around the forward; its casts become part of the graph.
+    the dtype of a `torch.autocast` around the forward; its casts become part of the graph. Modules that are called
+    alike are traced once, unless ``memo`` is False (`autopar.adapters.block_memo`); the graph is the same.
 
     Raises ValueError that names the operator and line which cannot be captured.
     """
+    if memo:
+        with contextlib.suppress(TraceAnew):
+            return _captured(model, batch, train, exact, autocast, memo=True)
+    return _captured(model, batch, train, exact, autocast, memo=False)
+
+
+def _captured(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    train: bool | None,
+    exact: bool,
+    autocast: torch.dtype | None,
+    memo: bool,
+) -> GraphModule:
     mode = new_mode()
     replica = structure_copy(model, mode)
     if train is not None:
@@ -118,7 +135,7 @@ def capture(
             stack.enter_context(LiftFloat32())
         watch = stack.enter_context(FunctionWatch(replica, owned_by(model)))
         changed = stack.enter_context(frozen_facts(replica))
-        program = export(replica, unflatten(fakes, spec), autocast)
+        program = export(replica, unflatten(fakes, spec), autocast, memo=memo)
         if watch.refused is not None:  # the forward has caught it
             raise ValueError(f"capture: {watch.refused}") from watch.refused
         _refuse_running_values(program, changed)

@@ -10,6 +10,7 @@ and where `decompose` meets anything unknown, the graph takes the long way.
 
     q = mm(x, w); q.div_(z); y = reshape(q, [4, 8])   -->   q = mm(x, w); div = div(q, z); y = view(div, [4, 8])
     count.add_(1); return y                           -->   add = add(count, 1); return add, y
+    z[1:].copy_(x); return z                          -->   z' = slice_scatter(z, copy(z[1:], x), 0, 1); return z'
 
 The second one writes to a buffer: its new value is a result of the graph, and the signature says so.
 """
@@ -71,14 +72,14 @@ class _Known(dict[Any, Any]):
 
     def write(self, node: Node, value: Any, at: Node) -> None:
         """From ``at`` on the tensor that ``node`` is has this value: whoever takes it, by any name, takes that one. (A
-        view that was made before would have to change as well.)"""
+        view that was made before, and is used later, would have to change as well.)"""
         root, names = _names(node)
         if root.op not in ("call_function", "placeholder") or (root.op == "placeholder" and root not in self.buffers):
             raise _NotKnown
         if root.op == "call_function" and _may_alias(root):
             raise _NotKnown
         before = {user for name in names for user in name.users if user < at and user not in names}
-        if any(map(_may_alias, before)):
+        if any(_may_alias(user) and _used_after(user, at) for user in before):
             raise _NotKnown
         self.written.add(root)
         self.update(dict.fromkeys([n for n in names if n in self or n is root], value))
@@ -92,6 +93,12 @@ def _names(node: Node) -> tuple[Node, list[Node]]:
     for name in names:
         names += [user for user in name.users if mutates(user.target) and _written(user) is name]
     return node, names
+
+
+def _used_after(view: Node, at: Node) -> bool:
+    """Whether somebody takes a view, or a view of it, after a node, or what that node returns of it."""
+    later = {user for user in view.users if user > at or (user is at and at.users)}
+    return bool(later) or any(_used_after(user, at) for user in view.users if user < at and _may_alias(user))
 
 
 def _written(node: Node) -> Node:
@@ -145,9 +152,11 @@ def _call(node: Node, graph: Graph, known: _Known, table: Mapping[Any, Any]) -> 
         known[node.args[0]] = known[node.all_input_nodes[0]]
         return known[node.all_input_nodes[0]]
     if mutates(node.target):
-        value = _functional(node, graph, known)
-        if value is not known[_written(node)]:
-            known.write(_written(node), value, node)
+        value, written = _functional(node, graph, known), _written(node)
+        if written.target in _SCATTERS:
+            written, value = _scattered(written, value, node, graph, known)
+        if value is not known[written]:
+            known.write(written, value, node)
         return value
     if node.target is _BATCH_NORM and _keeps_statistics(*node.args):
         return _batch_norm(node, graph, known)
@@ -188,13 +197,31 @@ def _functional(node: Node, graph: Graph, known: Mapping[Node, Any]) -> Any:
     return _traced(getattr(packet, overload), node, graph, known)
 
 
+def _scattered(view: Node, value: Any, at: Node, graph: Graph, known: Mapping[Node, Any]) -> tuple[Node, Any]:
+    """(what a view is part of, its new value), after ``at`` has given the view this one."""
+    while view.target in _SCATTERS:
+        if _used_after(view, at):
+            raise _NotKnown
+        base, *where = view.args
+        assert isinstance(base, Node)
+        if view.kwargs or not isinstance(known[base], Node):
+            raise _NotKnown
+        scattered = graph.call_function(_SCATTERS[view.target], (known[base], value, *where))
+        scattered.meta["val"] = scattered.target(known[base].meta["val"], value.meta["val"], *where)  # type: ignore[operator]
+        _keep_metas(scattered, at)
+        if _facts(scattered.meta["val"]) != _facts(known[base].meta["val"]):
+            raise _NotKnown
+        view, value = base, scattered
+    return view, value
+
+
 def _may_alias(node: Node) -> bool:
     """Whether the result of a node may be a view of an operand."""
     if node.target is operator.getitem and isinstance(node.args[0], Node):
         return _may_alias(node.args[0])
     if not isinstance(node.target, OpOverload):
         return node.op == "call_function"
-    if node.target is _BATCH_NORM:
+    if node.target is _BATCH_NORM or node.target in _FRESH:
         return False
     return _is_cia_op(node.target) or returns_alias(node.target)
 
@@ -232,8 +259,11 @@ def _traced(target: Callable[..., Any], node: Node, graph: Graph, known: Mapping
         _keep_metas(inner, node)
     # What they write to (a mask of dropout) they have made.
     result = _copied(body.graph, None, graph, _Known({}, dict(zip(body.inputs, operands, strict=True))), {})
-    if isinstance(result, Node) and _facts(result.meta["val"]) != _facts(node.meta["val"]):
-        raise _NotKnown  # what is written to keeps its dtype
+    if isinstance(result, Node):
+        made, kept = _facts(result.meta["val"]), _facts(node.meta["val"])
+        into = node.args[0].target if mutates(node.target) and isinstance(node.args[0], Node) else None
+        if made != kept and (into not in _SCATTERS or made[:2] != kept[:2]):
+            raise _NotKnown  # what is written to keeps its dtype; a view is written into its base, whatever its strides
     return result
 
 
@@ -284,5 +314,10 @@ def _keep_metas(new: Node, old: Node) -> None:
     new.meta = {**old.meta, **({"val": new.meta["val"]} if "val" in new.meta else {})}
 
 
+_SCATTERS: dict[Any, OpOverload] = {
+    torch.ops.aten.slice.Tensor: torch.ops.aten.slice_scatter.default,
+    torch.ops.aten.select.int: torch.ops.aten.select_scatter.default,
+}
+_FRESH = {torch.ops.aten.matmul.default, torch.ops.aten.linear.default}  # composite, and never an operand itself
 _LIFTS = (torch.ops.aten.lift_fresh_copy.default,)
 _RENAMED = {torch.ops.aten.bernoulli_.float: "p"}

@@ -28,6 +28,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 from autopar.adapters.autograd_function import captured_backwards
+from autopar.adapters.block_memo import BlockMemo, TraceAnew
 from autopar.adapters.decompose import decompose
 from autopar.adapters.decompositions import DECOMPOSITIONS
 from autopar.adapters.function_watch import Refused
@@ -40,16 +41,26 @@ _ATTRIBUTE = re.compile(r"'(\w+)' object has no attribute '(\w+)'")
 _TORCH = str(Path(torch.__file__).parent)
 
 
-def export(model: nn.Module, kwargs: Mapping[str, Any], autocast: torch.dtype | None = None) -> ExportedProgram:
-    """The module as a flat functional graph; ``autocast``: its forward is within one, to this dtype. Raises ValueError
-    that names the line which cannot be captured, or whose result has a size that depends on values."""
+def export(
+    model: nn.Module, kwargs: Mapping[str, Any], autocast: torch.dtype | None = None, *, memo: bool = True
+) -> ExportedProgram:
+    """The module as a flat functional graph; ``autocast``: its forward is within one, to this dtype. With ``memo``
+    modules that are called alike are traced once.
+
+    Raises ValueError that names the line which cannot be captured, or whose result has a size that depends on values;
+    TraceAnew where it has to be done without ``memo``, on a new copy of the model.
+    """
+    blocks = BlockMemo(model) if memo else None
     try:
         with warnings.catch_warnings(), torch.enable_grad(), captured_backwards(), _silent_fakes(), _autocast(autocast):
             warnings.simplefilter("ignore")
-            program = torch.export.export(model, (), dict(kwargs), strict=False)
+            with blocks.within() if blocks is not None else contextlib.nullcontext():
+                program = torch.export.export(model, (), dict(kwargs), strict=False)
             _prepare(program)
             flat = run_decompositions(program, autocast)
     except Exception as error:
+        if blocks is not None and blocks.copied:
+            raise TraceAnew from error
         refused = _refusal(error)
         if refused is not None:
             raise ValueError(f"capture: {_where(refused)}: {refused}") from error

@@ -139,11 +139,12 @@ def _watch_state(replica: nn.Module) -> dict[str, Any]:
 def _state(root: nn.Module) -> dict[str, Any]:
     """What can be compared of all that is reached from a module: numbers and texts, sizes, states of generators."""
     registered = {id(t) for t in (*root.parameters(), *root.buffers())}
-    facts = ((path, _fact(x)) for path, x in walk_attributes(root) if id(x) not in registered)
+    facts = ((path, state_of(x)) for path, x in walk_attributes(root) if id(x) not in registered)
     return {path.lstrip("."): fact for path, fact in facts if fact is not None}
 
 
-def _fact(x: Any) -> Any:
+def state_of(x: Any) -> Any:
+    """What can be compared of one object: a number, the size of a list, the state of a generator; None for others."""
     if type(x) in _SIMPLE or isinstance(x, (SymInt, SymFloat, SymBool)):
         return repr(x)
     if isinstance(x, Tensor):
