@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
 from autopar.adapters.frozen import state_of
-from autopar.adapters.rebuild import walk_attributes
+from autopar.adapters.rebuild import children
 
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout,
            torch.memory_format)  # fmt: skip
@@ -97,15 +97,16 @@ class BlockFacts(NamedTuple):
     names: tuple[tuple[str, str], ...]
 
 
-def facts_of_block(module: nn.Module, tensors: Tensors) -> BlockFacts:
-    """Of a module and all below it; its parameters and buffers go to ``tensors``.
+def facts_of_block(module: nn.Module, tensors: Tensors, states: dict[int, Any] | None = None) -> BlockFacts:
+    """Of a module and all below it; its parameters and buffers go to ``tensors``. ``states``: facts of objects that
+    modules hold, while nothing changes.
 
     Raises NotComparable for modules with hooks.
     """
     fixed: list[Any] = []
     numbers: list[int] = []
     names: list[tuple[str, str]] = []
-    states: dict[int, Any] = {}
+    states = {} if states is None else states
     if any(getattr(torch_module, name) for name in _GLOBAL_HOOKS):
         raise NotComparable
     for path, inner in _modules(module):
@@ -151,17 +152,13 @@ def _held(x: Any, states: dict[int, Any]) -> Any:
         return type(x), frozenset(_held(y, states) for y in x)
     if type(x) in _DICTS:
         return type(x), tuple((_held(key, states), _held(value, states)) for key, value in x.items())
-    if isinstance(x, (type, types.BuiltinFunctionType)) or _is_plain(x):
+    if isinstance(x, (type, types.BuiltinFunctionType, Tensor)) or _is_plain(x):
         return Same(x)
     if id(x) not in states:
-        states[id(x)] = tuple(
-            Same(y) if isinstance(y, Tensor) else state_of(y) or Same(y) for _, y in walk_attributes(x)
-        )
+        states[id(x)] = Same(x)  # should it hold itself
+        inner = tuple((label, _held(value, states)) for label, value in children(x))
+        states[id(x)] = Same(x), state_of(x), inner
     return states[id(x)]
-
-
-def _state(x: Any) -> Any:
-    return Same(x) if isinstance(x, Tensor) else state_of(x) or Same(x)
 
 
 def facts_of_call(value: Any, tensors: Tensors) -> Any:

@@ -140,12 +140,13 @@ class BlockMemo:
 def _alike(model: nn.Module) -> dict[int, _Member]:
     """By id of a module: those that are worth it, and of which there are enough."""
     groups: dict[Any, list[tuple[nn.Module, BlockFacts]]] = {}
+    states: dict[int, Any] = {}
     for module in model.modules():
         of_torch = type(module).__module__.startswith("torch.nn.")
         if module is model or (of_torch and next(module.children(), None) is None):
             continue  # one operator
         try:
-            facts = facts_of_block(module, Tensors())
+            facts = facts_of_block(module, Tensors(), states)
         except NotComparable:
             continue
         groups.setdefault(facts.fixed, []).append((module, facts))
