@@ -32,6 +32,7 @@ from autopar.adapters.lazy import graph_module, lazy_code
 from autopar.exact import LiftFloat32
 from autopar.ir.dtype_checks import check_dtypes
 from autopar.ir.own_backward import check_contained
+from autopar.ir.recipe import Recipe
 from autopar.ir.signature import ConstantLeaf, InputSpec, OutputSpec, Signature
 
 __all__ = ["ADAPTERS", "Adapter", "InputSpec", "LiftFloat32", "OutputSpec", "Signature", "adapter_for", "capture"]
@@ -70,6 +71,14 @@ class Adapter(Protocol):
 
     def buffers(self, model: nn.Module) -> dict[str, Tensor]:
         """Values of the buffers that no checkpoint holds, for a model on the meta device."""
+        ...
+
+    def recipes_to_load(self, model: nn.Module, names: list[str]) -> list[Recipe]:
+        """How the library makes a model's tensors of those in a checkpoint, which have these names."""
+        ...
+
+    def recipes_to_save(self, model: nn.Module, names: list[str]) -> list[Recipe]:
+        """What the library writes into a checkpoint for the model's tensors of these names."""
         ...
 
 

@@ -1,6 +1,7 @@
 """Models of libraries: how they are captured, and small ones.
 
-hf, hf_masks, hf_batches, hf_configs      transformers: attention and experts as single operators, masks as facts
+hf, hf_masks, hf_batches, hf_configs, hf_checkpoints      transformers: attention and experts as single operators,
+                                                          masks as facts, files under their names
 tiny                                      small configs of many architectures, for tests and the demo
 
 Stands on capture and ir. Tests and the command line import it; `autopar.api` loads the adapter of a model's library by

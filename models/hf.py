@@ -23,7 +23,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.moe import ExpertsInterface
 
 from autopar.capture import ADAPTERS
+from autopar.ir.recipe import Recipe, as_they_are
 from autopar.models.hf_batches import batch_dims, example_batch
+from autopar.models.hf_checkpoints import recipes_to_load, recipes_to_save
 from autopar.models.hf_masks import MaskFacts, mask_facts, positions_from_user
 
 NAME = "autopar"
@@ -150,6 +152,12 @@ class TransformersAdapter:
             for name in names:
                 out[f"{path}.{name}" if path else name] = real._buffers[name]
         return out
+
+    def recipes_to_load(self, model: nn.Module, names: list[str]) -> list[Recipe]:
+        return recipes_to_load(model, names) if isinstance(model, PreTrainedModel) else as_they_are(names)
+
+    def recipes_to_save(self, model: nn.Module, names: list[str]) -> list[Recipe]:
+        return recipes_to_save(model, names) if isinstance(model, PreTrainedModel) else as_they_are(names)
 
 
 def _parents(model: nn.Module, path: str) -> list[nn.Module]:

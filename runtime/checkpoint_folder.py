@@ -45,11 +45,24 @@ NEXT = re.compile(r"model\.next\d+\.safetensors(\.index\.json)?")
 
 def named_weights(folder: Path) -> Any:
     """The file that config.json names as the weights (or as their index); None if it names none."""
+    return _config(folder).get(WEIGHTS)
+
+
+def quantizer(folder: Path) -> str | None:
+    """The name of the method by which config.json says that the weights are quantized; None if it says nothing."""
+    found = _config(folder).get("quantization_config")
+    if found is None:
+        return None
+    return str(found.get("quant_method", "unknown") if isinstance(found, dict) else found)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """What config.json says. It may be none of transformers."""
     try:
         found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):  # it may be no config of transformers
-        return None
-    return found.get(WEIGHTS) if isinstance(found, dict) else None
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 class Draft:

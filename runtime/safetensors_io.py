@@ -7,32 +7,26 @@ writes. `transformers`' own from_pretrained reads the result.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from autopar.ir.parameter import ParameterSpec
+from autopar.ir.recipe import Recipe, as_they_are
 from autopar.runtime.agreement import agree
-from autopar.runtime.checkpoint_folder import CONFIG, INDEX, SINGLE, Draft, named_weights
+from autopar.runtime.checkpoint_folder import Draft, quantizer
 from autopar.runtime.groups import Groups
+from autopar.runtime.safetensors_files import Computed, Files, Source, Stored, stored_in
 from autopar.runtime.sharded_tensor import boxes, cuts_of
-from autopar.runtime.state import STEPS, fetch_whole, other_kind
-from autopar.values import parse, refuse, whole_number
+from autopar.runtime.state import STEPS, fetch_whole
+from autopar.runtime.windows import traced
+from autopar.values import refuse, whole_number
 
-
-@dataclass(frozen=True)
-class _Source:
-    """Where a tensor lies: file, name in the file."""
-
-    file: Path
-    name: str
-
+Recipes = Callable[[list[str]], list[Recipe]]  # of names
 
 # --- loading ------------------------------------------------------------------------------------------
 
@@ -45,6 +39,7 @@ def load_pretrained(
     prefix: str = "",
     ignore: Sequence[str] = (),
     into: Mapping[str, Tensor] | None = None,
+    recipes: Recipes | None = None,
 ) -> dict[str, Tensor]:
     """This rank's pieces of a checkpoint: parameter name -> local tensor on the mesh's device, in the spec's dtype.
 
@@ -53,42 +48,51 @@ def load_pretrained(
     the other way round. ``ignore``: patterns of names in the files that the model may lack. ``into``: pieces to fill in
     place, of the parameters to read (those of one pipeline stage); without it, all into new ones. All are checked
     first, so that none is filled from files that do not fit. A tied parameter may lie under any of its names.
+    ``recipes``: names in the files -> how tensors of the model are made of them; without it, they are the model's.
+    Of the sources of a tensor that is made, a rank reads what its piece takes.
 
     Raises ValueError for missing, unexpected and truncated tensors, for shapes that differ, for dtypes of another kind
-    (integers are not read into floats), and for an index that names files outside of the folder.
+    (integers are not read into floats), for quantized weights, and for an index that names files outside of the folder.
     """
+    if method := quantizer(Path(folder)):
+        raise ValueError(
+            f"load_pretrained: needs plain weights, found quantized ones in {folder} (quantization_config in "
+            f"config.json: {method!r}), whose scales are not applied here; dequantize them with "
+            "transformers, save, and load that"
+        )
     specs = list(specs)
     known = [n for s in specs for n in (s.name, *s.aliases)] + list(buffers or {})
-    sources, unknown = _rename(_sources(Path(folder)), known, prefix)
-    unknown = [n for n in unknown if not any(re.search(pattern, n) for pattern in ignore)]
-    found = {s.name: next((n for n in (s.name, *s.aliases) if n in sources), None) for s in specs}
-    missing = [name for name, source in found.items() if source is None]
-    if missing or unknown:
-        raise ValueError(
-            f"load_pretrained: {folder} does not fit the model: "
-            + "; ".join(filter(None, (_listed("missing", missing), _listed("unexpected", unknown))))
-            + "; use the checkpoint of this architecture, or name what to ignore"
-        )
-    with _Files() as files:
+    with Files() as files:
+        stored = stored_in(Path(folder))
+        sources, unknown = _renamed(_made(files, stored, (recipes or as_they_are)(list(stored))), stored, known, prefix)
+        unknown = [n for n in unknown if not any(re.search(pattern, n) for pattern in ignore)]
+        found = {s.name: next((n for n in (s.name, *s.aliases) if n in sources), None) for s in specs}
+        missing = [name for name, source in found.items() if source is None]
+        if missing or unknown:
+            raise ValueError(
+                f"load_pretrained: {folder} does not fit the model: "
+                + "; ".join(filter(None, (_listed("missing", missing), _listed("unexpected", unknown))))
+                + "; use the checkpoint of this architecture, or name what to ignore"
+            )
         for spec in specs:
             files.check(spec.name, sources[found[spec.name] or ""], tuple(spec.shape), spec.dtype)
-        stored = {name: buffer for name, buffer in (buffers or {}).items() if name in sources}
-        for name, buffer in stored.items():
+        held = {name: buffer for name, buffer in (buffers or {}).items() if name in sources}
+        for name, buffer in held.items():
             files.check(name, sources[name], tuple(buffer.shape), buffer.dtype)
         out = dict(into) if into is not None else {s.name: _empty(s, groups) for s in specs}
         with torch.no_grad():
             for spec in specs:
                 if spec.name in out:
                     _read_piece(files, sources[found[spec.name] or ""], spec, groups, out[spec.name])
-            for name, buffer in stored.items():
-                buffer.copy_(files.read(sources[name], ()))
+            for name, buffer in held.items():
+                buffer.copy_(files.read(sources[name], (), buffer.dtype))
     return out
 
 
 def saved_steps(folder: str | Path) -> int | None:
     """The training steps that a checkpoint of `save_pretrained` had behind it; None of one that says nothing."""
-    with _Files() as files:
-        for source in _sources(Path(folder)).values():
+    with Files() as files:
+        for source in stored_in(Path(folder)).values():
             text = (files.open(source.file).metadata() or {}).get(STEPS, "")
             return int(text) if re.fullmatch("[0-9]{1,12}", text) else None
     return None
@@ -99,153 +103,68 @@ def _listed(word: str, names: Sequence[str]) -> str:
     return f"{word} {', '.join(names[:6])}{more}" if names else ""
 
 
-def _head(folder: Path) -> Path:
-    """The file to begin with, as in transformers: what config.json names, else a single file, else an index."""
-    try:
-        named = named_weights(folder)
-        chosen = [folder / SINGLE, folder / INDEX] if named is None else [_within(folder, named, CONFIG)]
-        found = [file for file in chosen if file.is_file()]
-    except OSError as error:
-        raise ValueError(f"load_pretrained: needs a folder that can be read, found {folder}: {error}") from error
-    if found:
-        return found[0]
-    if named is not None:
-        raise ValueError(
-            f"load_pretrained: {folder / CONFIG} names the file {named!r}, found no such file; put it there"
-        )
-    raise ValueError(
-        f"load_pretrained: {folder} needs {SINGLE} or {INDEX}, found neither; save it as safetensors first"
-    )
+def _made(files: Files, stored: Mapping[str, Stored], recipes: Sequence[Recipe]) -> list[tuple[str, str, Source]]:
+    """(name in the model, name in the files, source) of all that the recipes make."""
+    out: list[tuple[str, str, Source]] = []
+    for recipe in recipes:
+        inputs = tuple(stored[name] for name in recipe.sources)
+        if recipe.make is None:
+            out.append((recipe.target, recipe.sources[0], inputs[0]))
+            continue
+        outlines = [_outline(*files.outline(source)) for source in inputs]
+        try:
+            nodes = traced(recipe.make, outlines)
+        except Exception as error:
+            raise ValueError(
+                f"load_pretrained: {recipe.target} cannot be made of {_listed('', recipe.sources).strip()}, of shapes "
+                f"{_listed('', [str(list(x.shape)) for x in outlines]).strip()}, by {recipe.words}: {error}; is one "
+                "missing, or is this another type of model?"
+            ) from error
+        out += [(name, recipe.sources[0], Computed(inputs, node, recipe.words)) for name, node in nodes.items()]
+    return out
 
 
-def _sources(folder: Path) -> dict[str, _Source]:
-    """Name in the files -> where it lies."""
-    head = _head(folder)
-    if head.suffix != ".json":
-        with _Files() as files:
-            return {name: _Source(head, name) for name in files.open(head).keys()}  # noqa: SIM118 - no mapping
-    weights = _weight_map(head)
-    texts = [file for file in weights.values() if isinstance(file, str)]
-    files_of = {file: _within(folder, file) for file in dict.fromkeys(texts)}
-    return {
-        name: _Source(files_of[file] if isinstance(file, str) else _within(folder, file), name)
-        for name, file in weights.items()
-    }
+def _outline(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
-def _weight_map(index: Path) -> dict[str, Any]:
-    """Name -> file."""
-    try:
-        data = parse(index.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        why = "no text in UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
-        raise ValueError(f"load_pretrained: {index} is not an index of safetensors files: {why}") from error
-    found = data.get("weight_map") if isinstance(data, dict) else None
-    if not isinstance(found, dict):
-        raise ValueError(
-            f"load_pretrained: {index} is not an index of safetensors files: it needs a weight_map of names to files"
-        )
-    return found
-
-
-def _within(folder: Path, file: Any, by: str = INDEX) -> Path:
-    """The file that an index or a config names. It must lie in the folder itself, or be a link of the Hugging Face
-    cache, whose snapshots/<revision>/ links to ../../blobs/: such a text comes from elsewhere and must not say what is
-    read here."""
-    inside = isinstance(file, str) and file and not Path(file).is_absolute() and ".." not in Path(file).parts
-    if inside and _is_own(folder, file):
-        return folder / file
-    raise ValueError(
-        f"load_pretrained: {folder / by} names the file {file!r}, which is absolute, outside of the folder or "
-        "reached through a link; put the files into the folder and name them by their path in it"
-    )
-
-
-def _is_own(folder: Path, file: str) -> bool:
-    """Whether a path in the folder ends in the folder, or is a link of the cache. A circle of links ends nowhere."""
-    try:
-        root, found, parent = folder.resolve(), (folder / file).resolve(), (folder / file).parent.resolve()
-    except (OSError, RuntimeError, ValueError):
-        return False
-    cached = root.parent.name == "snapshots" and found.parent == root.parent.parent / "blobs" and parent == root
-    return found == root / file or cached
-
-
-def _rename(sources: Mapping[str, _Source], known: Sequence[str], prefix: str) -> tuple[dict[str, _Source], list[str]]:
+def _renamed(
+    made: Sequence[tuple[str, str, Source]], stored: Iterable[str], known: Sequence[str], prefix: str
+) -> tuple[dict[str, Source], list[str]]:
     """Sources under the model's names, and names that the model lacks."""
     names, dot = set(known), f"{prefix}."
     base_model = prefix and not any(n.startswith(dot) for n in names)  # the model is the base model itself
-    base_file = prefix and not any(n.startswith(dot) for n in sources)  # the files are of the base model alone
-    out: dict[str, _Source] = {}
+    base_file = prefix and not any(n.startswith(dot) for n in stored)  # the files are of the base model alone
+    out: dict[str, Source] = {}
     unknown = []
-    for name, source in sources.items():
+    for name, original, source in made:
         target = name
         if base_model and not base_file and name.startswith(dot):
             target = name.removeprefix(dot)
         elif base_file and not base_model and dot + name in names:
             target = dot + name
+        if target in out:
+            raise ValueError(
+                f"load_pretrained: {target} lies in the files twice, under its own name and an older one, such as "
+                f"{original}; remove one of them"
+            )
         if target in names:
             out[target] = source
-        elif not (base_model and not base_file and not name.startswith(dot)):  # a head the base model does not have
+        elif not (base_model and not base_file and not original.startswith(dot)):  # a head the base model does not have
             unknown.append(name)
     return out, unknown
-
-
-class _Files:
-    """Open safetensors files, each opened once."""
-
-    def __init__(self) -> None:
-        self._open: dict[Path, Any] = {}
-
-    def __enter__(self) -> _Files:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        for file in self._open.values():
-            file.__exit__(None, None, None)
-
-    def open(self, path: Path) -> Any:
-        if path not in self._open:
-            try:
-                self._open[path] = safe_open(path, framework="pt").__enter__()
-            except (SafetensorError, OSError) as error:
-                raise ValueError(
-                    f"load_pretrained: {path} is missing, truncated or no safetensors file: {error}"
-                ) from error
-        return self._open[path]
-
-    def check(self, name: str, source: _Source, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Raises ValueError unless the file holds a tensor of this shape, and of this dtype or one that is cast."""
-        try:
-            piece = self.open(source.file).get_slice(source.name)
-        except SafetensorError as error:
-            raise ValueError(f"load_pretrained: {source.file} does not hold {source.name}: {error}") from error
-        found = tuple(piece.get_shape())
-        if found != shape:
-            raise ValueError(f"load_pretrained: {name} has shape {found} in the checkpoint, the model needs {shape}")
-        kind = self.read(source, tuple(slice(0, 0) for _ in shape)).dtype  # of no numbers, or of the only one
-        if other_kind(kind, dtype):
-            raise ValueError(
-                f"load_pretrained: {name} is {kind} in the checkpoint, the model needs {dtype}; only floats are cast "
-                "to floats: convert the checkpoint first (a quantized one with its scales)"
-            )
-
-    def read(self, source: _Source, window: tuple[slice, ...]) -> Tensor:
-        file = self.open(source.file)
-        value: Tensor = file.get_slice(source.name)[window] if window else file.get_tensor(source.name)
-        return value
 
 
 def _empty(spec: ParameterSpec, groups: Groups) -> Tensor:
     return torch.empty(spec.local_shape(groups.mesh), dtype=spec.dtype, device=groups.device)
 
 
-def _read_piece(files: _Files, source: _Source, spec: ParameterSpec, groups: Groups, local: Tensor) -> None:
+def _read_piece(files: Files, source: Source, spec: ParameterSpec, groups: Groups, local: Tensor) -> None:
     """The boxes that this rank holds, read one by one into its local tensor."""
     cuts = cuts_of(spec.placements, groups.mesh.sizes)
     for box in boxes(spec.shape, cuts, groups.mesh.sizes, groups.coordinate):
         window = tuple(slice(start, start + size) for start, size in zip(box.start, box.size))
-        box.of_local(local).copy_(files.read(source, window))
+        box.of_local(local).copy_(files.read(source, window, spec.dtype))
 
 
 # --- saving -------------------------------------------------------------------------------------------
@@ -261,6 +180,7 @@ def save_pretrained(
     max_shard_size: int | str = "5GB",
     owners: Mapping[str, int] | None = None,
     steps: int = 0,
+    recipes: Recipes | None = None,
 ) -> None:
     """Write a checkpoint that from_pretrained loads. Collective: every rank calls it; rank 0 alone writes.
 
@@ -269,25 +189,45 @@ def save_pretrained(
 
     ``buffers``: the persistent ones. ``configs``: objects with ``save_pretrained(folder)``, such as model.config and
     model.generation_config. Tied parameters are written once, under their first name. ``owners``: as in
-    `full_state_dict`. ``steps``: training steps run so far; they stand in the files' headers.
+    `full_state_dict`. ``steps``: training steps run so far; they stand in the files' headers. ``recipes``: names of the
+    model -> what the files hold instead; without it, they hold these. What is made of one tensor lies in one file.
     """
     folder, specs, buffers = Path(folder), list(specs), dict(buffers or {})
-    sizes = {s.name: s.nbytes() for s in specs} | {name: b.numel() * b.element_size() for name, b in buffers.items()}
-    parts = _split(sizes, _parse_size(max_shard_size))
     by_name = {s.name: s for s in specs}
+    outlines = {s.name: _outline(s.shape, s.dtype) for s in specs}
+    outlines |= {name: buffer.to("meta") for name, buffer in buffers.items()}
+    made = _written((recipes or as_they_are)(list(outlines)), outlines)
+    parts = _split([sum(x.nbytes for x in written.values()) for _, written in made], _parse_size(max_shard_size))
     files: dict[str, str] = {}  # tensor -> file
     with _in_words(folder), Draft(folder, len(parts)) if groups.rank == 0 else nullcontext() as draft:
-        for names in parts:
-            content = {}
-            for name in names:
-                whole = _whole(name, parameters, by_name, buffers, groups, owners)
+        for part in parts:
+            content: dict[str, Tensor] = {}
+            for recipe, _ in made[part]:
+                whole = [_whole(name, parameters, by_name, buffers, groups, owners) for name in recipe.sources]
                 if draft is not None:
-                    content[name] = whole.cpu().contiguous()
+                    content |= {name: _own(x) for name, x in _make(recipe, [w.cpu() for w in whole]).items()}
             if draft is not None:
-                files |= dict.fromkeys(names, draft.add(content, {"format": "pt", STEPS: str(steps)}))
+                files |= dict.fromkeys(content, draft.add(content, {"format": "pt", STEPS: str(steps)}))
         if draft is not None:
-            draft.publish(_index(files, sizes, specs, buffers), configs)
+            draft.publish(_index(files, [x for _, written in made for x in written.values()]), configs)
     agree(groups, "written", f"the checkpoint in {folder}")  # nobody reads before it is complete
+
+
+def _written(recipes: Sequence[Recipe], outlines: Mapping[str, Tensor]) -> list[tuple[Recipe, Mapping[str, Tensor]]]:
+    """Each recipe with what it makes, on the meta device, in the order of the model."""
+    place = {name: number for number, name in enumerate(outlines)}
+    ordered = sorted(recipes, key=lambda recipe: min(place[name] for name in recipe.sources))
+    return [(recipe, _make(recipe, [outlines[name] for name in recipe.sources])) for recipe in ordered]
+
+
+def _make(recipe: Recipe, tensors: list[Tensor]) -> dict[str, Tensor]:
+    return {recipe.target: tensors[0]} if recipe.make is None else recipe.make(tensors)
+
+
+def _own(x: Tensor) -> Tensor:
+    """With a storage of its own size: a file holds no tensors that share one."""
+    x = x.contiguous()
+    return x if x.untyped_storage().nbytes() == x.nbytes else x.clone()
 
 
 @contextmanager
@@ -325,24 +265,18 @@ def _parse_size(size: int | str) -> int:
     return int(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " ")
 
 
-def _split(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Tensor names of each file, in order; no file above the limit unless one tensor alone is."""
-    parts: list[list[str]] = [[]]
-    filled = 0
-    for name, size in sizes.items():
-        if parts[-1] and filled + size > limit:
-            parts.append([])
+def _split(sizes: Sequence[int], limit: int) -> list[slice]:
+    """Which go into each file, in order; no file is above the limit unless one of them alone is."""
+    starts, filled = [0], 0
+    for number, size in enumerate(sizes):
+        if number > starts[-1] and filled + size > limit:
+            starts.append(number)
             filled = 0
-        parts[-1].append(name)
         filled += size
-    return parts
+    return [slice(start, stop) for start, stop in zip(starts, [*starts[1:], len(sizes)])]
 
 
-def _index(
-    files: Mapping[str, str],
-    sizes: Mapping[str, int],
-    specs: Sequence[ParameterSpec],
-    buffers: Mapping[str, Tensor],
-) -> dict[str, Any]:
-    count = sum(torch.Size(s.shape).numel() for s in specs) + sum(b.numel() for b in buffers.values())
-    return {"metadata": {"total_parameters": count, "total_size": sum(sizes.values())}, "weight_map": dict(files)}
+def _index(files: Mapping[str, str], written: Sequence[Tensor]) -> dict[str, Any]:
+    """What the index of several files says. ``written``: all tensors, on the meta device."""
+    totals = {"total_parameters": sum(x.numel() for x in written), "total_size": sum(x.nbytes for x in written)}
+    return {"metadata": totals, "weight_map": dict(files)}

@@ -7,6 +7,7 @@ parallel.save_pretrained(folder)         files that transformers loads
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from autopar.adapters.state_dict import EXTRA, IncompatibleKeys
+from autopar.capture import adapter_for
 from autopar.runtime import state
 from autopar.runtime.agreement import agree_on_arguments, agree_on_pieces
 from autopar.runtime.failures import reporting
 from autopar.runtime.groups import Groups
-from autopar.runtime.safetensors_io import load_pretrained, save_pretrained, saved_steps
+from autopar.runtime.safetensors_io import Recipes, load_pretrained, save_pretrained, saved_steps
 from autopar.runtime.step_cache import StepCache
 from autopar.runtime.tree import Tree
 from autopar.values import a_path, yes_or_no
@@ -110,9 +112,10 @@ class Stateful(nn.Module):
         self.training_steps = steps
 
     def load_pretrained(self, folder: str | Path) -> None:
-        """Read a folder that transformers wrote (safetensors): each rank reads only its own pieces.
+        """Read a folder that transformers reads (safetensors): each rank reads only its own pieces.
 
-        Raises ValueError for missing, unexpected and truncated tensors, and for other shapes.
+        Tensors that transformers itself renames, merges (experts), splits or transposes are made as it does. Raises
+        ValueError for missing, unexpected and truncated tensors, and for other shapes.
         """
         skeleton = self._tree.root
         prefix = getattr(skeleton, "base_model_prefix", "")
@@ -121,13 +124,16 @@ class Stateful(nn.Module):
         with reporting("load_pretrained"):
             folder = a_path("folder", folder)
             into = {name: state.local_tensor(p) for name, p in own.items()}
-            load_pretrained(folder, specs, self._groups, self._persistent(), prefix, tuple(ignore), into)
+            load_pretrained(
+                folder, specs, self._groups, self._persistent(), prefix, tuple(ignore), into, self._recipes(load=True)
+            )
             if (steps := saved_steps(folder)) is not None:
                 self.training_steps = steps
             self._finish_loading("load_pretrained")
 
     def save_pretrained(self, folder: str | Path, max_shard_size: int | str = "5GB") -> None:
-        """Write a folder that plain transformers loads (safetensors and the configs). Collective; rank 0 writes."""
+        """Write the folder that plain transformers would write: safetensors, under the names that it has for files, and
+        the configs. Collective; rank 0 writes."""
         skeleton, own, specs = self._tree.root, self._tree.own, self._tree.specs
         configs = [c for name in ("config", "generation_config") if (c := getattr(skeleton, name, None)) is not None]
         with reporting("save_pretrained"):
@@ -144,7 +150,14 @@ class Stateful(nn.Module):
                 max_shard_size,
                 self._owners(),
                 self.training_steps,
+                self._recipes(load=False),
             )
+
+    def _recipes(self, load: bool) -> Recipes | None:
+        """What the model's library makes of tensors in files, or writes there."""
+        if (adapter := adapter_for(self._tree.root)) is None:
+            return None
+        return functools.partial(adapter.recipes_to_load if load else adapter.recipes_to_save, self._tree.structure())
 
     def _persistent(self) -> dict[str, Tensor]:
         kept = self._tree.root.state_dict()

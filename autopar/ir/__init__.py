@@ -4,6 +4,7 @@ placement, mesh         the four placements of a value, the table of conversions
 conversions             the one node through which a value changes its placement
 graph, storages, flow   reading and editing graphs; which memory their values take; what depends on what
 signature, parameter, batch      what goes in and comes out: inputs, parameters with their pieces, the batch
+recipe                  what a checkpoint holds for a model's tensors
 own_backward            a model's own backwards as nodes
 dtype_checks            operands that torch's kernels would refuse
 

@@ -34,7 +34,7 @@ from autopar import api
 from autopar.ir.placement import nested_piece
 from autopar.ops.kernels.chips import chip_of
 from autopar.ops.watch import take_notes
-from autopar.runtime import agreement, inputs, safetensors_io
+from autopar.runtime import agreement, inputs, safetensors_files
 from autopar.runtime.executor import Executor, Result
 from autopar.runtime.groups import Groups
 from autopar.runtime.module import ParallelModule
@@ -181,7 +181,7 @@ def module_on(gpu: FakeGpu, model: nn.Module, example: Mapping[str, Any], mesh: 
             (agreement, "meet", lambda *_: True),
             (agreement, "show", lambda scope, count, rank, ranks, text, limit: [text] * len(ranks)),
             (api, "ParallelModule", made),
-            (safetensors_io._Files, "read", outside(safetensors_io._Files.read)),
+            (safetensors_files.Files, "_stored", outside(safetensors_files.Files._stored)),
             (inputs, "_problem", lambda *_: ""),  # fakes are no plain tensors
         ):
             stack.enter_context(patch.object(where, name, value))

@@ -22,7 +22,7 @@ from autopar.compile.model import compile_model
 from autopar.compile.parameters import plan_model
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
-from autopar.runtime.safetensors_io import _sources
+from autopar.runtime.safetensors_files import stored_in
 from tests.faults.cases import DELAY, SUBJECTS, Case, batch_of, model_of
 
 OURS = tuple(str(Path(autopar.__file__).resolve().parent.parent / name) for name in ("autopar/", "passes/", "runtime/"))
@@ -139,6 +139,6 @@ def alone(subject: str) -> tuple[list[float], dict[str, Tensor]]:
 
 def saved(folder: Path) -> dict[str, Tensor]:
     """All tensors of a checkpoint, by the rule of transformers."""
-    sources = _sources(folder)
+    sources = stored_in(folder)
     files = {source.file: load_file(source.file) for source in sources.values()}
     return {name: files[source.file][source.name] for name, source in sources.items()}

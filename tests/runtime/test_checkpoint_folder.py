@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from autopar.runtime import checkpoint_folder, safetensors_io
+from autopar.runtime import checkpoint_folder, safetensors_files
 from autopar.runtime.checkpoint_folder import INDEX, PART, SINGLE, Draft
 
 OPERATIONS = ("fsync", "link", "mkdir", "rename", "replace", "rmdir", "unlink")
@@ -138,7 +138,7 @@ def test_a_kill_leaves_the_old_or_the_new_one(
 
 def read_by_us(folder: Path) -> float:
     """As `load_pretrained` finds it."""
-    sources = safetensors_io._sources(folder)
+    sources = safetensors_files.stored_in(folder)
     (value,) = {float(x) for s in sources.values() for x in load_file(s.file)[s.name].unique()}
     return value
 
