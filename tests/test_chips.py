@@ -38,14 +38,20 @@ def test_order_of_chips() -> None:
     assert taken(Chip((3, 7)), dtype=torch.float16) == "math"
     assert taken(Chip((9, 4), 30000, rocm=True)) == "flash_attn" and "cudnn" not in Chip((9, 4), 3, rocm=True).kernels
     assert [least for least, _ in ORDERS] == sorted((least for least, _ in ORDERS), reverse=True)
-    assert {name for _, names in ORDERS for name in names} == set(CUDA)
+    assert {name for _, names in ORDERS for name in names} == {*CUDA, "triton_flash"}
 
 
 def test_what_falls_to_which() -> None:
     assert taken(H100, causal=True, window=3) == "flash_attn" == taken(H100, softcap=30.0, causal=True)
     assert taken(H100, ("flash_attn",), causal=True, window=3) == "cuda_flash"
     assert taken(H100, ("flash_attn",), causal=True, chunk=3) == "cuda_efficient"
-    assert taken(H100, ("flash_attn",), softcap=30.0) == "math" == taken(H100, dropout=0.1)
+    assert taken(H100, ("flash_attn",), softcap=30.0) == "triton_flash" == taken(A100, softcap=3.0, dtype=torch.float32)
+    assert taken(H100, softcap=30.0, width=264) == "math" == taken(H100, dropout=0.1)
+    assert taken(H100, softcap=30.0, bias=torch.empty(16, 16, device="meta")) == "math"
+    assert (
+        taken(H100, softcap=30.0, chunk=4) == "triton_flash" and taken(H100, softcap=3.0, chunk=4, offset=-1) == "math"
+    )
+    assert taken(Chip((7, 5), 92000), softcap=30.0, dtype=torch.float16) == "math"
     assert taken(H100, dtype=torch.float32) == "cuda_efficient" and taken(H100, dtype=torch.float64) == "math"
     assert taken(H100, width=300) == "cuda_efficient" and taken(H100, width=160, causal=True) == "flash_attn"
     assert (
@@ -58,7 +64,7 @@ def test_the_order_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a GPU the chip says it; what is registered comes behind."""
     monkeypatch.setattr(kernels, "chip_of", lambda device: A100)
     names = [kernel.name for kernel in kernels._in_order(torch.device("cuda", 0))]
-    assert tuple(names[:4]) == A100.kernels and names[4:] == list(KERNELS)
+    assert tuple(names[:5]) == A100.kernels and names[5:] == list(KERNELS)
     assert [kernel.name for kernel in kernels._in_order(torch.device("cpu"))] == list(KERNELS)
     for version, found in ((92000, 92000), (None, 0)):
         chip_of.cache_clear()

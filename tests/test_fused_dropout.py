@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from autopar.ops import dropout
+from autopar.ops.triton_module import module_that_runs
 
 triton = pytest.importorskip("triton", reason="Triton is not here; the extra dev has it: pip install -e '.[dev]'")
 
@@ -162,7 +163,7 @@ def test_what_it_does_not_take(fused: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_where_it_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tried once per device, and said once; neither the CPU nor a tensor without data is asked."""
-    dropout._fused.cache_clear()
+    module_that_runs.cache_clear()
     cuda = torch.device("cuda", 0)
     with pytest.warns(UserWarning, match="dropout: Triton does not run on cuda:0 .* dozen kernels instead of one"):
         assert dropout._fused(cuda) is None

@@ -11,7 +11,7 @@ from tests.kernel_cases import CASES, CUDA, HQ, B, S, compare, facts, tensors
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", [name for name in KERNELS if name not in CUDA])
+@pytest.mark.parametrize("name", [name for name in KERNELS if name not in (*CUDA, "triton_flash")])
 def test_kernels_of_this_machine(name: str, case: str) -> None:
     applies = compare(name, case)
     refused = {"dropout"} | {x for x in CASES if "softcap" in x or "values" in x or " with " in x}

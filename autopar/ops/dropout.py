@@ -14,16 +14,15 @@ On GPUs all of it is one kernel where Triton runs (`autopar.ops.fused_dropout`),
 
 from __future__ import annotations
 
-import functools
-import importlib
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+
+from autopar.ops.triton_module import module_that_runs
 
 _BITS = 24  # of the hash that are compared with p: p is honoured to 6e-8
 
@@ -101,21 +100,13 @@ def fused_for(x: Tensor) -> Any:
     return _fused(x.device) if x.is_cuda and type(x) in (Tensor, Parameter) else None
 
 
-@functools.cache
 def _fused(device: torch.device) -> Any:
-    """Tried once: Triton may be there, and the compiler that it calls not."""
-    try:
-        module = importlib.import_module("autopar.ops.fused_dropout")
-        module.mask((1, 1), torch.zeros((), dtype=torch.int64, device=device), 0.5, 0, [], [])
-    except Exception as error:
-        why = str(error).strip().partition("\n")[0]
-        warnings.warn(
-            f"dropout: Triton does not run on {device} ({type(error).__name__}: {why}), so each mask takes a dozen "
-            "kernels instead of one; its bits are the same",
-            stacklevel=2,
-        )
-        return None
-    return module
+    instead = "each mask takes a dozen kernels instead of one; its bits are the same"
+    return module_that_runs("autopar.ops.fused_dropout", device, _try, instead)
+
+
+def _try(module: Any, device: torch.device) -> None:
+    module.mask((1, 1), torch.zeros((), dtype=torch.int64, device=device), 0.5, 0, [], [])
 
 
 @torch.library.custom_op(

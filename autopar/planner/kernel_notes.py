@@ -1,4 +1,4 @@
-"""Attentions for which GPUs have no fused kernel, as notes of a plan.
+"""Attentions for which GPUs have no fused kernel, or that of autopar alone, as notes of a plan.
 
     note attention: 4 of 4 on GPUs in plain products, all scores at once: no fused kernel draws dropout ...
 
@@ -20,7 +20,8 @@ from autopar.ops.kernels import expected_kernel
 from autopar.ops.kernels.chips import Chip
 
 MODERN = Chip((9, 0), 92000)  # what it has not, others have not
-PACKAGE = "flash_attn"
+PACKAGE, OWN = "flash_attn", "triton_flash"
+_OR_PACKAGE = ", or in that of the package flash-attn where it is installed (extra flash)"
 _PLAIN = "on GPUs in plain products, all scores at once"
 
 
@@ -32,17 +33,19 @@ def kernel_notes(gm: GraphModule) -> list[tuple[str, str]]:
 
 
 def _why_plain(node: Node) -> str:
-    """Empty if a fused kernel takes it, or if its dtype is none that GPUs are used for."""
+    """Empty if a fused kernel of torch takes it, or if its dtype is none that GPUs are used for."""
     args: dict[str, Any] = torch.fx.node.map_arg(arguments(node), lambda n: n.meta["val"])
     q, k, v, facts = args["q"], args["k"], args["v"], Facts(*(args[name] for name in FACT_NAMES))
     if q.dtype == torch.float64:
         return ""
     if facts.dropout:
         return f"{_PLAIN}: no fused kernel draws dropout of probabilities from positions; without it they are fused"
-    if expected_kernel(MODERN, q, k, v, facts) == "math":
+    chosen = expected_kernel(MODERN, q, k, v, facts, without=(PACKAGE,))
+    if chosen == "math":
         return f"{_PLAIN}: no fused kernel takes them together: {_facts(q, v, facts)}"
-    if expected_kernel(MODERN, q, k, v, facts, without=(PACKAGE,)) == "math":
-        return f"on GPUs fused with the package flash-attn alone (extra flash), else {_PLAIN.removeprefix('on GPUs ')}"
+    if chosen == OWN:
+        packaged = expected_kernel(MODERN, q, k, v, facts) == PACKAGE
+        return "on GPUs fused in autopar's own kernel" + (_OR_PACKAGE if packaged else "")
     return ""
 
 

@@ -18,16 +18,20 @@ from tests.gpu_check.rows import Row, guarded, judged
 
 # Of the largest value of a tensor, or of 1. A gradient is a difference of numbers that are rounded to the dtype.
 ALLOWED = {torch.float64: 1e-11, torch.float32: 5e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+CUDA = ("flash_attn", "cudnn", "cuda_flash", "cuda_efficient", "triton_flash")
+SECONDS = {"triton_flash": 600.0}  # it is compiled for each width and mask
 PARTED = EVERYWHERE[:2]
 PARTS = ("out", "lse", "q", "k", "v", "bias")
 
 
 def checks(machine: Machine) -> list[Check]:
     """A process for each kernel and dtype; and one for what is taken."""
-    names = ("flash_attn", "cudnn", "cuda_flash", "cuda_efficient", "math") if machine.is_gpu else ("cpu_flash", "math")
+    names = (*CUDA, "math") if machine.is_gpu else ("cpu_flash", "math")
     dtypes = (torch.bfloat16, torch.float16, torch.float32) if machine.is_gpu else (torch.float64, torch.bfloat16)
     every = [
-        Check("kernels", _title(name, dtype), functools.partial(one_kernel, name, dtype), seconds=150.0)
+        Check(
+            "kernels", _title(name, dtype), functools.partial(one_kernel, name, dtype), seconds=SECONDS.get(name, 150.0)
+        )
         for name in names
         for dtype in dtypes
     ]

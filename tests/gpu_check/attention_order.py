@@ -29,7 +29,7 @@ PROBLEMS: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
     "phi 2 (width 80)": (80, 80, 32, 32, {"causal": True}),
     "bert (padding)": (64, 64, 12, 12, {}),
 }
-TIMED = ("flash_attn", "cudnn", "cuda_flash", "cuda_efficient", "cpu_flash", "math")
+TIMED = ("flash_attn", "cudnn", "cuda_flash", "cuda_efficient", "triton_flash", "cpu_flash", "math")
 
 
 def order(machine: Machine) -> Iterator[Row]:

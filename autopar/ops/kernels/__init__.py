@@ -1,6 +1,7 @@
 """Kernels of `autopar::attention`: a table from name to kernel, of which the first that applies computes.
 
     flash_attn, cudnn, cuda_flash, cuda_efficient    fused, on CUDA; in the order of the chip (`chips`)
+    triton_flash                                     our own, on CUDA: what those do not take
     cpu_flash                                        fused, on CPUs
     math                                             plain matrix products: everything
 
@@ -24,6 +25,7 @@ from autopar.ops.kernels.cpu import CpuFlash
 from autopar.ops.kernels.cuda import CudaEfficient, CudaFlash, Cudnn, FlashAttn, Fused
 from autopar.ops.kernels.kernel import HUGE, NEVER, Grads, Kernel, note_blocked_rows, sum_to, wide
 from autopar.ops.kernels.plain import Math, Meta
+from autopar.ops.kernels.triton_flash import TritonFlash
 from autopar.registry import Registry
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ __all__ = [
 ]  # fmt: skip
 
 KERNELS: Registry[Kernel] = Registry("attention kernel")  # in the order of preference, those of a chip aside
-for _kernel in (Meta(), FlashAttn(), Cudnn(), CudaFlash(), CudaEfficient(), CpuFlash(), Math()):
+for _kernel in (Meta(), FlashAttn(), Cudnn(), CudaFlash(), CudaEfficient(), TritonFlash(), CpuFlash(), Math()):
     KERNELS.add(_kernel.name, _kernel)
 
 _forced: list[Kernel] = []  # not a context variable: backwards run on autograd's threads

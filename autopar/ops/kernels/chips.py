@@ -1,11 +1,11 @@
 """Which fused kernels of attention a GPU has, and in which order they are tried: data, by compute capability.
 
     from          chips                         order
-    sm_120        RTX 50, RTX PRO               flash_attn, cuda_flash, cudnn, cuda_efficient
-    sm_110        Thor                          flash_attn, cuda_flash, cudnn, cuda_efficient
-    sm_100        B200, B300                    cudnn, flash_attn, cuda_flash, cuda_efficient
-    sm_90         H100, H200                    cudnn, flash_attn, cuda_flash, cuda_efficient
-    sm_80         A100, A10, L4, RTX 30, 40     flash_attn, cuda_flash, cudnn, cuda_efficient
+    sm_120        RTX 50, RTX PRO               flash_attn, cuda_flash, cudnn, cuda_efficient, triton_flash
+    sm_110        Thor                          flash_attn, cuda_flash, cudnn, cuda_efficient, triton_flash
+    sm_100        B200, B300                    cudnn, flash_attn, cuda_flash, cuda_efficient, triton_flash
+    sm_90         H100, H200                    cudnn, flash_attn, cuda_flash, cuda_efficient, triton_flash
+    sm_80         A100, A10, L4, RTX 30, 40     flash_attn, cuda_flash, cudnn, cuda_efficient, triton_flash
     sm_50         V100, T4, ...                 cuda_efficient
 
 `make gpu-check` times the order on the chip that is there.
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import torch
 
-CUDNN_FIRST = ("cudnn", "flash_attn", "cuda_flash", "cuda_efficient")
-FLASH_FIRST = ("flash_attn", "cuda_flash", "cudnn", "cuda_efficient")
+CUDNN_FIRST = ("cudnn", "flash_attn", "cuda_flash", "cuda_efficient", "triton_flash")
+FLASH_FIRST = ("flash_attn", "cuda_flash", "cudnn", "cuda_efficient", "triton_flash")
 
 # torch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: `check_prefer_cudnn_attention` (cuDNN first where
 # the major version is 9 or 10), and the hardware checks (flash and cuDNN from sm_80, memory-efficient from sm_50).
@@ -29,7 +29,8 @@ ORDERS: tuple[tuple[tuple[int, int], tuple[str, ...]], ...] = (
     ((8, 0), FLASH_FIRST),
     ((5, 0), ("cuda_efficient",)),
 )
-ROCM = ("flash_attn", "cuda_flash", "cuda_efficient")  # AMD's capabilities are other numbers, and MIOpen is not cuDNN
+ROCM = ("flash_attn", "cuda_flash", "cuda_efficient")  # AMD's capabilities are other numbers, MIOpen is not
+# cuDNN, and the blocks of our own kernel ask for more shared memory than there is
 
 # There flash attention differentiates no widths from 193 to 224: `mha_bwd` of flash_api.cpp, and
 # `check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120`.

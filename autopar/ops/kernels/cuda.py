@@ -50,8 +50,7 @@ def _up(width: int, unit: int) -> int:
 
 
 class Fused(Kernel):
-    """A kernel of GPUs. Widths that it does not take are padded with zeros, which change no score and no gradient: the
-    scale is an argument, that of the true width. Subclasses say what they take, and compute it."""
+    """A kernel of GPUs. Subclasses say what they take, and compute it."""
 
     dtypes: ClassVar[tuple[torch.dtype, ...]] = HALF
 
@@ -74,6 +73,11 @@ class Fused(Kernel):
     @abstractmethod
     def masks(self, q: Tensor, k: Tensor, facts: Facts, chip: Chip) -> bool:
         """Whether it takes this mask at these lengths."""
+
+
+class Padded(Fused):
+    """Widths that it does not take are padded with zeros, which change no score and no gradient: the scale is an
+    argument, that of the true width."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, Tensor]:
         width, value = self._widths(q, v)
@@ -129,7 +133,7 @@ def _flash_masks(q: Tensor, k: Tensor, facts: Facts) -> bool:
     return placed and facts.by_position_alone and not facts.chunk
 
 
-class FlashAttn(Fused):
+class FlashAttn(Padded):
     """The ``flash-attn`` package (extra ``flash``), if it is installed: tensors [B, S, H, D], softcap, and windows
     |i - j| < w as (w - 1, w - 1) around the diagonal that ends at the last key."""
 
@@ -154,7 +158,7 @@ class FlashAttn(Fused):
         return *flash_attn.flash_backward(grad, q, k, v, out, lse.contiguous(), *known), None
 
 
-class Cudnn(Fused):
+class Cudnn(Padded):
     """`_scaled_dot_product_cudnn_attention`: the causal flag needs as many queries as keys, of which there are more
     than one; lse comes and goes as [B, H, S, 1]. It sums in no fixed order."""
 
@@ -190,7 +194,7 @@ class Cudnn(Fused):
         return to_q, to_k, to_v, None
 
 
-class CudaFlash(Fused):
+class CudaFlash(Padded):
     """`_flash_attention_forward`, torch's copy of the package without its softcap: the same layout and windows."""
 
     name = "cuda_flash"
@@ -225,7 +229,7 @@ class CudaFlash(Fused):
         return to_q, to_k, to_v, None
 
 
-class CudaEfficient(Fused):
+class CudaEfficient(Padded):
     """`_scaled_dot_product_efficient_attention`: its causal triangle begins at the first key. A key head for each query
     head. An additive mask has q's dtype and all four dims, and a last stride that is a multiple of 16 entries. lse is
     as long as the next multiple of 32, and infinite behind the last row, which makes these rows nothing in the
