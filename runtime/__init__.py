@@ -4,7 +4,7 @@ groups, connections, rendezvous, store_line, heartbeat, failures, launch, settin
 comm, point_to_point, attention_comm, functional, differentiable      what moves between them
 bind, executor, pipeline_executor, step_program, step_values, instructions, calls      step graphs that run
 module, tree, module_watch, note_watch, step_cache, step_facts, agreement      the user's module, and its steps
-batches, inputs, arguments, contents, feed, results, ambient      what users pass and get
+batches, batch_watch, last_words, inputs, arguments, contents, feed, results, ambient      what users pass and get
 state, stateful, sharded_tensor, sharded_ops, layout, checkpoint_folder, clipping      weights
 safetensors_io, safetensors_files, windows               files of weights, in and out
 schedules                                                pipeline schedules, as data: a room of their own

@@ -137,13 +137,19 @@ def agree_on(groups: Groups, claims: Sequence[Claim], what: str) -> None:
             raise ValueError(_explained(groups, claim, what))
 
 
-def agree_on_arguments(groups: Groups, who: str, arguments: Mapping[str, Any], names: Iterable[str] = ()) -> None:
+def agree_on_arguments(
+    groups: Groups,
+    who: str,
+    arguments: Mapping[str, Any],
+    names: Iterable[str] = (),
+    owed: Sequence[Claim] = (),
+) -> None:
     """A call that all ranks must make alike: its ``arguments``, and the ``names`` of the parameters that it is about,
-    which stages do not share. Raises ValueError."""
+    which stages do not share. ``owed``: what earlier calls have left to be compared. Raises ValueError."""
     stage = tuple(axis for axis in groups.mesh.sizes if axis != "pp")
     need, way_out = f"{who}: every rank must be given the same", "call it alike on every rank"
     told = Claim(everywhere(groups), {k: repr(v) for k, v in arguments.items()}, f"{need} arguments", way_out)
-    agree_on(groups, [told, Claim(stage, dict.fromkeys(names, "given"), f"{need} tensors", way_out)], who)
+    agree_on(groups, [told, Claim(stage, dict.fromkeys(names, "given"), f"{need} tensors", way_out), *owed], who)
 
 
 @functools.cache

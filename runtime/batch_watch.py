@@ -5,8 +5,10 @@
         agree_on(groups, watch.claims(batch, inputs), "the batch")
 
 Of tensors on the host a step compares what it is given. Of those on an accelerator the first step of its kind does;
-the others start the words for the host, and the next call compares them. By then they are there: they stand in the
-accelerator's queue before the step that goes on meanwhile, so what waits for them never lets the queue run dry.
+the others start the words for the host, and the next call compares them: a step, `clip_grad_norm_`, what reads or
+writes whole states. By then they are there: they stand in the accelerator's queue before the step that goes on
+meanwhile, so what waits for them never lets the queue run dry. Behind the last step of a process no call may come; its
+words are compared when the process ends, without waiting for the others: whoever comes later finds the difference.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from autopar.ir.placement import Placements, Shard
 from autopar.runtime.agreement import Claim, everywhere
 from autopar.runtime.contents import start_words, words_of
 from autopar.runtime.groups import Groups
+from autopar.runtime.last_words import ask_at_end, difference_at_end, no_longer_ask
 
 LATER = "to be compared in the next step"
 SKIP = "check_batches=False skips this check"
@@ -57,15 +60,29 @@ class BatchWatch:
         shared = [n for n in tensors if n not in uncut] if self._others() else []
         later = [n for n in (*shared, *uncut) if _arrives(tensors[n]) and not at_once]
         words = words_of({n: tensors[n] for n in (*shared, *uncut) if n not in later}) | dict.fromkeys(later, LATER)
-        found = self._claims(shared, uncut, words)
-        if (last := self._last) is not None:
-            found += self._claims(last.shared, last.uncut, last.arrived(), ", in the step before")
+        found = self._claims(shared, uncut, words) + self._of_last()
         self._next = _Underway(
             [n for n in shared if n in later],
             [n for n in uncut if n in later],
             start_words({n: tensors[n] for n in later}),
         )
         return found
+
+    def owed(self) -> list[Claim]:
+        """What the last step has left for the next call, which this is."""
+        found = self._of_last()
+        self._keep(None)
+        return found
+
+    def _of_last(self) -> list[Claim]:
+        if (last := self._last) is None:
+            return []
+        return self._claims(last.shared, last.uncut, last.arrived(), ", in the step before")
+
+    def last_words(self) -> str:
+        """What is wrong with the batch of the last step, as far as other ranks that have ended say; "" if nothing."""
+        found = (difference_at_end(self.groups, claim, "batches") for claim in self.owed())
+        return next(filter(None, found), "")
 
     @contextmanager
     def agreeing(self) -> Iterator[None]:
@@ -77,7 +94,11 @@ class BatchWatch:
             self._next = None
             raise
         finally:
-            self._last = self._next
+            self._keep(self._next)
+
+    def _keep(self, last: _Underway | None) -> None:
+        self._last = last
+        (ask_at_end if last is not None and (last.shared or last.uncut) else no_longer_ask)(self)
 
     def _others(self) -> tuple[str, ...]:
         return tuple(axis for axis, size in self.groups.mesh.axes if axis != "dp" and size > 1)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from autopar.adapters.foreach import norms, scale_all
 from autopar.ir.parameter import ParameterSpec
-from autopar.runtime.agreement import agree_on_arguments
+from autopar.runtime.agreement import Claim, agree_on_arguments
 from autopar.runtime.comm import all_reduce, finish
 from autopar.runtime.groups import Groups
 from autopar.runtime.sharded_tensor import cuts_of
@@ -31,18 +31,19 @@ def clip_gradients(
     groups: Groups,
     max_norm: float,
     norm_type: float = 2.0,
+    owed: Sequence[Claim] = (),
 ) -> Tensor:
     """Scale the gradients of this rank's parameters such that the norm of all gradients is at most ``max_norm``.
 
-    Returns the norm before, the same on all ranks (float64). A tied weight that several stages hold counts once.
-    Collective. Raises ValueError for a ``max_norm`` below 0, for norms that are none, and for a ``.grad`` that is not
-    cut like its parameter.
+    ``owed``: what earlier steps have left to be compared. Returns the norm before, the same on all ranks (float64). A
+    tied weight that several stages hold counts once. Collective. Raises ValueError for a ``max_norm`` below 0, for
+    norms that are none, and for a ``.grad`` that is not cut like its parameter.
     """
     max_norm, norm_type = number("max_norm", max_norm, 0.0), number("norm_type", norm_type)
     if norm_type <= 0.0:
         raise refuse("norm_type", "a number above 0, such as 2.0 or math.inf", norm_type)
     gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-    agree_on_arguments(groups, "clip_grad_norm_", {"max_norm": max_norm, "norm_type": norm_type}, gradients)
+    agree_on_arguments(groups, "clip_grad_norm_", {"max_norm": max_norm, "norm_type": norm_type}, gradients, owed)
     _check_layouts(parameters, gradients)
     pieces = {name: local_tensor(gradient) for name, gradient in gradients.items()}
     total = _total_norm(pieces, list(specs), groups, norm_type)

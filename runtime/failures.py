@@ -86,6 +86,16 @@ class FailureBoard:
         ended = [self._texts(store, kind, self._everybody) for kind in TOLD]
         return any(all(r not in texts for texts in ended) for r in self._everybody)
 
+    def first_to_say(self, key: str, text: str) -> str | None:
+        """What the first rank has said under a key: this text, if it is this one. None if this rank has told an error,
+        or if the store is gone."""
+        if not self._told.keys().isdisjoint(("heard", "error")):
+            return None
+        try:
+            return self._line.ask(lambda store: store.compare_set(f"{self._keys}/{key}", "", text)).decode()
+        except StoreError:
+            return None
+
     # --- what this rank tells -------------------------------------------------------------------------
 
     def report(self, error: BaseException) -> None:
@@ -280,6 +290,11 @@ def clear() -> None:
     """Take back what this process told, if anything."""
     for mine in _boards.values():
         mine.clear()
+
+
+def first_to_say(key: str, text: str) -> str | None:
+    """`FailureBoard.first_to_say`, on the board that there is or was: the default group may be gone."""
+    return next((mine.first_to_say(key, text) for mine in _boards.values()), None)
 
 
 def close() -> None:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from autopar.runtime import failures
 from autopar.runtime.heartbeat import LAUNCHER
+from autopar.runtime.last_words import found_at_end
 from autopar.runtime.settings import DEFAULT_TIMEOUT
 from autopar.values import whole_number
 
@@ -162,6 +163,8 @@ def _rank_main(task: bytes, pipe: Connection, environment: dict[str, str], devic
     try:
         fn, args = pickle.loads(task)
         report = _RankReport(fn(*args))
+        if problem := found_at_end():
+            raise ValueError(problem)
         message = to_bytes(report)
     except BaseException as error:
         error = failures.named(error)

@@ -257,7 +257,9 @@ class ParallelModule(Stateful):
         norm. A tied weight that several stages hold counts once. Collective.
         """
         with reporting("clip_grad_norm_"):
-            return clip_gradients(self._tree.own, self._tree.specs, self._groups, max_norm, norm_type)
+            return clip_gradients(
+                self._tree.own, self._tree.specs, self._groups, max_norm, norm_type, self._cache.owed()
+            )
 
     def _prepare(
         self, args: tuple[Any, ...], batch: dict[str, Any], kind: Kind, surroundings: Surroundings

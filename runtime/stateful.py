@@ -41,7 +41,8 @@ class Stateful(nn.Module):
         persistent, own, specs = self._persistent(), self._tree.own, self._tree.specs
         with reporting("full_state_dict"):
             yes_or_no("rank0_only", rank0_only)
-            agree_on_arguments(self._groups, "full_state_dict", {"rank0_only": rank0_only})
+            owed = self._cache.owed()
+            agree_on_arguments(self._groups, "full_state_dict", {"rank0_only": rank0_only}, owed=owed)
             whole = state.full_state_dict(own, specs, self._groups, persistent, rank0_only, self._owners())
         return state.note_steps(whole, self.training_steps)
 
@@ -50,7 +51,7 @@ class Stateful(nn.Module):
         with reporting("full_gradients"):
             yes_or_no("rank0_only", rank0_only)
             has = [name for name, p in self._tree.own.items() if p.grad is not None]
-            agree_on_arguments(self._groups, "full_gradients", {"rank0_only": rank0_only}, has)
+            agree_on_arguments(self._groups, "full_gradients", {"rank0_only": rank0_only}, has, self._cache.owed())
             return state.full_gradients(self._tree.own, self._tree.specs, self._groups, rank0_only, self._owners())
 
     def _owners(self) -> dict[str, int] | None:
@@ -76,7 +77,7 @@ class Stateful(nn.Module):
             yes_or_no("strict", strict)
             tensors, steps = state.split_steps(state_dict)
             own, specs = self._tree.own, self._tree.specs
-            agree_on_arguments(self._groups, "load_state_dict", {"strict": strict}, tensors)
+            agree_on_arguments(self._groups, "load_state_dict", {"strict": strict}, tensors, self._cache.owed())
             if any(isinstance(v, torch.distributed.tensor.DTensor) for v in tensors.values()):
                 now = super().state_dict()
                 state.check_kinds(tensors, now)
@@ -139,7 +140,7 @@ class Stateful(nn.Module):
         with reporting("save_pretrained"):
             folder = a_path("folder", folder)
             how = {"folder": str(folder), "max_shard_size": max_shard_size}
-            agree_on_arguments(self._groups, "save_pretrained", how)
+            agree_on_arguments(self._groups, "save_pretrained", how, owed=self._cache.owed())
             save_pretrained(
                 folder,
                 own,

@@ -91,6 +91,10 @@ class StepCache:
         """Oldest first."""
         return [step.runner for step in self._steps.values()]
 
+    def owed(self) -> list[Claim]:
+        """What the last step has left to be compared: by the call that asks for it, on every rank."""
+        return self._batches.owed()
+
     def runner(
         self, kind: Kind, batch: dict[str, Any], surroundings: Surroundings, number: int | None = None
     ) -> Executor:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from torch.fx import GraphModule
 import autopar
 from autopar.runtime import batch_watch
 from autopar.runtime.contents import CHUNK, word_of, words_of
+from autopar.runtime.last_words import found_at_end
 from autopar.runtime.rendezvous import differences
 from autopar.steps.graphs import Compiled
 from tests.plain_models import EXACT, Metric, Net, Normed, Tied, build, gap, gradients, numbers, part, put, tokens
@@ -224,6 +227,64 @@ def test_batches_on_an_accelerator_are_compared_without_waiting() -> None:
     before = "batch: the ranks of 'tp' must be given the same batch, in the step before, found"
     expected = [now, "no error", "no error", before, "no error", "no error", before, "no error"]
     assert [text[: len(start)] for text, start in zip(first, expected, strict=True)] == expected
+
+
+def compared_by_other_calls(folder: str) -> dict[str, list[str]]:
+    """A step whose batch differs, then a call of each kind, then the same call once more."""
+    module, mine = put(build(Net), numbers(), {"tp": 2}), numbers()
+    other = {name: x + dist.get_rank() if x.is_floating_point() else x for name, x in mine.items()}
+    module.train_step(**mine)
+    state, found = module.full_state_dict(), {}
+    calls: dict[str, Callable[[], Any]] = {
+        "clip": lambda: module.clip_grad_norm_(1.0), "gradients": module.full_gradients,
+        "eval": lambda: module.eval_step(**mine),
+        "whole state": module.full_state_dict, "save": lambda: module.save_pretrained(folder),
+        "load": lambda: module.load_state_dict(state), "end": ended,
+    }  # fmt: skip
+    with patch.object(batch_watch, "_arrives", lambda x: True):
+        module.eval_step(**mine)
+        for name, call in calls.items():
+            said = [message(module.train_step, **given) for given in (mine, other)]
+            found[name] = [*said, message(call), message(call)]
+    return found
+
+
+def ended() -> None:
+    if found := found_at_end():
+        raise ValueError(found)
+
+
+def test_the_batch_of_the_last_step_is_compared_by_what_comes_next(tmp_path: Path) -> None:
+    first, second = run_ranks(2, compared_by_other_calls, str(tmp_path))
+    need = "batch: the ranks of 'tp' must be given the same batch, in the step before, found x"
+    for name, (*steps, once, again) in first.items():
+        assert steps == ["no error", "no error"] == second[name][:2], (name, steps)
+        if name == "end":  # whoever comes second says it
+            assert "no error" in (once, second[name][2])
+            once = max(once, second[name][2], key=len)
+            assert re.search("ranks (0 and 1|1 and 0) differ; feed every rank the batch of its dp coordinate", once)
+        else:
+            assert second[name][2] == once
+        assert once.startswith(need), (name, once)
+        assert again == second[name][3] == "no error", name
+
+
+def ends_after_a_step(where: str) -> None:
+    """A program on two ranks, as under torchrun: its last step has a batch that differs."""
+    with patch.object(batch_watch, "_arrives", lambda x: True):
+        module = put(build(Net), numbers(), {"tp": 2})
+        module.train_step(**numbers())
+        module.train_step(**{n: x + dist.get_rank() if x.is_floating_point() else x for n, x in numbers().items()})
+        if where == "raises":
+            raise RuntimeError("its own")
+
+
+def test_a_program_that_ends_says_it() -> None:
+    with pytest.raises(RuntimeError, match="batch: the ranks of 'tp' must be given the same batch, in the step before"):
+        autopar.launch(functools.partial(ends_after_a_step, "returns"), nproc=2)
+    with pytest.raises(RuntimeError, match="its own") as caught:
+        autopar.launch(functools.partial(ends_after_a_step, "raises"), nproc=2)
+    assert "in the step before" not in str(caught.value)
 
 
 # --- compiled steps ---------------------------------------------------------------------------------------
