@@ -49,7 +49,7 @@ def frozen_facts(replica: nn.Module) -> Iterator[Collection[str]]:
             warnings.warn(
                 f"capture: {name} was drawn from meanwhile; if the forward did it, every step has the same number: "
                 "draw outside of it and pass the numbers in",
-                stacklevel=4,
+                stacklevel=5,
             )
     drawn = [path for path, fact in changed.items() if str(fact).startswith(_GENERATOR)]
     if drawn:
@@ -60,7 +60,7 @@ def frozen_facts(replica: nn.Module) -> Iterator[Collection[str]]:
             f"capture: the forward changes Python state: {', '.join(list(changed)[:_SHOWN])}{more}; it runs once for "
             "each shape of the batch and not in every step: steps see the values of that run, and the changes are "
             "seen nowhere else; keep numbers that change in buffers, and return what is read outside",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

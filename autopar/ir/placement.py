@@ -193,7 +193,8 @@ def local_shape(shape: Iterable[int], placement: Placement, ranks: Pieces) -> tu
     out = list(shape)
     if isinstance(placement, Shard):
         check_shard(out[placement.dim], placement, ranks)
-        out[placement.dim] = int(out[placement.dim] / Fraction(ranks))
+        size = out[placement.dim]
+        out[placement.dim] = size // ranks if isinstance(ranks, int) else int(size / ranks)
     return tuple(out)
 
 

@@ -2,6 +2,7 @@
 
 rule, call, builders        what a rule says, of which call, and how families of rules are made
 table                       operator -> rule; one without a row is an error that names it
+known_rules                 rules that were made before
 core                        the same for operators that only differentiation makes
 held, held_calls            what ranks hold of values without gradients of their own: types of step graphs
 special, views, matrices, attention_rules, gradient_holes      rules with a meaning of their own
@@ -23,6 +24,7 @@ from autopar.ir.placement import INVARIANT, Invariant, Pieces, Placement, nested
 from autopar.rules.builders import opaque
 from autopar.rules.call import Call
 from autopar.rules.gradient_holes import TARGETS, type_of_part
+from autopar.rules.known_rules import known_results, known_rule
 from autopar.rules.rule import Cat, Cut, Rule, RuleError, apply, matches
 from autopar.rules.table import RULES
 
@@ -97,7 +99,7 @@ def rule_of(node: Node, axis: str, mesh: Mesh, relaxed: bool = False, whole: tup
     build = RULES.get(node.target)
     if build is None:
         raise ValueError(missing_rule(node, axis))
-    return build(call)
+    return known_rule(build, call)
 
 
 def missing_rule(node: Node, axis: str) -> str:
@@ -119,7 +121,7 @@ def type_of(node: Node, axis: str, mesh: Mesh, whole: tuple[str, ...] = ()) -> l
         return operands
     if node.target in TARGETS:
         return type_of_part(node, axis, operands)
-    return apply(rule_of(node, axis, mesh, whole=whole), operands, gradients, mesh.pieces(axis))
+    return known_results(rule_of(node, axis, mesh, whole=whole), operands, gradients, mesh.pieces(axis))
 
 
 def local_shapes(node: Node, mesh: Mesh) -> list[tuple[int, ...]]:

@@ -1,0 +1,81 @@
+"""Rules that were made before: calls that are alike to a builder get one rule, and what it says of placements is kept.
+
+A builder reads a call's operator and arguments, the shapes as an axis sees them, dtypes, which operands carry a
+gradient, and the marks of passes in `_MARKS`. All of that is the key; arguments that cannot be one make the rule anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.fx import Node
+
+from autopar.ir.graph import has_gradient
+from autopar.ir.placement import Pieces, Placement
+from autopar.rules.call import Call, RuleFunction
+from autopar.rules.rule import Rule, apply
+
+_MOST = 20_000
+_MARKS = ("conversion", "dealt", "global_groups")
+_rules: dict[Hashable, Rule] = {}
+_applied: dict[Hashable, tuple[Rule, tuple[Placement, ...]]] = {}
+
+
+def known_rule(build: RuleFunction, call: Call) -> Rule:
+    """What the builder makes of the call; not to be changed."""
+    try:
+        key = build, _key(call)
+        rule = _rules.get(key)
+    except TypeError:  # no hash
+        return build(call)
+    if rule is None:
+        _make_room(_rules)
+        rule = _rules[key] = build(call)
+    return rule
+
+
+def known_results(
+    rule: Rule, operands: Sequence[Placement], gradients: Sequence[bool], ranks: Pieces
+) -> list[Placement]:
+    """`autopar.rules.rule.apply`."""
+    key = id(rule), tuple(operands), tuple(gradients), ranks
+    known = _applied.get(key)
+    if known is None:
+        _make_room(_applied)
+        known = _applied[key] = (
+            rule,
+            tuple(apply(rule, operands, gradients, ranks)),
+        )  # the rule, so that its id is its own
+    return list(known[1])
+
+
+def _make_room(memo: dict[Any, Any]) -> None:
+    if len(memo) >= _MOST:
+        memo.clear()
+
+
+def _key(call: Call) -> Hashable:
+    node = call.node
+    places: dict[Node, int] = {}
+    args = _frozen(node.args, places), _frozen(node.kwargs, places)
+    operands = tuple((call.shape_of(x), _dtypes(x), has_gradient(x)) for x in places)
+    marks = tuple(node.meta.get(name) for name in _MARKS)
+    return node.target, args, operands, call.result_shapes, _dtypes(node), call.axis, call.relaxed, marks
+
+
+def _frozen(value: Any, places: dict[Node, int]) -> Hashable:
+    """Arguments with numbers for nodes; 1, 1.0 and True are three."""
+    if isinstance(value, Node):
+        return Node, places.setdefault(value, len(places))
+    if isinstance(value, (list, tuple)):
+        return tuple(_frozen(x, places) for x in value)
+    if isinstance(value, dict):
+        return tuple((name, _frozen(x, places)) for name, x in value.items())
+    return type(value), value
+
+
+def _dtypes(node: Node) -> Hashable:
+    value = node.meta["val"]
+    return value.dtype if isinstance(value, Tensor) else tuple(getattr(x, "dtype", None) for x in value)
