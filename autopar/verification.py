@@ -14,6 +14,7 @@ run is given the masks that the mesh draws, so a mask that depends on the mesh i
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.fx import GraphModule, Node
 
 from autopar.adapters.export import flatten, unflatten
 from autopar.adapters.fake import skeleton_of, twin_of
@@ -35,6 +37,7 @@ from autopar.exact import LiftFloat32
 from autopar.ir.batch import part_of_batch, tensors_of
 from autopar.ir.mesh import Mesh
 from autopar.ops.eager_dropout import shared_dropout
+from autopar.ops.traits import aliases
 from autopar.options import Options
 from autopar.runtime.arguments import check_model
 from autopar.runtime.failures import reporting
@@ -83,7 +86,7 @@ class Report:
 
     ``loss`` is that of the mesh, ``reference_loss`` that of one process (sums, if the model returns several losses);
     ``parameters`` holds one entry per parameter with a gradient; ``without_gradient`` names those that have none on
-    either side.
+    either side. ``precision``: in what was computed, "float64 with parts in float32"; the coarsest is what is allowed.
     """
 
     mesh: str
@@ -93,6 +96,7 @@ class Report:
     loss_error: Compared
     parameters: tuple[Compared, ...]
     without_gradient: tuple[str, ...] = ()
+    precision: str = ""
 
     @property
     def entries(self) -> tuple[Compared, ...]:
@@ -128,7 +132,7 @@ class Report:
         verdict = f"differs from one process in {failed} of {len(self.entries)}" if failed else "equals one process"
         return (
             f"verify: mesh {self.mesh} {verdict}: loss {self.loss:.12g}, in one process {self.reference_loss:.12g}"
-            f"{' (float64)' if self.exact else ''}"
+            f"{f' ({self.precision})' if self.precision else ''}"
         )
 
     def raise_for_mismatch(self) -> None:
@@ -156,7 +160,8 @@ def verify(
         batch: the WHOLE batch as keyword arguments of the forward, the same on every rank: verify cuts out the dp part
             of each rank. (`train_step` takes this part; here one process needs it all.)
         exact: compare in float64, float32 islands lifted, to 1e-10. Otherwise in the model's own dtypes, to the
-            `TOLERANCES` of the coarsest one.
+            `TOLERANCES` of the coarsest one that it computes in: many models have norms and losses in float32 whatever
+            their dtype.
         rtol, atol: an error may reach ``max(rtol * max|reference|, atol)``, per tensor.
         options: anything that `parallelize` takes: zero, sequence_parallel, micro_batches, plan, backend, seed ...
 
@@ -190,13 +195,15 @@ def verify(
         default = TOLERANCES[dtype]
         return (default[0] if rtol is None else rtol), (default[1] if atol is None else atol)
 
-    dtypes = {p.dtype for p in copied.parameters()} & set(TOLERANCES)
-    coarsest = max(dtypes, key=lambda d: TOLERANCES[d][0], default=torch.float64)
+    held = {p.dtype for p in copied.parameters()} & set(TOLERANCES)
+    islands = set() if exact else _computed_in(parallel.compiled()[-1].local) & set(TOLERANCES) - held
+    coarsest = max(held | islands, key=lambda d: TOLERANCES[d][0], default=torch.float64)
     loss_entry = _compared("loss", _scalar(loss), _scalar(reference_loss), limits(coarsest))
     names = [n for n in expected if expected[n] is not None or n in found]
     entries = tuple(_compared(n, found.get(n), expected[n], limits(coarsest)) for n in names)
     without = tuple(n for n in expected if n not in names)
-    return _worst(Report(str(sizes), exact, loss, reference_loss, loss_entry, entries, without))
+    precision = " with parts in ".join(", ".join(sorted(map(_short, dtypes))) for dtypes in (held, islands) if dtypes)
+    return _worst(Report(str(sizes), exact, loss, reference_loss, loss_entry, entries, without, precision))
 
 
 def reference(
@@ -256,6 +263,22 @@ def _part(
     return part_of_batch(batch, dims, ranks, mesh.coordinate(rank).get("dp", 0))
 
 
+def _computed_in(graph: GraphModule) -> set[torch.dtype]:
+    """The float dtypes that a graph rounds to: of results that come of floats, and hold other numbers than they.
+    Integers are cast without rounding."""
+    computed = (n for n in graph.graph.nodes if n.op == "call_function" and not aliases(n.target))
+    return {n.meta["val"].dtype for n in computed if _is_float(n) and any(map(_is_float, n.all_input_nodes))}
+
+
+def _is_float(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _scalar(x: float) -> Tensor:
     return torch.tensor(x, dtype=torch.float64)
 
@@ -287,4 +310,4 @@ def _worst(report: Report) -> Report:
     parameters = tuple(worst(list(entries)) for entries in zip(*(r.parameters for r in reports), strict=True))
     first: Report = reports[0]
     loss = worst([r.loss_error for r in reports])
-    return Report(report.mesh, report.exact, first.loss, first.reference_loss, loss, parameters, first.without_gradient)
+    return dataclasses.replace(first, loss_error=loss, parameters=parameters)

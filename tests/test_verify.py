@@ -7,6 +7,7 @@ import math
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -178,6 +179,52 @@ def test_planted_mistakes_are_found_on_every_rank(kind: str, name: str, verdict:
             report.raise_for_mismatch()
         assert re.search(rf"{name} .*{verdict}", str(report)), str(report)
         assert "differs from one process in 1 of" in str(report)
+
+
+class Weighted(Net):
+    """Its loss is weighted by integers, which are cast to float32 without rounding."""
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        weights = (tokens % 3 + 1).float().reshape(-1).double()
+        each = nn.functional.cross_entropy(
+            self.head(self.embed(tokens)).flatten(0, 1), labels.flatten(), reduction="none"
+        )
+        return (each * weights).sum() / weights.sum()
+
+
+def in_double(kind: str, fault: float) -> Report:
+    """``exact=False`` of a float64 model, one gradient of which is wrong by this factor."""
+    mesh = autopar.init_mesh("cpu", 30.0, tp=2)
+    if kind in ("llama", "gpt2"):
+        model, batch = make(kind)
+    else:
+        torch.manual_seed(0)
+        model, batch = (Net if kind == "net" else Weighted)().double(), batch_of()
+    original = ParallelModule.full_gradients
+
+    def wrong(self: ParallelModule, rank0_only: bool = False) -> dict[str, Tensor]:
+        found = original(self, rank0_only)
+        name = next(iter(found))
+        return found | {name: found[name] * (1 + fault)}
+
+    with patch.object(ParallelModule, "full_gradients", wrong):
+        return autopar.verify(model.double(), mesh, batch, exact=False)
+
+
+@pytest.mark.parametrize("kind, fault, precision", [
+    ("net", 1e-6, "float64"), ("weighted", 1e-6, "float64"),
+    ("llama", 1e-3, "float64 with parts in float32"), ("gpt2", 1e-3, "float64 with parts in float32"),
+])  # fmt: skip
+def test_as_precise_as_what_is_computed(kind: str, fault: float, precision: str) -> None:
+    """Norms and losses in float32 are no mistake in a float64 model; what is float64 throughout is held to that."""
+    right, wrong = run_ranks(2, in_double, kind, 0.0)[0], run_ranks(2, in_double, kind, fault)[0]
+    right.raise_for_mismatch()
+    assert f"({precision})" in str(right)
+    assert [e.name for e in wrong.entries if not e.passed] == [
+        wrong.parameters[0].name
+    ] and wrong.precision == precision
+    worst = max(e.error / e.reference for e in right.entries if e.reference)
+    assert worst < (1e-12 if precision == "float64" else 1e-5)
 
 
 def bad_input(kind: str) -> str:
