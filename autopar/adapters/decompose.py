@@ -17,9 +17,10 @@ The second one writes to a buffer: its new value is a result of the graph, and t
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,9 +47,10 @@ class _NotKnown(Exception):
 
 def decompose(program: ExportedProgram, table: Mapping[Any, Callable[..., Any]]) -> ExportedProgram:
     """`run_decompositions` with ``table``; may change ``program`` and return it."""
-    graph, known = Graph(), _Known(_buffers(program))
+    bodies = _Bodies()
+    graph, known = bodies.graph, _Known(_buffers(program))
     try:
-        returned = _copied(program.graph, program.graph_module, graph, known, table)
+        returned = _copied(program.graph, program.graph_module, bodies, known, table)
     except _NotKnown:
         flat: ExportedProgram = program.run_decompositions(dict(table))
         return flat
@@ -120,7 +122,7 @@ def _buffers(program: ExportedProgram) -> dict[Node, str]:
     return {n: names[n.name] for n in program.graph.nodes if n.op == "placeholder" and n.name in names}
 
 
-def _copied(source: Graph, gm: GraphModule | None, graph: Graph, known: _Known, table: Mapping[Any, Any]) -> Any:
+def _copied(source: Graph, gm: GraphModule | None, to: _Bodies, known: _Known, table: Mapping[Any, Any]) -> Any:
     """Copies a graph, of a module with regions, to the end of another, and returns what it returns. ``known``: nodes
     that have been copied."""
     for node in source.nodes:
@@ -129,40 +131,40 @@ def _copied(source: Graph, gm: GraphModule | None, graph: Graph, known: _Known, 
         if node.op == "output":
             return pytree.tree_map_only(Node, known.__getitem__, node.args[0])
         if node.op == "placeholder":
-            known[node] = graph.node_copy(node, known.__getitem__)
+            known[node] = to.graph.node_copy(node, known.__getitem__)
             known[node].name = node.name  # the signature knows it by this one, a word of Python's (input) or not
         elif node.target is _REGION:
-            known[node] = _inlined(node, gm, graph, known, table)
+            known[node] = _inlined(node, gm, to, known, table)
         elif node.target is operator.getitem and isinstance(known[node.args[0]], (tuple, list)):
             known[node] = known[node.args[0]][node.args[1]]
         else:
-            known[node] = _call(node, graph, known, table)
+            known[node] = _call(node, to, known, table)
     raise AssertionError("a graph returns")
 
 
-def _call(node: Node, graph: Graph, known: _Known, table: Mapping[Any, Any]) -> Any:
+def _call(node: Node, to: _Bodies, known: _Known, table: Mapping[Any, Any]) -> Any:
     """What becomes of an operator."""
     if node.target is operator.getitem:
-        return graph.node_copy(node, known.__getitem__)
+        return to.graph.node_copy(node, known.__getitem__)
     if not isinstance(node.target, OpOverload) or node.target in table:
         raise _NotKnown
     if node.target in _LIFTS:
-        return _traced(torch.ops.aten.clone.default, node, graph, known)
+        return _traced(torch.ops.aten.clone.default, node, to, known)
     if node.target is torch.ops.aten.detach_.default and node.all_input_nodes[0].target in _LIFTS:
         known[node.args[0]] = known[node.all_input_nodes[0]]
         return known[node.all_input_nodes[0]]
     if mutates(node.target):
-        value, written = _functional(node, graph, known), _written(node)
+        value, written = _functional(node, to, known), _written(node)
         if written.target in _SCATTERS:
-            written, value = _scattered(written, value, node, graph, known)
+            written, value = _scattered(written, value, node, to, known)
         if value is not known[written]:
             known.write(written, value, node)
         return value
     if node.target is _BATCH_NORM and _keeps_statistics(*node.args):
-        return _batch_norm(node, graph, known)
+        return _batch_norm(node, to, known)
     if _is_cia_op(node.target) and not _is_preservable_cia_op(node.target):
-        return _traced(node.target, node, graph, known)
-    return graph.node_copy(node, known.__getitem__)
+        return _traced(node.target, node, to, known)
+    return to.graph.node_copy(node, known.__getitem__)
 
 
 def _keeps_statistics(x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: Any, *_: Any) -> bool:
@@ -170,20 +172,20 @@ def _keeps_statistics(x: Any, weight: Any, bias: Any, mean: Any, var: Any, train
     return bool(training) and isinstance(mean, Node) and isinstance(var, Node)
 
 
-def _batch_norm(node: Node, graph: Graph, known: _Known) -> Any:
+def _batch_norm(node: Node, to: _Bodies, known: _Known) -> Any:
     """batch_norm(x, ..., mean, var) --> its result, and the new running statistics."""
 
     def call(*args: Any) -> Any:
         return torch.ops.aten._native_batch_norm_legit_functional.default(*args[:-1])  # the last: whether to ask cuDNN
 
-    result, _, _, *statistics = _traced(call, node, graph, known)
+    result, _, _, *statistics = _traced(call, node, to, known)
     for operand, value in zip(node.args[3:5], statistics, strict=True):
         assert isinstance(operand, Node)
         known.write(operand, value, node)
     return result
 
 
-def _functional(node: Node, graph: Graph, known: Mapping[Node, Any]) -> Any:
+def _functional(node: Node, to: _Bodies, known: Mapping[Node, Any]) -> Any:
     """div_(x, y) --> div(x, y)"""
     assert isinstance(node.target, OpOverload)
     values = [known[x] for x in node.all_input_nodes]
@@ -194,10 +196,10 @@ def _functional(node: Node, graph: Graph, known: Mapping[Node, Any]) -> Any:
     overload = _RENAMED.get(node.target, overload)
     if packet is None or overload not in packet.overloads():
         raise _NotKnown
-    return _traced(getattr(packet, overload), node, graph, known)
+    return _traced(getattr(packet, overload), node, to, known)
 
 
-def _scattered(view: Node, value: Any, at: Node, graph: Graph, known: Mapping[Node, Any]) -> tuple[Node, Any]:
+def _scattered(view: Node, value: Any, at: Node, to: _Bodies, known: Mapping[Node, Any]) -> tuple[Node, Any]:
     """(what a view is part of, its new value), after ``at`` has given the view this one."""
     while view.target in _SCATTERS:
         if _used_after(view, at):
@@ -206,7 +208,7 @@ def _scattered(view: Node, value: Any, at: Node, graph: Graph, known: Mapping[No
         assert isinstance(base, Node)
         if view.kwargs or not isinstance(known[base], Node):
             raise _NotKnown
-        scattered = graph.call_function(_SCATTERS[view.target], (known[base], value, *where))
+        scattered = to.graph.call_function(_SCATTERS[view.target], (known[base], value, *where))
         scattered.meta["val"] = scattered.target(known[base].meta["val"], value.meta["val"], *where)  # type: ignore[operator]
         _keep_metas(scattered, at)
         if _facts(scattered.meta["val"]) != _facts(known[base].meta["val"]):
@@ -226,7 +228,7 @@ def _may_alias(node: Node) -> bool:
     return _is_cia_op(node.target) or returns_alias(node.target)
 
 
-def _inlined(node: Node, gm: GraphModule | None, graph: Graph, known: _Known, table: Mapping[Any, Any]) -> Any:
+def _inlined(node: Node, gm: GraphModule | None, to: _Bodies, known: _Known, table: Mapping[Any, Any]) -> Any:
     """no_grad(f, x) --> f(x): what needs no gradient has been detached before."""
     _, function, *operands = node.args
     assert isinstance(function, Node)
@@ -234,37 +236,66 @@ def _inlined(node: Node, gm: GraphModule | None, graph: Graph, known: _Known, ta
     inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
     places = dict(zip(inputs, operands, strict=True))
     inner = _Known(dict.fromkeys(inputs, ""), {x: known[y] for x, y in places.items()})
-    returned = _copied(body.graph, body, graph, inner, table)
+    returned = _copied(body.graph, body, to, inner, table)
     for x in inner.written & places.keys():
         known.write(places[x], inner[x], node)
     return returned
 
 
-def _traced(target: Callable[..., Any], node: Node, graph: Graph, known: Mapping[Node, Any]) -> Any:
+def _traced(target: Callable[..., Any], node: Node, to: _Bodies, known: Mapping[Node, Any]) -> Any:
     """What an operator calls, for the operands of ``node``; its result, or what it returns of its operands."""
-    leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Node)]
-    operands = [known[leaves[i]] for i in places]
-
-    values = [x.meta["val"] for x in operands]
-    for i, value in zip(places, values, strict=True):
-        leaves[i] = value
-    args, kwargs = pytree.tree_unflatten(leaves, spec)
-    with enable_python_dispatcher(), _BodyRecorder(values) as body:  # some are taken apart in Python
-        returned = body.named(target(*args, **kwargs))
-    if not body.complete:
-        raise _NotKnown
-    body.graph.output(returned)
-    for inner in body.graph.nodes:
-        _keep_metas(inner, node)
+    body, operands = to.body(target, node, known)
+    before = len(to.graph.nodes)
     # What they write to (a mask of dropout) they have made.
-    result = _copied(body.graph, None, graph, _Known({}, dict(zip(body.inputs, operands, strict=True))), {})
+    result = _copied(body.graph, None, to, _Known({}, dict(zip(body.inputs, operands, strict=True))), {})
+    for new in itertools.islice(reversed(to.graph.nodes), len(to.graph.nodes) - before):
+        _keep_metas(new, node)
+        new.meta["val"] = pytree.tree_map_only(Tensor, Tensor.detach, new.meta["val"])  # the body's are for all copies
     if isinstance(result, Node):
         made, kept = _facts(result.meta["val"]), _facts(node.meta["val"])
         into = node.args[0].target if mutates(node.target) and isinstance(node.args[0], Node) else None
         if made != kept and (into not in _SCATTERS or made[:2] != kept[:2]):
             raise _NotKnown  # what is written to keeps its dtype; a view is written into its base, whatever its strides
     return result
+
+
+class _Bodies:
+    """The graph that is made, and what operators call, for operands of equal shapes once."""
+
+    def __init__(self) -> None:
+        self.graph = Graph()
+        self._known: dict[Any, _BodyRecorder] = {}
+
+    def body(
+        self, target: Callable[..., Any], node: Node, known: Mapping[Node, Any]
+    ) -> tuple[_BodyRecorder, list[Any]]:
+        """(what ``target`` calls for the operands of ``node``, these operands)."""
+        leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Node)]
+        operands = [known[leaves[i]] for i in places]
+        values = [x.meta["val"] for x in operands]
+        again = tuple(operands.index(x) for x in operands)  # which of them are one
+        fixed = tuple((type(x), x) for x in leaves if not isinstance(x, Node))
+        key = target, spec, fixed, tuple(places), again, tuple((_facts(x), x.storage_offset()) for x in values)
+        hashable = isinstance(target, OpOverload) and all(isinstance(x, Hashable) for x in leaves)
+        if not hashable or key not in self._known:
+            for i, value in zip(places, values, strict=True):
+                leaves[i] = value
+            args, kwargs = pytree.tree_unflatten(leaves, spec)
+            body = _recorded(target, args, kwargs, values)
+            if not hashable:
+                return body, operands
+            self._known[key] = body
+        return self._known[key], operands
+
+
+def _recorded(target: Callable[..., Any], args: Any, kwargs: Any, values: Sequence[Tensor]) -> _BodyRecorder:
+    with enable_python_dispatcher(), _BodyRecorder(values) as body:  # some are taken apart in Python
+        returned = body.named(target(*args, **kwargs))
+    if not body.complete:
+        raise _NotKnown
+    body.graph.output(returned)
+    return body
 
 
 class _BodyRecorder(TorchDispatchMode):
@@ -306,7 +337,7 @@ class _BodyRecorder(TorchDispatchMode):
 
 
 def _facts(value: Any) -> Any:
-    return (value.dtype, value.shape, value.stride()) if isinstance(value, Tensor) else None
+    return (value.dtype, value.shape, value.stride(), value.device) if isinstance(value, Tensor) else None
 
 
 def _keep_metas(new: Node, old: Node) -> None:
