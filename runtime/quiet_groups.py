@@ -56,13 +56,15 @@ def there_are_some() -> bool:
 
 def tell_count() -> None:
     """Log how many there are; warn if they share streams, of which torch has a fixed number: one then waits for what
-    was started on another."""
+    was started on another. Which ones share is a matter of who else in the process takes streams, so that no order of
+    transfers can be checked for it ahead (`autopar.schedule.stream_checks` has one for each link)."""
     count = len(quiet_groups())
     logging.getLogger(__name__).info("this rank is in %d process groups on the GPU", count)
     if count > STREAMS:
         warnings.warn(
             f"groups: this rank is in {count} process groups on the GPU, torch has {STREAMS} streams for them, so some "
-            "wait for each other; use fewer axes, or a schedule with fewer transfers between ranks",
+            "wait for each other, at worst in a circle that only the mesh's timeout ends; use fewer axes or pipeline "
+            "stages, or destroy groups that you have made yourself",
             stacklevel=2,
         )
 

@@ -21,6 +21,13 @@ WAYS: list[tuple[str, dict[str, Any]]] = [
     ("tp=2", {"sequence_parallel": True, "micro_batches": 4}),
     ("dp=2,tp=2", {"zero": 3, "micro_batches": 2}),
     *(("cp=2", {"attention": attention}) for attention in ATTENTIONS),
+    ("cp=4", {"attention": "hybrid"}),
+    ("dp=2,cp=2", {"zero": 3}),
+    ("cp=2,tp=2", {"sequence_parallel": True}),
+    ("pp=2,dp=2", {"zero": 3, "micro_batches": 4}),
+    ("pp=2,tp=2", {"micro_batches": 4}),
+    ("pp=2,cp=2", {"micro_batches": 4}),
+    ("pp=2,dp=2,cp=2,tp=2", {"zero": 3, "micro_batches": 4}),
     *(("pp=2", {"schedule": schedule, "micro_batches": 4}) for schedule in SCHEDULES),
 ]
 CELLS = [
