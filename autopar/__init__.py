@@ -20,10 +20,21 @@ if TYPE_CHECKING:
     from autopar.runtime.groups import init_mesh
     from autopar.runtime.launch import launch
     from autopar.runtime.module import ParallelModule
+    from autopar.runtime.simulated_start import simulate_start
     from autopar.verification import verify
 
 __version__ = "0.1.0"
-__all__ = ["Options", "ParallelModule", "Plan", "init_mesh", "launch", "parallelize", "reporting", "verify"]
+__all__ = [
+    "Options",
+    "ParallelModule",
+    "Plan",
+    "init_mesh",
+    "launch",
+    "parallelize",
+    "reporting",
+    "simulate_start",
+    "verify",
+]
 
 _HOME = {
     "Options": "autopar.options",
@@ -33,6 +44,7 @@ _HOME = {
     "launch": "autopar.runtime.launch",
     "parallelize": "autopar.api",
     "reporting": "autopar.runtime.failures",
+    "simulate_start": "autopar.runtime.simulated_start",
     "verify": "autopar.verification",
 }
 

@@ -8,10 +8,12 @@ digests differ do they exchange what they claim, to name it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -23,8 +25,11 @@ from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import Shard
 from autopar.plan import Plan
 from autopar.runtime.contents import words_of
+from autopar.runtime.failures import board
 from autopar.runtime.groups import Groups
-from autopar.runtime.rendezvous import differences, meet, show
+from autopar.runtime.rendezvous import GoneOn, Round, Rounds, differences, meet, show
+from autopar.runtime.store_line import StoreError
+from autopar.runtime.votes import as_expected, can_vote, hold
 
 MOST_SHOWN = 3
 WEIGHTS = "the weights"
@@ -49,21 +54,6 @@ def _digest(x: Any) -> str:
     return hashlib.sha256(repr(x).encode()).hexdigest()[:16]
 
 
-def exchange_texts(
-    groups: Groups, text: str, what: str, axis: str | None = None, timeout: float | None = None
-) -> list[str]:
-    """ "what", a line break and the text of every rank (or of those of my group on ``axis``), in their order.
-
-    Raises RuntimeError naming the ranks that do not come within the timeout, ValueError where ranks are at different
-    steps. Goes through the store: no device, no process group.
-    """
-    meeting = _Meeting(groups, axis, timeout)
-    if len(meeting.ranks) == 1:
-        return [f"{what}\n{text}"]
-    meeting.alike(what)
-    return meeting.texts(what, text)
-
-
 class _Meeting:
     """All ranks, or those of my group on ``axis``; they wait for each other for ``timeout`` seconds."""
 
@@ -73,25 +63,88 @@ class _Meeting:
         self._scope = f"autopar/{groups.name}/agree/{axis or 'world'}/{self.ranks[0]}"
         self._limit = groups.timeout.total_seconds() if timeout is None else timeout
 
-    def _next(self, scope: str) -> tuple[str, int, int, Sequence[int]]:
-        count = self._groups.agreed.get(scope, 0)
-        self._groups.agreed[scope] = count + 1
-        return scope, count, self._groups.rank, self.ranks
+    def alike(self, what: str, digest: str = "", votes: Mapping[int, str] = MappingProxyType({})) -> bool:
+        """Whether all are here for ``what`` with the same digest, and those that vote under the same number with the
+        same text. Raises GoneOn where a rank makes another call meanwhile."""
+        number, name = self._groups.order.meets(), self._groups.name
+        rounds, held = self._groups.rounds.setdefault(self._scope, Rounds()), _digest((what, digest))
+        round_ = Round(self._scope, rounds, self._groups.rank, self.ranks, held, votes)
+        return meet(round_, self.ranks, what, self._limit, lambda: board().gone_on(name, number))
 
-    def alike(self, what: str, claims: Mapping[int, str] = MappingProxyType({})) -> bool:
-        """Whether all are here for ``what``, and each of the ``claims``, by the first rank of those that make it."""
-        first = self.ranks[0]
-        votes = {**claims, first: _digest((what, claims.get(first)))}
-        return meet(*self._next(self._scope), votes, what, self._limit)
+    def texts(self, what: str, text: str, reply: Callable[[list[str]], str]) -> str:
+        """What the first rank replies to the texts of all, right after they met: ranks that came for something else
+        come here too, to say so."""
+        scope = f"{self._scope}/texts"
 
-    def texts(self, what: str, text: str) -> list[str]:
-        """Those of all ranks, right after they met: ranks that came for something else come here too, to say so."""
-        found = show(*self._next(f"{self._scope}/texts"), f"{what}\n{text}", self._limit)
-        if apart := differences(self.ranks, [f"\n{text.partition(chr(10))[0]}" for text in found]):
+        def answer(found: list[str]) -> str:
+            apart = differences(self.ranks, [f"\n{text.partition(chr(10))[0]}" for text in found])
+            return _OTHER_STEPS + apart if apart else reply([text.partition("\n")[2] for text in found])
+
+        rounds = self._groups.rounds.setdefault(scope, Rounds())
+        found = show(scope, rounds, self._groups.rank, self.ranks, f"{what}\n{text}", self._limit, answer)
+        if found.startswith(_OTHER_STEPS):
             raise ValueError(
-                f"agree: all ranks must take the same steps, found {apart}; run the same program on every rank"
+                f"agree: all ranks must take the same steps, found {found.removeprefix(_OTHER_STEPS)}; run the same "
+                "program on every rank"
             )
         return found
+
+
+_OTHER_STEPS = "\0"
+
+
+def exchange_texts(
+    groups: Groups, text: str, what: str, axis: str | None = None, timeout: float | None = None
+) -> list[str]:
+    """The text of every rank (or of those of my group on ``axis``), in their order: for few of them, since each reads
+    all.
+
+    Raises RuntimeError naming the ranks that do not come within the timeout, ValueError where ranks are at different
+    steps. Goes through the store: no device, no process group.
+    """
+    meeting = _Meeting(groups, axis, timeout)
+    if len(meeting.ranks) == 1:
+        return [text]
+    with _all_come(groups, what):
+        meeting.alike(what)
+    found: list[str] = json.loads(meeting.texts(what, text, json.dumps))
+    return found
+
+
+def all_alike(groups: Groups, what: str, digest: str = "") -> bool:
+    """Whether all ranks hold the same digest, once all are here for ``what``. Raises as `exchange_texts` does."""
+    meeting = _Meeting(groups)
+    if len(meeting.ranks) == 1:
+        return True
+    with _all_come(groups, what):
+        if not meeting.alike(what):
+            meeting.texts(what, "", lambda texts: "")  # says what they are here for
+        return not digest or meeting.alike(what, digest)
+
+
+def text_of_first(groups: Groups, text: str, what: str) -> str:
+    """That of rank 0, on every rank."""
+    return _Meeting(groups).texts(what, text if groups.rank == 0 else "", lambda texts: texts[0])
+
+
+@contextmanager
+def _all_come(groups: Groups, what: str, found: Callable[[int], str] = lambda _: "") -> Iterator[None]:
+    """A rank that makes another call meanwhile waits for this one, too: nothing can go on. Raises ValueError with what
+    is ``found`` of it."""
+    try:
+        yield
+    except GoneOn as gone:
+        text = (
+            f"agree: all ranks must take the same steps, found {what} on rank {groups.rank}, while rank {gone.rank} "
+            "went on with what it did before; run the same program on every rank"
+        )
+        raise _ended(groups, found(gone.rank) or text) from None
+
+
+def _ended(groups: Groups, text: str) -> ValueError:
+    with contextlib.suppress(StoreError):
+        board().give_verdict(f"rank {groups.rank} failed: ValueError: {text}"[:500])
+    return ValueError(text)
 
 
 def agree(
@@ -107,34 +160,72 @@ def agree(
     RuntimeError as `exchange_texts` does.
     """
     meeting = _Meeting(groups, axis, timeout)
-    if len(meeting.ranks) == 1 or meeting.alike(what, {meeting.ranks[0]: digest}):
-        return
-    if found := differences(meeting.ranks, meeting.texts(what, digest)):
+    with _all_come(groups, what):
+        if len(meeting.ranks) == 1 or meeting.alike(what, digest):
+            return
+    found = meeting.texts(what, digest, lambda texts: differences(meeting.ranks, [f"\n{text}" for text in texts]))
+    if found:
         raise ValueError(
             f"agree: {what} must be the same on all ranks, found {found}; give every rank the same model, mesh, "
             "options and batch shapes"
         )
 
 
-def agree_on(groups: Groups, claims: Sequence[Claim], what: str) -> None:
+def agree_on(
+    groups: Groups, claims: Sequence[Claim], what: str, expected: Callable[[], Claim | None] = lambda: None
+) -> None:
     """Compare the claims, in order: the first one that does not hold raises ValueError, the same on every rank.
 
     Every rank makes the same claims, but for the facts; those behind a claim that does not hold may differ in number.
-    One vote of all ranks; what they claim is exchanged to find words.
+    One vote of all ranks; what they claim is exchanged to find words. ``expected``: the first claim of a rank that goes
+    on with what it did before.
     """
     if groups.mesh.world_size == 1 or not claims:
         return
-    by_first: dict[int, list[str]] = {}
+    order, meeting = groups.order, _Meeting(groups)
+    here = Claim(everywhere(groups), {"the calls before": order.past}, "agree: all ranks must take the same steps",
+                 "handle an error alike on every rank")  # fmt: skip
+    claims = [here, *claims]
+    votes: dict[int, list[str]] = {}
     for claim in claims:
-        if len(ranks := groups.mesh.along(claim.axes, groups.rank)) > 1:
-            by_first.setdefault(ranks[0], []).append(claim.digest)
-    meeting = _Meeting(groups)
-    if meeting.alike(what, {first: _digest(told) for first, told in by_first.items()}):
-        return
-    told = [t.split("\n") for t in meeting.texts(what, "\n".join(c.digest for c in claims))]
-    for i, claim in enumerate(claims, 1):
-        if any(len({told[r][i] for r in ranks}) > 1 for ranks in _parts(groups.mesh, claim.axes)):
-            raise ValueError(_explained(groups, claim, what))
+        if 1 < len(ranks := groups.mesh.along(claim.axes, groups.rank)) < groups.mesh.world_size:
+            votes.setdefault(ranks[0], []).append(claim.digest)
+    same = [claim.digest for claim in claims if len(claim.axes) == len(groups.mesh.sizes)]
+    try:
+        with _all_come(groups, what, lambda rank: _gone_on(groups, rank, claims[1], expected())):
+            if meeting.alike(what, _digest(same), {first: _digest(told) for first, told in votes.items()}):
+                return
+
+        def first_apart(texts: list[str]) -> str:
+            told = [text.split("\n") for text in texts]
+            for i, claim in enumerate(claims):
+                if any(len({told[r][i] for r in ranks}) > 1 for ranks in _parts(groups.mesh, claim.axes)):
+                    return str(i)
+            return ""
+
+        if i := meeting.texts(what, "\n".join(claim.digest for claim in claims), first_apart):
+            claim = claims[int(i)]
+            raise ValueError(meeting.texts(what, json.dumps(dict(claim.facts)), lambda t: _explained(groups, claim, t)))
+    except BaseException:
+        order.forget()
+        raise
+
+
+def _gone_on(groups: Groups, rank: int, claim: Claim, expected: Claim | None) -> str:
+    """What differs from what ``rank`` does, which is what was expected."""
+    if expected is None or (expected.axes, expected.need) != (claim.axes, claim.need):
+        return ""
+    told = {rank: expected.facts, groups.rank: claim.facts}
+    names = [n for n in dict.fromkeys([*expected.facts, *claim.facts]) if expected.facts.get(n) != claim.facts.get(n)]
+    shown = [f"{n}: {differences(list(told), [chr(10) + f.get(n, 'nothing') for f in told.values()])}" for n in names]
+    return f"{claim.need}, found {', and '.join(shown[:MOST_SHOWN])}; {claim.way_out}" if shown else ""
+
+
+def compare_claims(groups: Groups, claims: Sequence[Claim], what: str) -> None:
+    """`agree_on` for a call that all expect: the store is asked where claims do not hold, or hosts cannot vote."""
+    told = [claim for claim in claims if claim.facts]
+    if told and not (can_vote(groups) and hold(groups, [(claim.axes, claim.digest) for claim in told])):
+        agree_on(groups, claims, what)
 
 
 def agree_on_arguments(
@@ -145,11 +236,20 @@ def agree_on_arguments(
     owed: Sequence[Claim] = (),
 ) -> None:
     """A call that all ranks must make alike: its ``arguments``, and the ``names`` of the parameters that it is about,
-    which stages do not share. ``owed``: what earlier calls have left to be compared. Raises ValueError."""
+    which stages do not share. ``owed``: what earlier calls have left to be compared. Raises ValueError. Of a call that
+    is expected nothing is asked."""
+    if groups.mesh.world_size == 1:
+        return
+    facts, names = {"the call": who, **{k: repr(v) for k, v in arguments.items()}}, tuple(names)
+    call = (who, *facts.values())
+    if as_expected(groups, call, names):
+        compare_claims(groups, owed, who)
+        return
     stage = tuple(axis for axis in groups.mesh.sizes if axis != "pp")
     need, way_out = f"{who}: every rank must be given the same", "call it alike on every rank"
-    told = Claim(everywhere(groups), {k: repr(v) for k, v in arguments.items()}, f"{need} arguments", way_out)
+    told = Claim(everywhere(groups), facts, f"{need} arguments", way_out)
     agree_on(groups, [told, Claim(stage, dict.fromkeys(names, "given"), f"{need} tensors", way_out), *owed], who)
+    groups.order.agreed(call, names)
 
 
 @functools.cache
@@ -162,9 +262,9 @@ def _parts(mesh: Mesh, axes: tuple[str, ...]) -> list[list[int]]:
     return list(found.values())
 
 
-def _explained(groups: Groups, claim: Claim, what: str) -> str:
+def _explained(groups: Groups, claim: Claim, texts: Sequence[str]) -> str:
     """Says which facts differ, and on which ranks."""
-    told = [json.loads(t.partition("\n")[2]) for t in exchange_texts(groups, json.dumps(dict(claim.facts)), what)]
+    told = [json.loads(text) for text in texts]
     found: dict[str, str] = {}
     for ranks in _parts(groups.mesh, claim.axes):
         for name in dict.fromkeys(n for r in ranks for n in told[r]):
@@ -202,8 +302,7 @@ def agree_on_plan(groups: Groups, plan: Plan) -> None:
 def check_source(groups: Groups, tensors: Mapping[str, Tensor | None]) -> None:
     """Rank 0 must have all values, where all ranks take those of rank 0. Raises the same ValueError on every rank."""
     missing = next((name for name, x in tensors.items() if x is None), "")
-    first = exchange_texts(groups, missing, WEIGHTS)[0].partition("\n")[2]
-    if first:
+    if first := text_of_first(groups, missing, WEIGHTS):
         raise ValueError(
             f"parallelize: sync=True takes the weights of rank 0, found {first} on the meta device there; build "
             "the model of rank 0 with weights, or load them afterwards with load_pretrained(folder)"

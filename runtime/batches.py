@@ -12,7 +12,7 @@ from torch import Tensor
 from autopar.adapters.export import flatten, unflatten
 from autopar.ir.batch import tensors_of
 from autopar.plan import UNCLEAR, Plan
-from autopar.runtime.agreement import Claim, everywhere, exchange_texts
+from autopar.runtime.agreement import Claim, all_alike, everywhere
 from autopar.runtime.contents import words_of
 from autopar.runtime.groups import Groups
 
@@ -58,9 +58,7 @@ def check_unclear(groups: Groups, batch: Mapping[str, Any], plan: Plan, contents
         warnings.warn(_unclear(list(tensors), "check_batches=False"), stacklevel=2)
         return
     words = words_of(tensors)
-    told = [text.split("\n")[1:] for text in exchange_texts(groups, "\n".join(words.values()), "the batch")]
-    same = [name for name, found in zip(words, zip(*told)) if len(set(found)) == 1]
-    if same:
+    if same := [name for name, word in words.items() if all_alike(groups, f"the contents of {name}", word)]:
         raise ValueError(_unclear(same, "the same on all ranks"))
 
 

@@ -11,16 +11,16 @@ before NCCL is asked: it cannot connect them.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from autopar.adapters.distributed import default_store
-from autopar.runtime.rendezvous import show
+from autopar.runtime.failures import board
+from autopar.runtime.rendezvous import Round, Rounds, meet
 
-_told: WeakKeyDictionary[dist.Store, list[str]] = WeakKeyDictionary()  # the GPUs of all ranks, by store
+_shared: WeakKeyDictionary[dist.Store, str] = WeakKeyDictionary()  # what is wrong with the GPUs, by store
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
@@ -91,22 +91,38 @@ def check_devices(device: torch.device, limit: float) -> None:
     world, store = dist.get_world_size(), default_store()
     if device.type != "cuda" or world == 1:
         return
-    if store not in _told:
-        mine = f"{torch.cuda.get_device_properties(device).uuid}\n{torch.cuda.device_count()}"
-        _told[store] = show("autopar/devices", 0, dist.get_rank(), range(world), f"the devices\n{mine}", limit)
-    if shared := _shared([text.split("\n")[1:] for text in _told[store]]):
-        raise ValueError(shared)
+    if store not in _shared:
+        gpu = str(torch.cuda.get_device_properties(device).uuid)
+        _shared[store] = _find_shared(gpu, torch.cuda.device_count(), dist.get_rank(), world, limit)
+    if _shared[store]:
+        raise ValueError(_shared[store])
 
 
-def _shared(told: Sequence[Sequence[str]]) -> str:
-    """What is wrong with (GPU, how many the rank sees) of all ranks."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank, (gpu, _) in enumerate(told):
-        ranks_of.setdefault(gpu, []).append(rank)
-    gpu, ranks = max(ranks_of.items(), key=lambda item: len(item[1]))
-    if len(ranks) == 1:
+def _find_shared(gpu: str, seen: int, rank: int, world: int, limit: float) -> str:
+    """What is wrong if ranks share a GPU, in the same words on all of them. Who comes to a GPU as the second one writes
+    that down before all meet; a rank asks as many questions of many ranks as of two."""
+    key, shared = f"autopar/devices/{gpu}", "autopar/devices/shared"
+
+    def take(store: dist.Store) -> int:
+        before = store.add(key, 1) - 1
+        store.set(f"{key}/{before}", str(rank))
+        if before:
+            store.compare_set(shared, "", f"{gpu}\n{seen}")
+        return before
+
+    others = board().ask(take)
+    digest = "on a GPU with others" if others else "alone"  # of several on one GPU the first is alone
+    round_ = Round("autopar/devices", Rounds(), rank, range(world), digest, {})
+    if meet(round_, range(world), "the devices", limit, None):
         return ""
-    return (
-        f"init_mesh: each rank needs a GPU of its own, found ranks {', '.join(map(str, ranks))} on one ({gpu}; torch "
-        f"sees {told[ranks[0]][1]}); start as many ranks on a machine as it has GPUs, or use the device 'cpu'"
-    )
+
+    def find(store: dist.Store) -> str:
+        gpu, seen = store.get(shared).decode().split("\n")
+        key = f"autopar/devices/{gpu}"
+        ranks = sorted(int(store.get(f"{key}/{i}")) for i in range(store.add(key, 0)))
+        return (
+            f"init_mesh: each rank needs a GPU of its own, found ranks {', '.join(map(str, ranks))} on one ({gpu}; "
+            f"torch sees {seen}); start as many ranks on a machine as it has GPUs, or use the device 'cpu'"
+        )
+
+    return board().ask(find)

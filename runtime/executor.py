@@ -10,7 +10,8 @@ A model that is not cut into stages is one part on one rank of pp: nothing is se
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,6 +114,7 @@ class Executor:
             for of_phase in (self._forward, self._backward)
         ]
         self._traffic: Ledger = {}
+        self._alone = not axes and not self._exchange.axes  # no other rank waits for this one within a step
 
     def _bind(self, graph: StepGraph) -> Bound:
         if self.groups.device.type != "cpu":
@@ -134,19 +136,21 @@ class Executor:
 
         Raises CollectiveError that names the action and the rank it waited for when another rank fails.
         """
-        slots = self._start(values)
-        self._run(self._backward, slots)
-        self.channels.flush()
-        gradients = self._exchange.gradients(self._gradients(slots))
-        losses = self._exchange.losses({name: slots[i] for name, i in self.program.losses.items()})
+        with self._whole():
+            slots = self._start(values)
+            self._run(self._backward, slots)
+            self.channels.flush()
+            gradients = self._exchange.gradients(self._gradients(slots))
+            losses = self._exchange.losses({name: slots[i] for name, i in self.program.losses.items()})
         return Result(self._outputs({**self._kept(slots), **losses}), gradients, list(losses.values()))
 
     @torch.no_grad()
     def run_forward(self, values: Mapping[str, Tensor]) -> tuple[list[Any], Paused]:
         """(outputs, the step up to there). With stages, of a model compiled without gradients, on every rank."""
         assert not self.compiled.train or len(self.order.ranks) == 1, "stages train in train_step"
-        slots = self._start(values)
-        self.channels.flush()
+        with self._whole():
+            slots = self._start(values)
+            self.channels.flush()
         kept = [(name, slots[i]) for i, name in self.program.saved.items()]
         saved = [(name, x) for name, x in kept if isinstance(x, Tensor)]
         made = self._outputs(self._kept(slots))
@@ -164,8 +168,19 @@ class Executor:
         for name, given in tangents.items():
             for i in self.program.tangents.get(name, ()):
                 slots[i] = given
-        self._run(self._backward, slots)
+        with self._whole():
+            self._run(self._backward, slots)
         return self._gradients(slots)
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """What breaks off in the midst of exchanges leaves ranks at different places: the next call is agreed on."""
+        try:
+            yield
+        except BaseException:
+            if not self._alone:
+                self.groups.order.forget()
+            raise
 
     def _gradients(self, slots: list[Any]) -> dict[str, Tensor]:
         return {name: slots[i] for name, i in self.program.gradients.items() if slots[i] is not None}

@@ -16,14 +16,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.adapters.distributed import default_store, group_of_members, rank_table
+from autopar.adapters.distributed import default_store, group_of_members, rank_table, takes_host_tensors
 from autopar.attention.exchanges import WAYS
 from autopar.ir.mesh import Mesh
 from autopar.runtime import connections
+from autopar.runtime.call_order import CallOrder
 from autopar.runtime.devices import check_devices, choose_device
 from autopar.runtime.failures import board, starting, within
 from autopar.runtime.quiet_groups import leave_to_us, started, tell_count
-from autopar.runtime.rendezvous import world_store
+from autopar.runtime.rendezvous import Rounds, world_store
 from autopar.runtime.settings import time_limit
 from autopar.schedule.stream_checks import Link
 
@@ -194,9 +195,10 @@ class Groups:
         self._channels: dict[tuple[str, str], dist.ProcessGroup] = {}  # (axis or subset, way) -> group
         self._links: dict[Link, dist.ProcessGroup] = {}
         self._connected: set[str] = set()
-        self.agreed: dict[str, int] = {}  # rounds of agreements so far, by scope
+        self.rounds: dict[str, Rounds] = {}  # of agreements so far, by scope
         _made[self.mesh] = _made.get(self.mesh, 0) + 1
         self.name = f"{self.mesh}/{_made[self.mesh]}"  # in the store
+        self.order = CallOrder(self.name, board().calls)
 
     def _find_levels(self) -> dict[str, str]:
         """Level -> the axis, or the subset that this rank is in: "cp%2" -> "cp[0+1]"."""
@@ -260,6 +262,13 @@ class Groups:
             group = self._further("pp", f"pp[{source}>{target}]", sorted((source, target)))
             if group is not None:
                 self._links[source, target] = group
+
+    def votes(self) -> dist.ProcessGroup | None:
+        """A group of the ranks along pp for nothing but votes between hosts, if the backend can: all of them ask for it
+        at the same point."""
+        if not takes_host_tensors(self._groups["pp"]):
+            return None
+        return self._further("pp", "pp_votes", range(self.size("pp")))
 
     def link(self, source: int, target: int) -> tuple[dist.ProcessGroup, int]:
         """The group for what coordinate ``source`` on pp sends to ``target``, of which this rank is one; and the place

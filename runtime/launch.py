@@ -25,13 +25,14 @@ import torch
 import torch.distributed as dist
 
 from autopar.runtime import failures
+from autopar.runtime.failure_board import SILENCE
 from autopar.runtime.heartbeat import LAUNCHER
 from autopar.runtime.last_words import found_at_end
 from autopar.runtime.settings import DEFAULT_TIMEOUT
 from autopar.values import whole_number
 
 LEAVE = 5.0  # seconds for a rank that has reported to clean up
-GRACE = failures.SILENCE + 3.0  # seconds the others get, after a rank has failed, to say what they saw
+GRACE = SILENCE + 3.0  # seconds the others get, after a rank has failed, to say what they saw
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.adapters.hooks import has_forward_hooks
+from autopar.adapters.hooks import Observers, has_forward_hooks
 from autopar.ir.batch import tensors_of
 from autopar.ir.parameter import ParameterSpec
 from autopar.plan import Plan
@@ -72,7 +72,7 @@ class ParallelModule(Stateful):
         super().__init__()
         self._groups, self._seed = groups, seed
         self._steps = state.StepCount(groups)
-        self._watch = NoteWatch(groups)
+        self._watch, self._observers = NoteWatch(groups), Observers()
         self._tangents: tuple[str, ...] = ()  # outputs beside the losses that somebody has differentiated
         self._loaded = sync or all(values.get(s.name) is not None for s in specs)
         # with pipeline stages: what this rank's stages use; steps write to buffers
@@ -284,8 +284,9 @@ class ParallelModule(Stateful):
         return executor, values
 
     def _store_gradients(self, executor: Executor, gradients: Mapping[str, Tensor]) -> None:
-        own, specs = self._tree.own, executor.specs
-        state.set_gradients([((name := specs[node].name), own[name], x.contiguous()) for node, x in gradients.items()])
+        own, specs = self._tree.held, executor.specs
+        found = [((name := specs[node].name), own[name], x.contiguous()) for node, x in gradients.items()]
+        state.set_gradients(found, self._observers)
 
     def _store_buffers(self, compiled: Compiled, outputs: list[Any]) -> dict[str, Tensor]:
         """Returns copies of what they held before."""

@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autopar.adapters.autograd import version_of
-from autopar.adapters.hooks import hooks_of_all
+from autopar.adapters.hooks import hooks_of_all, hooks_so_far
 
 # What nn.Module keeps in a module: of these only hooks and children matter to a forward; state is looked at by itself.
 _INNER = {*nn.Module().__dict__} - {"training"}
@@ -60,7 +60,8 @@ class ModuleWatch:
         for hooks in filter(None, self._hooks):
             self._live.append(hooks)
             self._then.append(dict(hooks))
-        self._sizes = list(map(len, self._dicts + self._hooks))
+        self._hooks_so_far = hooks_so_far()
+        self._sizes, self._hook_counts = list(map(len, self._dicts)), list(map(len, self._hooks))
         for live in objects:  # grows while it is read
             self._live.append(live)
             self._then.append({k: self._frozen(v, seen, objects) for k, v in live.items()})
@@ -76,7 +77,8 @@ class ModuleWatch:
     def holds(self) -> bool:
         try:
             return (
-                list(map(len, self._dicts + self._hooks)) == self._sizes
+                list(map(len, self._dicts)) == self._sizes
+                and self._same_hooks()
                 and list(map(operator.call, self._getters, self._dicts)) == self._values
                 and all(map(operator.eq, self._live, self._then))
                 and list(map(version_of, self._tensors)) == self._versions
@@ -85,6 +87,15 @@ class ModuleWatch:
             )
         except Exception:  # an attribute is gone, or is now something that has no plain ==
             return False
+
+    def _same_hooks(self) -> bool:
+        """Those that were there are looked at one by one; of others none is there until somebody registers one."""
+        if (now := hooks_so_far()) == self._hooks_so_far:
+            return True
+        if list(map(len, self._hooks)) != self._hook_counts:
+            return False
+        self._hooks_so_far = now
+        return True
 
     def changed(self) -> str:
         """What does not hold, in words: the first attribute that is another, if it is one."""

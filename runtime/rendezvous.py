@@ -8,20 +8,24 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from math import inf
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from autopar.adapters.distributed import hosted_by_launcher, root_store, store_host
-from autopar.runtime.failures import CollectiveError, FailureBoard, board
-from autopar.runtime.heartbeat import BEAT, LAUNCHER
+from autopar.adapters.distributed import hosted_by_launcher, store_host
+from autopar.runtime.failure_board import EACH, FailureBoard
+from autopar.runtime.failures import CollectiveError, board
+from autopar.runtime.heartbeat import BEAT, said_by_launcher
+from autopar.runtime.notices import look
 from autopar.runtime.store_line import Answer, Line, StoreError
 
 T = TypeVar("T")
 PATIENCE = 10  # times the timeout, that an agreement waits for ranks which beat and are at work in a call of autopar
 BETWEEN = 5 * BEAT  # seconds that they may be between two calls
+LATE = 0.02  # seconds after which a rank says that it waits
 MOST_SHOWN = 200  # characters of what ranks differ in
 
 
@@ -34,16 +38,16 @@ def world_store(rank: int, world: int, timeout: timedelta) -> dist.Store:
     try:
         line.ask(lambda s: _come(s, rank, world))
         while why := line.ask(
-            functools.partial(_absent, world=world, named=(late := time.monotonic() - start > limit))
+            functools.partial(_absent, rank=rank, world=world, late=(late := time.monotonic() - start > limit))
         ):
-            if not isinstance(why, str) and late:
+            if isinstance(why, list) and late:
                 who = ("rank " if len(why) == 1 else "ranks ") + ", ".join(map(str, why))
                 why = f"{who} did not come within {limit:.0f} s"
                 line.ask(functools.partial(_give_up, why=why))
             if isinstance(why, str):
                 time.sleep(BEAT if rank == 0 else 0.0)  # it may host the store, and the others look there
                 raise CollectiveError(what + why)
-            time.sleep(0.01)
+            time.sleep(0.01 + world * EACH)
     except StoreError as error:
         raise CollectiveError(what + str(error)) from error
     return store
@@ -77,102 +81,186 @@ def _come(store: dist.Store, rank: int, world: int) -> None:
         store.set("autopar/all", "")
 
 
-def _absent(store: dist.Store, world: int, named: bool) -> list[int] | str:
-    """The ranks that have not come yet (all of them, unless they are to be ``named``: that asks for each), or why
-    waiting for them has ended: what the launcher or another rank says."""
+def _absent(store: dist.Store, rank: int, world: int, late: bool) -> list[int] | str | bool:
+    """Whether some have not come yet; once it is ``late`` which ones, for the first rank that asks; or why waiting for
+    them has ended: what the launcher or another rank says."""
     if store.check(["autopar/all"]):
-        return []
-    for where, key in ((root_store(store), LAUNCHER), (store, "autopar/absent")):
-        if where.check([key]):
-            return where.get(key).decode()
-    return [r for r in range(world) if not (named and store.check([f"autopar/here/{r}"]))]
+        return False
+    if said := said_by_launcher(store) or look(store, "autopar/absent"):
+        return said
+    if late and store.compare_set("autopar/names them", "", str(rank)).decode() == str(rank):
+        return [r for r in range(world) if not store.check([f"autopar/here/{r}"])]
+    return True
 
 
-APART = 2**40  # added to how many have come
+@dataclass
+class Rounds:
+    """How often a scope has been used by its ranks, and what they left there: it is cleared in the next round."""
+
+    count: int = 0
+    left: list[str] = field(default_factory=list)
+
+    def next(self, scope: str) -> str:
+        """Where to meet."""
+        self.count += 1
+        return f"{scope}/{self.count}"
 
 
-def meet(
-    scope: str, count: int, rank: int, ranks: Sequence[int], votes: Mapping[int, str], what: str, limit: float
-) -> bool:
-    """Wait until all ``ranks`` are in this round. Whether all that vote under the same number vote alike; that is the
-    first of their ranks.
+Event = Callable[[], int | None]  # a rank that has gone on with something else
 
-    A rank that comes last asks one question and one for each vote, any other at least one more, be they 2 ranks or
-    16,384. Raises CollectiveError as `show` does.
+
+class GoneOn(Exception):
+    """While this rank waits for all others, ``rank`` has gone on with another call."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+
+class Round:
+    """All ``ranks`` of a scope meet, and vote: alike if all hold the same ``digest``, and those that vote under the
+    same number (the first of their ranks) the same text.
+
+    Whoever holds a digest counts those that do. The one that makes it all of them is the last; the others see that when
+    they look. So a rank asks two questions as a rule, one more for each vote, be they 2 ranks or 16,384. One that has
+    looked in vain counts itself as late: when all are, they hold different digests.
     """
-    come, waits = f"{scope}/{count}/come", f"{scope}/{count}/waits"
-    vote_of, start = f"{scope}/{count}/vote".__add__, time.monotonic()
-    late = False
 
-    def vote(store: dist.Store) -> bool | None:
-        apart = any(store.compare_set(vote_of(f"/{n}"), "", text).decode() != text for n, text in votes.items())
-        arrived = store.add(come, 1 + apart * APART)
-        if arrived % APART == len(ranks):
-            if count:  # so nobody is in the last round any more
-                store.delete_key(f"{scope}/{count - 1}/come")
-            return arrived < APART
-        return poll(store, 0.05)
+    def __init__(
+        self, scope: str, rounds: Rounds, rank: int, ranks: Sequence[int], digest: str, votes: Mapping[int, str]
+    ) -> None:
+        self._left, self._where = rounds.left, rounds.next(scope)
+        self._digest, self._votes = f"{self._where}/{digest}", votes
+        self._rank, self._ranks = rank, ranks
+        self._lates, self._apart, self._is_late = f"{self._where}/late", False, False
+        self._start = time.monotonic()
+        self._patience = max(LATE, 2 * len(ranks) * EACH)
+        rounds.left = [self._digest, self._lates]
 
-    def poll(store: dist.Store, seconds: float) -> bool | None:
-        nonlocal late
+    def come(self, store: dist.Store) -> bool | None:
+        """Vote. What came of it, if this rank is the last."""
+        for n, text in self._votes.items():
+            self._apart |= store.compare_set(f"{self._where}/vote/{n}", "", text).decode() != text
+        if self._apart:
+            return self._be_late(store)
+        if store.add(self._digest, 1) < len(self._ranks):
+            return None
+        for key in self._left:  # all are here, so nobody is in the last round any more
+            store.delete_key(key)
+        return True
+
+    def _be_late(self, store: dist.Store) -> bool | None:
+        self._is_late = True
+        store.set(f"{self._where}/waits/{self._rank}", "")
+        return self._all_late(store, 1)
+
+    def _all_late(self, store: dist.Store, more: int) -> bool | None:
+        if store.add(self._lates, more) < len(self._ranks):
+            return None
+        return not self._apart and store.add(self._digest, 0) == len(self._ranks)
+
+    def look(self, store: dist.Store) -> bool | None:
+        """What came of it, if all are here."""
+        if not self._apart and store.add(self._digest, 0) == len(self._ranks):
+            return True
+        if self._is_late:
+            return self._all_late(store, 0)
+        return self._be_late(store) if time.monotonic() - self._start > self._patience else None
+
+    def poll(self, store: dist.Store, seconds: float) -> bool | None:
+        """Look for so long."""
         end = time.monotonic() + seconds
-        while (arrived := store.add(come, 0)) % APART < len(ranks):
-            if not _rest(start, end):
-                if not late:
-                    store.set(f"{waits}/{rank}", "")
-                late = True
-                return None
-        return arrived < APART
+        while _rest(self._start, end, len(self._ranks)):
+            found = self.look(store)
+            if found is not None:
+                return found
+        return None
 
-    def absent(store: dist.Store) -> list[int]:
-        found = [r for r in ranks if r != rank and not store.check([f"{waits}/{r}"])]
-        return found if store.add(come, 0) % APART < len(ranks) else []
+    def absent(self, store: dist.Store, near: Sequence[int]) -> list[int]:
+        """Which of the ranks ``near`` have not come; all come late if they wait for others."""
+        found = [r for r in near if not store.check([f"{self._where}/waits/{r}"])]
+        return found if self.look(store) is None else []
 
-    def forget(store: dist.Store) -> None:  # all have voted
-        for key in [vote_of(f"/{n}") for n in votes if n == rank] + [f"{waits}/{rank}"] * late:
+    def forget(self, store: dist.Store) -> None:
+        """When all have voted."""
+        own = [f"{self._where}/vote/{n}" for n in self._votes if n == self._rank]
+        for key in own + [f"{self._where}/waits/{self._rank}"] * self._is_late:
             store.delete_key(key)
 
-    found = _waited_for(ranks, f"agreeing on {what}", limit, vote, poll, absent)
-    if late or rank in votes:
-        board().ask(forget)
+    @property
+    def leaves(self) -> bool:
+        """Whether there is something to forget."""
+        return self._is_late or self._rank in self._votes
+
+
+def meet(round_: Round, ranks: Sequence[int], what: str, limit: float, event: Callable[[], Event] | None) -> bool:
+    """Wait until all ``ranks`` are in this round. Whether they hold the same.
+
+    Raises CollectiveError as `show` does, and GoneOn where ``event``, asked before each look, says so after it.
+    """
+    found = _waited_for(ranks, f"agreeing on {what}", limit, round_.come, round_.poll, round_.absent, event)
+    if round_.leaves:
+        board().ask(round_.forget)
     return found
 
 
-def show(scope: str, count: int, rank: int, ranks: Sequence[int], text: str, limit: float) -> list[str]:
-    """Show a text (what it is about, then the rest, by lines) and wait for those of all ``ranks`` in this round.
+def show(
+    scope: str,
+    rounds: Rounds,
+    rank: int,
+    ranks: Sequence[int],
+    text: str,
+    limit: float,
+    reply: Callable[[list[str]], str],
+) -> str:
+    """Show a text (what it is about, then the rest, by lines) and wait for what the first of ``ranks`` replies to those
+    of all of them: the same for all. Only that rank reads them.
 
     Raises CollectiveError that names the ranks which do not come: after ``limit`` seconds, or as soon as it is known
     that they cannot. Ranks that beat and are at work within autopar (a slow compile) are waited for `PATIENCE` times
     as long, with a warning.
     """
-    keys, start = [f"{scope}/{count}/{r}" for r in ranks], time.monotonic()
+    left, where, answer = rounds.left, rounds.next(scope), f"{scope}/{rounds.count}/reply"
+    keys, start = [f"{where}/{r}" for r in ranks] if rank == ranks[0] else [], time.monotonic()
+    rounds.left = [answer] if rank == ranks[0] else [f"{where}/{rank}"]
 
-    def poll(store: dist.Store, seconds: float) -> list[str] | None:
+    def find(store: dist.Store) -> str | None:
+        if not store.check(keys or [answer]):
+            return None
+        if keys:
+            store.set(answer, reply([v.decode() for v in store.multi_get(keys)]))
+            for key in [keys[0], *left]:  # all who come to this round have read the last reply
+                store.delete_key(key)
+        return store.get(answer).decode()
+
+    def poll(store: dist.Store, seconds: float) -> str | None:
         end = time.monotonic() + seconds
-        while not store.check(keys):
-            if not _rest(start, end):
-                return None
-        found = [v.decode() for v in store.multi_get(keys)]
-        if count:  # everybody has set this round's key, so everybody has read the last round's
-            store.delete_key(f"{scope}/{count - 1}/{rank}")
-        return found
+        while _rest(start, end, len(ranks)):
+            found = find(store)
+            if found is not None:
+                return found
+        return None
 
-    def set_and_poll(store: dist.Store) -> list[str] | None:
-        store.set(f"{scope}/{count}/{rank}", text)
-        return poll(store, 0.05)
+    def set_and_look(store: dist.Store) -> str | None:
+        for key in left if rank != ranks[0] else ():  # the first rank has read it
+            store.delete_key(key)
+        store.set(f"{where}/{rank}", text)
+        return find(store)
 
-    def absent(store: dist.Store) -> list[int]:
-        return [r for r, key in zip(ranks, keys) if not store.check([key])]
+    def absent(store: dist.Store, near: Sequence[int]) -> list[int]:
+        return [r for r in near if not store.check([f"{where}/{r}"])] if not store.check([answer]) else []
 
-    return _waited_for(ranks, f"agreeing on {text.partition(chr(10))[0]}", limit, set_and_poll, poll, absent)
+    what = f"agreeing on {text.partition(chr(10))[0]}"
+    return _waited_for(ranks, what, limit, set_and_look, poll, absent)
 
 
-def _rest(start: float, end: float) -> bool:
-    """Before one more look, unless time is over. Who has waited for long looks seldom."""
+def _rest(start: float, end: float, ranks: int) -> bool:
+    """Before one more look, unless time is over: as long as the store needs for all ranks; who has waited for long
+    looks seldom."""
     now = time.monotonic()
     if now > end:
         return False
-    time.sleep(min(max(0.0002, (now - start) / 20), 0.05))
+    least = ranks * EACH
+    time.sleep(min(max(0.0002, least, (now - start) / 20), max(0.05, 2 * least)))
     return True
 
 
@@ -182,21 +270,25 @@ def _waited_for(
     limit: float,
     come: Callable[[dist.Store], T | None],
     poll: Callable[[dist.Store, float], T | None],
-    absent: Callable[[dist.Store], list[int]],
+    absent: Callable[[dist.Store, Sequence[int]], list[int]],
+    event: Callable[[], Event] | None = None,
 ) -> T:
     """What ``come`` gives, or ``poll`` later on: None while others are ``absent``."""
-    mine, start, look = board(), time.monotonic(), BEAT
-    patience = _Patience(mine, limit, what)
+    mine, start = board(), time.monotonic()
+    patience, near, next_look = _Patience(mine, limit, what), mine.near(ranks), mine.beat
     try:
         with mine.at(""):
             found = mine.ask(come)
             while found is None:
                 waited = time.monotonic() - start
-                ended = waited > limit and patience.ended(waited, mine.ask(absent))
-                if ended or (waited > look and mine.trouble(ranks)):
+                ended = waited > limit and patience.ended(waited, mine.ask(lambda store: absent(store, near)))
+                if ended or (waited > next_look and mine.trouble(ranks)):
                     raise mine.failed(what, ranks)
-                look += BEAT if waited > look else 0.0
+                next_look += mine.beat if waited > next_look else 0.0
+                gone_on = event() if event is not None else lambda: None
                 found = mine.ask(lambda store: poll(store, 0.25))
+                if found is None and (rank := gone_on()) is not None:
+                    raise GoneOn(rank)
     except StoreError as error:
         raise mine.failed(what, ranks, error) from error
     return found

@@ -25,7 +25,7 @@ from torch.distributed.tensor.placement_types import Shard as TorchShard
 from autopar.adapters.autograd import version_of
 from autopar.adapters.dtensor import alike, has_record_of, local_of
 from autopar.adapters.foreach import add_all
-from autopar.adapters.hooks import accumulate_gradient, observed
+from autopar.adapters.hooks import Observers, accumulate_gradient
 from autopar.adapters.state_dict import EXTRA, IncompatibleKeys, add_note, noted
 from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import nested_piece
@@ -137,14 +137,14 @@ def local_gradient(parameter: Tensor, local: Tensor) -> DTensor:
     return parameter.like(local) if isinstance(parameter, ShardedTensor) else alike(local, parameter)
 
 
-def set_gradients(found: Sequence[tuple[str, nn.Parameter, Tensor]]) -> None:
+def set_gradients(found: Sequence[tuple[str, nn.Parameter, Tensor]], observers: Observers) -> None:
     """Accumulate this rank's pieces of the gradients of a step into ``.grad`` of (name, parameter, piece), in the
     parameter's own layout. Hooks of the parameters, and of the nodes that add up their gradients, are called, as by one
     backward, with the gradient as a tensor like its parameter.
 
     Raises ValueError, before any is changed, for a ``.grad`` of another layout, which somebody else has put there.
     """
-    watched = observed([parameter for _, parameter, _ in found])
+    watched = observers.of([parameter for _, parameter, _ in found])
     hooked = [one for one, someone in zip(found, watched, strict=True) if someone]
     sums: list[Tensor] = []
     addends: list[Tensor] = []

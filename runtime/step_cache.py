@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from torch import nn
 
 from autopar.ir.batch import facts_of
 from autopar.plan import Plan
-from autopar.runtime.agreement import Claim, agree_on, everywhere, exchange_texts
+from autopar.runtime.agreement import Claim, agree_on, all_alike, compare_claims, everywhere, exchange_texts
 from autopar.runtime.ambient import Surroundings
 from autopar.runtime.batch_watch import BatchWatch
 from autopar.runtime.batches import check_unclear, claim_shapes, shapes_of
@@ -28,6 +28,7 @@ from autopar.runtime.module_watch import ModuleWatch
 from autopar.runtime.planned_state import PlannedState
 from autopar.runtime.step_facts import step_facts
 from autopar.runtime.tree import Tree
+from autopar.runtime.votes import as_expected
 from autopar.steps.graphs import Compiled
 
 STATES = 8  # of the modules that compiled steps are kept for, for each kind of step and batch
@@ -80,6 +81,9 @@ class StepCache:
         self._past = add_ledgers()  # traffic of steps that are no longer kept
         self._told_last: list[str] = []  # by rank
         self.last: Executor | None = None  # that was asked for
+        self._alone = groups.mesh.world_size == 1
+        self._number = 0  # of training steps so far
+        self._last_facts: tuple[Any, ...] | None = None  # of the last call
         self._planned: PlannedState | None = PlannedState(tree)  # until the first step is compiled
 
     def traffic(self) -> Ledger:
@@ -116,28 +120,49 @@ class StepCache:
         something was new to any of them."""
         if self._groups.mesh.size("pp") == 1:
             return False
-        told = [
-            text.partition("\n")[2]
-            for text in exchange_texts(self._groups, json.dumps(self._tree.flags()), "parameters")
-        ]
+        told = exchange_texts(self._groups, json.dumps(self._tree.flags()), "parameters", "pp")
         self._tree.take({name: (wants, dtype) for text in told for name, (wants, dtype) in json.loads(text).items()})
         self._told_last, before = told, self._told_last
-        return told != before
+        changed = told != before
+        return not all_alike(self._groups, "what ranks told of their parameters", str(changed)) or changed
 
     def _agreed(self, facts: tuple[Any, ...], batch: dict[str, Any], number: int | None) -> Executor:
         key = self._key(facts)
-        kind, _, surroundings = facts
-        told = {"the call": kind, "the number of the step": number, **surroundings._asdict(), "the batch": facts[1]}
-        told["the state that the modules are in"] = key[-1]
         known = self._steps.get(key)
-        # a store round trip per step: a rank with another batch would otherwise end in a hang
-        claims = [claim_shapes(self._groups, batch, told)]
-        agree_on(self._groups, claims + (self._contents(batch, known.runner.compiled) if known else []), "the batch")
-        if known is None:
-            self._make_room(key)
-            self._steps[key] = self._compiled(kind, batch, surroundings)
+        call = (key, None if number is None else number - self._number)
+        expected = self._alone or as_expected(self._groups, call)  # asked of all ranks, whatever they know
+        if known is not None and expected:
+            if not self._alone:
+                compare_claims(self._groups, self._contents(batch, known.runner.compiled), "the batch")
+        else:
+            # a rank with another batch would otherwise end in a hang
+            claims = [self._claim(facts, key, batch, number)]
+            contents = self._contents(batch, known.runner.compiled) if known is not None else []
+            agree_on(self._groups, claims + contents, "the batch", lambda: self._expected(number))
+            if known is None:
+                self._make_room(key)
+                self._steps[key] = self._compiled(facts[0], batch, facts[2])
+            self._groups.order.agreed(call)
+        self._number = self._number if number is None else number
+        if self._last_facts is None or self._last_facts[1] != key:
+            self._last_facts = facts, key, shapes_of(batch)
         self.last = self._steps[key].runner
         return self.last
+
+    def _claim(
+        self, facts: tuple[Any, ...], key: tuple[Any, ...], batch: Mapping[str, Any], number: int | None
+    ) -> Claim:
+        """What must be the same on all ranks of a call."""
+        kind, described, surroundings = facts
+        told = {"the call": kind, "the number of the step": number, **surroundings._asdict(), "the batch": described}
+        return claim_shapes(self._groups, batch, told | {"the state that the modules are in": key[-1]})
+
+    def _expected(self, number: int | None) -> Claim | None:
+        """That of the same step once more, as who goes on with what it did before makes it."""
+        if self._last_facts is None:
+            return None
+        facts, key, shapes = self._last_facts
+        return self._claim(facts, key, shapes, None if number is None else self._number + 1)
 
     def _key(self, facts: tuple[Any, ...]) -> tuple[Any, ...]:
         """The facts, and a number for the state that the modules are in: the same on all ranks that did the same."""
@@ -181,9 +206,7 @@ class StepCache:
         agree_on(self._groups, [same, *self._contents(batch, compiled, at_once=True)], "the compiled step")
         check_unclear(self._groups, batch, self.plan, self._check_batches)
         runner = Executor(compiled, self._groups, self._backend)
-        exchange_texts(
-            self._groups, "", "the bound step"
-        )  # one that binds slowly (inductor) would be missed in a collective
+        all_alike(self._groups, "the bound step")  # one that binds slowly (inductor) would be missed in a collective
         return _CachedStep(runner, watch, self._tree.flags_elsewhere(), structure, shapes_of(batch), how)
 
     def _contents(self, batch: dict[str, Any], compiled: Compiled, at_once: bool = False) -> list[Claim]:

@@ -53,13 +53,16 @@ class Answer:
 
 class Line:
     """A connection to the store: ``line.ask(lambda store: store.get("x"))``. No answer but the first is waited for
-    longer than ``timeout`` seconds, or `LEAST`. ``patience``: what is waited for unless said otherwise."""
+    longer than ``timeout`` seconds, or `LEAST`. ``patience``: what is waited for unless said otherwise. ``connect``:
+    makes the client that it asks."""
 
-    def __init__(self, store: dist.Store, timeout: float = inf) -> None:
+    def __init__(
+        self, store: dist.Store, timeout: float = inf, connect: Callable[[dist.Store], dist.Store] = own_client
+    ) -> None:
         self.patience = max(LEAST, min(PATIENCE, timeout))
         self._jobs: queue.SimpleQueue[tuple[Callable[[dist.Store], Any], Answer]] = queue.SimpleQueue()
+        self._silent, self._met, self._connect = "", False, connect
         self._thread = threading.Thread(target=self._work, args=(store,), name="autopar-store", daemon=True)
-        self._silent, self._met = "", False
         self._thread.start()
 
     def ask(self, question: Callable[[dist.Store], T], limit: float | None = None) -> T:
@@ -90,7 +93,7 @@ class Line:
 
             def run(question: Callable[[dist.Store], Any] = question) -> Any:
                 if not client:  # connecting is a question, too
-                    client.append(own_client(store))
+                    client.append(self._connect(store))
                 return question(client[0])
 
             answer.run(run)

@@ -72,6 +72,11 @@ class Tree:
             self.refresh()
         return self._own
 
+    @property
+    def held(self) -> Mapping[str, nn.Parameter]:
+        """`own` as it was at the last look."""
+        return self._own
+
     def pieces(self) -> dict[str, Tensor]:
         """The tensors themselves that step graphs compute with, by name. Raises ValueError as `refresh`."""
         pieces = list(map(local_of, self.own.values()))  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ groups that do not raise them."""
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import re
 from contextlib import suppress
@@ -17,6 +18,17 @@ import torch.distributed._functional_collectives  # registers their autograd; wi
 from torch._C._distributed_c10d import ErrorType
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+
+
+def fake_backend() -> str:
+    """The name of a backend that connects to nobody, and whose collectives do nothing; registered at the first call."""
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")
+    return "fake"
+
+
+def group_count() -> int:
+    """How many process groups this process has made, besides the default one."""
+    return len(distributed_c10d._world.pg_map) - 1
 
 
 def default_store() -> dist.Store:
@@ -88,6 +100,11 @@ def group_of_members(ranks: list[int], name: str, timeout: timedelta, descriptio
     world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
     made: dist.ProcessGroup = group
     return made
+
+
+def takes_host_tensors(group: dist.ProcessGroup) -> bool:
+    """Whether a group has a backend for tensors of the host; one that is written in Python says nothing, and has."""
+    return not group._device_types or torch.device("cpu") in group._device_types
 
 
 def rank_table(mesh: DeviceMesh) -> torch.Tensor:

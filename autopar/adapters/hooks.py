@@ -14,11 +14,35 @@ from typing import Any
 import torch
 import torch.nn.modules.module as torch_module
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
     """Whether somebody is called when the gradient of a leaf arrives, or has been added up."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def hooks_so_far() -> int:
+    """How many hooks have been registered in this process: on modules, tensors and nodes of autograd. While the number
+    stands still nobody has registered one."""
+    return int(RemovableHandle.next_id)
+
+
+class Observers:
+    """`observed` for the same leaves over and over: no look where there were no hooks and none has been registered."""
+
+    def __init__(self) -> None:
+        self._leaves: list[int] = []
+        self._hooks = -1  # as many were registered when nobody observed these leaves
+
+    def of(self, leaves: Sequence[Tensor]) -> list[bool]:
+        """See `observed`."""
+        known, hooks = list(map(id, leaves)), hooks_so_far()
+        if hooks == self._hooks and known == self._leaves:
+            return [False] * len(leaves)
+        found = observed(leaves)
+        self._leaves, self._hooks = known, -1 if any(found) else hooks
+        return found
 
 
 class _Touch(torch.autograd.Function):

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.adapters.hooks import Observers
 from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import INVARIANT, Placement, Shard
 from autopar.runtime.groups import Groups, init_mesh
@@ -86,7 +87,9 @@ def test_pieces_and_whole(sizes: dict[str, int]) -> None:
 
 def gradients(groups: Groups, params: dict[str, nn.Parameter], step: int) -> None:
     for spec in make_specs(groups.mesh.size("tp")):
-        set_gradients([(spec.name, params[spec.name], local_piece(wholes(100 + step)[spec.name], spec, groups))])
+        set_gradients(
+            [(spec.name, params[spec.name], local_piece(wholes(100 + step)[spec.name], spec, groups))], Observers()
+        )
 
 
 def optimizer(kind: str, params: Any) -> torch.optim.Optimizer:
@@ -221,7 +224,9 @@ def staged() -> None:
     torch.testing.assert_close(state, values, rtol=0, atol=0)
     for spec in specs:
         if spec.name in params and spec.name != "row":
-            set_gradients([(spec.name, params[spec.name], local_piece(wholes(7)[spec.name], spec, groups))])
+            set_gradients(
+                [(spec.name, params[spec.name], local_piece(wholes(7)[spec.name], spec, groups))], Observers()
+            )
     found = full_gradients(params, specs, groups, owners=owners)
     assert found.keys() == values.keys() - {"row"}
     torch.testing.assert_close(found["qkv"], wholes(7)["qkv"], rtol=0, atol=0)

@@ -1,0 +1,126 @@
+"""What a program does over and over is not asked about: ranks agree on a call where it is not the expected one.
+
+    train clip train clip train clip eval train clip       every rank makes the same calls of a model
+    ?     ?    ?     .    .     .    ?    ?     .          those marked "?" are agreed on through the store
+
+What followed the same calls before is expected to follow them again. All ranks have the same expectation, since it
+changes only where all agree. So of ranks that do different things one at most does what is expected; any other one asks
+all, waits, and sees that those have gone on: each shows its place (`Place`) with its sign of life.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+PAST = 8  # calls that say what is expected next, at most
+MOST = 4096  # expectations
+SHOWN = 4  # models whose places a rank shows, the last ones used
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's last call of the model ``name``: its number, and whether it ``meets`` all others there."""
+
+    name: str
+    number: int
+    meets: bool
+
+    def passed(self, number: int) -> bool:
+        """Whether a rank there did something else than to meet the others in call ``number``; or they have met."""
+        return self.number > number or (self.number == number and not self.meets)
+
+
+class Places:
+    """The places of this process, by name of the model."""
+
+    def __init__(self) -> None:
+        self._places: dict[str, Place] = {}
+
+    def be_at(self, place: Place) -> None:
+        """This rank is there now."""
+        self._places.pop(place.name, None)
+        self._places[place.name] = place  # the last one
+
+    def __str__(self) -> str:
+        last = list(self._places.values())[-SHOWN:]  # another thread may add one
+        return ";".join(f"{p.name}|{p.number}|{int(p.meets)}" for p in last)
+
+    def beyond(self, other: dict[str, Place]) -> bool:
+        """Whether this rank goes on with a call behind the last one of another rank."""
+        last = next(reversed(list(self._places.values())), None)
+        return last is not None and not last.meets and last.name in other and other[last.name].number < last.number
+
+
+def places_in(text: str) -> dict[str, Place]:
+    """By name, of what a rank shows."""
+    found = (one.split("|") for one in text.split(";") if one)
+    return {name: Place(name, int(number), meets == "1") for name, number, meets in found}
+
+
+class CallOrder:
+    """The calls of one model. ``name``: in the store.
+
+    A call is what all ranks compare, such as the shapes of a batch; ``own`` is what a rank compares with what it had in
+    that call before, such as the names of its stage's gradients.
+    """
+
+    def __init__(self, name: str, calls: Places) -> None:
+        self._name, self._calls = name, calls
+        self.number = 0
+        self._numbers: dict[Hashable, int] = {}  # of different calls
+        self._own: dict[int, Hashable] = {}
+        self._next: dict[tuple[int, ...], int] = {}
+        self._past: tuple[int, ...] | None = ()
+
+    @property
+    def past(self) -> str:
+        """The last calls, in words: the same on all ranks, or they expect different ones."""
+        return "a call that broke off" if self._past is None else f"{self._past}"
+
+    def expects(self, call: Hashable, own: Hashable = None) -> bool:
+        """Whether every rank that does what it did before makes this call now."""
+        number, known = self._numbers.get(call, -1), self._known()
+        return known >= 0 and self._next[self._last(known)] == number and self._own[number] == own
+
+    def _last(self, count: int) -> tuple[int, ...]:
+        past = self._past or ()
+        return past[len(past) - count :]
+
+    def _known(self) -> int:
+        """How many of the last calls, as many as possible, were followed by something before; -1 if none were."""
+        past = self._past
+        return -1 if past is None else next((n for n in range(len(past), 0, -1) if self._last(n) in self._next), -1)
+
+    def goes_on(self, call: Hashable) -> None:
+        """This rank makes the expected call."""
+        self._be_at(meets=False)
+        self._follow(self._numbers[call])
+
+    def meets(self) -> int:
+        """This rank meets all others; the number of that."""
+        self._be_at(meets=True)
+        return self.number
+
+    def agreed(self, call: Hashable, own: Hashable = None) -> None:
+        """All ranks make this call: it is expected from now on, where it stands."""
+        if len(self._next) >= MOST:  # on all ranks
+            self.forget()
+        if self._past is None:
+            self._numbers, self._own, self._next, self._past = {}, {}, {}, ()
+        number = self._numbers.setdefault(call, len(self._numbers))
+        for count in range(max(self._known(), 1), len(self._past) + 1):  # what fewer calls tell stays as it is
+            self._next[self._last(count)] = number
+        self._own[number] = own
+        self._follow(number)
+
+    def forget(self) -> None:
+        """A call broke off: nothing is expected any more, so that the next one is agreed on."""
+        self._past = None
+
+    def _follow(self, number: int) -> None:
+        self._past = (*(self._past or ())[1 - PAST :], number)
+
+    def _be_at(self, meets: bool) -> None:
+        self.number += 1
+        self._calls.be_at(Place(self._name, self.number, meets))
