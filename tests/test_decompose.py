@@ -55,8 +55,16 @@ def both(
 @pytest.mark.parametrize("name", [n if n in SOME else pytest.param(n, marks=pytest.mark.full) for n in TINY])
 def test_models(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     found, whole, short = both(monkeypatch, TINY[name].build(), TINY[name].batch(2, 8), exact=True)
-    assert text(found) == text(whole) and found.meta["signature"] == whole.meta["signature"]
+    assert sorted_inputs(found) == sorted_inputs(whole)
+    assert found.meta["signature"].outputs == whole.meta["signature"].outputs
     assert short or name not in SOME
+
+
+def sorted_inputs(gm: GraphModule) -> tuple[list[str], list[str], list[Any]]:
+    """The text of a graph: its inputs (a whole trace puts constants before buffers), its calls; and what is fed."""
+    lines = text(gm)
+    inputs = [line for line in lines if " = placeholder(" in line]
+    return sorted(inputs), lines[len(inputs) :], sorted(gm.meta["signature"].inputs, key=lambda spec: str(spec.node))
 
 
 # --- habits -----------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from functools import partial
 
 from torch.fx import GraphModule, Node
 
+from autopar.compile.equal_parts import KnownParts
 from autopar.ir.conversions import is_conversion
 from autopar.ir.flow import Flow, flow_of
 from autopar.ir.graph import placeholders
@@ -48,7 +49,11 @@ def compile_pipeline(
     plan = ctx.plan
     assert plan is not None
     cut = timed(ctx.timings, "cut_stages", lambda: _cut(gm, plan)) if plan.pipeline is not None else uncut(gm, tangents)
-    parts = [_compile_part(k, part, cut, ctx, train) for k, part in enumerate(cut.parts)]
+    known = KnownParts()
+    parts = []
+    for k, part in enumerate(cut.parts):
+        make = partial(_compile_part, k, part, cut, ctx, train)
+        parts.append(make() if ctx.observers else known.stage(part, make))  # who watches sees each
     timed(ctx.timings, "checks", lambda: check_step_types(parts, gm, ctx.mesh))
     order = timed(ctx.timings, "order", lambda: proven(make_order(plan, parts, cut.hops, train, static), cut.hops))
     slices = plan.pipeline.slices if plan.pipeline is not None else ()

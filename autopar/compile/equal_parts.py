@@ -1,0 +1,159 @@
+"""Parts of a pipeline that are equal but for names are compiled once: the others are copies with names of their own.
+
+    part 3: layers.24 ... layers.31        compiled
+    part 4: layers.32 ... layers.39        the same graphs; p_layers_24_q -> p_layers_32_q, grad:add_97 -> grad:add_129
+
+The key of a part is every node of its graph with all that is noted on it, and what enters and leaves. Names are left
+out, by place, so what compiling does must not depend on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from autopar.adapters.lazy import graph_module
+from autopar.ir.meta import NODES, ORIGIN
+from autopar.passes.cut_stages import PartGraph
+from autopar.steps.graphs import Stage, StepGraph
+
+_NOTED = NODES.keys() - {*ORIGIN, "original_aten"}
+_STACK = "nn_module_stack"
+
+
+class KnownParts:
+    """The parts of one pipeline."""
+
+    def __init__(self) -> None:
+        self._stages: dict[Hashable, tuple[list[Node], Stage]] = {}
+
+    def stage(self, part: PartGraph, make: Callable[[], Stage]) -> Stage:
+        """What ``make`` gives for the part, or a copy of what it gave for an equal one."""
+        nodes = list(_nodes(part))
+        try:
+            key = _key(part, nodes)
+            known = self._stages.get(key)
+        except TypeError:  # something that has no hash
+            return make()
+        if known is not None:
+            return _copied(known[1], part, _Names(known[0], nodes))
+        names = [node.name for node in nodes]
+        stage = make()
+        assert names == [node.name for node in nodes], "compiling a part leaves its own graph as it is"
+        self._stages[key] = nodes, stage
+        return stage
+
+
+def _nodes(part: PartGraph) -> Iterator[Node]:
+    """The nodes of the part's graph, and those between stored and used parameters."""
+    yield from part.graph.graph.nodes
+    seen: set[Node] = set()
+    for used, parameter in (part.used or {}).items():
+        path = [used]
+        for node in path:
+            if node not in seen:
+                seen.add(node)
+                yield node
+                path += [] if node is parameter else node.all_input_nodes
+
+
+def _key(part: PartGraph, nodes: Sequence[Node]) -> Hashable:
+    place = {node: i for i, node in enumerate(nodes)}
+    named = {node.name: i for i, node in enumerate(part.graph.graph.nodes)}
+
+    def frozen(value: Any) -> Hashable:
+        if isinstance(value, Node):
+            return Node, place[value]
+        if isinstance(value, torch.Tensor):
+            return value.shape, value.stride(), value.storage_offset(), value.dtype, value.device, value.requires_grad
+        if isinstance(value, (list, tuple)):
+            return type(value), tuple(map(frozen, value))
+        if isinstance(value, Mapping):
+            return tuple((key, frozen(x)) for key, x in value.items())
+        return type(value), value
+
+    calls = tuple(
+        (
+            node.op,
+            None if node.op == "placeholder" else node.target,
+            frozen(node.args),
+            frozen(node.kwargs),
+            tuple(sorted((key, frozen(value)) for key, value in node.meta.items() if key in _NOTED)),
+        )
+        for node in nodes
+    )
+    results = tuple((named.get(_of(name), name), kind, name.count(":")) for name, kind in part.results.items())
+    used = part.used and tuple((place[a], place[b]) for a, b in part.used.items())
+    fixed = tuple(named.get(name, -1) for name in part.fixed)
+    mutations = tuple(named.get(_of(name), name) for name in part.mutations)
+    return calls, results, used, fixed, mutations, len(part.parameters)
+
+
+def _of(name: str) -> str:
+    return name.rpartition(":")[2]
+
+
+class _Names:
+    """From the names of one part to those of an equal one."""
+
+    def __init__(self, old: Sequence[Node], new: Sequence[Node]) -> None:
+        self.of_nodes = {a.name: b.name for a, b in zip(old, new, strict=True)}
+        self.taken = set(self.of_nodes.values())
+        self.paths: dict[str, str] = {}
+        for a, b in zip(old, new, strict=True):
+            pairs = zip(a.meta.get(_STACK, {}).items(), b.meta.get(_STACK, {}).items())
+            self.paths |= {
+                x: y for (key, (path, _)), (other, (there, _)) in pairs for x, y in ((key, other), (path, there))
+            }
+
+    def node(self, name: str) -> str:
+        """A node of the part, or one that compiling has made."""
+        return self.of_nodes.get(name) or (f"{name}_made" if name in self.taken else name)
+
+    def value(self, name: str) -> str:
+        """A value of a step."""
+        head, colon, tail = name.rpartition(":")
+        return f"{head}{colon}{self.node(tail)}"
+
+    def origin(self, stack: Mapping[str, tuple[str, Any]]) -> dict[str, tuple[str, Any]]:
+        """The modules around a node."""
+        return {self.paths.get(key, key): (self.paths.get(path, path), cls) for key, (path, cls) in stack.items()}
+
+
+def _copied(stage: Stage, part: PartGraph, names: _Names) -> Stage:
+    value = names.value
+    made = replace(
+        stage,
+        aliases={value(a): value(b) for a, b in stage.aliases.items()},
+        losses=[value(x) for x in stage.losses],
+        dependent=[value(x) for x in stage.dependent],
+        roots={value(a): [value(x) for x in b] for a, b in stage.roots.items()},
+        mutations=part.mutations,
+        parameters=part.parameters,
+    )
+    for item in fields(Stage):
+        step = getattr(stage, item.name)
+        if isinstance(step, StepGraph):
+            setattr(made, item.name, _step(step, names))
+    return made
+
+
+def _step(step: StepGraph, names: _Names) -> StepGraph:
+    graph, new, given = Graph(), dict[Node, Node](), iter(step.inputs)
+    for node in step.graph.graph.nodes:
+        made = new[node] = graph.node_copy(node, new.__getitem__)
+        made.name = names.node(node.name)
+        if made.op == "placeholder":
+            value = next(given)
+            if node.name == value.replace(":", "_"):  # one that is named after the value that comes in
+                made.name = names.value(value).replace(":", "_")
+            made.target = made.name
+        if _STACK in node.meta:
+            made.meta[_STACK] = names.origin(node.meta[_STACK])
+    gm: GraphModule = graph_module(graph)
+    gm.meta = dict(step.graph.meta)
+    return StepGraph(gm, [names.value(x) for x in step.inputs], [x and names.value(x) for x in step.outputs])

@@ -1,0 +1,143 @@
+"""Parts that are copies of an equal one are what compiling each of them makes, but for names that compiling invents."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from autopar.compile import equal_parts
+from autopar.compile.equal_parts import KnownParts
+from autopar.compile.model import compile_model
+from autopar.ir.mesh import Mesh
+from autopar.options import Options
+from autopar.steps.graphs import Compiled, Stage, StepGraph
+from autopar.steps.value_names import is_a
+from tests.subjects import tiny
+from tests.test_decompose import text
+
+# (model, mesh, options, how many of the parts are copies)
+CELLS: dict[str, tuple[str, dict[str, int], dict[str, Any], int]] = {
+    "plain": ("llama", {"pp": 4}, {"micro_batches": 4}, 1),
+    "chunks": ("llama", {"pp": 2}, {"micro_batches": 4, "schedule": "interleaved", "chunks": 4}, 5),
+    "split": ("llama", {"pp": 4, "tp": 2}, {"micro_batches": 8, "schedule": "zb_h1", "sequence_parallel": True}, 1),
+    "cut weights": ("llama", {"pp": 4, "dp": 2}, {"micro_batches": 4, "zero": 3}, 1),
+    "at each use": ("llama", {"pp": 4, "dp": 2}, {"micro_batches": 4, "zero": 3, "gathers": "layer"}, 1),
+    "sequences": ("llama", {"pp": 4, "cp": 2}, {"micro_batches": 4}, 1),
+    "experts": ("mixtral", {"pp": 4}, {"micro_batches": 4}, 1),
+    "an encoder": ("bert", {"pp": 4}, {"micro_batches": 4}, 1),
+    "dropout, whose sites differ": ("gpt2", {"pp": 4}, {"micro_batches": 4, "dropout": 0.1}, 0),
+}
+
+
+def compiled(cell: str) -> Compiled:
+    name, mesh, options, _ = CELLS[cell]
+    options = dict(options)
+    model, batch = tiny(name, layers=8, dropout=options.pop("dropout", 0.0))
+    return compile_model(model, batch, Mesh.of(**mesh), Options(**options))
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_copies(cell: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[Stage] = []
+    copy = equal_parts._copied
+
+    def noted(*args: Any) -> Stage:
+        copied.append(copy(*args))
+        return copied[-1]
+
+    monkeypatch.setattr(equal_parts, "_copied", noted)
+    found = compiled(cell)
+    assert len(copied) == CELLS[cell][-1]
+    monkeypatch.setattr(KnownParts, "stage", lambda self, part, make: make())
+    each = compiled(cell)
+    for mine, other in zip(found.pipeline.parts, each.pipeline.parts, strict=True):
+        Compared().parts(mine, other)
+    assert found.pipeline.order == each.pipeline.order and found.pipeline.hops == each.pipeline.hops
+
+
+class Compared:
+    """Two stages, up to names of what is kept for a backward: those may differ, one for one."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, str] = {}
+
+    def parts(self, mine: Stage, other: Stage) -> None:
+        for item in fields(Stage):
+            a, b = getattr(mine, item.name), getattr(other, item.name)
+            if isinstance(a, StepGraph):
+                self.steps(a, b)
+            elif item.name == "roots":
+                assert {self.names.get(x, x): y for x, y in a.items()} == b
+            else:
+                assert a == b, item.name
+        assert len({*self.names.values()}) == len(self.names)
+
+    def steps(self, mine: StepGraph, other: StepGraph) -> None:
+        for a, b in zip(mine.graph.graph.nodes, other.graph.graph.nodes, strict=True):
+            paths = [[path for path, _ in x.meta.get("nn_module_stack", {}).values()] for x in (a, b)]
+            assert paths[0] == paths[1]
+            assert a.meta.get("placements") == b.meta.get("placements")
+        for x, y in zip([*mine.inputs, *mine.outputs], [*other.inputs, *other.outputs], strict=True):
+            if is_a(x, "saved", "stash") and is_a(y, "saved", "stash"):
+                assert x.partition(":")[0] == y.partition(":")[0] and self.names.setdefault(x, y) == y
+            else:
+                assert x == y
+        numbered = [[line.partition(" = ")[2] for line in text(_unnamed(x.graph))] for x in (mine, other)]
+        assert numbered[0] == numbered[1]
+
+
+def _unnamed(gm: GraphModule) -> GraphModule:
+    """With inputs named by their place."""
+    for i, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        node.name = f"input_{i}"
+    return gm
+
+
+def test_what_tells_parts_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number, a dtype, a frozen weight in one layer: its part is compiled."""
+
+    class Layer(nn.Module):
+        def __init__(self, factor: float) -> None:
+            super().__init__()
+            self.factor, self.linear = factor, nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).relu() * self.factor  # type: ignore[no-any-return]
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer(3.0 if i == 3 else 2.0) for i in range(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x.square().mean()
+
+    calls: list[str] = []
+    copy = equal_parts._copied
+
+    def noted(stage: Stage, part: Any, names: Any) -> Stage:
+        calls.append(part.parameters[0])
+        return copy(stage, part, names)
+
+    monkeypatch.setattr(equal_parts, "_copied", noted)
+    model = Model()
+    model.layers[5].linear.weight.requires_grad_(False)
+    cuts = [f"layers.{i}" for i in range(1, 8)]
+    options = Options(micro_batches=8, schedule="1f1b", cuts=cuts)
+    compile_model(model, {"x": torch.rand(8, 4)}, Mesh.of(pp=8), options)
+    assert [name.split(".")[1] for name in calls] == ["2", "4", "6"]
+
+
+def test_who_watches_sees_each_part() -> None:
+    name, mesh, options, _ = CELLS["plain"]
+    model, batch = tiny(name, layers=8)
+    seen: list[str] = []
+    compile_model(model, batch, Mesh.of(**mesh), Options(**options), observers=[lambda at, gm, ctx: seen.append(at)])
+    assert {f"part{i}.forward" for i in range(4)} <= set(seen)
