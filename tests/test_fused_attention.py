@@ -109,7 +109,7 @@ def test_equals_plain_products(case: str) -> None:
     inputs = [x.float() for x in made]
     assert KERNELS["triton_flash"].applies(*inputs[:3], known) == (case in TAKEN)
     if case in TAKEN:
-        compare("triton_flash", inputs, known, 5e-6)
+        compare("triton_flash", inputs, known, 5e-6 * max(1.0, inputs[0].shape[-1] / 32))  # longer sums
 
 
 @pytest.mark.usefixtures("played")
