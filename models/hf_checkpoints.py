@@ -35,9 +35,8 @@ def recipes_to_load(model: PreTrainedModel, names: Sequence[str]) -> list[Recipe
     groups = _Collected(model, converters)
     for name in sorted(names, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, wanted)
-        if target not in wanted and name in wanted:
-            target, pattern = rename_source_key(name, [], [], prefix, wanted)
-        groups.add(name, target if target in wanted else name, pattern if target in wanted else None)
+        known = target in wanted  # else it was no old name
+        groups.add(name, target if known else name, pattern if known else None)
     return groups.recipes([])
 
 

@@ -205,7 +205,7 @@ def save_pretrained(
             for recipe, _ in made[part]:
                 whole = [_whole(name, parameters, by_name, buffers, groups, owners) for name in recipe.sources]
                 if draft is not None:
-                    content |= {name: _own(x) for name, x in _make(recipe, [w.cpu() for w in whole]).items()}
+                    content |= {name: x.contiguous() for name, x in _make(recipe, [w.cpu() for w in whole]).items()}
             if draft is not None:
                 files |= dict.fromkeys(content, draft.add(content, {"format": "pt", STEPS: str(steps)}))
         if draft is not None:
@@ -222,12 +222,6 @@ def _written(recipes: Sequence[Recipe], outlines: Mapping[str, Tensor]) -> list[
 
 def _make(recipe: Recipe, tensors: list[Tensor]) -> dict[str, Tensor]:
     return {recipe.target: tensors[0]} if recipe.make is None else recipe.make(tensors)
-
-
-def _own(x: Tensor) -> Tensor:
-    """With a storage of its own size: a file holds no tensors that share one."""
-    x = x.contiguous()
-    return x if x.untyped_storage().nbytes() == x.nbytes else x.clone()
 
 
 @contextmanager

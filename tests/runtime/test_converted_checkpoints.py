@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, MixtralForCausalLM, PreTrainedConfig, PreTrainedModel
 
 import autopar
 from autopar.models.hf_checkpoints import recipes_to_load
@@ -134,6 +134,34 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     assert "model.layers.0.mlp.gate.weight lies in the files twice" in twice
     assert f"unexpected {experts}.0.w4.weight" in more.replace(".mlp.", ".block_sparse_moe.")
     assert "(quantization_config in config.json: 'fp8'), whose scales are not applied here; dequantize them" in fp8
+
+
+class Normed(PreTrainedModel):
+    """Its own name is one that transformers takes for an old one."""
+
+    config_class = PreTrainedConfig
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config)
+        self.weight_g = torch.nn.Parameter(torch.ones(3))
+
+
+def test_names_that_are_the_model_s_own_stay() -> None:
+    (recipe,) = recipes_to_load(Normed(PreTrainedConfig()), ["weight_g"])
+    assert recipe.sources == ("weight_g",) and recipe.target == "weight_g" and recipe.make is None
+
+
+def test_experts_are_merged_by_their_numbers() -> None:
+    """The tenth stands behind the ninth, in whatever order the files have them."""
+    model = MixtralForCausalLM(zoo.config("mixtral"))
+    names = [f"model.layers.0.block_sparse_moe.experts.{i}.{w}.weight" for i in range(12) for w in ("w3", "w1")]
+    (recipe,) = recipes_to_load(model, sorted(names))
+    x = {name: torch.full((1, 2), float(i)) for i, name in enumerate(names)}
+    assert recipe.make is not None
+    (made,) = recipe.make([x[name] for name in recipe.sources]).values()
+    assert made[:, 0, 0].tolist() == [2.0 * i + 1 for i in range(12)] and made[:, 1, 0].tolist() == [
+        2.0 * i for i in range(12)
+    ]
 
 
 def test_a_model_of_the_base_alone() -> None:
