@@ -54,6 +54,10 @@ def _digest(x: Any) -> str:
     return hashlib.sha256(repr(x).encode()).hexdigest()[:16]
 
 
+class OtherSteps(ValueError):
+    """Ranks have met that are in different calls."""
+
+
 class _Meeting:
     """All ranks, or those of my group on ``axis``; they wait for each other for ``timeout`` seconds."""
 
@@ -83,7 +87,7 @@ class _Meeting:
         rounds = self._groups.rounds.setdefault(scope, Rounds())
         found = show(scope, rounds, self._groups.rank, self.ranks, f"{what}\n{text}", self._limit, answer)
         if found.startswith(_OTHER_STEPS):
-            raise ValueError(
+            raise OtherSteps(
                 f"agree: all ranks must take the same steps, found {found.removeprefix(_OTHER_STEPS)}; run the same "
                 "program on every rank"
             )

@@ -89,7 +89,9 @@ class FailureBoard:
         self.heartbeat.close()
 
     def give_verdict(self, why: str) -> None:
-        """Nothing can go on, on any rank. Raises StoreError."""
+        """Nothing can go on, on any rank; on this one from now on. Raises StoreError."""
+        if self.heartbeat is not None:
+            self.heartbeat.verdict = why
         self.line.ask(lambda store: store.compare_set(f"{self._keys}/verdict", "", why))
 
     def first_to_say(self, key: str, text: str) -> str | None:

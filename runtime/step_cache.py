@@ -17,7 +17,7 @@ from torch import nn
 
 from autopar.ir.batch import facts_of
 from autopar.plan import Plan
-from autopar.runtime.agreement import Claim, agree_on, all_alike, compare_claims, everywhere, exchange_texts
+from autopar.runtime.agreement import Claim, OtherSteps, agree_on, all_alike, compare_claims, everywhere, exchange_texts
 from autopar.runtime.ambient import Surroundings
 from autopar.runtime.batch_watch import BatchWatch
 from autopar.runtime.batches import check_unclear, claim_shapes, shapes_of
@@ -110,6 +110,8 @@ class StepCache:
         with self._batches.agreeing():
             try:
                 return self._agreed(facts, batch, number)
+            except OtherSteps:  # a rank is in no step
+                raise
             except ValueError:
                 if not self._told():
                     raise

@@ -26,7 +26,7 @@ def as_expected(groups: Groups, call: Hashable, own: Hashable = None) -> bool:
     """Whether all ranks expect this call of this rank, which then goes on with it; ``own``: what else must be as in
     that call before, on this rank. Collective along pp. Raises CollectiveError where a rank is known to have failed."""
     if verdict := board().verdict:
-        raise board().ended(str(call), verdict)
+        raise board().ended("agreeing on the next call", verdict)
     expected = groups.order.expects(call, own)
     if groups.mesh.size(AXIS) > 1:
         expected = _all_do(groups, expected)

@@ -201,6 +201,30 @@ def other_call(rank: int) -> str:
     return outcome(lambda: [parallel.train_step(**batch_of(4)) for _ in range(3)])
 
 
+def other_in_a_pipeline(rank: int) -> str:
+    """Its ranks vote in each call: one has a smaller batch, then one clips where the other one trains."""
+    torch.manual_seed(0)
+    batch = {name: torch.ones(8, 8, dtype=torch.float64) for name in ("x", "y")}
+    mesh = autopar.init_mesh("cpu", LONG, pp=2)
+    parallel = autopar.parallelize(Stack().double(), mesh, example_batch=batch, micro_batches=2)
+    for _ in range(6):
+        parallel.train_step(**batch)
+    mine = {name: x[: 8 - 4 * rank] for name, x in batch.items()}
+    step = functools.partial(parallel.train_step, **batch)
+    clip = functools.partial(parallel.clip_grad_norm_, 1.0)
+    return outcome(lambda: parallel.train_step(**mine), step, clip if rank else step, step)
+
+
+def other_model(rank: int) -> str:
+    """Two models in turn; a rank has a smaller batch for the second one, whose evaluation needs nobody else."""
+    one = trained(rank, 0)
+    two = autopar.parallelize(Net().double(), one.mesh, example_batch=batch_of(4))
+    train, evaluate = functools.partial(one.train_step, **batch_of(4)), functools.partial(two.eval_step, **batch_of(4))
+    for _ in range(6):
+        train(), evaluate()
+    return outcome(train, functools.partial(two.eval_step, **batch_of(2)) if rank else evaluate, train, train)
+
+
 def dies(rank: int, *, steps: int, evaluated: bool = False, how: str = "killed") -> str:
     """Before a step: in the first one, among many, where something else comes, or because it has done its last."""
     parallel = trained(rank, steps)
@@ -229,6 +253,8 @@ BODIES: dict[str, tuple[Callable[[int], str], int]] = {  # and who does not end
     "other batch, steady, on a GPU": (functools.partial(other_batch, steps=14, backend="deaf"), -1),
     "other batch, at a change": (functools.partial(other_batch, steps=3, evaluated=True), -1),
     "other call": (other_call, -1),
+    "other, in a pipeline": (other_in_a_pipeline, -1),
+    "other model": (other_model, -1),
     "dies, first step": (functools.partial(dies, steps=0), 1),
     "dies, steady": (functools.partial(dies, steps=14), 1),
     "stops, steady": (functools.partial(dies, steps=14, how="stopped"), 1),
@@ -281,6 +307,25 @@ def test_another_call(worlds: Any) -> None:
     found = worlds["other call"]
     assert "found the call: rank 1: eval_step; against rank 0: train_step" in found[1][1], found[1]
     assert "CollectiveError" in found[0][1] and "rank 1 failed: ValueError: agree: " in found[0][1], found[0]
+
+
+def test_other_things_in_a_pipeline(worlds: Any) -> None:
+    """The same error on both, at once; then they go on."""
+    found = worlds["other, in a pipeline"]
+    (seconds, text), (_, other) = found[0], found[1]
+    batch, on, call, again = text.splitlines()
+    assert seconds < SOON and text == other and on == again == "went on with Tensor"
+    assert "x: rank 1: (4, 8)" in batch and "rank 1: clip_grad_norm_; against rank 0: the batch" in call, text
+
+
+def test_another_batch_of_another_model(worlds: Any) -> None:
+    found = worlds["other model"]
+    assert "x: rank 1: (2, 12)" in found[1][1].splitlines()[1], found
+    for seconds, text in found.values():
+        last = text.splitlines()[-1]
+        assert seconds < SOON and last.startswith("CollectiveError: ") and "rank 1 failed: ValueError: agree" in last, (
+            text
+        )
 
 
 @pytest.mark.parametrize("name", ["dies, first step", "dies, steady", "stops, steady", "dies, at a change"])
