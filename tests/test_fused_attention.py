@@ -249,15 +249,18 @@ TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 POINTERS = ("q", "k", "v", "out", "grad", "to_q", "to_k", "to_v")
 
 
-def code(module: ModuleType, name: str, dtype: torch.dtype, capability: int, width: int, masked: bool = False) -> Any:
-    """What Triton makes of a kernel for a causal attention with softcap, rows of which begin at multiples of 16."""
+def code(
+    module: ModuleType, name: str, dtype: torch.dtype, capability: int, width: int, masked: bool = False, **known: Any
+) -> Any:
+    """What Triton makes of a kernel for a causal attention with softcap, rows of which begin at multiples of 16.
+    ``known``: further constants, as Triton takes sizes that are 1, or other facts."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     kernel = getattr(module, name)
     x = torch.empty(1, 1, 1, width, dtype=dtype, device="meta")
     constants, how = module._constants(x, x, facts(causal=True, softcap=50.0), name != "_forward")
-    constants |= {} if masked else {"mask": None, "segments": None}
+    constants |= known if masked else {"mask": None, "segments": None, **known}
     types = {**dict.fromkeys(POINTERS, f"*{TYPES[dtype]}"), "lse": "*fp32", "delta": "*fp32", "scale": "fp32"}
     types |= {"mask": "*u8", "segments": "*i64"}
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
@@ -301,6 +304,27 @@ def test_code(
     assert bool(re.search(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b", ptx)) == (dtype != torch.float32)
     assert re.search(r"(ld\.global[.\w]*\.v4\.b32|cp\.async\.cg\.shared\.global)", ptx)
     assert not re.search(r"\b(red|atom)\.", ptx)
+
+
+ONES = ("heads", "group", "rows", "columns", "q_s", "k_b", "mask_row", "mask_column", "mask_b")
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("name", ["_forward", "_to_queries", "_to_keys"])
+@pytest.mark.parametrize("known", [
+    dict.fromkeys(ONES, 1),
+    *(pytest.param(known, marks=pytest.mark.full) for known in (
+        {"rows": 1}, {"columns": 1, "CAUSAL": 0, "CAP": 0.0}, {"heads": 1, "group": 1, "WINDOW": 5}, {"CHUNK": 8},
+        {"CAUSAL": 0, "WINDOW": 9},
+    )),
+], ids=str)  # fmt: skip
+def test_code_of_other_facts(
+    compiled: Any, name: str, known: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sizes and strides that are 1 are constants to Triton, of another type."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    made = code(compiled, name, torch.float16, 80, 16, masked="mask_row" in known, **known)
+    assert "mma.sync" in made.asm["ptx"]
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
