@@ -75,7 +75,7 @@ class Template:
             new[node] = made = tracer.graph.node_copy(node, new.__getitem__)
             made.meta = {**node.meta, _STACK: around | self._below(node, path_of_call(tracer))}
             if "val" in node.meta:
-                made.meta["val"] = pytree.tree_map_only(FakeTensor, _apart, node.meta["val"])
+                made.meta["val"] = _apart(node.meta["val"])
         for i, node in self.rebound:
             _bind(given[i], new[node], tracer)
         made_of: dict[Node, Tensor] = {}
@@ -205,9 +205,11 @@ def _bind(x: Tensor, node: Node, tracer: Any) -> None:
     set_proxy_slot(x, tracer, _ProxyTensor(Proxy(node, tracer), None))
 
 
-def _apart(x: FakeTensor) -> Tensor:
-    """The same facts in another object: a value belongs to one node."""
-    return fast_detach(x.fake_mode, x)
+def _apart(value: Any) -> Any:
+    """The same facts in other objects: a value belongs to one node."""
+    if isinstance(value, FakeTensor):
+        return fast_detach(value.fake_mode, value)
+    return type(value)(map(_apart, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _result_like(x: FakeTensor) -> Tensor:

@@ -250,7 +250,10 @@ def _traced(target: Callable[..., Any], node: Node, to: _Bodies, known: Mapping[
     result = _copied(body.graph, None, to, _Known({}, dict(zip(body.inputs, operands, strict=True))), {})
     for new in itertools.islice(reversed(to.graph.nodes), len(to.graph.nodes) - before):
         _keep_metas(new, node)
-        new.meta["val"] = pytree.tree_map_only(Tensor, Tensor.detach, new.meta["val"])  # the body's are for all copies
+        value = new.meta["val"]  # the body's are for all copies
+        new.meta["val"] = (
+            value.detach() if isinstance(value, Tensor) else pytree.tree_map_only(Tensor, Tensor.detach, value)
+        )
     if isinstance(result, Node):
         made, kept = _facts(result.meta["val"]), _facts(node.meta["val"])
         into = node.args[0].target if mutates(node.target) and isinstance(node.args[0], Node) else None

@@ -53,7 +53,8 @@ def compile_pipeline(
     parts = []
     for k, part in enumerate(cut.parts):
         make = partial(_compile_part, k, part, cut, ctx, train)
-        parts.append(make() if ctx.observers else known.stage(part, make))  # who watches sees each
+        alone = len(cut.parts) == 1 or ctx.observers  # who watches sees each
+        parts.append(make() if alone else known.stage(part, make))
     timed(ctx.timings, "checks", lambda: check_step_types(parts, gm, ctx.mesh))
     order = timed(ctx.timings, "order", lambda: proven(make_order(plan, parts, cut.hops, train, static), cut.hops))
     slices = plan.pipeline.slices if plan.pipeline is not None else ()
