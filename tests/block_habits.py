@@ -230,6 +230,44 @@ def a_changed_variable(m: Any, x: Tensor) -> Tensor:
     return x
 
 
+def a_changed_variable_of_two(m: Any, x: Tensor) -> Tensor:
+    for i, layer in enumerate(m.layers):  # the last is as the first
+        WHERE.set(i % 2)
+        x = layer(x)
+    return x
+
+
+class Elsewhere:
+    factor = 1.0
+
+
+def a_changed_class(m: Any, x: Tensor) -> Tensor:
+    for i, layer in enumerate(m.layers):
+        Elsewhere.factor = 1.0 + i % 2
+        x = layer(x)
+    return x
+
+
+def functions_of_their_own(m: Any, x: Tensor) -> Tensor:
+    for layer in m.layers:
+        layer.function = lambda y: y * Elsewhere.factor
+        layer.itself = [1.0]
+    for layer in m.layers:
+        x = layer(x)
+    for layer in m.layers:
+        del layer.function, layer.itself
+    return x
+
+
+def lists_that_hold_themselves(m: Any, x: Tensor) -> Tensor:
+    for layer in m.layers:
+        layer.itself = [1.0]
+        layer.itself.append(layer.itself)
+        x = layer(x)
+        del layer.itself
+    return x
+
+
 def twice_the_same_tensor(m: Any, x: Tensor) -> Tensor:
     for i, layer in enumerate(m.layers):
         x = layer(x, x if i % 2 else x + 0.0)
@@ -259,6 +297,18 @@ def with_variable(m: Any, x: Tensor) -> Tensor:
     return m.linear(x) * (WHERE.get() + 1.0)
 
 
+def with_a_class(m: Any, x: Tensor) -> Tensor:
+    return m.linear(x) * Elsewhere.factor
+
+
+def with_a_function(m: Any, x: Tensor) -> Tensor:
+    return m.linear(m.function(x))
+
+
+def with_a_list(m: Any, x: Tensor) -> Tensor:
+    return m.linear(x) * m.itself[0]
+
+
 def with_matrix(m: Any, x: Tensor, matrix: Tensor) -> Tensor:
     return m.linear(x) + (x @ matrix if matrix.shape[0] == 3 else matrix)
 
@@ -268,6 +318,11 @@ CALLED: list[tuple[Callable[..., Any], Callable[..., Any], list[str]]] = [
     (with_factor, half_without_gradient, [f"layers.{i}" for i in (2, 3, 4, 7, 8)]),
     (with_scale, a_changed_setting, ["layers.2", "layers.3"]),
     (with_list, a_list_that_grows, []),
+    (with_variable, a_changed_variable, []),
+    (with_variable, a_changed_variable_of_two, ["layers.2", "layers.3"]),
+    (with_a_class, a_changed_class, ["layers.2", "layers.3"]),
+    (with_a_function, functions_of_their_own, MIDDLE),
+    (with_a_list, lists_that_hold_themselves, []),
     (with_matrix, twice_the_same_tensor, ["layers.2", "layers.3"]),
     (with_matrix, the_weights_of_another, ["layers.2", "layers.3"]),
 ]

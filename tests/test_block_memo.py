@@ -27,12 +27,10 @@ from tests.block_habits import (
     Layer,
     Result,
     Stack,
-    a_changed_variable,
     draws,
     forget,
     plain,
     reads_its_number,
-    with_variable,
 )  # fmt: skip
 from tests.test_decompose import text
 
@@ -117,11 +115,6 @@ def test_layers_that_differ() -> None:
 @pytest.mark.parametrize(("run", "loop", "copied"), CALLED, ids=[loop.__name__ for _, loop, _ in CALLED])
 def test_calls(run: Callable[..., Any], loop: Callable[..., Any], copied: list[str]) -> None:
     assert both(Calls(run, loop), BATCH) == copied
-
-
-def test_state_that_nobody_looks_for() -> None:
-    """A context variable: the last layer shows that the copies may be wrong, and all are traced."""
-    both(Calls(with_variable, a_changed_variable), BATCH)
 
 
 def test_tensors_handed_on_behind_the_back() -> None:

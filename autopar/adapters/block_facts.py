@@ -10,7 +10,9 @@ reached from it: an unknown is never taken for something known. Tensors that it 
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
+import functools
 import re
 import sys
 import types
@@ -25,6 +27,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
 from autopar.adapters.frozen import state_of
+from autopar.adapters.names_read import names_read
 from autopar.adapters.rebuild import children
 
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout,
@@ -152,13 +155,26 @@ def _held(x: Any, states: dict[int, Any]) -> Any:
         return type(x), frozenset(_held(y, states) for y in x)
     if type(x) in _DICTS:
         return type(x), tuple((_held(key, states), _held(value, states)) for key, value in x.items())
-    if isinstance(x, (type, types.BuiltinFunctionType, Tensor)) or _is_plain(x):
+    if isinstance(x, (type, types.BuiltinFunctionType, Tensor)):
         return Same(x)
     if id(x) not in states:
         states[id(x)] = Same(x)  # should it hold itself
-        inner = tuple((label, _held(value, states)) for label, value in children(x))
-        states[id(x)] = Same(x), state_of(x), inner
+        states[id(x)] = _object(x, states)
     return states[id(x)]
+
+
+def _object(x: Any, states: dict[int, Any]) -> Any:
+    """It, and all that is reached from it. Functions that hold nothing are alike if their code is."""
+    names = _reads_of(x) if isinstance(x, types.FunctionType) else ()
+    read = tuple(_named(scope.get(name), states) for scope, name in names)
+    if _is_plain(x):
+        return Same(x.__code__), Same(x.__globals__), read
+    return Same(x), state_of(x), read, tuple((label, _held(value, states)) for label, value in children(x))
+
+
+@functools.lru_cache(1024)
+def _reads_of(function: Any) -> list[tuple[Mapping[str, Any], str]]:
+    return [(scope, name) for scope, name, _ in names_read([function])]
 
 
 def facts_of_call(value: Any, tensors: Tensors) -> Any:
@@ -188,11 +204,11 @@ def _is_plain(value: Any) -> bool:
 
 
 def surroundings(module: nn.Module) -> tuple[Any, ...]:
-    """What beside a module and its arguments decides what its forward does: modes, and the numbers and texts that its
-    classes and their files hold."""
-    classes = dict.fromkeys(cls for _, inner in _modules(module) for cls in base_class(inner).__mro__)
-    own = [cls for cls in classes if cls.__module__.split(".")[0] not in ("torch", "builtins")]
-    files = dict.fromkeys(sys.modules[cls.__module__] for cls in own if cls.__module__ in sys.modules)
+    """What beside a module and its arguments decides what its forward does: modes, the numbers and texts that its
+    classes and their files hold, and what its code reads by name."""
+    classes = tuple(dict.fromkeys(cls for _, inner in _modules(module) for cls in base_class(inner).__mro__))
+    holders, reads = _holders_and_reads(classes)
+    states: dict[int, Any] = {}
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -201,8 +217,26 @@ def surroundings(module: nn.Module) -> tuple[Any, ...]:
         torch.is_autocast_cache_enabled(),
         torch.are_deterministic_algorithms_enabled(),
         tuple(map(Same, _get_current_function_mode_stack())),
-        tuple(state for holder in (*own, *files) for x in vars(holder).values() if (state := state_of(x)) is not None),
+        tuple(state for holder in holders for x in vars(holder).values() if (state := state_of(x)) is not None),
+        tuple(_named(scope.get(name), states) for scope, name in reads),
     )
+
+
+@functools.lru_cache(256)
+def _holders_and_reads(classes: Any) -> tuple[list[Any], list[tuple[Mapping[str, Any], str]]]:
+    """(classes that are not torch's and their files, what their code reads by name: scopes and names)."""
+    own = [cls for cls in classes if cls.__module__.split(".")[0] not in ("torch", "builtins")]
+    files = dict.fromkeys(sys.modules[cls.__module__] for cls in own if cls.__module__ in sys.modules)
+    methods = [code for cls in own for code in vars(cls).values()]
+    found = [*names_read((cls.forward for cls in own if hasattr(cls, "forward")), follow=False), *names_read(methods)]
+    return [*own, *files], [(scope, name) for scope, name, _ in found]
+
+
+def _named(x: Any, states: dict[int, Any]) -> Any:
+    """A fact of what code reads by name. Attributes of objects are names of their own."""
+    if isinstance(x, contextvars.ContextVar):
+        return Same(x), _held(x.get(None), states)
+    return _held(x, states) if type(x) in (*_VALUES, *_SEQUENCES, *_DICTS, set, frozenset) else Same(x)
 
 
 @contextmanager

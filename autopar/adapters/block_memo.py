@@ -11,8 +11,9 @@ equal where the traced forward has not read them.
 
 What a forward does beside its graph is looked for. One that changes what can be read (attributes, globals), or takes
 tensors that it was not given, is traced each time. Where it shows only at the end, in tensors that somebody else takes
-or in a last module that differs, the model is traced anew, module by module. What stays unseen is state outside of the
-model, its classes and their files that changes from call to call, and back.
+or in a last module that differs, the model is traced anew, module by module. What stays unseen is state that only
+functions of libraries read, behind those that a forward calls, where it changes from call to call and the last is as
+the first.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ def _alike(model: nn.Module) -> dict[int, _Member]:
             continue  # one operator
         try:
             facts = facts_of_block(module, Tensors(), states)
-        except NotComparable:
+        except (NotComparable, RecursionError):
             continue
         groups.setdefault(facts.fixed, []).append((module, facts))
     found: dict[int, _Member] = {}
@@ -167,7 +168,7 @@ def _call(module: nn.Module, args: Any, kwargs: Any) -> _ModuleCall | None:
         try:
             block = facts_of_block(module, tensors)
             return _ModuleCall((block.fixed, facts_of_call((args, kwargs), tensors), around), block, tensors)
-        except NotComparable:
+        except (NotComparable, RecursionError):
             return None
 
 
