@@ -11,11 +11,12 @@ import inspect
 import types
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from autopar.adapters.block_facts import Same
 from autopar.adapters.export import paths
 
 CONSTANTS = (int, float, complex, bool, str, type(None), torch.device)
@@ -28,46 +29,66 @@ def by_name(model: nn.Module, args: tuple[Any, ...], batch: Mapping[str, Any]) -
 
     Raises ValueError for arguments that the forward lacks, and for those that it misses.
     """
-    parameters = _parameters(model.forward)
-    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    if len(args) > len(positional):
+    taken = _taken(model.forward)
+    if len(args) > len(taken.positional):
         raise ValueError(
-            f"batch: {_forward(model)} takes {len(positional)} positional arguments, found {len(args)}; pass "
+            f"batch: {_forward(model)} takes {len(taken.positional)} positional arguments, found {len(args)}; pass "
             "them by name"
         )
-    given = dict(zip(positional, args, strict=False))
+    given = dict(zip(taken.positional, args, strict=False))
     twice = [name for name in given if name in batch]
     if twice:
         raise ValueError(f"batch: {_forward(model)} takes {twice[0]!r} once, found it by position and by name")
     given |= batch
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    known = {p.name for p in named}
-    if not known.issuperset(given) and all(p.kind is not p.VAR_KEYWORD for p in parameters):
-        raise ValueError(_unknown(model, next(name for name in given if name not in known), known - given.keys()))
-    if missing := [p.name for p in parameters if p.default is p.empty and p.name not in given and _by_name(model, p)]:
+    if not taken.any_name and not taken.names.keys() >= given.keys():
+        unknown = next(name for name in given if name not in taken.names)
+        raise ValueError(_unknown(model, unknown, taken.names.keys() - given.keys()))
+    if missing := [p.name for p in taken.needed if p.name not in given and _by_name(model, p)]:
         found = ", ".join(given) or "nothing"
         raise ValueError(f"batch: {_forward(model)} needs {', '.join(missing)}, found {found}; pass it by name")
-    return {p.name: given.pop(p.name) for p in named if p.name in given} | given
+    return {name: given.pop(name) for name in taken.names if name in given} | given
 
 
-def _parameters(forward: Any) -> Sequence[inspect.Parameter]:
-    """Those of its signature, kept by function: to ask `inspect` takes longer than all else before a step."""
+class _Taken(NamedTuple):
+    """What a forward takes: names by position, all names in order, those without a default, and whether any other."""
+
+    positional: tuple[str, ...]
+    names: dict[str, None]
+    needed: tuple[inspect.Parameter, ...]
+    any_name: bool
+
+    @classmethod
+    def of(cls, parameters: Sequence[inspect.Parameter]) -> _Taken:
+        positional = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
+        named = {p.name: None for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        needed = tuple(
+            p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        )
+        return cls(positional, named, needed, any(p.kind is p.VAR_KEYWORD for p in parameters))
+
+
+def _taken(forward: Any) -> _Taken:
+    """By its signature, kept by function: to ask `inspect` takes longer than all else before a step."""
     if isinstance(forward, types.MethodType) and isinstance(forward.__func__, types.FunctionType):
-        own = _of_function(forward.__func__, _told_otherwise(forward.__func__))
-        if own and own[0].kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD):
-            return own[1:]
-    return tuple(inspect.signature(forward).parameters.values())
+        found = _of_method(forward.__func__, _told_otherwise(forward.__func__))
+        if found is not None:
+            return found
+    return _Taken.of(tuple(inspect.signature(forward).parameters.values()))
 
 
 @functools.lru_cache(64)
-def _of_function(function: types.FunctionType, _: Any) -> tuple[inspect.Parameter, ...]:
-    return tuple(inspect.signature(function).parameters.values())
+def _of_method(function: types.FunctionType, _: Any) -> _Taken | None:
+    """Without its first parameter, if it has a name."""
+    own = tuple(inspect.signature(function).parameters.values())
+    first = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return _Taken.of(own[1:]) if own and own[0].kind in first else None
 
 
 def _told_otherwise(function: types.FunctionType) -> Any:
     """What changes the signature of the same function."""
     said = function.__dict__
-    return function.__code__, function.__defaults__, id(said.get("__wrapped__")), id(said.get("__signature__"))
+    found = (function.__code__, function.__defaults__, said.get("__wrapped__"), said.get("__signature__"))
+    return (*map(Same, found), *(function.__kwdefaults__ or ()))
 
 
 def _by_name(model: nn.Module, parameter: inspect.Parameter) -> bool:
@@ -107,8 +128,8 @@ def check_values(batch: Mapping[str, Any], differentiated: bool, shapes_only: bo
         problem = _problem(value, differentiated, shapes_only) if isinstance(value, Tensor) else _of_constant(value)
         if problem:
             raise ValueError(f"batch: {path} {problem}")
-    path, count = Counter(path for path, _ in found).most_common(1)[0] if found else ("", 0)
-    if count > 1:
+    if len(dict(found)) < len(found):
+        path, count = Counter(path for path, _ in found).most_common(1)[0]
         raise ValueError(f"batch: needs values of different names, found {path} {count} times; rename a key")
 
 

@@ -275,8 +275,9 @@ class ParallelModule(Stateful):
         executor = self._cache.runner(kind, named, surroundings, self.training_steps + 1 if kind.train else None)
         values = {**self._tree.pieces(), **self._tree.buffers(), **executor.constants}
         self.training_steps += kind.train
-        self._watch.check_size(named, self.training_steps)
-        for name, value in tensors_of(named).items():
+        given = tensors_of(named)
+        self._watch.check_size(given, self.training_steps)
+        for name, value in given.items():
             plain = value if type(value) is Tensor else value.as_subclass(Tensor)  # results would be of the subclass
             values[name] = to_device(plain, self._groups.device)  # contiguous: the step is compiled for that
         seed = step_seed(self._seed, self.training_steps)

@@ -12,12 +12,10 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from autopar.ir.batch import tensors_of
 from autopar.ops.watch import Note, take_notes
 from autopar.runtime.groups import Groups
 from autopar.runtime.op_errors import OpError
@@ -64,9 +62,9 @@ class NoteWatch:
         extremes = torch.stack([note.extremes.to(torch.float64) for note in notes])
         return Arriving(notes, *to_host(extremes), step)
 
-    def check_size(self, batch: Mapping[str, Any], step: int) -> None:
+    def check_size(self, tensors: Mapping[str, Tensor], step: int) -> None:
         """Warn of a batch without examples, the first time."""
-        empty = [f"{name} {list(x.shape)}" for name, x in tensors_of(batch).items() if not x.numel()]
+        empty = [f"{name} {list(x.shape)}" for name, x in tensors.items() if not x.numel()]
         if empty:
             self.said_once(f"the batch is empty ({', '.join(empty)}), so that a mean over it is 0/0 = nan", step)
 

@@ -133,7 +133,7 @@ def local_gradient(parameter: Tensor, local: Tensor) -> DTensor:
     graph of autograd."""
     assert isinstance(parameter, DTensor)
     own = local_of(parameter)
-    assert (local.shape, local.dtype) == (own.shape, own.dtype), f"a gradient of {own.shape} is {local.shape}"
+    assert local.shape == own.shape, f"a gradient of {own.shape} is {local.shape}"
     return parameter.like(local) if isinstance(parameter, ShardedTensor) else alike(local, parameter)
 
 

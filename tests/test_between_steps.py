@@ -165,6 +165,20 @@ def test_arguments_go_by_the_forward_of_now() -> None:
     assert "needs target" in refused(lambda: by_name(kind(), (one,), {}))
     forward.__defaults__ = (two,)  # the same function
     assert by_name(kind(), (one,), {}) == {"x": one}
+    for value in (torch.zeros(2), [two], {}):  # of any kind; one after the other may lie at the same place
+        forward.__defaults__ = (value,)
+        assert by_name(kind(), (one,), {}) == {"x": one}
+        forward.__defaults__ = None
+        assert "needs target" in refused(lambda: by_name(kind(), (one,), {}))
+
+    def by_keyword(self: Any, x: Tensor, *, scale: Any = [1]) -> Tensor:  # noqa: B006
+        return x
+
+    kind.forward = by_keyword
+    assert by_name(kind(), (one,), {}) == {"x": one}
+    by_keyword.__kwdefaults__.clear()
+    assert "needs scale" in refused(lambda: by_name(kind(), (one,), {}))
+    kind.forward = forward
     forward.__wrapped__ = other  # type: ignore[attr-defined] # whose signature counts
     assert by_name(kind(), (one, two), {}) == {"target": one, "x": two}
     kind.forward = staticmethod(lambda x, target: x)
