@@ -70,7 +70,7 @@ class FailureBoard:
         """This rank ends: because it has finished, or with the error that it told, which is a verdict for all. A rank
         that hosts the store stays until the others have ended, `LINGER` seconds at most."""
         self._noticed.set()
-        if self.heartbeat is None:
+        if self.heartbeat is None or self._cut_off():
             return
         words = {kind: text for kind, (_, text) in self._told.items()}
         why = f"rank {self.rank} failed: {words['error']}" if "error" in words else words.get("heard")
@@ -135,7 +135,7 @@ class FailureBoard:
             if kind != "waiting" and text:
                 self._notices.tell(store, kind, rank, text)
 
-        if len(self._world) > 1:
+        if len(self._world) > 1 and not self._cut_off():
             try:
                 self.line.ask(tell)
             except StoreError:  # its own error tells more than this one
@@ -197,6 +197,8 @@ class FailureBoard:
 
     def explain(self, ranks: Sequence[int], what: str) -> str:
         """Why something among ``ranks`` failed here, in words; asks for at most about SILENCE seconds."""
+        if self._cut_off():
+            return self._verdict()
         self._tell("waiting", what)
         try:
             return self._ask(ranks)
@@ -234,6 +236,10 @@ class FailureBoard:
     def verdict(self) -> str:
         """Why nothing can go on, as far as this rank knows, or empty."""
         return self._verdict()
+
+    def _cut_off(self) -> bool:
+        """Whether the store is known not to answer: who asks would wait as long once more."""
+        return self.heartbeat is not None and self.heartbeat.cut_off
 
     def _verdict(self) -> str:
         return self.heartbeat.verdict if self.heartbeat is not None else ""

@@ -56,6 +56,7 @@ class Heartbeat:
         timeout: float,
     ) -> None:
         self.verdict = ""
+        self.cut_off = False  # the store does not answer any more: that is the verdict
         self.beat = beat_of(world)
         self.next: tuple[int, dict[str, Place]] = (-1, {})  # the next rank, and where it was at the last beat
         self._keys, self._doing, self._calls, self._after = keys, doing, calls, after
@@ -85,6 +86,7 @@ class Heartbeat:
             except StoreError as error:
                 # A host that has finished takes the store with it, while others are still at their last collectives.
                 found = str(error) if time.monotonic() - reached >= SILENT else ""
+                self.cut_off = bool(found)
             if found and not self._stop.is_set():
                 self.verdict = found
                 connections.break_all(self._port)
