@@ -207,7 +207,7 @@ def surroundings(module: nn.Module) -> tuple[Any, ...]:
     """What beside a module and its arguments decides what its forward does: modes, the numbers and texts that its
     classes and their files hold, and what its code reads by name."""
     classes = tuple(dict.fromkeys(cls for _, inner in _modules(module) for cls in base_class(inner).__mro__))
-    holders, reads = _holders_and_reads(classes)
+    holders, reads = _holders_and_reads(classes, tuple(vars(cls).get("forward") for cls in classes))
     states: dict[int, Any] = {}
     return (
         torch.is_grad_enabled(),
@@ -223,8 +223,9 @@ def surroundings(module: nn.Module) -> tuple[Any, ...]:
 
 
 @functools.lru_cache(256)
-def _holders_and_reads(classes: Any) -> tuple[list[Any], list[tuple[Mapping[str, Any], str]]]:
-    """(classes that are not torch's and their files, what their code reads by name: scopes and names)."""
+def _holders_and_reads(classes: Any, _forwards: Any) -> tuple[list[Any], list[tuple[Mapping[str, Any], str]]]:
+    """(classes that are not torch's and their files, what their code reads by name: scopes and names). Asked once as
+    long as nobody puts other forwards in."""
     own = [cls for cls in classes if cls.__module__.split(".")[0] not in ("torch", "builtins")]
     files = dict.fromkeys(sys.modules[cls.__module__] for cls in own if cls.__module__ in sys.modules)
     methods = [code for cls in own for code in vars(cls).values()]

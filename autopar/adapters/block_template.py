@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.adapters.block_facts import memory_of
 
-_STACK = "nn_module_stack"
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -73,7 +72,7 @@ class Template:
         around = {key: (path, _class_name(cls)) for key, (path, cls) in tracer.module_stack.items()}
         for node in self.nodes:
             new[node] = made = tracer.graph.node_copy(node, new.__getitem__)
-            made.meta = {**node.meta, _STACK: around | self._below(node, path_of_call(tracer))}
+            made.meta = {**node.meta, "nn_module_stack": around | self._below(node, path_of_call(tracer))}
             if "val" in node.meta:
                 made.meta["val"] = _apart(node.meta["val"])
         for i, node in self.rebound:
@@ -91,7 +90,7 @@ class Template:
 
     def _below(self, node: Node, path: str) -> dict[str, tuple[str, str]]:
         """The modules inside of this one that a node stands in, for a copy at another path."""
-        entries = list(node.meta[_STACK].items())[self.depth :]
+        entries = list(node.meta["nn_module_stack"].items())[self.depth :]
         return {_moved(key, self.path, path): (_moved(at, self.path, path), cls) for key, (at, cls) in entries}
 
 

@@ -22,7 +22,6 @@ from autopar.passes.cut_stages import PartGraph
 from autopar.steps.graphs import Stage, StepGraph
 
 _NOTED = NODES.keys() - {*ORIGIN, "original_aten"}
-_STACK = "nn_module_stack"
 
 
 class KnownParts:
@@ -105,7 +104,7 @@ class _Names:
         self.taken = set(self.of_nodes.values())
         self.paths: dict[str, str] = {}
         for a, b in zip(old, new, strict=True):
-            pairs = zip(a.meta.get(_STACK, {}).items(), b.meta.get(_STACK, {}).items())
+            pairs = zip(a.meta.get("nn_module_stack", {}).items(), b.meta.get("nn_module_stack", {}).items())
             self.paths |= {
                 x: y for (key, (path, _)), (other, (there, _)) in pairs for x, y in ((key, other), (path, there))
             }
@@ -152,8 +151,8 @@ def _step(step: StepGraph, names: _Names) -> StepGraph:
             if node.name == value.replace(":", "_"):  # one that is named after the value that comes in
                 made.name = names.value(value).replace(":", "_")
             made.target = made.name
-        if _STACK in node.meta:
-            made.meta[_STACK] = names.origin(node.meta[_STACK])
+        if "nn_module_stack" in node.meta:
+            made.meta["nn_module_stack"] = names.origin(node.meta["nn_module_stack"])
     gm: GraphModule = graph_module(graph)
     gm.meta = dict(step.graph.meta)
     return StepGraph(gm, [names.value(x) for x in step.inputs], [x and names.value(x) for x in step.outputs])

@@ -42,6 +42,8 @@ NODES = {
     "triangle": "float | None: what a mask adds above the diagonal, if it is a triangle",
     "filled triangle": "bool: whether a mask is true above the diagonal and nowhere else",
     "nonlinear": "bool: whether the operator's own backward is not linear in the gradient",
+    # of recipes for checkpoints
+    "number": "int: which of the tensors in the files a placeholder is",
     # of passes
     "of_slice": "bool: a token slice's rows of a value that depends on no parameter",
     "bucket": "bool: a collective that is a bucket already",

@@ -1,7 +1,7 @@
 """Rules that were made before: calls that are alike to a builder get one rule, and what it says of placements is kept.
 
 A builder reads a call's operator and arguments, the shapes as an axis sees them, dtypes, which operands carry a
-gradient, and the marks of passes in `_MARKS`. All of that is the key; arguments that cannot be one make the rule anew.
+gradient, and three marks of passes. All of that is the key; arguments that cannot be one make the rule anew.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from autopar.rules.call import Call, RuleFunction
 from autopar.rules.rule import Rule, apply
 
 _MOST = 20_000
-_MARKS = ("conversion", "dealt", "global_groups")
 _rules: dict[Hashable, Rule] = {}
 _applied: dict[Hashable, tuple[Rule, tuple[Placement, ...]]] = {}
 
@@ -61,7 +60,7 @@ def _key(call: Call) -> Hashable:
     places: dict[Node, int] = {}
     args = _frozen(node.args, places), _frozen(node.kwargs, places)
     operands = tuple((call.shape_of(x), _dtypes(x), has_gradient(x)) for x in places)
-    marks = tuple(node.meta.get(name) for name in _MARKS)
+    marks = node.meta.get("conversion"), node.meta.get("dealt"), node.meta.get("global_groups")
     return node.target, args, operands, call.result_shapes, _dtypes(node), call.axis, call.relaxed, marks
 
 
