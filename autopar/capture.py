@@ -24,6 +24,7 @@ from torch.fx import GraphModule, Node
 
 from autopar import ops as ops  # registers the operators that adapters put into models
 from autopar.adapters.block_memo import TraceAnew
+from autopar.adapters.collector import resting_collector
 from autopar.adapters.export import export, flatten, paths, unflatten
 from autopar.adapters.fake import fake_like, new_mode, owned_by, structure_copy
 from autopar.adapters.frozen import frozen_facts
@@ -90,6 +91,7 @@ def adapter_for(model: nn.Module) -> Adapter | None:
     return next((adapter for adapter in ADAPTERS if adapter.matches(model)), None)
 
 
+@resting_collector()
 @lazy_code()
 def capture(
     model: nn.Module,

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from autopar.adapters.collector import resting_collector
 from autopar.adapters.lazy import lazy_code
 from autopar.compile.parameters import known_batch_dims
 from autopar.compile.parts import compile_pipeline
@@ -73,6 +74,7 @@ def compile_model(
     return compile_graph(gm, mesh, options, train=train, timings={"capture": seconds}, observers=observers, **how)
 
 
+@resting_collector()
 @lazy_code()
 def compile_graph(
     gm: GraphModule,
