@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +18,7 @@ from autopar.ops.kernels import KERNELS, cuda, triton_flash
 from autopar.ops.kernels.chips import Chip
 from autopar.ops.triton_module import module_that_runs
 from tests.kernel_cases import CASES, both_ways, case_of, facts, tensors
+from tests.triton_files import fresh, interpreted
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # the logarithm in rows without keys
 triton = pytest.importorskip("triton", reason="Triton is not here; the extra dev has it: pip install -e '.[dev]'")
@@ -29,27 +28,12 @@ SMALL = {256: ((16, 16, 4, 2), (16, 16, 4, 2)), 512: ((32, 32, 4, 2), (32, 32, 4
 MATH = KERNELS["math"]
 
 
-def fresh(name: str) -> ModuleType:
-    """A copy of the module; Triton decides at its import whether kernels are interpreted."""
-    spec = importlib.util.spec_from_file_location(name, FILE)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def fused() -> Any:
-    """On the CPU, in blocks of 16. The interpreter cuts bits off where GPUs round to bfloat16, and does not multiply
-    it: both are torch's here."""
+    """In blocks of 16. The interpreter does not multiply bfloat16: torch does here."""
     from triton.runtime import interpreter
 
-    convert, dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
-
-    def rounded(x: Any, source: Any, target: Any, mode: Any) -> Any:
-        if (str(source), str(target)) != ("fp32", "bf16"):
-            return convert(x, source, target, mode)
-        return torch.from_numpy(x).bfloat16().view(torch.uint16).numpy()
+    dot = interpreter.InterpreterBuilder.create_dot
 
     def wide(x: Any) -> Any:
         if str(x.dtype) != "bf16":
@@ -57,14 +41,10 @@ def fused() -> Any:
         numbers = torch.from_numpy(x.data.copy()).view(torch.bfloat16).float().numpy()
         return interpreter.TensorHandle(numbers, triton.language.float32)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_convert_float", rounded)
+    with pytest.MonkeyPatch.context() as patch, interpreted(FILE, "interpreted_attention") as module:
         patch.setattr(
             interpreter.InterpreterBuilder, "create_dot", lambda self, a, b, *how: dot(self, wide(a), wide(b), *how)
         )
-        with pytest.MonkeyPatch.context() as environment:
-            environment.setenv("TRITON_INTERPRET", "1")
-            module = fresh("interpreted_attention")
         patch.setattr(module, "BLOCKS", SMALL)
         yield module
 
@@ -242,7 +222,7 @@ def compiled() -> Any:
     """The module with kernels that Triton compiles."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("TRITON_INTERPRET", raising=False)
-        return fresh("compiled_attention")
+        return fresh(FILE, "compiled_attention")
 
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}

@@ -5,9 +5,7 @@ Triton is in the extra ``dev``. Where it is missing nothing here can run, and GP
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +17,7 @@ from torch._subclasses import FakeTensorMode
 
 from autopar.ops import dropout
 from autopar.ops.triton_module import module_that_runs
+from tests.triton_files import fresh, interpreted
 
 triton = pytest.importorskip("triton", reason="Triton is not here; the extra dev has it: pip install -e '.[dev]'")
 
@@ -28,31 +27,10 @@ WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 ops = torch.ops.autopar
 
 
-def fresh(name: str) -> ModuleType:
-    """A copy of the module; Triton decides at its import whether the kernel is interpreted."""
-    spec = importlib.util.spec_from_file_location(name, FILE)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def fused() -> Any:
-    """On the CPU. The interpreter cuts bits off where GPUs round: its conversion to bfloat16 is torch's here."""
-    from triton.runtime import interpreter
-
-    convert = interpreter._convert_float
-
-    def rounded(x: Any, source: Any, target: Any, mode: Any) -> Any:
-        if (str(source), str(target)) != ("fp32", "bf16"):
-            return convert(x, source, target, mode)
-        return torch.from_numpy(x).bfloat16().view(torch.uint16).numpy()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        patch.setattr(interpreter, "_convert_float", rounded)
-        yield fresh("interpreted_dropout")
+    with interpreted(FILE, "interpreted_dropout") as module:
+        yield module
 
 
 def bits(x: Tensor) -> Tensor:
@@ -182,7 +160,7 @@ def compiled() -> Any:
     """The module with a kernel that Triton compiles."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("TRITON_INTERPRET", raising=False)
-        return fresh("compiled_dropout")
+        return fresh(FILE, "compiled_dropout")
 
 
 def code(module: ModuleType, dtype: str, capability: int, **known: Any) -> str:

@@ -17,6 +17,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.lazy import graph_module
+from autopar.ir.graph import frozen
 from autopar.ir.meta import NODES, ORIGIN
 from autopar.passes.cut_stages import PartGraph
 from autopar.steps.graphs import Stage, StepGraph
@@ -64,24 +65,20 @@ def _key(part: PartGraph, nodes: Sequence[Node]) -> Hashable:
     place = {node: i for i, node in enumerate(nodes)}
     named = {node.name: i for i, node in enumerate(part.graph.graph.nodes)}
 
-    def frozen(value: Any) -> Hashable:
-        if isinstance(value, Node):
-            return Node, place[value]
-        if isinstance(value, torch.Tensor):
-            return value.shape, value.stride(), value.storage_offset(), value.dtype, value.device, value.requires_grad
-        if isinstance(value, (list, tuple)):
-            return type(value), tuple(map(frozen, value))
-        if isinstance(value, Mapping):
-            return tuple((key, frozen(x)) for key, x in value.items())
-        return type(value), value
+    def leaf(x: Any) -> Hashable:
+        if isinstance(x, Node):
+            return Node, place[x]
+        if isinstance(x, torch.Tensor):
+            return x.shape, x.stride(), x.storage_offset(), x.dtype, x.device, x.requires_grad
+        return type(x), x
 
     calls = tuple(
         (
             node.op,
             None if node.op == "placeholder" else node.target,
-            frozen(node.args),
-            frozen(node.kwargs),
-            tuple(sorted((key, frozen(value)) for key, value in node.meta.items() if key in _NOTED)),
+            frozen(node.args, leaf),
+            frozen(node.kwargs, leaf),
+            tuple(sorted((key, frozen(value, leaf)) for key, value in node.meta.items() if key in _NOTED)),
         )
         for node in nodes
     )

@@ -8,7 +8,7 @@ import inspect
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,6 +75,15 @@ def _collect(items: Iterable[Any], found: list[Node]) -> None:
             _collect(value, found)
         elif isinstance(value, dict):
             _collect(value.values(), found)
+
+
+def frozen(value: Any, leaf: Callable[[Any], Hashable]) -> Hashable:
+    """Nested arguments as a key: ``leaf`` says what stands for what is no list, tuple or dict."""
+    if isinstance(value, (list, tuple)):
+        return tuple(frozen(x, leaf) for x in value)
+    if isinstance(value, Mapping):
+        return tuple((name, frozen(x, leaf)) for name, x in value.items())
+    return leaf(value)
 
 
 def values(node: Node) -> tuple[torch.Tensor, ...]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.ir.graph import describe, is_call, outputs, placeholders, placement, tensor_operands
+from autopar.ir.graph import describe, frozen, is_call, outputs, placeholders, placement, tensor_operands
 from autopar.ir.mesh import IN_TIME, Mesh
 from autopar.ir.placement import Shard, dual
 from autopar.rewrite.step_checks import StepError
@@ -102,7 +102,7 @@ class _Carry:
         return {name: found[x][0] for name, x in pairs if name is not None and isinstance(x, Node)}
 
     def _call(self, node: Node, operands: tuple[State, ...]) -> list[State]:
-        key = node.target, _frozen(node.args), _frozen(node.kwargs), operands
+        key = node.target, frozen(node.args, _fact), frozen(node.kwargs, _fact), operands
         if key not in self.made:
             each = []
             for i, (axis, size) in enumerate(self.axes.items()):
@@ -114,13 +114,9 @@ class _Carry:
         return self.made[key]
 
 
-def _frozen(x: Any) -> Any:
-    """The arguments of a call, with shapes and types for values."""
+def _fact(x: Any) -> Any:
+    """Of an argument; shape and type for a value."""
     if isinstance(x, Node):
         val = x.meta["val"]
         return (val.shape, val.dtype) if isinstance(val, torch.Tensor) else None
-    if isinstance(x, (list, tuple)):
-        return tuple(map(_frozen, x))
-    if isinstance(x, dict):
-        return tuple((k, _frozen(v)) for k, v in x.items())
     return type(x), x

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Node
 
-from autopar.ir.graph import has_gradient
+from autopar.ir.graph import frozen, has_gradient
 from autopar.ir.placement import Pieces, Placement
 from autopar.rules.call import Call, RuleFunction
 from autopar.rules.rule import Rule, apply
@@ -58,21 +58,14 @@ def _make_room(memo: dict[Any, Any]) -> None:
 def _key(call: Call) -> Hashable:
     node = call.node
     places: dict[Node, int] = {}
-    args = _frozen(node.args, places), _frozen(node.kwargs, places)
+
+    def leaf(x: Any) -> Hashable:  # numbers for nodes; 1, 1.0 and True are three
+        return (Node, places.setdefault(x, len(places))) if isinstance(x, Node) else (type(x), x)
+
+    args = frozen(node.args, leaf), frozen(node.kwargs, leaf)
     operands = tuple((call.shape_of(x), _dtypes(x), has_gradient(x)) for x in places)
     marks = node.meta.get("conversion"), node.meta.get("dealt"), node.meta.get("global_groups")
     return node.target, args, operands, call.result_shapes, _dtypes(node), call.axis, call.relaxed, marks
-
-
-def _frozen(value: Any, places: dict[Node, int]) -> Hashable:
-    """Arguments with numbers for nodes; 1, 1.0 and True are three."""
-    if isinstance(value, Node):
-        return Node, places.setdefault(value, len(places))
-    if isinstance(value, (list, tuple)):
-        return tuple(_frozen(x, places) for x in value)
-    if isinstance(value, dict):
-        return tuple((name, _frozen(x, places)) for name, x in value.items())
-    return type(value), value
 
 
 def _dtypes(node: Node) -> Hashable:
