@@ -13,7 +13,7 @@ The function takes ONE list of inputs and empties it: a saved activation dies af
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -40,7 +40,7 @@ class Bound:
     """A runnable step graph: ``bound([inputs]) -> tuple``, the list is emptied.
 
     traffic: of the collectives in one run. comms: what attention over cut sequences exchanges with; they count what has
-    been sent in all runs so far.
+    been sent in all runs so far. made: fake values of what it returns, if it is compiled code.
     """
 
     run: Callable[[list[Any]], tuple[Any, ...]]
@@ -48,6 +48,7 @@ class Bound:
     code: str = field(repr=False)
     comms: Comms = field(repr=False)
     graph: Graph | None = field(default=None, repr=False)
+    made: list[Any] | None = field(default=None, repr=False)
 
     def __call__(self, inputs: list[Any]) -> tuple[Any, ...]:
         """Raises ValueError that names the model's line for an operator that refuses its inputs."""
@@ -60,11 +61,11 @@ class Bound:
             raise said from error
 
 
-def bind(gm: GraphModule, groups: Groups, backend: str = "eager") -> Bound:
+def bind(gm: GraphModule, groups: Groups, backend: str = "eager", given: Sequence[Any] = ()) -> Bound:
     """Lower the raw collectives of a step graph onto the mesh. ``gm`` is left as it is.
 
-    backend "eager" runs the graph's operators one by one; "inductor" compiles it. Raises ValueError for a backend that
-    is neither.
+    backend "eager" runs the graph's operators one by one; "inductor" compiles it, for inputs that are like ``given``
+    (None: like the graph's own). Raises ValueError for a backend that is neither.
     """
     if backend not in BACKENDS:
         raise ValueError(f"bind: expected a backend out of {', '.join(BACKENDS)}, found {backend!r}")
@@ -73,7 +74,8 @@ def bind(gm: GraphModule, groups: Groups, backend: str = "eager") -> Bound:
         from autopar.adapters.inductor import Functional, compile_step  # a slow import that only this backend needs
 
         explicit = _lower(comms.compilable(gm), _Traced(Functional(groups)))
-        return Bound(compile_step(explicit, groups.device), traffic, gm.code, comms)
+        run, made = compile_step(explicit, groups.device, given)
+        return Bound(run, traffic, gm.code, comms, made=made)
     lowered = _lower(gm, _Eager(groups, comms))
     return Bound(lowered.forward, traffic, lowered.code, comms, lowered.graph)
 

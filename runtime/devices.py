@@ -5,7 +5,7 @@
                     (torch.cuda.set_device), else the rank's own: LOCAL_RANK among the visible ones
 
 A rank that sees one GPU (one per task, a MIG slice) takes it whatever its number. Ranks on the same GPU are an error
-before NCCL is asked: it cannot connect them.
+before NCCL is asked, which cannot connect them unless NCCL_MULTI_RANK_GPU_ENABLE=1 says that it shall (NCCL 2.32 can).
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import torch.distributed as dist
 from autopar.adapters.distributed import default_store
 from autopar.runtime.failures import board
 from autopar.runtime.rendezvous import Round, Rounds, meet
+
+RANKS_SHARE_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"  # NCCL's own variable
 
 _shared: WeakKeyDictionary[dist.Store, str] = WeakKeyDictionary()  # what is wrong with the GPUs, by store
 
@@ -84,12 +86,13 @@ def _own_gpu() -> int:
 
 
 def check_devices(device: torch.device, limit: float) -> None:
-    """Every rank has a GPU of its own. Collective over the world; the ranks talk once.
+    """Every rank has a GPU of its own, unless NCCL was told to connect ranks on one GPU. Collective over the world; the
+    ranks talk once.
 
     Raises ValueError, the same on all ranks, that names ranks on one GPU; CollectiveError for ranks that do not come.
     """
     world, store = dist.get_world_size(), default_store()
-    if device.type != "cuda" or world == 1:
+    if device.type != "cuda" or world == 1 or os.environ.get(RANKS_SHARE_GPUS, "0") == "1":
         return
     if store not in _shared:
         gpu = str(torch.cuda.get_device_properties(device).uuid)
@@ -122,7 +125,8 @@ def _find_shared(gpu: str, seen: int, rank: int, world: int, limit: float) -> st
         ranks = sorted(int(store.get(f"{key}/{i}")) for i in range(store.add(key, 0)))
         return (
             f"init_mesh: each rank needs a GPU of its own, found ranks {', '.join(map(str, ranks))} on one ({gpu}; "
-            f"torch sees {seen}); start as many ranks on a machine as it has GPUs, or use the device 'cpu'"
+            f"torch sees {seen}); start as many ranks on a machine as it has GPUs, use the device 'cpu', or, to try "
+            f"things out with a NCCL that can connect them, set {RANKS_SHARE_GPUS}=1"
         )
 
     return board().ask(find)

@@ -5,6 +5,11 @@
                         losses are summed over pp; new buffers and outputs go to all ranks; sends have arrived
 
 A model that is not cut into stages is one part on one rank of pp: nothing is sent, and nothing exchanged at the end.
+
+On a GPU the actions are run once ahead of the first step, without the other stages and on zeros for what they send. CUDA
+loads a kernel when it is launched for the first time, and may wait for all that runs before it does (CUDA Programming
+Guide, Lazy Loading): for a receive, say, whose sender is about to load a kernel itself, and waits for a receive of its
+own. DualPipe, in which both ends receive before they compute, hung so in its first step on an H100.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from torch import Tensor
 
 from autopar.ir.graph import set_device
 from autopar.runtime.bind import Bound, axes_of, bind
-from autopar.runtime.comm import Ledger, add_ledgers
+from autopar.runtime.comm import Ledger, Traffic, add_ledgers
 from autopar.runtime.feed import Feed
 from autopar.runtime.groups import Groups
 from autopar.runtime.point_to_point import AXIS, Channels
@@ -88,6 +93,7 @@ class Executor:
         self.seeds = [spec.name for spec in self.specs.values() if spec.kind == "seed"]
         self.timeline: list[tuple[Action, float, float]] = []
         self.peaks = Peaks()
+        self._known: dict[str, Any] = {}  # by name, what compiled code returns
         self.record, self._measure = record, measure
         self.order = Routes(pipeline).drop_empty(lowered_order(pipeline))
         assert self.order.micro_batches == self.micro_batches, f"{self.order.name} is for other micro-batches"
@@ -114,18 +120,21 @@ class Executor:
             for of_phase in (self._forward, self._backward)
         ]
         self._traffic: Ledger = {}
+        self._rehearses, self._rehearsed = groups.device.type != "cpu" and bool(links(self.order)), dict[Any, Traffic]()
         self._alone = not axes and not self._exchange.axes  # no other rank waits for this one within a step
 
     def _bind(self, graph: StepGraph) -> Bound:
         if self.groups.device.type != "cpu":
             set_device(graph.graph, self.groups.device)
-        return bind(graph.graph, self.groups, self._backend)
+        bound = bind(graph.graph, self.groups, self._backend, [self._known.get(name) for name in graph.inputs])
+        self._known |= {name: x for name, x in zip(graph.outputs, bound.made or ()) if name is not None}
+        return bound
 
     @property
     def traffic(self) -> Ledger:
         """Calls and bytes sent by this rank so far, by (axis, kind)."""
         attention = (comms.traffic for comms in self._comms)
-        return add_ledgers(self._traffic, self._exchange.traffic, self.channels.traffic, *attention)
+        return add_ledgers(self._traffic, self._exchange.traffic, self.channels.traffic, *attention, self._rehearsed)
 
     # --- a step -------------------------------------------------------------------------------------------
 
@@ -194,24 +203,41 @@ class Executor:
 
     def _start(self, values: Mapping[str, Tensor]) -> list[Any]:
         """New slots with what comes from outside, after all that is ahead of the first backward."""
+        if self._rehearses:
+            self._rehearses = False
+            self._rehearse(values)
+        slots = self._fed(values)
+        self.timeline, self.peaks, self._live = [], Peaks(), set[tuple[int, int, int]]()
+        self._run(self._forward, slots)
+        return slots
+
+    def _rehearse(self, values: Mapping[str, Tensor]) -> None:
+        """All actions once, without the other stages: see above. What it sends within a stage does not count."""
+        before, slots = self.traffic, self._fed(values)
+        self.channels.rehearses = True
+        try:
+            for entry in (*self._forward, *self._backward):
+                entry.run(slots)
+            self.channels.flush()
+        finally:
+            self.channels.rehearses = False
+        more = {key: (traffic, before.get(key, Traffic())) for key, traffic in self.traffic.items()}
+        self._rehearsed = {key: Traffic(b.calls - a.calls, b.bytes - a.bytes) for key, (a, b) in more.items() if a != b}
+
+    def _fed(self, values: Mapping[str, Tensor]) -> list[Any]:
+        """New slots with what comes from outside."""
         slots: list[Any] = [None] * self.program.size
         for slot, constant in self.program.constants.items():
             slots[slot] = constant
         for slot, name, micro_batch in self.program.loads:
             slots[slot] = self.feed.value(name, values, micro_batch)
         self.channels.clear()
-        self.timeline, self.peaks, self._live = [], Peaks(), set[tuple[int, int, int]]()
-        self._run(self._forward, slots)
         return slots
 
     def _run(self, entries: list[Entry], slots: list[Any]) -> None:
         watched = self.record or self._measure
         for entry in entries:
-            for instruction in entry.waits:
-                instruction.run(slots)
-            start = time.perf_counter() if watched else 0.0
-            for instruction in entry.does:
-                instruction.run(slots)
+            start = entry.run(slots)
             if watched and entry.action is not None:
                 self._watch(entry.action, start, slots)
         self._traffic = add_ledgers(self._traffic, self._traffic_of[entries is self._backward])

@@ -11,6 +11,7 @@ All names are resolved here, once. Every kind of action has one method: see `han
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,6 +52,15 @@ class Entry:
     waits: list[Instruction] = field(default_factory=list)
     does: list[Instruction] = field(default_factory=list)
     runs: list[Bound] = field(default_factory=list)
+
+    def run(self, slots: list[Any]) -> float:
+        """Returns when (`time.perf_counter`) it no longer waited."""
+        for instruction in self.waits:
+            instruction.run(slots)
+        start = time.perf_counter()
+        for instruction in self.does:
+            instruction.run(slots)
+        return start
 
 
 @dataclass

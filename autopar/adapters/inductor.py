@@ -29,7 +29,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.virtualized import V
 from torch._subclasses import FakeTensorMode
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 functional = torch.ops._c10d_functional
@@ -106,11 +106,19 @@ ORDERED = {
 }
 
 
-def compile_step(gm: GraphModule, device: torch.device) -> Callable[[list[Any]], tuple[Any, ...]]:
-    """A lowered step graph, which takes one list, with fake values in ``meta["val"]`` of its inputs, as compiled code
-    called with one list, which it empties. The values say sizes and dtypes, and where the graph was captured; the code
-    is made for ``device``."""
-    values = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
+def compile_step(
+    gm: GraphModule, device: torch.device, given: Sequence[Any] = ()
+) -> tuple[Callable[[list[Any]], tuple[Any, ...]], list[Any]]:
+    """A lowered step graph, which takes one list, as compiled code called with one list, which it empties; and fake
+    values of what it returns.
+
+    Sizes, strides and dtypes of its inputs are those of ``given``, the fake values that other graphs return; of inputs
+    without one (None) those in ``meta["val"]``, which tell what the CPU makes: there statistics of a layer norm in
+    bfloat16 are bfloat16, on GPUs float32, and compiled code reads what it was told. The code is made for ``device``.
+    """
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    told = given or [None] * len(placeholders)
+    values = [n.meta["val"] if value is None else value for n, value in zip(placeholders, told, strict=True)]
     mode = next((v.fake_mode for v in values if hasattr(v, "fake_mode")), None) or FakeTensorMode()
     fakes = [_fake_input(v, mode, device) for v in values]
     with mode, torch.no_grad():
@@ -121,6 +129,7 @@ def compile_step(gm: GraphModule, device: torch.device) -> Callable[[list[Any]],
         )(*fakes)
         with V.set_fake_mode(mode), _in_order() if _waits(flat) else nullcontext():
             joint_graph_passes(flat)
+            made = [n.meta.get("val") if isinstance(n, Node) else n for n in flat.graph.output_node().args[0]]
             compiled = compile_fx_inner(flat, fakes)
     compiled_call: Any = compiled
 
@@ -129,7 +138,7 @@ def compile_step(gm: GraphModule, device: torch.device) -> Callable[[list[Any]],
             return tuple(compiled_call(inputs))
 
     run.__name__ = "compiled"
-    return run
+    return run, made
 
 
 def _waits(gm: GraphModule) -> bool:

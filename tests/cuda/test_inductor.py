@@ -13,11 +13,13 @@ import autopar
 from autopar.adapters import inductor
 from autopar.capture import capture
 from autopar.compile.model import compile_graph
-from autopar.ir.graph import copy_graph, set_device
+from autopar.ir.graph import copy_graph, outputs, placeholders, set_device
 from autopar.ir.mesh import Mesh
 from autopar.models.tiny import TINY
 from autopar.options import Options
+from autopar.runtime import step_program
 from autopar.runtime.bind import bind
+from autopar.runtime.executor import Executor
 from autopar.runtime.groups import Groups
 from tests.cuda.fake_gpu import ROUTES, fake_gpu
 
@@ -54,3 +56,29 @@ def test_all_of_a_step_is_on_the_device(name: str, monkeypatch: pytest.MonkeyPat
     for gm, inputs in found:
         on = [devices(inputs), *(devices(node.meta.get("val")) for node in gm.graph.nodes)]
         assert set().union(*on) == {torch.device("cuda", 0)}
+
+
+def test_what_a_graph_returns_is_what_the_next_one_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU the statistics of a layer norm in bfloat16 are bfloat16, which is what the captured graph says; on a
+    GPU they are float32. Code made for bfloat16 would read half of them, as other numbers."""
+    model = TINY["gpt2"].build(dtype=torch.bfloat16)
+    compiled = compile_graph(
+        copy_graph(capture(model, TINY["gpt2"].batch(8, 16))), Mesh.parse("dp=1"), Options(), outputs=()
+    )
+    found = given_to_inductor(monkeypatch)
+    monkeypatch.setattr(step_program._Builder, "_one", lambda *_: None)  # the only value that is made ahead
+    with fake_gpu(world=1):
+        Executor(compiled, Groups(autopar.init_mesh("cuda", dp=1)), "inductor")
+    (forward, _), (backward, taken) = found
+    part = compiled.pipeline.parts[0]
+    assert part.backward_reduce is not None
+    made = {name: node.meta["val"] for name, node in zip(part.forward.outputs, outputs(forward)) if name}
+    told = dict(zip(part.backward_reduce.inputs, taken, strict=True))
+    shared = {name: (made[name], told[name]) for name in made.keys() & told.keys()}
+    facts = {name: [(x.dtype, x.stride()) for x in both] for name, both in shared.items()}
+    assert all(a == b for a, b in facts.values()), facts
+    captured = [n.meta["val"].dtype for n in placeholders(part.backward_reduce.graph)]
+    differ = [a for a, x in zip(captured, taken, strict=True) if a != x.dtype]
+    norms = 2 * model.config.n_layer + 1
+    assert differ == [torch.bfloat16] * 2 * norms  # mean and reciprocal deviation
+    assert len(shared) > 10 and backward is not forward

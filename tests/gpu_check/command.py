@@ -13,6 +13,7 @@ import torch
 
 import autopar.api  # what is imported before the fork, no check has to import
 import autopar.models.tiny
+from autopar.runtime.devices import RANKS_SHARE_GPUS
 from tests.gpu_check import attention, compiled, dropout, experts, facts, ranks, step
 from tests.gpu_check.processes import Check, Machine, answer, run_checks
 from tests.gpu_check.rows import FAILED, Row, table, write_json
@@ -30,6 +31,8 @@ SECTIONS: dict[str, Callable[[Machine], Sequence[Check]]] = {
 
 TOGETHER = {"kernels": 3, "step": 4, "ranks": 4}  # checks side by side on a GPU: most of each is starting up
 
+EVERY = 5.0  # seconds between two JSON files
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 if nothing failed, else 1."""
@@ -38,25 +41,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default=",".join(SECTIONS), help=f"sections: {', '.join(SECTIONS)}")
     parser.add_argument("--json", type=Path, default=Path("gpu_check.json"))
     parser.add_argument("--quick", action="store_true", help="fewer cases")
+    parser.add_argument("--ranks-per-gpu", type=int, default=1, metavar="N", help="for machines of few GPUs (NCCL 2.32)")
     given = parser.parse_args(arguments)
     names = [name.strip() for name in given.only.split(",")]
     if unknown := set(names) - set(SECTIONS):
         parser.error(f"unknown sections {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
-    machine, start = find_machine(given.device, given.quick), time.monotonic()
+    machine, start = find_machine(given.device, given.quick, given.ranks_per_gpu), time.monotonic()
     if machine is None:
         parser.error("no GPU is there; leave --device away, or say cpu")
-    print(f"gpu-check on {machine.device}, {machine.count} {'GPUs' if machine.is_gpu else 'ranks'}", flush=True)
-    rows = [row for name in names for row in run_section(name, machine)]
+    print(f"gpu-check on {machine.device}, {machine.count} ranks, {machine.gpus} GPUs", flush=True)
+    rows, written = list[Row](), start
+    for row in (row for name in names for row in run_section(name, machine)):
+        rows.append(row)
+        if row.verdict == FAILED:
+            print(f"FAILED {row.what}, {row.case}: {row.words}", flush=True)
+        if time.monotonic() - written > EVERY:  # for who is stopped
+            written = time.monotonic()
+            write_json(given.json, machine.device, rows, written - start)
     write_json(given.json, machine.device, rows, time.monotonic() - start)
     print(f"\n{table(rows)}\n{time.monotonic() - start:.0f} s; all rows in {given.json}")
     return int(any(row.verdict == FAILED for row in rows))
 
 
-def find_machine(device: str | None, quick: bool) -> Machine | None:
+def find_machine(device: str | None, quick: bool, ranks_per_gpu: int = 1) -> Machine | None:
     """The GPUs, else the CPU; None if a GPU was asked for that is not there."""
     gpus = 0 if device == "cpu" else answer(torch.cuda.device_count) or 0
+    if gpus and ranks_per_gpu > 1:
+        os.environ[RANKS_SHARE_GPUS] = "1"
     if gpus:
-        return Machine("cuda", gpus, quick)
+        return Machine("cuda", gpus * ranks_per_gpu, quick, gpus)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     return None if device == "cuda" else Machine("cpu", 2, quick)
 

@@ -67,7 +67,7 @@ class Run:
 
 def speed_checks(machine: Machine) -> list[Check]:
     """The model itself, ours on one rank, and on all of a machine."""
-    most = min(machine.count, 8)
+    most = min(machine.gpus, 8) if machine.is_gpu else machine.count
     runs = [Run("plain"), Run("eager")]
     runs += [Run("inductor")] if machine.is_gpu else []
     if most > 1 and not machine.quick:

@@ -34,7 +34,7 @@ def facts(machine: Machine) -> Iterator[Row]:
         "topology": lambda: smi("topo", "-m"),
     }
     if machine.is_gpu:
-        known |= {f"GPU {i}": functools.partial(gpu, i) for i in range(machine.count)}
+        known |= {f"GPU {i}": functools.partial(gpu, i) for i in range(machine.gpus)}
         known |= {"NCCL": lambda: torch.cuda.nccl.version(), "cuDNN": torch.backends.cudnn.version}
         known |= {"peers": peers}
     for name, find in known.items():

@@ -35,11 +35,12 @@ _ENDED = "ended"
 
 @dataclass(frozen=True)
 class Machine:
-    """Where checks run. device: "cuda" or "cpu"; count: GPUs, or the ranks that the CPU plays; quick: fewer cases."""
+    """Where checks run. device: "cuda" or "cpu"; gpus: how many; count: the ranks that it plays; quick: fewer cases."""
 
     device: str
     count: int
     quick: bool = False
+    gpus: int = 0
 
     @property
     def is_gpu(self) -> bool:

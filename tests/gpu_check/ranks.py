@@ -86,7 +86,7 @@ def checks(machine: Machine) -> list[Check]:
 
 
 def _too_few(machine: Machine) -> Iterator[Row]:
-    yield Row("ranks", "two GPUs", NOT_APPLICABLE, words=f"there is {machine.count}")
+    yield Row("ranks", "two GPUs", NOT_APPLICABLE, words=f"there is {machine.count}; --ranks-per-gpu 4 if NCCL can")
 
 
 def _check(cell: Cell, way: str, machine: Machine) -> Check:
@@ -116,7 +116,7 @@ def make_mesh(machine: Machine, way: str, timeout: float, **sizes: int) -> Any:
     communicators are then made at once."""
     warnings.filterwarnings("ignore")
     if way == AT_ONCE:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % machine.gpus)
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device)
     return autopar.init_mesh(machine.device, timeout, **sizes)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend
 
 import autopar
-from autopar.runtime.devices import choose_device
+from autopar.runtime.devices import RANKS_SHARE_GPUS, choose_device
 from tests.ranks import close_pools, run_ranks
 
 BOTH = "cpu:gloo,cuda:nccl"
@@ -108,11 +108,11 @@ def test_the_users_group() -> None:
         chosen(Gpus(8), "cpu", "cuda:nccl")
 
 
-def told(uuids: list[str]) -> str:
+def told(uuids: list[str], environment: dict[str, str] | None = None) -> str:
     """What init_mesh says to this rank, which sees one GPU."""
     rank = dist.get_rank()
     gpus = Gpus(1, (uuids[rank],))
-    with gpus.shown({"LOCAL_RANK": str(rank)}), patch.object(dist, "get_backend_config", lambda: BOTH):
+    with gpus.shown({"LOCAL_RANK": str(rank), **(environment or {})}), patch.object(dist, "get_backend_config", lambda: BOTH):
         try:
             return f"{autopar.init_mesh('cuda', tp=2).device_type}:{gpus.current}"
         except ValueError as error:
@@ -124,8 +124,11 @@ def test_ranks_on_one_gpu_are_named() -> None:
     assert first == second
     assert first == (
         "init_mesh: each rank needs a GPU of its own, found ranks 0, 1 on one (GPU-a; torch sees 1); start as many "
-        "ranks on a machine as it has GPUs, or use the device 'cpu'"
+        "ranks on a machine as it has GPUs, use the device 'cpu', or, to try things out with a NCCL that can connect "
+        "them, set NCCL_MULTI_RANK_GPU_ENABLE=1"
     )
     close_pools()  # they have told each other
     assert run_ranks(2, told, ["GPU-a", "GPU-b"]) == ["cuda:0", "cuda:0"]
+    close_pools()
+    assert run_ranks(2, told, ["GPU-a", "GPU-a"], {RANKS_SHARE_GPUS: "1"}) == ["cuda:0", "cuda:0"]
     close_pools()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from autopar.ir.graph import outputs
 from autopar.ir.signature import InputSpec
+from autopar.runtime.bind import Bound
 from autopar.runtime.comm import Traffic
 from autopar.runtime.executor import Executor
 from autopar.runtime.groups import Groups, init_mesh
@@ -98,6 +99,49 @@ def test_a_value_with_several_users(schedule: str, way: str, expected: list[int]
 def test_tied_weights(schedule: str, ranks: int, parts: int) -> None:
     """First and last part share their weight: on ranks 0 and 3, on one rank, or on four with both copies."""
     check(Case(parts, 8, tied=(0, parts - 1)), schedule, ranks)
+
+
+def train_rehearsed(case: Case, schedule: str) -> dict[str, Any]:
+    """A step as on a GPU; what was started on links until the rehearsal was over, and how often each graph ran."""
+    groups = Groups(init_mesh("cpu", 20.0, pp=2))
+    order = hand_made.order_of(case, schedule, 2)
+    executor = Executor(hand_made.compiled_of(case, order), groups)
+    executor._rehearses = True
+    begun: list[str] = []
+    ran = dict.fromkeys((id(b) for entry in executor.program.entries for b in entry.runs), 0)
+    with pytest.MonkeyPatch.context() as patched:
+        link, run = groups.link, Bound.__call__
+        patched.setattr(groups, "link", lambda *ends: (begun.append(str(ends)), link(*ends))[1])
+
+        def counted(bound: Bound, inputs: list[Any]) -> tuple[Any, ...]:
+            if not begun:
+                ran[id(bound)] += 1
+            return run(bound, inputs)
+
+        patched.setattr(Bound, "__call__", counted)
+        result = executor.train_step(hand_made.mine(case, order, groups.rank))
+    return {
+        "losses": [float(x) for x in result.losses],
+        "gradients": result.gradients,
+        "traffic": dict(executor.traffic),
+        "ahead": list(ran.values()),
+    }
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "dual_pipe"])
+def test_every_kernel_is_loaded_before_a_stage_waits_for_another(schedule: str) -> None:
+    """No transfer is begun before all graphs have run; the step, and what it counts, are those without a rehearsal."""
+    case = Case(2, 4)
+    loss, gradients = hand_made.expected(case)
+    plain = run_ranks(2, train, case, schedule, 2)
+    for one, other in zip(run_ranks(2, train_rehearsed, case, schedule), plain, strict=True):
+        assert one["ahead"] and min(one["ahead"]) > 0
+        assert abs(one["losses"][0] - loss) < EXACT
+        for name, gradient in one["gradients"].items():
+            assert (gradient - gradients[name]).abs().max() < EXACT, name
+        assert {key: (2 * x.calls, 2 * x.bytes) for key, x in one["traffic"].items()} == {
+            key: (x.calls, x.bytes) for key, x in other["traffic"].items()
+        }
 
 
 def test_memory_follows_the_schedule() -> None:
