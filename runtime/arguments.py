@@ -76,7 +76,7 @@ def check_arguments(*, seed: Any, backend: Any, dump: Any, plan: Any, example_ba
     whole_number("seed", seed, 0, MOST_SEED)
     for name, value in flags.items():
         yes_or_no(name, value)
-    one_of("backend", backend, BACKENDS)
+    one_of("backend", backend, tuple(BACKENDS))
     if not isinstance(dump, (str, Path, type(None))):
         raise refuse("dump", "the path of a folder", dump)
     if not isinstance(plan, (Plan, type(None))):

@@ -32,7 +32,13 @@ from autopar.runtime.functional import Collectives, finish_with, functional_call
 from autopar.runtime.groups import Groups
 from autopar.runtime.op_errors import operator_explained
 
-BACKENDS = ("eager", "inductor")
+# name -> (how graphs are run, whether steps are recorded as CUDA graphs)
+BACKENDS = {
+    "eager": ("eager", False),
+    "inductor": ("inductor", False),
+    "cudagraphs": ("eager", True),
+    "inductor+cudagraphs": ("inductor", True),
+}
 
 
 @dataclass(frozen=True)
@@ -67,8 +73,8 @@ def bind(gm: GraphModule, groups: Groups, backend: str = "eager", given: Sequenc
     backend "eager" runs the graph's operators one by one; "inductor" compiles it, for inputs that are like ``given``
     (None: like the graph's own). Raises ValueError for a backend that is neither.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"bind: expected a backend out of {', '.join(BACKENDS)}, found {backend!r}")
+    if backend not in ("eager", "inductor"):
+        raise ValueError(f"bind: expected a backend out of eager, inductor, found {backend!r}")
     traffic, comms = traffic_of_graph(gm, groups), Comms(groups)
     if backend == "inductor":
         from autopar.adapters.inductor import Functional, compile_step  # a slow import that only this backend needs

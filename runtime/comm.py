@@ -47,6 +47,12 @@ def add_ledgers(*ledgers: Ledger) -> dict[tuple[str, str], Traffic]:
     return total
 
 
+def ledger_between(before: Ledger, after: Ledger) -> dict[tuple[str, str], Traffic]:
+    """What was sent in between."""
+    pairs = {key: (before.get(key, Traffic()), after.get(key, Traffic())) for key in {**before, **after}}
+    return {key: Traffic(b.calls - a.calls, b.bytes - a.bytes) for key, (a, b) in pairs.items() if a != b}
+
+
 def traffic_of(kind: str, shape: tuple[int, ...], dtype: torch.dtype, ranks: int) -> int:
     """Bytes that one rank sends in a collective whose input on this rank has this shape."""
     local = torch.Size(shape).numel() * dtype.itemsize

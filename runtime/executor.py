@@ -6,7 +6,7 @@
 
 A model that is not cut into stages is one part on one rank of pp: nothing is sent, and nothing exchanged at the end.
 
-On a GPU the actions are run once ahead of the first step, without the other stages and on zeros for what they send. CUDA
+On a GPU the actions are run once ahead of the first step, without the other stages, on zeros for what they send. CUDA
 loads a kernel when it is launched for the first time, and may wait for all that runs before it does (CUDA Programming
 Guide, Lazy Loading): for a receive, say, whose sender is about to load a kernel itself, and waits for a receive of its
 own. DualPipe, in which both ends receive before they compute, hung so in its first step on an H100.
@@ -17,20 +17,23 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from autopar.ir.graph import set_device
-from autopar.runtime.bind import Bound, axes_of, bind
-from autopar.runtime.comm import Ledger, Traffic, add_ledgers
+from autopar.ops.watch import take_notes
+from autopar.runtime.bind import BACKENDS, Bound, axes_of, bind
+from autopar.runtime.comm import Ledger, Traffic, add_ledgers, ledger_between
+from autopar.runtime.cuda_graphs import RecordedStep, why_not
 from autopar.runtime.feed import Feed
 from autopar.runtime.groups import Groups
 from autopar.runtime.point_to_point import AXIS, Channels
 from autopar.runtime.stage_exchange import StageExchange
 from autopar.runtime.step_program import Entry, Program, make_program
+from autopar.runtime.step_result import Result
 from autopar.runtime.step_values import Routes, unit_of
 from autopar.schedule.order import BACKWARD, Action
 from autopar.schedule.stream_checks import links
@@ -38,17 +41,8 @@ from autopar.steps.graphs import Compiled, StepGraph
 from autopar.steps.of_rank import graphs_of_all, lowered_order
 from autopar.steps.value_names import output
 
-
-@dataclass
-class Result:
-    """Outputs of a step (flat, in signature order), gradients by placeholder name of the local graph, and the losses.
-
-    With stages in training there are only losses and new buffers among the outputs; others are None.
-    """
-
-    outputs: list[Any]
-    gradients: dict[str, Tensor]
-    losses: list[Tensor] = field(default_factory=list)
+GIVEN = ("input", "seed")  # kinds of values that are others in every step
+MADE = ("micro_batch", "total")  # by the step itself
 
 
 @dataclass
@@ -85,7 +79,8 @@ class Executor:
         measure: bool = False,
     ) -> None:
         pipeline = compiled.pipeline
-        self.compiled, self.groups, self._backend = compiled, groups, backend
+        self.compiled, self.groups = compiled, groups
+        self._backend, records = BACKENDS[backend]
         self.feed = Feed(compiled, groups.device)
         self.specs, self.micro_batches = self.feed.specs, self.feed.micro_batches
         held = compiled.local.meta.get("constants", {})
@@ -122,6 +117,19 @@ class Executor:
         self._traffic: Ledger = {}
         self._rehearses, self._rehearsed = groups.device.type != "cpu" and bool(links(self.order)), dict[Any, Traffic]()
         self._alone = not axes and not self._exchange.axes  # no other rank waits for this one within a step
+        self._recorded = self._recorder() if records else None
+
+    def _recorder(self) -> RecordedStep:
+        loaded = (self.specs.get(name) for _, name, _ in self.program.loads)
+        kinds = {spec.name: spec.kind for spec in loaded if spec is not None and spec.kind not in MADE}
+        return RecordedStep(
+            self._train if self.compiled.train else self._evaluate,
+            [name for name, kind in kinds.items() if kind not in GIVEN],
+            [name for name, kind in kinds.items() if kind in GIVEN],
+            self._sent,
+            reason=why_not(graphs_of_all(self.compiled.pipeline, self.compiled.prologue), self.groups.device),
+            world=not self._alone and self.groups.device.type == "cuda",
+        )
 
     def _bind(self, graph: StepGraph) -> Bound:
         if self.groups.device.type != "cpu":
@@ -133,8 +141,16 @@ class Executor:
     @property
     def traffic(self) -> Ledger:
         """Calls and bytes sent by this rank so far, by (axis, kind)."""
+        return add_ledgers(self._sent(), self._recorded.traffic if self._recorded else {})
+
+    def _sent(self) -> Ledger:
+        """By what ran as always."""
         attention = (comms.traffic for comms in self._comms)
         return add_ledgers(self._traffic, self._exchange.traffic, self.channels.traffic, *attention, self._rehearsed)
+
+    @property
+    def _watched(self) -> bool:
+        return self.record or self._measure
 
     # --- a step -------------------------------------------------------------------------------------------
 
@@ -146,18 +162,28 @@ class Executor:
         Raises CollectiveError that names the action and the rank it waited for when another rank fails.
         """
         with self._whole():
-            slots = self._start(values)
-            self._run(self._backward, slots)
-            self.channels.flush()
-            gradients = self._exchange.gradients(self._gradients(slots))
-            losses = self._exchange.losses({name: slots[i] for name, i in self.program.losses.items()})
+            return self._recorded(values) if self._recorded and not self._watched else self._train(values)
+
+    def _train(self, values: Mapping[str, Tensor]) -> Result:
+        slots = self._start(values)
+        self._run(self._backward, slots)
+        self.channels.flush()
+        gradients = self._exchange.gradients(self._gradients(slots))
+        losses = self._exchange.losses({name: slots[i] for name, i in self.program.losses.items()})
         return Result(self._outputs({**self._kept(slots), **losses}), gradients, list(losses.values()))
+
+    def _evaluate(self, values: Mapping[str, Tensor]) -> Result:
+        slots = self._start(values)
+        self.channels.flush()
+        return Result(self._outputs(self._kept(slots)), {})
 
     @torch.no_grad()
     def run_forward(self, values: Mapping[str, Tensor]) -> tuple[list[Any], Paused]:
         """(outputs, the step up to there). With stages, of a model compiled without gradients, on every rank."""
         assert not self.compiled.train or len(self.order.ranks) == 1, "stages train in train_step"
         with self._whole():
+            if self._recorded and not self.compiled.train and not self._watched:
+                return self._recorded(values).outputs, Paused([], [])
             slots = self._start(values)
             self.channels.flush()
         kept = [(name, slots[i]) for i, name in self.program.saved.items()]
@@ -213,7 +239,7 @@ class Executor:
 
     def _rehearse(self, values: Mapping[str, Tensor]) -> None:
         """All actions once, without the other stages: see above. What it sends within a stage does not count."""
-        before, slots = self.traffic, self._fed(values)
+        before, slots = self._sent(), self._fed(values)
         self.channels.rehearses = True
         try:
             for entry in (*self._forward, *self._backward):
@@ -221,8 +247,8 @@ class Executor:
             self.channels.flush()
         finally:
             self.channels.rehearses = False
-        more = {key: (traffic, before.get(key, Traffic())) for key, traffic in self.traffic.items()}
-        self._rehearsed = {key: Traffic(b.calls - a.calls, b.bytes - a.bytes) for key, (a, b) in more.items() if a != b}
+            take_notes()  # of values that nobody sent
+        self._rehearsed = ledger_between(self._sent(), before)  # is taken off
 
     def _fed(self, values: Mapping[str, Tensor]) -> list[Any]:
         """New slots with what comes from outside."""
@@ -235,10 +261,9 @@ class Executor:
         return slots
 
     def _run(self, entries: list[Entry], slots: list[Any]) -> None:
-        watched = self.record or self._measure
         for entry in entries:
             start = entry.run(slots)
-            if watched and entry.action is not None:
+            if self._watched and entry.action is not None:
                 self._watch(entry.action, start, slots)
         self._traffic = add_ledgers(self._traffic, self._traffic_of[entries is self._backward])
 

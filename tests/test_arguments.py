@@ -99,7 +99,7 @@ def bad_calls() -> None:
             "seed": "seed: expected a whole number of at least 0 and at most ",
             "large seed": "seed: expected a whole number of at least 0 and at most ",
             "exact": "exact: expected True or False, found 'yes'",
-            "backend": "backend: expected 'eager' or 'inductor', found None",
+            "backend": "backend: expected 'eager', 'inductor', 'cudagraphs' or 'inductor+cudagraphs', found None",
             "dump": "dump: expected the path of a folder, found 5",
             "plan": "plan: needs a Plan, found a str; read one with Plan.from_json(text)",
             "example": "example_batch: needs the keyword arguments of the forward, found a list; ",

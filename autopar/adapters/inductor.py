@@ -129,7 +129,8 @@ def compile_step(
         )(*fakes)
         with V.set_fake_mode(mode), _in_order() if _waits(flat) else nullcontext():
             joint_graph_passes(flat)
-            made = [n.meta.get("val") if isinstance(n, Node) else n for n in flat.graph.output_node().args[0]]
+            returned: Any = flat.graph.output_node().args[0]
+            made = [n.meta.get("val") if isinstance(n, Node) else n for n in returned]
             compiled = compile_fx_inner(flat, fakes)
     compiled_call: Any = compiled
 

@@ -10,6 +10,7 @@ out of range is noted.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +47,11 @@ def note(values: Tensor, low: float, high: float, text: str, fatal: bool = True)
     made = Note(torch.stack(torch.aminmax(values)), low, high, text, fatal)
     if values.device.type != "cpu" or made.problem(made.extremes):
         _notes.append(made)
+
+
+def put_notes(notes: Iterable[Note]) -> None:
+    """Notes whose ranges somebody has computed anew."""
+    _notes.extend(notes)
 
 
 def take_notes() -> list[Note]:

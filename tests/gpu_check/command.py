@@ -41,7 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default=",".join(SECTIONS), help=f"sections: {', '.join(SECTIONS)}")
     parser.add_argument("--json", type=Path, default=Path("gpu_check.json"))
     parser.add_argument("--quick", action="store_true", help="fewer cases")
-    parser.add_argument("--ranks-per-gpu", type=int, default=1, metavar="N", help="for machines of few GPUs (NCCL 2.32)")
+    parser.add_argument(
+        "--ranks-per-gpu", type=int, default=1, metavar="N", help="for machines of few GPUs (NCCL 2.32)"
+    )
+    parser.add_argument("--match", default="", help="only checks with this in their name")
     given = parser.parse_args(arguments)
     names = [name.strip() for name in given.only.split(",")]
     if unknown := set(names) - set(SECTIONS):
@@ -51,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("no GPU is there; leave --device away, or say cpu")
     print(f"gpu-check on {machine.device}, {machine.count} ranks, {machine.gpus} GPUs", flush=True)
     rows, written = list[Row](), start
-    for row in (row for name in names for row in run_section(name, machine)):
+    for row in (row for name in names for row in run_section(name, machine, given.match)):
         rows.append(row)
         if row.verdict == FAILED:
             print(f"FAILED {row.what}, {row.case}: {row.words}", flush=True)
@@ -74,10 +77,10 @@ def find_machine(device: str | None, quick: bool, ranks_per_gpu: int = 1) -> Mac
     return None if device == "cuda" else Machine("cpu", 2, quick)
 
 
-def run_section(name: str, machine: Machine) -> Iterator[Row]:
+def run_section(name: str, machine: Machine, match: str = "") -> Iterator[Row]:
     """All rows; a line for each check when it is done. A section that cannot even be laid out is a failed row."""
     try:
-        found = SECTIONS[name](machine)
+        found = [check for check in SECTIONS[name](machine) if match in check.name]
     except Exception as error:
         yield Row(name, "the section", FAILED, words=f"{type(error).__name__}: {error}", section=name)
         return

@@ -69,7 +69,7 @@ def speed_checks(machine: Machine) -> list[Check]:
     """The model itself, ours on one rank, and on all of a machine."""
     most = min(machine.gpus, 8) if machine.is_gpu else machine.count
     runs = [Run("plain"), Run("eager")]
-    runs += [Run("inductor")] if machine.is_gpu else []
+    runs += [Run(backend) for backend in ("inductor", "cudagraphs", "inductor+cudagraphs")] if machine.is_gpu else []
     if most > 1 and not machine.quick:
         runs += [Run(backend, most) for backend in (("eager", "inductor") if machine.is_gpu else ("eager",))]
     return [Check("speed", f"llama {r}", functools.partial(speed, r), r.ranks, 400.0) for r in runs]

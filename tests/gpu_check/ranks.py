@@ -25,11 +25,13 @@ from autopar.runtime.heartbeat import SILENT
 from autopar.schedule.request import SCHEDULES
 from tests.gpu_check.processes import Check, Machine
 from tests.gpu_check.rows import FAILED, NOT_APPLICABLE, OK, Row, told
+from tests.gpu_check.step import recorded
 from tests.plain_models import Net, build, numbers
 
 LAZILY, AT_ONCE = "groups made lazily", "groups made with device_id"
 LIMIT, JOIN = 30.0, 20.0  # seconds for a cell; until a collective without its peers fails
 FEW = ("llama dp=2 zero=3", "llama tp=2", "llama cp=2 ring", "llama pp=2 1f1b", "t5 pp=2 1f1b")
+RECORDED = (*FEW, "llama pp=2 dual_pipe", "llama pp=2 zb_v", "llama cp=2 ulysses", "llama cp=2 token_ring")
 ROWS, TOKENS = 8, 16
 
 
@@ -79,6 +81,8 @@ def checks(machine: Machine) -> list[Check]:
     found = [_check(cell, LAZILY, machine) for cell in chosen]
     if machine.is_gpu:
         found += [_check(c, AT_ONCE, machine) for c in chosen if "pp" in c.mesh or c.name in FEW]
+    loops = [c for c in chosen if c.name in RECORDED]
+    found += [Check("ranks", f"{c.name}, recorded", functools.partial(one_loop, c), c.ranks, 2 * LIMIT) for c in loops]
     found.append(Check("ranks", "bandwidths", bandwidths, ranks=2))
     faults = [(how, inside) for how in FAULTS for inside in (True, False)]
     found += [failing(*fault) for fault in (faults[:1] if machine.quick else faults)]
@@ -109,6 +113,12 @@ def one_cell(cell: Cell, way: str, machine: Machine) -> Iterator[Row]:
     worst = report.entries[0]
     words = "" if report.passed else str(report).splitlines()[0]
     yield Row(f"{cell.name}, {way}", worst.name, OK if report.passed else FAILED, worst.ratio, "error", words)
+
+
+def one_loop(cell: Cell, machine: Machine) -> Iterator[Row]:
+    """Steps recorded as CUDA graphs, with the collectives and transfers among them."""
+    mesh, what = make_mesh(machine, LAZILY, JOIN, **Mesh.parse(cell.mesh).sizes), f"{cell.name}, recorded"
+    yield recorded(cell.model, mesh, what, machine, **cell.options)
 
 
 def make_mesh(machine: Machine, way: str, timeout: float, **sizes: int) -> Any:

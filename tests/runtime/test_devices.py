@@ -112,7 +112,10 @@ def told(uuids: list[str], environment: dict[str, str] | None = None) -> str:
     """What init_mesh says to this rank, which sees one GPU."""
     rank = dist.get_rank()
     gpus = Gpus(1, (uuids[rank],))
-    with gpus.shown({"LOCAL_RANK": str(rank), **(environment or {})}), patch.object(dist, "get_backend_config", lambda: BOTH):
+    with (
+        gpus.shown({"LOCAL_RANK": str(rank), **(environment or {})}),
+        patch.object(dist, "get_backend_config", lambda: BOTH),
+    ):
         try:
             return f"{autopar.init_mesh('cuda', tp=2).device_type}:{gpus.current}"
         except ValueError as error:
