@@ -29,7 +29,7 @@ SECTIONS: dict[str, Callable[[Machine], Sequence[Check]]] = {
     "speed": compiled.speed_checks,
 }
 
-TOGETHER = {"kernels": 3, "step": 4, "ranks": 4}  # checks side by side on a GPU: most of each is starting up
+TOGETHER = {"kernels": 6, "step": 4, "ranks": 4}  # checks side by side on a GPU: most of each is starting up
 
 EVERY = 5.0  # seconds between two JSON files
 

@@ -48,6 +48,7 @@ def compiled_order(machine: Machine) -> Iterator[Row]:
 # --- speed ------------------------------------------------------------------------------------------------
 
 LARGE = {"hidden": 2048, "layers": 16, "inner": 8192, "heads": 32, "vocab": 32000, "length": 2048}  # 1.2 billion
+SMALL = Workload(hidden=512, layers=8, inner=1536, heads=8, vocab=8192, batch=1, length=128)  # launches take longest
 TINY = Workload(hidden=64, layers=2, inner=128, heads=4, vocab=256, batch=2, length=32)
 ENOUGH = 60 * 2**30  # bytes of a GPU that holds four rows
 ROUNDS, WARMUP = 8, 3
@@ -56,13 +57,16 @@ MOST = 1.25  # of the plan's peak
 
 @dataclass(frozen=True)
 class Run:
-    """backend: "plain" for the model itself. ranks: on dp, with parameters cut."""
+    """backend: "plain" for the model itself. ranks: on dp, with parameters cut. small: a model that takes a GPU less
+    time than the host its launches."""
 
     backend: str
     ranks: int = 1
+    small: bool = False
 
     def __str__(self) -> str:
-        return self.backend if self.ranks == 1 else f"{self.backend}, zero=3 on {self.ranks} ranks"
+        words = "small llama" if self.small else "llama"
+        return f"{words} {self.backend}" + (f", zero=3 on {self.ranks} ranks" if self.ranks > 1 else "")
 
 
 def speed_checks(machine: Machine) -> list[Check]:
@@ -70,16 +74,17 @@ def speed_checks(machine: Machine) -> list[Check]:
     most = min(machine.gpus, 8) if machine.is_gpu else machine.count
     runs = [Run("plain"), Run("eager")]
     runs += [Run(backend) for backend in ("inductor", "cudagraphs", "inductor+cudagraphs")] if machine.is_gpu else []
+    runs += [Run(run.backend, small=True) for run in runs] if machine.is_gpu and not machine.quick else []
     if most > 1 and not machine.quick:
         runs += [Run(backend, most) for backend in (("eager", "inductor") if machine.is_gpu else ("eager",))]
-    return [Check("speed", f"llama {r}", functools.partial(speed, r), r.ranks, 400.0) for r in runs]
+    return [Check("speed", str(r), functools.partial(speed, r), r.ranks, 400.0) for r in runs]
 
 
 def speed(run: Run, machine: Machine) -> Iterator[Row]:
     """Steps without an optimizer: tokens, time of the host and of the device, memory."""
     warnings.filterwarnings("ignore")
     mesh = autopar.init_mesh(machine.device, dp=run.ranks)
-    work = workload(machine)
+    work = SMALL if run.small else workload(machine)
     batch = work.tokens()
     with torch.device(machine.device):
         model = work.model()
@@ -98,17 +103,17 @@ def speed(run: Run, machine: Machine) -> Iterator[Row]:
     host, whole, loss = timed(step, machine)
     tokens = run.ranks * work.batch * work.length
     yield Row(
-        f"llama {run}: speed",
+        f"{run}: speed",
         f"loss {loss:.4f}",
         OK,
         tokens / whole,
         "tokens/s",
         product_rate(weights, tokens / run.ranks, work, whole),
     )
-    yield Row(f"llama {run}: a step", "", OK, 1e3 * whole, "ms")
-    yield Row(f"llama {run}: of it the host", "until train_step returns", OK, 1e3 * host, "ms")
-    if parallel is not None:
-        yield memory_row(f"llama {run}: memory", parallel, machine)
+    yield Row(f"{run}: a step", "", OK, 1e3 * whole, "ms")
+    yield Row(f"{run}: of it the host", "until train_step returns", OK, 1e3 * host, "ms")
+    if parallel is not None and not run.small:
+        yield memory_row(f"{run}: memory", parallel, machine)
 
 
 def workload(machine: Machine) -> Workload:
