@@ -60,7 +60,8 @@ def parallelize(
         example_batch: keyword arguments of the forward (one rank's batch), to plan the parameters with. Not needed
             for transformers models.
         plan: placements to use instead of deciding, such as ``plan.override({...})`` of an earlier one.
-        backend: "eager" runs step graphs as generated code, "inductor" compiles them.
+        backend: "eager" runs step graphs as generated code, "inductor" compiles them; "cudagraphs" and
+            "inductor+cudagraphs" also record whole steps on GPUs, and launch each as one (`runtime/cuda_graphs.py`).
         seed: of dropout; masks depend on it, the step, and the position of an element in the whole batch, not on the
         mesh.
         exact: lift float32 islands (norms, losses) of a float64 model to float64, for comparisons.

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.fx import GraphModule
 
+from autopar.adapters.foreach import copy_all
 from autopar.adapters.operators import OpOverload, name_of
 from autopar.ops.watch import Note, put_notes, take_notes
 from autopar.runtime.comm import Ledger, Traffic, ledger_between
@@ -48,7 +49,7 @@ UNRECORDABLE = {
 T = TypeVar("T")
 
 
-class Recorder(Protocol):
+class StepRecorder(Protocol):
     """What CUDA does; tests have one of their own."""
 
     def record(self, run: Callable[[], T]) -> T:
@@ -107,12 +108,12 @@ class RecordedStep:
         *,
         reason: str = "",
         world: bool = False,
-        make: Callable[[], Recorder] = CudaGraph,
+        make: Callable[[], StepRecorder] = CudaGraph,
     ) -> None:
         self._run, self._traffic_of_run, self._make, self._world = run, traffic, make, world
         self._fixed, self._given = fixed, given
         self._calls = self._records = self._replays = 0
-        self._graph: Recorder | None = None
+        self._graph: StepRecorder | None = None
         self._places: list[int] = []
         self._inputs: list[Tensor] = []
         self._result = Result([], {})
@@ -168,8 +169,7 @@ class RecordedStep:
 
     def _replayed(self, values: Mapping[str, Tensor]) -> Result:
         assert self._graph is not None
-        if self._inputs:
-            torch._foreach_copy_(self._inputs, [values[name] for name in self._given])
+        copy_all(self._inputs, [values[name] for name in self._given])
         started(str, "a recorded step")
         self._graph.replay()
         self._replays += 1

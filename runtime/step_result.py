@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.adapters.foreach import copy_all
+
 
 @dataclass
 class Result:
@@ -22,17 +24,11 @@ class Result:
 
 
 def copied(result: Result) -> Result:
-    """The same in storages of its own: one launch for each dtype."""
+    """The same in storages of its own."""
     values = [*result.outputs, *result.gradients.values(), *result.losses]
-    fresh = [torch.empty_like(x) if isinstance(x, Tensor) else x for x in values]
-    by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-    for new, old in zip(fresh, values, strict=True):
-        if isinstance(old, Tensor):
-            targets, sources = by_dtype.setdefault(old.dtype, ([], []))
-            targets.append(new)
-            sources.append(old)
-    for targets, sources in by_dtype.values():
-        torch._foreach_copy_(targets, sources)
+    tensors = {i: x for i, x in enumerate(values) if isinstance(x, Tensor)}
+    fresh: list[Any] = [torch.empty_like(tensors[i]) if i in tensors else x for i, x in enumerate(values)]
+    copy_all([fresh[i] for i in tensors], list(tensors.values()))
     count = len(result.outputs)
     gradients = dict(zip(result.gradients, fresh[count:], strict=False))
     return Result(fresh[:count], gradients, fresh[count + len(gradients) :])

@@ -24,6 +24,12 @@ def add_all(sums: Sequence[Tensor], addends: Sequence[Tensor]) -> None:
     torch._foreach_add_(list(sums), list(addends))
 
 
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """targets[i] = sources[i], in place."""
+    for members in _by_dtype(sources).values():
+        torch._foreach_copy_([targets[i] for i in members], [sources[i] for i in members])
+
+
 def scale_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """tensors[i] *= factor (of 0 dims), in place and in the dtype of each."""
     for dtype, members in _by_dtype(tensors).items():

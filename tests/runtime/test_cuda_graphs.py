@@ -27,7 +27,7 @@ BATCHES: dict[Any, Callable[..., dict[str, Tensor]]] = {Net: numbers, Normed: im
 
 
 class PlayedGraph:
-    """`cuda_graphs.Recorder` on the CPU."""
+    """`cuda_graphs.StepRecorder` on the CPU."""
 
     made: ClassVar[list[PlayedGraph]] = []
 
