@@ -112,6 +112,18 @@ def test_layers_that_differ() -> None:
     assert both(model, BATCH) == [f"layers.{i}" for i in (1, 3, 5, 7, 9, 10)]
 
 
+def test_zeros_that_differ() -> None:
+    """0.0 == -0.0, and a layer with the one is not like a layer with the other."""
+
+    def signed(m: Any, x: Tensor) -> Tensor:
+        return m.linear(x) + torch.where(x > 0, x, m.zero)
+
+    model = Stack(signed)
+    for i, layer in enumerate(model.layers):
+        layer.zero = -0.0 if i == 2 else 0.0
+    assert both(model, BATCH) == ["layers.1", "layers.3"]
+
+
 @pytest.mark.parametrize(("run", "loop", "copied"), CALLED, ids=[loop.__name__ for _, loop, _ in CALLED])
 def test_calls(run: Callable[..., Any], loop: Callable[..., Any], copied: list[str]) -> None:
     assert both(Calls(run, loop), BATCH) == copied

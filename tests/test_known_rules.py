@@ -17,6 +17,7 @@ from autopar.models.tiny import TINY
 from autopar.options import Options
 from autopar.rules import RULES, Rule, RuleError, apply, known_rules
 from autopar.rules.call import Call, RuleFunction
+from autopar.values import told_apart
 from tests.soundness import call, graph_of
 
 CELLS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
@@ -133,3 +134,10 @@ def test_room(monkeypatch: pytest.MonkeyPatch) -> None:
     memo = {1: 1, 2: 2}
     known_rules._make_room(memo)
     assert not memo
+
+
+def test_numbers_are_told_apart() -> None:
+    """In keys of rules, of equal parts and of layers."""
+    values = [0, 0.0, -0.0, False, 1, 1.0, True, "1", 0j, -0j, None]
+    assert len({told_apart(x) for x in values}) == len(values)
+    assert told_apart(float("nan")) == told_apart(float("nan"))

@@ -29,6 +29,7 @@ from torch.overrides import _get_current_function_mode_stack
 from autopar.adapters.frozen import state_of
 from autopar.adapters.names_read import names_read
 from autopar.adapters.rebuild import children
+from autopar.values import told_apart
 
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout,
            torch.memory_format)  # fmt: skip
@@ -148,7 +149,7 @@ def base_class(module: nn.Module) -> type:
 def _held(x: Any, states: dict[int, Any]) -> Any:
     """A fact of an attribute; ``states``: of objects that are held more than once."""
     if type(x) in _VALUES:
-        return type(x), x
+        return told_apart(x)
     if type(x) in _SEQUENCES:
         return type(x), tuple(_held(y, states) for y in x)
     if type(x) in (set, frozenset):

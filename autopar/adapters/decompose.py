@@ -36,6 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.adapters.operators import mutates, returns_alias
+from autopar.values import told_apart
 
 _REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
 _BATCH_NORM = torch.ops.aten.batch_norm.default  # writes to its statistics, though its schema does not say so
@@ -278,7 +279,7 @@ class _Bodies:
         operands = [known[leaves[i]] for i in places]
         values = [x.meta["val"] for x in operands]
         again = tuple(operands.index(x) for x in operands)  # which of them are one
-        fixed = tuple((type(x), x) for x in leaves if not isinstance(x, Node))
+        fixed = tuple(told_apart(x) for x in leaves if not isinstance(x, Node))
         key = target, spec, fixed, tuple(places), again, tuple((_facts(x), x.storage_offset()) for x in values)
         hashable = isinstance(target, OpOverload) and all(isinstance(x, Hashable) for x in leaves)
         if not hashable or key not in self._known:

@@ -21,6 +21,7 @@ from autopar.ir.graph import frozen
 from autopar.ir.meta import NODES, ORIGIN
 from autopar.passes.cut_stages import PartGraph
 from autopar.steps.graphs import Stage, StepGraph
+from autopar.values import told_apart
 
 _NOTED = NODES.keys() - {*ORIGIN, "original_aten"}
 
@@ -70,7 +71,7 @@ def _key(part: PartGraph, nodes: Sequence[Node]) -> Hashable:
             return Node, place[x]
         if isinstance(x, torch.Tensor):
             return x.shape, x.stride(), x.storage_offset(), x.dtype, x.device, x.requires_grad
-        return type(x), x
+        return told_apart(x)
 
     calls = tuple(
         (

@@ -24,6 +24,7 @@ from autopar.rules.held_calls import held_results
 from autopar.steps.graphs import Stage, StepGraph
 from autopar.steps.of_rank import GRAPHS, graph_of
 from autopar.steps.value_names import earlier_sum, grad, is_a, of, output
+from autopar.values import told_apart
 
 State = tuple[Held, ...]  # of a value, one per axis
 IN_ORDER = ("G", "F", "BW", "B", "W", "BWR", "R")
@@ -119,4 +120,4 @@ def _fact(x: Any) -> Any:
     if isinstance(x, Node):
         val = x.meta["val"]
         return (val.shape, val.dtype) if isinstance(val, torch.Tensor) else None
-    return type(x), x
+    return told_apart(x)

@@ -16,6 +16,7 @@ from autopar.ir.graph import frozen, has_gradient
 from autopar.ir.placement import Pieces, Placement
 from autopar.rules.call import Call, RuleFunction
 from autopar.rules.rule import Rule, apply
+from autopar.values import told_apart
 
 _MOST = 20_000
 _rules: dict[Hashable, Rule] = {}
@@ -59,8 +60,8 @@ def _key(call: Call) -> Hashable:
     node = call.node
     places: dict[Node, int] = {}
 
-    def leaf(x: Any) -> Hashable:  # numbers for nodes; 1, 1.0 and True are three
-        return (Node, places.setdefault(x, len(places))) if isinstance(x, Node) else (type(x), x)
+    def leaf(x: Any) -> Hashable:  # numbers for nodes
+        return (Node, places.setdefault(x, len(places))) if isinstance(x, Node) else told_apart(x)
 
     args = frozen(node.args, leaf), frozen(node.kwargs, leaf)
     operands = tuple((call.shape_of(x), _dtypes(x), has_gradient(x)) for x in places)
