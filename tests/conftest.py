@@ -90,6 +90,7 @@ def _old_objects_rest() -> Iterator[None]:
     yield
     gc.collect()
     gc.freeze()
+    assert not torch.distributed.is_initialized(), "a test has made a process group here, which forked ranks inherit"
 
 
 @pytest.fixture

@@ -151,7 +151,7 @@ def test_unknown_options() -> None:
     refused(2, "zero: expected 0 or 3, found 7", step_named, "Net", 2, {"dp": 2}, {"zero": 7})
     pattern = "micro_batches: expected a whole number of at least 1, found 0"
     refused(2, pattern, step_named, "Net", 2, {"dp": 2}, {"micro_batches": 0})
-    pattern = "backend: expected 'eager' or 'inductor', found 'fast'"
+    pattern = "backend: expected 'eager', 'inductor', 'cudagraphs' or 'inductor.cudagraphs', found 'fast'"
     refused(2, pattern, step_named, "Net", 2, {"dp": 2}, {"backend": "fast"})
 
 

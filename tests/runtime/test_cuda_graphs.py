@@ -138,7 +138,7 @@ def world_of_one(kind: type[nn.Module], **options: Any) -> Any:
     return autopar.parallelize(build(kind), autopar.init_mesh("cpu", dp=1), example_batch=batch, **options)
 
 
-def test_buffers_go_on() -> None:
+def buffers_go_on() -> None:
     """Running statistics are read where they are, and written after the step."""
     told = []
     for backend in ("eager", "cudagraphs"):
@@ -151,7 +151,7 @@ def test_buffers_go_on() -> None:
     assert told[0][1] and all(torch.equal(a, b) for a, b in zip(*(buffers for _, buffers in told), strict=True))
 
 
-def test_tensors_that_move_are_read_where_they_are_now() -> None:
+def tensors_that_move_are_read_where_they_are_now() -> None:
     """A graph holds addresses: with new ones the step is recorded anew, and not for ever."""
     with played() as graphs:
         parallel, plain = world_of_one(Net, backend="cudagraphs"), world_of_one(Net)
@@ -176,7 +176,7 @@ class Refusing(PlayedGraph):
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nCompile with ...")
 
 
-def test_what_cuda_does_not_record_runs_as_always() -> None:
+def what_cuda_does_not_record_runs_as_always() -> None:
     """What the broken recording has left, such as its notes, is forgotten."""
     with played(Refusing):
         parallel, plain = world_of_one(Net, backend="cudagraphs"), world_of_one(Net)
@@ -219,7 +219,7 @@ def test_a_step_that_reads_values_is_not_recorded() -> None:
     assert run_ranks(2, on_a_cpu) == [[said]] * 2
 
 
-def test_a_token_that_is_none_is_told_of_replays() -> None:
+def a_token_that_is_none_is_told_of_replays() -> None:
     """What kernels note about values is computed in a replay, and looked at after it."""
     with played() as graphs:
         parallel = world_of_one(Tied, backend="cudagraphs")
@@ -233,7 +233,7 @@ def test_a_token_that_is_none_is_told_of_replays() -> None:
         assert float(parallel.train_step(**tokens())) > 0
 
 
-def test_other_calls_are_not_recorded() -> None:
+def other_calls_are_not_recorded() -> None:
     """A forward whose backward comes later keeps what lies in between; a recorded timeline is of what runs."""
     with played() as graphs:
         parallel, plain = world_of_one(Net, backend="cudagraphs"), world_of_one(Net)
@@ -247,6 +247,21 @@ def test_other_calls_are_not_recorded() -> None:
     assert not graphs
 
 
-def test_backends_have_names() -> None:
+def backends_have_names() -> None:
     with pytest.raises(ValueError, match="'cudagraphs' or 'inductor\\+cudagraphs', found 'graphs'"):
         world_of_one(Net, backend="graphs")
+
+
+ALONE = (
+    buffers_go_on,
+    tensors_that_move_are_read_where_they_are_now,
+    what_cuda_does_not_record_runs_as_always,
+    a_token_that_is_none_is_told_of_replays,
+    other_calls_are_not_recorded,
+    backends_have_names,
+)
+
+
+@pytest.mark.parametrize("what", ALONE, ids=lambda what: what.__name__)
+def test_on_one_rank(what: Callable[[], None]) -> None:
+    run_ranks(1, what)
