@@ -1,9 +1,9 @@
 """`parallelize`: the whole story on one screen.
 
 skeleton, values = strip(model)                 structure without weights, and the weights
-plan, specs      = plan_model(skeleton)         capture, normalise, decide
+plan, specs      = stored_plan(skeleton)        capture, normalise, decide; or read what was decided before
 ParallelModule(...)                             each rank takes its pieces
-.train_step(batch)                              compile_model(skeleton, batch) -> bind -> run, once per batch shape
+.train_step(batch)                              stored_step(skeleton, batch) -> bind -> run, once per batch shape
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.adapters.fake import skeleton_of
+from autopar.cache.stored_steps import stored_plan, stored_step
 from autopar.capture import adapter_for
-from autopar.compile.model import compile_model
-from autopar.compile.parameters import for_whole_batch, plan_model
+from autopar.compile.parameters import for_whole_batch
 from autopar.compile.shared_capture import SharedCapture
 from autopar.options import DECLARED, Options
 from autopar.plan import Plan
@@ -99,7 +99,7 @@ def parallelize(
             chosen = plan.options
         shared = SharedCapture()
         made, specs = for_whole_batch(
-            lambda whole: plan_model(skeleton, whole, groups.mesh, chosen, plan, exact=exact, shared=shared),
+            lambda whole: stored_plan(skeleton, whole, groups.mesh, chosen, plan, exact=exact, shared=shared),
             lambda found: found[0], skeleton, batch, groups.mesh, chosen, plan,
         )  # fmt: skip
         agree_on_plan(groups, made)
@@ -126,8 +126,9 @@ def _compiler(
         observers = [watch for watch in (folder, progress) if watch is not None]
         try:
             result = for_whole_batch(
-                lambda whole: compile_model(
-                    skeleton, whole, groups.mesh, chosen, exact=exact, observers=observers, shared=shared, **how
+                lambda whole: stored_step(
+                    skeleton, whole, groups.mesh, chosen, exact=exact, observers=observers, shared=shared,
+                    observed=folder is not None, **how
                 ),
                 lambda made: made.plan, skeleton, batch, groups.mesh, chosen, how.get("fixed"),
             )  # fmt: skip

@@ -25,13 +25,14 @@ from torch import Tensor
 
 from autopar.ir.graph import set_device
 from autopar.ops.watch import take_notes
-from autopar.runtime.bind import BACKENDS, Bound, axes_of, bind
+from autopar.runtime.bind import BACKENDS, Bound, bind
 from autopar.runtime.comm import Ledger, Traffic, add_ledgers, ledger_between
 from autopar.runtime.cuda_graphs import RecordedStep, why_not
 from autopar.runtime.feed import Feed
 from autopar.runtime.groups import Groups
 from autopar.runtime.point_to_point import AXIS, Channels
 from autopar.runtime.stage_exchange import StageExchange
+from autopar.runtime.step_facts import axes_of_step
 from autopar.runtime.step_program import Entry, Program, make_program
 from autopar.runtime.step_result import Result
 from autopar.runtime.step_values import Routes, unit_of
@@ -83,7 +84,7 @@ class Executor:
         self._backend, records = BACKENDS[backend]
         self.feed = Feed(compiled, groups.device)
         self.specs, self.micro_batches = self.feed.specs, self.feed.micro_batches
-        held = compiled.local.meta.get("constants", {})
+        held = compiled.constants
         self.constants = {name: x if x.is_meta else x.to(groups.device) for name, x in held.items()}
         self.seeds = [spec.name for spec in self.specs.values() if spec.kind == "seed"]
         self.timeline: list[tuple[Action, float, float]] = []
@@ -92,7 +93,7 @@ class Executor:
         self.record, self._measure = record, measure
         self.order = Routes(pipeline).drop_empty(lowered_order(pipeline))
         assert self.order.micro_batches == self.micro_batches, f"{self.order.name} is for other micro-batches"
-        axes, along = axes_of(graphs_of_all(pipeline, compiled.prologue))  # of all ranks: all make the same groups
+        axes, along = axes_of_step(compiled)  # of all ranks: all make the same groups
         groups.make(axes)
         groups.make_channels(along)
         self.channels = Channels(groups)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.ir.meta import input_specs
 from autopar.ir.placement import Placement, Shard
 from autopar.steps.graphs import Compiled
 
@@ -23,7 +22,7 @@ class Feed:
     """Values by placeholder. ``specs``: placeholder -> InputSpec."""
 
     def __init__(self, compiled: Compiled, device: torch.device) -> None:
-        self.specs = input_specs(compiled.local)
+        self.specs = {spec.node: spec for spec in compiled.signature.inputs}
         self.micro_batches = compiled.plan.options.micro_batches
         self._inputs, self._device = compiled.plan.inputs, device
 

@@ -78,7 +78,7 @@ class SharedGradients:
     ) -> None:
         self._groups = groups
         self._specs = {p.name: p for p in compiled.parameters}
-        nodes = {s.name: s.node for s in compiled.local.meta["signature"].inputs if s.kind == "parameter"}
+        nodes = {s.name: s.node for s in compiled.signature.inputs if s.kind == "parameter"}
         parts, routes = compiled.pipeline.parts, Routes(compiled.pipeline)
         made = {name for i in range(len(parts)) for name, _, _ in routes.stored_gradients(i)}
         self._buckets: list[tuple[str, list[tuple[str, ParameterSpec]]]] = []

@@ -16,16 +16,33 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from autopar.ir.graph import placeholders
+from autopar.runtime.bind import axes_of
 from autopar.runtime.contents import words_of
-from autopar.steps.graphs import Compiled, StepGraph
+from autopar.steps.graphs import Compiled, KnownFacts, StepGraph
+from autopar.steps.of_rank import graphs_of_all
 
 
 def step_facts(compiled: Compiled) -> dict[str, str]:
     """Name of a part -> digest: two ranks run the same step exactly if all are equal."""
+    if compiled.known is not None:
+        return compiled.known.digests
     found = {name: _digest(_text(part)) for name, part in _parts(compiled)}
-    constants: dict[str, Tensor] = compiled.local.meta.get("constants", {})
-    words = words_of({name: x for name, x in constants.items() if not x.is_meta})
+    words = words_of({name: x for name, x in compiled.constants.items() if not x.is_meta})
     return found | {f"the contents of the constant {name}": word for name, word in words.items()}
+
+
+def axes_of_step(compiled: Compiled) -> tuple[set[str], set[str]]:
+    """`axes_of` all graphs of a step."""
+    known = compiled.known
+    if known is not None:
+        return {*known.axes}, {*known.along}
+    return axes_of(graphs_of_all(compiled.pipeline, compiled.prologue))
+
+
+def known_facts(compiled: Compiled) -> KnownFacts:
+    """What others need not find out again."""
+    axes, along = axes_of_step(compiled)
+    return KnownFacts(step_facts(compiled), tuple(sorted(axes)), tuple(sorted(along)))
 
 
 def _parts(compiled: Compiled) -> Iterator[tuple[str, Any]]:

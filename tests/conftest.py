@@ -12,6 +12,7 @@ import pytest
 import torch
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests that name no device are about the CPU; CUDA does not survive a fork
+os.environ["AUTOPAR_CACHE"] = "off"  # what is tested is the compiler; tests of the cache have folders of their own
 os.environ.setdefault("AUTOPAR_SILENCE", "16")  # read at import; eight ranks on two busy cores are slow to beat
 # torch's store looks up who connects, and serves nobody the while: seconds that tests of timeouts have not got.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")

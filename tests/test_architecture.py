@@ -35,6 +35,7 @@ FLOORS: tuple[set[str], ...] = (
     {"planner", "passes"},
     {"compile", "report"},
     {"runtime"},
+    {"cache"},
     {"api"},
     {"verification", "models"},
     {"cli"},

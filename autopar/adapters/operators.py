@@ -22,6 +22,7 @@ __all__ = [
     "makes_tensors",
     "mutates",
     "name_of",
+    "overload_of",
     "decomposition_of",
     "returns_alias",
 ]
@@ -35,6 +36,11 @@ def argument_defaults(op: OpOverload) -> dict[str, Any]:
 def name_of(op: OpOverload) -> str:
     """'autopar::all_reduce'"""
     return str(op._schema.name)
+
+
+def overload_of(op: OpOverload) -> str:
+    """'Tensor' of aten.add.Tensor"""
+    return str(op._overloadname)
 
 
 def mutates(op: Any) -> bool:

@@ -8,6 +8,7 @@
     autopar schedule --name zb_h1 --stages 8 --micro-batches 24 --times F=18.5,B=18.1,W=9.3,comm=0.6
     autopar attention --ranks 8 --seq 131072 --heads 32 --kv-heads 8 --topology ring
     autopar start --mesh pp=16,dp=16,cp=8,tp=8
+    autopar cache --clear
     autopar demo
 
 Results go to stdout, progress and errors to stderr. Exit code 0: fine; 1: verify found a difference; 2: bad input.
@@ -19,6 +20,7 @@ import sys
 from collections.abc import Sequence
 
 from autopar.cli.attention_command import ATTENTION
+from autopar.cli.cache_command import CACHE
 from autopar.cli.command import Parser
 from autopar.cli.demo_command import DEMO
 from autopar.cli.plan_command import PLAN
@@ -27,7 +29,7 @@ from autopar.cli.show_command import SHOW
 from autopar.cli.start_command import START
 from autopar.cli.verify_command import VERIFY
 
-COMMANDS = (PLAN, SHOW, VERIFY, SCHEDULE, ATTENTION, START, DEMO)
+COMMANDS = (PLAN, SHOW, VERIFY, SCHEDULE, ATTENTION, START, CACHE, DEMO)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -83,7 +83,7 @@ def _of_rank(compiled: Compiled, rank: int) -> Memory:
     """Of a rank at a coordinate of pp."""
     found = walk_rank(compiled.pipeline, rank)
     held = [p for p in compiled.parameters if rank in p.ranks]
-    nodes = {s.name: s.node for s in compiled.local.meta["signature"].inputs if s.kind == "parameter"}
+    nodes = {s.name: s.node for s in compiled.signature.inputs if s.kind == "parameter"}
     trained = [p for p in held if p.requires_grad and nodes[p.name] in found.trained]
     return Memory(
         **_steady(compiled, held, trained),
@@ -100,7 +100,7 @@ def _steady(compiled: Compiled, held: Iterable[ParameterSpec], trained: Iterable
     """What does not depend on the order in which graphs run."""
     mesh, trained = compiled.plan.mesh, list(trained)
     nodes = {n.name: n for n in placeholders(compiled.local)}
-    specs = {s.node: s for s in compiled.local.meta["signature"].inputs}
+    specs = {s.node: s for s in compiled.signature.inputs}
     return {
         "parameters": sum(p.nbytes(mesh) for p in held),
         "buffers": bytes_of(nodes[n] for n, s in specs.items() if s.kind in ("buffer", "constant") and n in nodes),

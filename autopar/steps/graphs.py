@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from torch import Tensor
 from torch.fx import GraphModule
 
 from autopar.ir.parameter import ParameterSpec
@@ -98,6 +99,16 @@ class Pipeline:
     notes: tuple[tuple[str, str], ...] = ()
 
 
+@dataclass(frozen=True)
+class KnownFacts:
+    """What would ask for all graphs of a step, known of one that was compiled before. ``digests``: by name of a part;
+    axes: over which its graphs communicate; along: those among them on which attention exchanges pieces."""
+
+    digests: dict[str, str]
+    axes: tuple[str, ...]
+    along: tuple[str, ...]
+
+
 @dataclass
 class Compiled:
     """Everything before `bind`: the same on all ranks.
@@ -115,6 +126,13 @@ class Compiled:
     parameters: tuple[ParameterSpec, ...]
     train: bool
     timings: dict[str, float]
+    known: KnownFacts | None = None
+
+    @property
+    def constants(self) -> dict[str, Tensor]:
+        """Values of the inputs of kind constant, by name."""
+        found: dict[str, Tensor] = self.local.meta.get("constants", {})
+        return found
 
     @property
     def stage(self) -> Stage:

@@ -171,8 +171,9 @@ def compiled_of(case: Case, order: Order, bucket_bytes: int = 2**20) -> Any:
             options=Options(micro_batches=case.micro_batches, bucket_bytes=bucket_bytes),
             inputs={"x": cut, "target": cut},
         ),
-        local=SimpleNamespace(meta={"signature": SimpleNamespace(inputs=inputs)}),
-        signature=SimpleNamespace(outputs=[None]),
+        signature=SimpleNamespace(inputs=inputs, outputs=[None]),
+        constants={},
+        known=None,
         parameters=[ParameterSpec(n, shape, torch.float64) for n, shape in names.items()],
     )
 

@@ -214,7 +214,7 @@ def train_with_buffer() -> tuple[list[int], Traffic]:
     part.forward.outputs += ["output:1"]
     part.mutations["output:1"] = "steps"
     compiled.signature.outputs.append(None)
-    compiled.local.meta["signature"].inputs += [
+    compiled.signature.inputs += [
         InputSpec("steps", "buffer", "steps"),
         InputSpec("i", "micro_batch", "i"),
     ]

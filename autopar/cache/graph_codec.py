@@ -1,0 +1,171 @@
+"""Graphs as tables: one row per node, call targets and notes apart, each once.
+
+    {"targets": [...], "notes": [[key, value], ...], "fakes": [...], "meta": ..., "nodes": [
+        ["p", "x", "x", 0, 0, [0, 3]],                      placeholder x
+        ["c", "mm", 4, ["t", ["n", 0], ["n", 1]], 0, [1]],  mm = targets[4](nodes[0], nodes[1])
+        ["o", "output", ...]]}
+
+What is noted on nodes and graphs is what `autopar.ir.meta` lists. Equal fake values of calls become one object, those
+of placeholders stay apart: a compiler takes equal inputs for one.
+"""
+
+from __future__ import annotations
+
+import json
+import keyword
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+
+from autopar.adapters.graph_data import append_node, fake_tensor, is_fake
+from autopar.adapters.lazy import graph_module
+from autopar.cache.value_codec import Damaged, Decoder, Encoder, Tree, Unstorable
+from autopar.ir.meta import GRAPHS, NODES
+
+_OPS = {"placeholder": "p", "call_function": "c", "output": "o"}
+_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+
+
+class GraphEncoder(Encoder):
+    """For one graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._places: dict[Node, int] = {}
+        self._targets: dict[Any, int] = {}
+        self._notes: list[Tree] = []
+        self._places_of_notes: dict[str, int] = {}
+        self._places_by_id: dict[Any, int] = {}
+        self._fakes: dict[Any, int] = {}
+        self._kept: list[Any] = []  # whose ids are keys
+        self._owner: Node | None = None  # of the fakes that are encoded, where they are its own
+        self.kinds[Node] = lambda x: ["n", self._places[x]]
+
+    def graph(self, gm: GraphModule) -> Tree:
+        """Raises Unstorable."""
+        rows = [self._row(i, node) for i, node in enumerate(gm.graph.nodes)]
+        return {
+            "nodes": rows,
+            "meta": self.encode({key: value for key, value in gm.meta.items() if key in GRAPHS}),
+            "targets": [self._target(target) for target in self._targets],
+            "notes": self._notes,
+            "fakes": [list(facts) for facts, _ in self._fakes],
+        }
+
+    def _row(self, i: int, node: Node) -> Tree:
+        if node.op not in _OPS or node.type is not None:
+            raise Unstorable(f"a node {node.op} of type {node.type}")
+        self._places[node] = i
+        called = node.op == "call_function"
+        target = self._targets.setdefault(node.target, len(self._targets)) if called else node.target
+        kwargs = self.encode(node.kwargs) if node.kwargs else 0
+        args = self.encode(node.args) if node.args else 0
+        notes = [self._note(node, key, value) for key, value in node.meta.items() if key in NODES]
+        return [_OPS[node.op], node.name, target, args, kwargs, notes]
+
+    def _target(self, target: Any) -> Tree:
+        found = self.encode(target)
+        if found[0] not in ("O", "F"):
+            raise Unstorable(f"the call target {target}")
+        return found
+
+    def _note(self, node: Node, key: str, value: Any) -> int:
+        self._owner = node if node.op == "placeholder" else None
+        known = self._places_by_id.get((key, id(value), self._owner))
+        if known is None:
+            tree = [key, self.encode(value)]
+            known = self._places_of_notes.setdefault(json.dumps(tree), len(self._notes))
+            self._notes += [tree] if known == len(self._notes) else []
+            self._places_by_id[key, id(value), self._owner] = known
+            self._kept.append(value)
+        return known
+
+    def _other(self, value: Any) -> Tree:
+        if is_fake(value):
+            facts = (
+                tuple(value.shape), tuple(value.stride()), value.storage_offset(), str(value.dtype)[6:],
+                str(value.device), value.requires_grad, isinstance(value, nn.Parameter),
+            )  # fmt: skip
+            return ["k", self._fakes.setdefault((facts, self._owner), len(self._fakes))]
+        return super()._other(value)
+
+
+class GraphDecoder(Decoder):
+    """For one graph; fakes live in ``mode``."""
+
+    def __init__(self, mode: Any) -> None:
+        super().__init__()
+        self._mode = mode
+        self._nodes: list[Node] = []
+        self._fakes: list[Tensor] = []
+        self.kinds["n"] = lambda x: self._nodes[_place(x[1])]
+        self.kinds["k"] = lambda x: self._fakes[_place(x[1])]
+
+    def graph(self, tree: Tree) -> GraphModule:
+        """Raises Damaged."""
+        try:
+            return self._graph(tree)
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, AssertionError) as error:
+            raise error if isinstance(error, Damaged) else Damaged(f"no graph: {error}") from error
+
+    def _graph(self, tree: Mapping[str, Any]) -> GraphModule:
+        decode, nodes = self.decode, self._nodes
+        self._fakes = [self._fake(*facts) for facts in tree["fakes"]]
+        if any(target[0] not in ("O", "F") for target in tree["targets"]):
+            raise Damaged("a target that steps do not call")
+        targets = [decode(target) for target in tree["targets"]]
+        notes = [(key, decode(value)) for key, value in tree["notes"]]
+        if not {key for key, _ in notes} <= NODES.keys():
+            raise Damaged("a note that nobody reads")
+        graph, taken, ended = Graph(), set[str](), False
+        for kind, name, target, args, kwargs, noted in tree["nodes"]:
+            if ended or not is_name(name) or name in taken:
+                raise Damaged(f"a node {name!r}")
+            taken.add(name)
+            args, kwargs = decode(args) if args else (), decode(kwargs) if kwargs else {}
+            if kind == "c":
+                _check_keywords(kwargs)
+                node = append_node(graph, "call_function", name, targets[_place(target)], args, kwargs)
+            elif kind == "p" and is_name(target):
+                node = append_node(graph, "placeholder", name, target, args, kwargs)
+            elif kind == "o" and target == "output":
+                node, ended = append_node(graph, "output", name, target, args, kwargs), True
+            else:
+                raise Damaged(f"a node of kind {kind!r}")
+            node.meta.update([notes[_place(i)] for i in noted])
+            nodes.append(node)
+        gm = graph_module(graph)
+        gm.meta = decode(tree["meta"])
+        return gm
+
+    def _fake(
+        self, size: Any, stride: Any, offset: Any, dtype: Any, device: Any, requires_grad: Any, parameter: Any
+    ) -> Tensor:
+        kind = getattr(torch, dtype)
+        if not isinstance(kind, torch.dtype):
+            raise Damaged(f"{dtype} is no dtype")
+        made = fake_tensor(
+            self._mode, size, stride, offset, kind, torch.device(device), requires_grad and not parameter
+        )
+        return nn.Parameter(made, requires_grad) if parameter else made
+
+
+def is_name(text: object) -> bool:
+    """Whether generated code may have it as a name: this is what keeps text of a file out of code."""
+    return isinstance(text, str) and _NAME.fullmatch(text) is not None and not keyword.iskeyword(text)
+
+
+def _check_keywords(kwargs: Any) -> None:
+    if not isinstance(kwargs, dict) or not all(map(is_name, kwargs)):
+        raise Damaged("arguments without names")
+
+
+def _place(i: Any) -> int:
+    """An index into a table, from its front."""
+    if type(i) is not int or i < 0:
+        raise Damaged(f"no place {i!r}")
+    return i

@@ -1,0 +1,156 @@
+"""Whose code is known by a version, and what of it somebody has replaced.
+
+The files of Python, torch, numpy and autopar are as their versions say (autopar's by content). Of other libraries it
+is the files whose code a model may run, by size and time. All else is the user's, and looked into.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import hashlib
+import importlib.metadata
+import os
+import sys
+import sysconfig
+import time
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+_OURS = str(Path(__file__).parent.parent)
+_AREAS = tuple(os.path.realpath(os.path.join(_OURS, area)) for area in ("passes", "runtime", "models"))
+_TORCH = str(Path(torch.__file__).parent)
+_PATHS = sysconfig.get_paths()
+_SITE = tuple({_PATHS["purelib"], _PATHS["platlib"]})
+_TRUSTED = (_TORCH, str(Path(numpy.__file__).parent), _OURS, *_AREAS)
+_STANDARD = tuple({_PATHS["stdlib"], _PATHS["platstdlib"]})
+_FROZEN = ("<frozen ", "<__array_function__ internals>")
+_LOOKED_AT = (
+    "torch", "torch.nn", "torch.nn.functional", "torch.functional", "torch.nn.init", "torch.utils.checkpoint",
+    "torch.autograd", "torch.special", "torch.linalg", "torch.fft", "torch._tensor", "torch.autograd.function",
+)  # fmt: skip
+
+_LOADED = time.time()  # about when the files of autopar were read
+
+TRUSTED, LIBRARY, USER = "trusted", "library", "user"
+
+
+@functools.lru_cache(4096)
+def owner_of_file(path: str) -> str:
+    """Whose a file of code is."""
+    if path.startswith(_FROZEN):
+        return TRUSTED
+    if path.startswith(tuple(f"{place}{os.sep}" for place in _TRUSTED)):
+        return TRUSTED
+    if path.startswith(tuple(f"{place}{os.sep}" for place in _SITE)):
+        return LIBRARY
+    return TRUSTED if path.startswith(tuple(f"{place}{os.sep}" for place in _STANDARD)) else USER
+
+
+def owner_of_module(name: str | None) -> str:
+    """Whose a module is, by its file; one without a file is the user's if it was made by hand, such as __main__ of a
+    notebook."""
+    if name is None:
+        return USER
+    if name.partition(".")[0] in ("torch", "numpy", "autopar", "builtins"):
+        return TRUSTED
+    module = sys.modules.get(name)
+    file = getattr(module, "__file__", None)
+    if isinstance(file, str):
+        return owner_of_file(file)
+    return TRUSTED if name.partition(".")[0] in sys.stdlib_module_names and name != "__main__" else USER
+
+
+def owner_of_function(function: types.FunctionType) -> str:
+    """Whose code it runs. What was made of a text (a dataclass's methods) belongs to the module around it."""
+    file = function.__code__.co_filename
+    if not file.startswith("<") or file.startswith(_FROZEN):
+        return owner_of_file(file)
+    module = str(function.__globals__.get("__name__"))
+    return TRUSTED if module.startswith("namedtuple_") else owner_of_module(module)
+
+
+def is_foreign(value: object) -> bool:
+    """Whether a function's code is in no file of a library that is known by its version."""
+    return isinstance(value, types.FunctionType) and owner_of_function(value) != TRUSTED
+
+
+@functools.cache
+def own_digest() -> str:
+    """Of all sources of autopar; "" where one is younger than this process, which has read what it was before."""
+    digest = hashlib.blake2b(digest_size=16)
+    for folder in (_OURS, *_AREAS):
+        for file in sorted(Path(folder).rglob("*.py")):
+            if file.stat().st_mtime > _LOADED:
+                return ""
+            digest.update(f"{file.relative_to(folder)}\0".encode())
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+@functools.cache
+def versions() -> tuple[tuple[str, str], ...]:
+    """Of Python, torch and what it computes with."""
+    return (
+        ("python", sys.version), ("torch", torch.__version__), ("git", str(torch.version.git_version)),
+        ("cuda", str(torch.version.cuda)), ("numpy", numpy.__version__), ("autopar", own_digest()),
+    )  # fmt: skip
+
+
+@functools.lru_cache(256)
+def version_of_package(name: str) -> str:
+    """Of the distribution that a top-level package comes from; "" where there is none."""
+    try:
+        return importlib.metadata.version(name) if name else ""
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def replaced() -> Iterator[tuple[str, Any]]:
+    """(where, function) of the functions that somebody has put into torch or into Python's builtins."""
+    for name in _LOOKED_AT:
+        yield from _foreign_in(name, vars(sys.modules[name]))
+    for cls in (torch.Tensor, torch.nn.Parameter, torch.nn.Module, torch.autograd.Function):
+        yield from _foreign_in(cls.__qualname__, vars(cls))
+    for name in ("torch.nn.modules", "torch.nn"):
+        for entry in list(vars(sys.modules[name]).values()):
+            if isinstance(entry, type):
+                yield from _foreign_in(entry.__qualname__, vars(entry))
+    yield from _foreign_in("builtins", vars(builtins))
+
+
+def _foreign_in(where: str, entries: Any) -> Iterator[tuple[str, Any]]:
+    for name, value in list(entries.items()):
+        function = getattr(value, "__func__", value) if isinstance(value, (staticmethod, classmethod)) else value
+        if is_foreign(function):
+            yield f"{where}.{name}", function
+
+
+def renamed() -> Iterator[str]:
+    """What torch's functions are called, where they stand: one in the place of another shows."""
+    for name in ("torch.nn.functional", "torch"):
+        for key, value in vars(sys.modules[name]).items():
+            if isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
+                yield f"{key}={value.__module__}.{value.__qualname__}"
+
+
+def changed_autopar() -> str | None:
+    """Where somebody has put code of their own into autopar, if they have."""
+    for name, module in list(sys.modules.items()):
+        if name != "autopar" and not name.startswith("autopar."):
+            continue
+        for holder in (module, *(x for x in vars(module).values() if _is_class_of(x, name))):
+            for key, value in list(vars(holder).items()):
+                function = getattr(value, "fget", getattr(value, "__func__", value))
+                if isinstance(function, types.FunctionType) and owner_of_function(function) == USER:
+                    return f"{name}.{key}"
+    return None
+
+
+def _is_class_of(x: object, module: str) -> bool:
+    return isinstance(x, type) and x.__module__ == module

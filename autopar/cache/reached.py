@@ -1,0 +1,235 @@
+"""An object as a digest that is the same in every process: by content, with all that is reached from it.
+
+    reached = Reached()
+    reached.add("the model", model)         modules, attributes, hooks, tensors' facts, classes, functions ...
+    reached.digest()                        and what the code of all these reads by name
+
+Classes are their names and all that stands in them; functions their code, what they have closed over, and what they
+read (`code_reached`). A library (`libraries`) is its version; of the one that the model's classes are of, functions
+that may run are followed and what they find under their names is looked at, since people replace such things. Which
+methods may run is decided by name: those that some code that may run names, and those that Python calls by itself.
+
+Raises `CannotTell` for what has no content that can be told: an object of a class written in C, a clock that is read.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import hashlib
+import os
+import re
+import sys
+import types
+from collections.abc import Collection
+from typing import Any
+
+from autopar.adapters.fake import Owned
+from autopar.cache.code_reached import code_digest, environment_read, globals_read, impurity, names_in
+from autopar.cache.libraries import (
+    LIBRARY,
+    TRUSTED,
+    USER,
+    owner_of_function,
+    owner_of_module,
+    version_of_package,
+)
+from autopar.cache.values_reached import CACHED, CannotTell, ReachedValues
+
+_CALLED = {
+    "forward", "train", "eval", "named_parameters", "named_buffers", "named_modules", "modules", "parameters",
+    "buffers", "children", "named_children", "extra_repr",
+}  # fmt: skip
+_NOT_RUN = {"__init__", "__new__", "__init_subclass__", "__repr__", "__str__", "__del__", "__class_getitem__",
+            "__subclasshook__"}  # fmt: skip
+_SKIPPED = {"__dict__", "__weakref__", "__doc__", "__module__", "__qualname__", "_abc_impl", "__abstractmethods__",
+            "__annotations__", "__parameters__", "__orig_bases__", "__static_attributes__", "__firstlineno__",
+            "__match_args__", "__slots__", "__slotnames__", "__annotations_cache__"}  # fmt: skip
+_SESSION = re.compile(r"[0-9a-f]{32}")  # what a library calls a process
+_PLAIN = (bool, int, float, str, type(None), list, tuple)
+
+
+class Reached(ReachedValues):
+    """Grows with every `add`. ``owned``: the tensors of the model that the objects belong to. ``classes``: of its
+    modules; the code of the libraries that they are of is followed, others are their versions."""
+
+    def __init__(self, owned: Owned | None = None, classes: Collection[type] = ()) -> None:
+        super().__init__(owned, classes)
+        self._own_packages = {cls.__module__.partition(".")[0] for cls in classes}
+        self._names: set[str] = set()
+        self._methods: dict[str, list[types.FunctionType]] = {}  # not named yet
+        self._functions: list[types.FunctionType] = []  # to follow
+        self._followed: set[types.FunctionType] = set()
+        self.files: dict[str, str] = {}  # file -> whose
+        self.packages: set[str] = set()
+        self._name_all(_CALLED)
+
+    def add(self, label: str, value: Any) -> None:
+        """Raises CannotTell."""
+        try:
+            self._say(label)
+            self._walk(value)
+            self._follow_all()
+        except RecursionError:
+            raise CannotTell(f"{label} holds itself in a chain that is too long") from None
+
+    def digest(self) -> str:
+        """Of all that was added, the files of the code, and versions of libraries."""
+        for path, owner in sorted(self.files.items()):
+            self._say(f"{path}: {_file_digest(path, owner)}")
+        for name in sorted(self.packages):
+            self._say(f"{name} {version_of_package(name)}")
+        digest = hashlib.blake2b(digest_size=20)
+        for fact in self.facts:
+            data = fact.encode("utf-8", "surrogatepass")
+            digest.update(len(data).to_bytes(8, "little"))
+            digest.update(data)
+        return digest.hexdigest()
+
+    # --- code ---------------------------------------------------------------------------------------------
+
+    def _owner(self, of: types.FunctionType | type) -> str:
+        """Whose code it is. A library that is none of the model's is known by its version."""
+        owner = owner_of_module(of.__module__) if isinstance(of, type) else owner_of_function(of)
+        if owner == LIBRARY:
+            name = of.__module__ if isinstance(of, type) else of.__globals__.get("__name__")
+            package = str(name).partition(".")[0]
+            self.packages.add(package)
+            return LIBRARY if package in self._own_packages else TRUSTED
+        return owner
+
+    def _class(self, cls: type) -> None:
+        owner = self._owner(cls)
+        self._say("class", owner, cls.__module__, cls.__qualname__, len(cls.__mro__))
+        for base in cls.__mro__[1:]:
+            if base is not object:
+                self._walk(base)
+        for name, value in list(vars(cls).items()):
+            function = _function_of(value)
+            if function is not None and (owner != TRUSTED or self._owner(function) != TRUSTED):
+                self._say(name)
+                self._method(name, function)
+                if value is not function and owner == USER:
+                    self._say(type(value).__name__)
+            elif owner == USER and name not in _SKIPPED and not isinstance(value, types.MemberDescriptorType):
+                self._say(name)
+                self._walk(value)
+            elif owner == LIBRARY and name not in _SKIPPED and type(value) in _PLAIN:
+                self._say(name, _plain(value))
+
+    def _method(self, name: str, function: types.FunctionType) -> None:
+        """A function that runs if its name is named: its code counts in any case, what it reads only then."""
+        self._say(code_digest(function.__code__))
+        if name in self._names or (name.startswith("__") and name not in _NOT_RUN):
+            self._function_inside(function)
+        else:
+            self._methods.setdefault(name, []).append(function)
+
+    def _function(self, f: types.FunctionType) -> None:
+        self._say("function", f.__module__, f.__qualname__, code_digest(f.__code__))
+        self._function_inside(f)
+
+    def _function_inside(self, f: types.FunctionType) -> None:
+        owner = self._owner(f)
+        if owner == TRUSTED and not f.__closure__ and not f.__dict__:
+            return
+        before, self._lenient = self._lenient, self._lenient or owner != USER
+        for cell in f.__closure__ or ():
+            try:
+                content = cell.cell_contents
+            except ValueError:
+                self._say("empty")
+                continue
+            self._walk(content)
+        for held in (f.__defaults__, f.__kwdefaults__, f.__dict__):
+            if held:
+                self._walk(held)
+        self._lenient = before
+        if owner != TRUSTED and f not in self._followed:
+            self._followed.add(f)
+            self._functions.append(f)
+
+    def _follow_all(self) -> None:
+        while self._functions:
+            function = self._functions.pop()
+            self._follow(function)
+
+    def _follow(self, f: types.FunctionType) -> None:
+        owner, names = self._owner(f), names_in(f.__code__)
+        file = f.__code__.co_filename
+        if not file.startswith("<"):
+            self.files[file] = owner
+        self._say("reads of", f.__module__, f.__qualname__)
+        before, self._lenient = self._lenient, owner == LIBRARY
+        texts = []
+        for name, value in globals_read(f, names):
+            why = impurity(name, value, names) if owner == USER else None
+            if why:
+                raise CannotTell(f"{f.__qualname__} reads {name}: {why}")
+            if isinstance(value, types.ModuleType) or value is os.environ or value is sys.modules:
+                continue
+            if isinstance(value, str):
+                if owner == LIBRARY and _SESSION.fullmatch(value):
+                    continue
+                texts.append(value)
+            self._say(name)
+            self._named(value)
+        for variable, text in environment_read(names, [*texts, *_texts_in(f.__code__)]):
+            self._say("environment", variable, text)
+        self._lenient = before
+        self._name_all(names)
+
+    def _named(self, value: Any) -> None:
+        """What code reads by name. A class may be called."""
+        if isinstance(value, contextvars.ContextVar):
+            self._say("context variable")
+            self._walk(value.get(None))
+            return
+        self._walk(value)
+        if isinstance(value, type) and self._owner(value) != TRUSTED:
+            for cls in value.__mro__:
+                for name in ("__init__", "__new__"):
+                    function = _function_of(vars(cls).get(name))
+                    if function is not None:
+                        self._function_inside(function)
+
+    def _name_all(self, names: set[str]) -> None:
+        new = names - self._names
+        self._names |= new
+        for name in sorted(new & self._methods.keys()):
+            for function in self._methods.pop(name):
+                self._function_inside(function)
+
+
+def _function_of(value: Any) -> types.FunctionType | None:
+    """That an entry of a class calls."""
+    for name in ("__func__", "fget", "func", "__wrapped__"):
+        if not isinstance(value, types.FunctionType):
+            value = getattr(value, name, value) if type(value) in _WRAPPERS else value
+    return value if isinstance(value, types.FunctionType) else None
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"{type(value).__name__}[{', '.join(map(_plain, value))}]"
+    return repr(value) if type(value) in (bool, int, float, str, type(None)) else type(value).__qualname__
+
+
+def _texts_in(code: types.CodeType) -> list[str]:
+    found = [x for x in code.co_consts if isinstance(x, str)]
+    return found + [text for x in code.co_consts if isinstance(x, types.CodeType) for text in _texts_in(x)]
+
+
+def _file_digest(path: str, owner: str) -> str:
+    """Of a library's file its size and time, of others their content."""
+    try:
+        if owner == LIBRARY:
+            found = os.stat(path)
+            return f"{found.st_size} {found.st_mtime_ns}"
+        with open(path, "rb") as file:
+            return hashlib.blake2b(file.read(), digest_size=16).hexdigest()
+    except OSError:
+        return "none"
+
+
+_WRAPPERS = (staticmethod, classmethod, property, functools.cached_property, CACHED)

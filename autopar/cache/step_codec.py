@@ -1,0 +1,188 @@
+"""A compiled step, or a plan, as sections: "main" has the facts that every rank needs, "graph 0" ... a graph each.
+
+    sections = step_sections(compiled)          {"main": ..., "graph 0": ..., "graph 1": ...}
+    step_of_sections(sections)                  makes the graphs of a part when somebody asks for them
+
+Reading a step makes no graph: a rank of a pipeline makes those that it runs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any
+
+from torch.fx import GraphModule
+
+from autopar.adapters.collector import resting_collector
+from autopar.adapters.fake import new_mode
+from autopar.adapters.lazy import lazy_code
+from autopar.cache.graph_codec import GraphDecoder, GraphEncoder
+from autopar.cache.value_codec import Damaged, Decoder, Encoder, Tree, Unstorable
+from autopar.ir.parameter import ParameterSpec
+from autopar.plan import Plan
+from autopar.runtime.step_facts import known_facts
+from autopar.steps.graphs import Compiled, KnownFacts, Prologue, StepGraph
+
+Sections = Mapping[str, bytes]
+_MAIN = "main"
+_GRAPH = "graph {}"
+
+
+class _StepEncoder(Encoder):
+    """Graphs stand apart, each once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._places: dict[int, int] = {}
+        self.graphs: list[GraphModule] = []
+        for cls in (StepGraph, StoredStepGraph):
+            self.kinds[cls] = lambda x: ["G", self._place(x.graph), self.encode(x.inputs), self.encode(x.outputs)]
+        for kind in (Prologue, StoredPrologue):
+            self.kinds[kind] = lambda x: ["Q", self._place(x.graph), self.encode(x.inputs), self.encode(x.totals)]
+
+    def _place(self, gm: GraphModule) -> int:
+        if id(gm) not in self._places:
+            self._places[id(gm)] = len(self.graphs)
+            self.graphs.append(gm)
+        return self._places[id(gm)]
+
+    def step(self, compiled: Compiled) -> Tree:
+        """All fields but the seconds that were spent, and the local graph's place."""
+        kept = {f.name: getattr(compiled, f.name) for f in fields(Compiled) if f.name not in _APART}
+        known = compiled.known or known_facts(compiled)
+        return [self.encode(kept), self._place(compiled.local), self.encode(compiled.constants), self.encode(known)]
+
+
+_APART = ("local", "timings", "known")
+
+
+def step_sections(compiled: Compiled) -> dict[str, bytes]:
+    """Raises Unstorable."""
+    encoder = _StepEncoder()
+    main = _json(encoder.step(compiled))
+    graphs = [_json(GraphEncoder().graph(gm)) for gm in encoder.graphs]
+    return {_MAIN: main, **{_GRAPH.format(i): text for i, text in enumerate(graphs)}}
+
+
+def plan_sections(made: tuple[Plan, tuple[ParameterSpec, ...]]) -> dict[str, bytes]:
+    """Raises Unstorable."""
+    return {_MAIN: _json(Encoder().encode(made))}
+
+
+def _json(tree: Tree) -> bytes:
+    try:
+        return json.dumps(tree, separators=(",", ":"), allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        raise Unstorable(str(error)) from error
+
+
+# --- reading ----------------------------------------------------------------------------------------------
+
+
+class _MadeLater:
+    """Whose ``graph`` is made when it is asked for."""
+
+    _make: Callable[[], GraphModule]
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "graph" or "_make" not in self.__dict__:
+            raise AttributeError(name)
+        made = self.__dict__["graph"] = self._make()
+        return made
+
+
+class StoredStepGraph(_MadeLater, StepGraph):
+    """A step graph of a file."""
+
+
+class StoredPrologue(_MadeLater, Prologue):
+    """A prologue of a file."""
+
+
+class StoredStep(Compiled):
+    """A compiled step of a file: its local graph, which reports look at, is made when it is asked for."""
+
+    _make: Callable[[], GraphModule]
+    _constants: dict[str, Any]
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "local" or "_make" not in self.__dict__:
+            raise AttributeError(name)
+        made = self.__dict__["local"] = self._make()
+        return made
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        return self._constants
+
+
+class _StepDecoder(Decoder):
+    def __init__(self, sections: Sections) -> None:
+        super().__init__()
+        self._sections = sections
+        self._mode: Any = None
+        self._made: dict[int, GraphModule] = {}
+        self.kinds["G"] = lambda x: self._later(StoredStepGraph, StepGraph, x)
+        self.kinds["Q"] = lambda x: self._later(StoredPrologue, Prologue, x)
+
+    def _later(self, cls: Any, base: Any, x: list[Tree]) -> Any:
+        names = [f.name for f in fields(base) if f.name != "graph"]
+        made = object.__new__(cls)
+        made._make = self.maker(x[1])
+        for name, value in zip(names, x[2:], strict=True):
+            setattr(made, name, self.decode(value))
+        return made
+
+    def maker(self, place: Any) -> Callable[[], GraphModule]:
+        """Makes a graph once, whoever asks."""
+        if _GRAPH.format(place) not in self._sections:
+            raise Damaged(f"no graph {place}")
+
+        def make() -> GraphModule:
+            if place not in self._made:
+                self._mode = self._mode or new_mode()
+                with lazy_code(), resting_collector():
+                    self._made[place] = GraphDecoder(self._mode).graph(_tree(self._sections, _GRAPH.format(place)))
+            return self._made[place]
+
+        return make
+
+    def step(self) -> StoredStep:
+        main, place, constants, known = _tree(self._sections, _MAIN)
+        kept, made = self.decode(main), object.__new__(StoredStep)
+        wanted = {f.name for f in fields(Compiled)} - {*_APART}
+        if not isinstance(kept, dict) or kept.keys() != wanted:
+            raise Damaged("a step of other fields")
+        made.__dict__.update(kept)
+        made._make, made._constants, made.timings = self.maker(place), self.decode(constants), {}
+        made.known = self.decode(known)
+        if not isinstance(made.known, KnownFacts) or not isinstance(made.plan, Plan):
+            raise Damaged("a step without a plan or facts")
+        return made
+
+
+def step_of_sections(sections: Sections) -> StoredStep:
+    """The inverse of `step_sections`. Raises Damaged."""
+    try:
+        return _StepDecoder(sections).step()
+    except (LookupError, TypeError, ValueError) as error:
+        raise error if isinstance(error, Damaged) else Damaged(f"no step: {error}") from error
+
+
+def plan_of_sections(sections: Sections) -> tuple[Plan, tuple[ParameterSpec, ...]]:
+    """The inverse of `plan_sections`. Raises Damaged."""
+    found = Decoder().decode(_tree(sections, _MAIN))
+    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Plan)):
+        raise Damaged("no plan")
+    if not isinstance(found[1], tuple) or not all(isinstance(spec, ParameterSpec) for spec in found[1]):
+        raise Damaged("no parameters")
+    return found
+
+
+def _tree(sections: Sections, name: str) -> Tree:
+    try:
+        return json.loads(sections[name])
+    except (KeyError, ValueError, RecursionError) as error:
+        raise Damaged(f"no section {name}") from error

@@ -1,0 +1,297 @@
+"""Values as JSON and back, exactly: what a file of the cache may hold.
+
+    (1, 2.0, torch.float32)   -->   ["t", 1, ["f", "0x1.0p+1"], ["y", "float32"]]
+
+Reading runs nothing: no pickle, no text that becomes code, no import. A class is looked up among those that are loaded
+and must be a dataclass, a named tuple or an enum of autopar (any class, where it stands for the type of a container);
+a call target must be one that steps call. Whatever else a value is made of cannot be stored: `Unstorable`.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import dataclasses
+import enum
+import functools
+import math
+import operator
+import sys
+import types
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.immutable_collections import immutable_dict, immutable_list
+
+from autopar.adapters.graph_data import TreeSpec, parts_of_spec, spec_of
+from autopar.adapters.operators import OpOverload, argument_defaults, name_of, overload_of
+from autopar.rules.core import CORE
+from autopar.rules.table import RULES
+
+Tree = Any  # what json takes
+NAMESPACES = ("aten", "prims", "autopar")  # of operators whose meaning the versions of torch and autopar tell
+_OPERATORS = (
+    "getitem", "add", "sub", "mul", "floordiv", "truediv", "mod", "neg", "pow", "eq", "ne", "lt", "le", "gt", "ge",
+)  # fmt: skip
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **{f"operator.{name}": getattr(operator, name) for name in _OPERATORS},
+    **{f.__name__: f for f in (*RULES, *CORE) if isinstance(f, types.FunctionType)},  # those that have a rule
+    "math.ceil": math.ceil, "math.floor": math.floor, "max": max, "min": min,
+}  # fmt: skip
+_NAMES = {function: name for name, function in _FUNCTIONS.items()}
+_LARGEST = 1 << 26  # bytes of a constant
+
+
+class Unstorable(Exception):
+    """Something that a file cannot hold, in words."""
+
+
+class Damaged(ValueError):
+    """What no encoder has written."""
+
+
+# --- to JSON ----------------------------------------------------------------------------------------------
+
+
+class Encoder:
+    """``encode(value)``; subclasses know further types."""
+
+    def __init__(self) -> None:
+        self.kinds: dict[type, Callable[[Any], Tree]] = {
+            **dict.fromkeys((type(None), bool, int, str), lambda x: x),
+            float: lambda x: ["f", x.hex()],
+            complex: lambda x: ["i", x.real.hex(), x.imag.hex()],
+            bytes: lambda x: ["b", base64.b64encode(x).decode()],
+            tuple: lambda x: ["t", *map(self.encode, x)],
+            list: lambda x: ["l", *map(self.encode, x)],
+            immutable_list: lambda x: ["L", *map(self.encode, x)],
+            torch.Size: lambda x: ["S", *map(self.encode, x)],
+            set: lambda x: ["s", *map(self.encode, x)],
+            frozenset: lambda x: ["z", *map(self.encode, x)],
+            dict: lambda x: ["d", *self._items(x)],
+            immutable_dict: lambda x: ["M", *self._items(x)],
+            collections.OrderedDict: lambda x: ["o", *self._items(x)],
+            collections.Counter: lambda x: ["C", *self._items(x)],
+            slice: lambda x: [":", self.encode(x.start), self.encode(x.stop), self.encode(x.step)],
+            type(...): lambda x: ["..."],
+            Fraction: lambda x: ["/", x.numerator, x.denominator],
+            torch.dtype: lambda x: ["y", str(x).removeprefix("torch.")],
+            torch.layout: lambda x: ["y", str(x).removeprefix("torch.")],
+            torch.memory_format: lambda x: ["y", str(x).removeprefix("torch.")],
+            torch.device: lambda x: ["v", str(x)],
+            OpOverload: lambda x: ["O", *operator_name(x)],
+            type: lambda x: ["c", *class_name(x)],
+            Tensor: self._constant,
+        }
+
+    def encode(self, value: Any) -> Tree:
+        """Raises Unstorable."""
+        known = self.kinds.get(type(value))
+        return known(value) if known is not None else self._other(value)
+
+    def _items(self, entries: Any) -> list[Tree]:
+        return [self.encode(x) for pair in entries.items() for x in pair]
+
+    def _other(self, value: Any) -> Tree:
+        kind = type(value)
+        if isinstance(value, TreeSpec):
+            container, context, entries = parts_of_spec(value)
+            kept = "namedtuple" if container is collections.namedtuple else self.encode(container)
+            return ["T", kept, self.encode(context), *map(self.encode, entries)]
+        if isinstance(value, type):
+            return ["c", *class_name(value)]
+        if callable(value) and value in _NAMES:
+            return ["F", _NAMES[value]]
+        if isinstance(value, enum.Enum):
+            return ["e", *_own_class(kind), value.name]
+        if isinstance(value, tuple) and hasattr(kind, "_fields"):
+            return ["N", *_own_class(kind), *map(self.encode, value)]
+        if dataclasses.is_dataclass(kind):
+            names = _fields_of(kind)
+            kept = {name for cls in kind.__mro__ for name, x in vars(cls).items() if _is_cached(x)}
+            if not set(getattr(value, "__dict__", ())) <= {*names, *kept}:
+                raise Unstorable(f"a {kind.__qualname__} with attributes beside its fields")
+            return ["D", *_own_class(kind), *(self.encode(getattr(value, name)) for name in names)]
+        raise Unstorable(f"a {kind.__module__}.{kind.__qualname__}")
+
+    def _constant(self, x: Tensor) -> Tree:
+        """A real tensor, by its bytes; one on the meta device by what it is."""
+        if x.layout != torch.strided or x.requires_grad or x.nbytes > _LARGEST or x.device.type not in ("cpu", "meta"):
+            raise Unstorable(f"a constant {tuple(x.shape)} on {x.device}")
+        data = None if x.is_meta else _bytes_of(x.contiguous())
+        kind = str(x.dtype).removeprefix("torch.")
+        return ["x", kind, list(x.shape), list(x.stride()), None if data is None else base64.b64encode(data).decode()]
+
+
+def _is_cached(x: object) -> bool:
+    return isinstance(x, functools.cached_property)
+
+
+def _bytes_of(x: Tensor) -> bytes:
+    return bytes(x.reshape(-1).view(torch.uint8).numpy()) if x.numel() else b""
+
+
+def operator_name(op: OpOverload) -> tuple[str, str, str]:
+    """("aten", "add", "Tensor"). Raises Unstorable for an operator of others. (Torch has some objects twice.)"""
+    space, _, name = name_of(op).partition("::")
+    known = find_operator(space, name, overload_of(op))
+    if known is None or argument_defaults(known) != argument_defaults(op):
+        raise Unstorable(f"the operator {op}, which is neither torch's nor autopar's")
+    return space, name, overload_of(op)
+
+
+def class_name(cls: type) -> tuple[str, str]:
+    """(module, qualified name). Raises Unstorable for a class that is not found there again."""
+    if find_class(cls.__module__, cls.__qualname__) is not cls:
+        raise Unstorable(f"the class {cls.__qualname__}, which its module does not have under this name")
+    return cls.__module__, cls.__qualname__
+
+
+def _own_class(cls: type) -> tuple[str, str]:
+    names = class_name(cls)
+    if not _is_ours(names[0]):
+        raise Unstorable(f"a {cls.__module__}.{cls.__qualname__}")
+    return names
+
+
+def _is_ours(module: str) -> bool:
+    return module == "autopar" or module.startswith("autopar.")
+
+
+@functools.cache
+def _fields_of(cls: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(cls))
+
+
+# --- from JSON --------------------------------------------------------------------------------------------
+
+
+class Decoder:
+    """``decode(tree)`` is the inverse of `Encoder.encode`; Damaged for what that never gives."""
+
+    def __init__(self) -> None:
+        decode = self.decode
+        self.kinds: dict[str, Callable[[list[Tree]], Any]] = {
+            "f": lambda x: float.fromhex(x[1]),
+            "i": lambda x: complex(float.fromhex(x[1]), float.fromhex(x[2])),
+            "b": lambda x: base64.b64decode(x[1], validate=True),
+            "t": lambda x: tuple([decode(y) for y in x[1:]]),
+            "l": lambda x: [decode(y) for y in x[1:]],
+            "L": lambda x: immutable_list([decode(y) for y in x[1:]]),
+            "S": lambda x: torch.Size([decode(y) for y in x[1:]]),
+            "s": lambda x: {decode(y) for y in x[1:]},
+            "z": lambda x: frozenset([decode(y) for y in x[1:]]),
+            "d": self._items,
+            "M": lambda x: immutable_dict(self._items(x)),
+            "o": lambda x: collections.OrderedDict(self._items(x)),
+            "C": lambda x: collections.Counter(self._items(x)),
+            ":": lambda x: slice(decode(x[1]), decode(x[2]), decode(x[3])),
+            "...": lambda x: ...,
+            "/": lambda x: Fraction(decode(x[1]), decode(x[2])),
+            "y": lambda x: _of_torch(x[1]),
+            "v": lambda x: torch.device(x[1]),
+            "O": lambda x: found(find_operator(x[1], x[2], x[3]), x),
+            "F": lambda x: _FUNCTIONS[x[1]],
+            "c": lambda x: found(find_class(x[1], x[2]), x),
+            "T": self._spec,
+            "e": lambda x: self._class(x, enum.Enum)[x[3]],
+            "N": self._named,
+            "D": self._dataclass,
+            "x": self._constant,
+        }
+
+    def decode(self, tree: Tree) -> Any:
+        """Raises Damaged."""
+        if type(tree) is not list:
+            return tree
+        try:
+            return self.kinds[tree[0]](tree)
+        except Damaged:
+            raise
+        except (LookupError, TypeError, ValueError, RuntimeError, ArithmeticError, AttributeError) as error:
+            raise Damaged(f"a value that cannot be: {str(tree)[:80]}") from error
+
+    def _items(self, x: list[Tree]) -> dict[Any, Any]:
+        if not len(x) % 2:
+            raise Damaged("a key without a value")
+        return {self.decode(x[i]): self.decode(x[i + 1]) for i in range(1, len(x), 2)}
+
+    def _spec(self, x: list[Tree]) -> Any:
+        kind: Any = collections.namedtuple if x[1] == "namedtuple" else self.decode(x[1])
+        return spec_of(kind, self.decode(x[2]), [self.decode(y) for y in x[3:]])
+
+    def _class(self, x: list[Tree], kind: type | None = None) -> Any:
+        cls: Any = found(find_class(x[1], x[2]) if _is_ours(x[1]) else None, x)
+        fits = dataclasses.is_dataclass(cls) if kind is None else issubclass(cls, kind)
+        return found(cls if fits else None, x)
+
+    def _named(self, x: list[Tree]) -> Any:
+        cls = self._class(x, tuple)
+        return found(cls if len(cls._fields) == len(x) - 3 else None, x)(*map(self.decode, x[3:]))
+
+    def _dataclass(self, x: list[Tree]) -> Any:
+        """Its fields as they were: not checked once more."""
+        cls = self._class(x)
+        return filled_dataclass(cls, [self.decode(y) for y in x[3:]])
+
+    def _constant(self, x: list[Tree]) -> Tensor:
+        dtype, shape, stride = _of_torch(x[1]), x[2], x[3]
+        if x[4] is None:
+            return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        data = base64.b64decode(x[4], validate=True)
+        if len(data) != math.prod(shape) * dtype.itemsize or len(data) > _LARGEST:
+            raise Damaged("a constant of another size")
+        flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        made = torch.empty_strided(shape, stride, dtype=dtype)
+        return made.copy_(flat.reshape(shape))
+
+
+def filled_dataclass(cls: Any, values: list[Any]) -> Any:
+    """An object of a dataclass with these values in its fields; nothing of the class runs."""
+    names = _fields_of(cls)
+    if len(names) != len(values):
+        raise Damaged(f"a {cls.__qualname__} of {len(values)} fields")
+    made = object.__new__(cls)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(made, name, value)
+    return made
+
+
+def found(what: Any, x: list[Tree]) -> Any:
+    """``what``. Raises Damaged where there is none."""
+    if what is None:
+        raise Damaged(f"nothing is known as {x[1:4]}")
+    return what
+
+
+def _of_torch(name: str) -> Any:
+    value = getattr(torch, name, None)
+    if not isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+        raise Damaged(f"{name} is no dtype")
+    return value
+
+
+def _is_name(text: object) -> bool:
+    return isinstance(text, str) and text.isidentifier()
+
+
+def find_operator(space: str, name: str, overload: str) -> OpOverload | None:
+    """An operator of torch or autopar."""
+    if space not in NAMESPACES or not (_is_name(name) and _is_name(overload)):
+        return None
+    packet = getattr(getattr(torch.ops, space), name, None)
+    op = getattr(packet, overload, None)
+    return op if isinstance(op, OpOverload) and overload_of(op) == overload else None
+
+
+def find_class(module: str, name: str) -> type | None:
+    """A class of a module that is loaded."""
+    here: Any = sys.modules.get(module) if isinstance(module, str) else None
+    for part in name.split("."):
+        if here is None or not _is_name(part) or part.startswith("__"):
+            return None
+        here = vars(here).get(part) if hasattr(here, "__dict__") else None
+    return here if isinstance(here, type) else None
