@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import builtins
 import hashlib
+import importlib
 import os
+import re
 import sys
 import types
 from collections.abc import Iterable, Iterator
@@ -22,6 +24,8 @@ _IMPURE_MODULES = {
     "time", "posix", "nt", "io", "_io", "_socket", "socket", "subprocess", "tempfile", "glob", "shutil", "secrets",
     "uuid", "platform", "urllib.request", "genericpath",
 }  # fmt: skip
+_ENVIRONMENT = {"environ", "getenv", "environb"}
+_OF_TEXTS = (eval, exec, compile, __import__, importlib.import_module)
 _PURE = {"getenv", "fspath", "cpu_count"}
 _READS_FILES = {"read_text", "read_bytes", "open", "exists", "is_file", "is_dir", "iterdir", "glob", "stat"}
 _CLOCKS = {"now", "today", "utcnow"}
@@ -79,8 +83,16 @@ def globals_read(function: types.FunctionType, names: Iterable[str]) -> Iterator
         elif name in _BUILTINS:
             yield name, _BUILTINS[name]
     for name in function.__code__.co_names:  # of imports within it
-        if name not in scope and (module := sys.modules.get(name)) is not None:
+        for module in _imported(name, str(scope.get("__package__") or scope.get("__name__") or "")):
             yield from _inside(name, module, names, set())
+
+
+def _imported(name: str, package: str) -> Iterator[types.ModuleType]:
+    """Modules that an import of this name within a package may mean."""
+    parts = package.split(".")
+    for path in (name, *(f"{'.'.join(parts[:i])}.{name}" for i in range(1, len(parts) + 1))):
+        if (module := sys.modules.get(path)) is not None:
+            yield module
 
 
 def _inside(path: str, value: Any, names: list[str], seen: set[int]) -> Iterator[tuple[str, Any]]:
@@ -93,15 +105,21 @@ def _inside(path: str, value: Any, names: list[str], seen: set[int]) -> Iterator
         entry = entries.get(name)
         if others and isinstance(entry, types.ModuleType) and entry.__name__.partition(".")[0] != package:
             continue
+        if name not in entries and not others and "__getattr__" in entries:
+            yield f"{path}.__getattr__", entries["__getattr__"]
         if name in entries:
             yield f"{path}.{name}", entries[name]
             yield from _inside(f"{path}.{name}", entries[name], names, seen)
 
 
-def environment_read(names: Iterable[str], texts: Iterable[str]) -> Iterator[tuple[str, str | None]]:
-    """(name, value) of the environment's variables that code may read: those that it names."""
-    if not {"environ", "getenv", "environb"}.isdisjoint(names):
-        yield from ((text, os.environ.get(text)) for text in sorted({*texts, *names}))
+def environment_read(names: set[str], texts: Iterable[str]) -> dict[str, str | None] | None:
+    """The environment's variables that code may read, those that it names; None where it makes up names."""
+    if _ENVIRONMENT.isdisjoint(names):
+        return {}
+    known = sorted({*texts, *names} - _ENVIRONMENT)
+    if not any(re.fullmatch("[A-Z][A-Z0-9_]*", text) for text in known):
+        return None
+    return {text: os.environ.get(text) for text in known}
 
 
 def impurity(name: str, value: Any, names: set[str]) -> str | None:
@@ -113,6 +131,8 @@ def impurity(name: str, value: Any, names: set[str]) -> str | None:
         return "files" if value.__module__.startswith("pathlib") and names & _READS_FILES else None
     if not callable(value):
         return None
+    if any(value is f for f in _OF_TEXTS):
+        return "code that is found by a text"
     last = name.rpartition(".")[2]
     module = getattr(value, "__module__", None)
     if value is builtins.open or value is builtins.input or (module in _IMPURE_MODULES and last not in _PURE):

@@ -29,9 +29,10 @@ log = logging.getLogger("autopar.cache")
 VARIABLE, SIZE_VARIABLE = "AUTOPAR_CACHE", "AUTOPAR_CACHE_SIZE"
 OFF = ("0", "off", "no", "false")
 DEFAULT_SIZE = 2 << 30  # bytes
-PATIENCE = 1800.0  # seconds to wait for another rank's compilation
+PATIENCE = 300.0  # seconds to wait for another rank's compilation
 _POLL = 0.02  # seconds
 _OLD = 3600.0  # seconds after which a file that was never finished goes
+_FORGOTTEN = 30 * 86400.0  # seconds after which notes beside entries go
 _VERSION = "steps-1"
 _KEY = re.compile(r"[0-9a-f]{40}")
 
@@ -101,6 +102,8 @@ class EntryFolder:
             waited = self._wait(handle, self._path(key))
             yield not waited
         finally:
+            with contextlib.suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_UN)  # a process that was forked meanwhile has the file open, too
             os.close(handle)
 
     def _wait(self, handle: int, path: Path) -> bool:
@@ -128,7 +131,7 @@ class EntryFolder:
             return None
 
     def refuse(self, key: str) -> None:
-        """Note that a compilation cannot be stored: the next one waits for nobody."""
+        """Note that a compilation could not be stored: the next one waits for nobody."""
         with contextlib.suppress(OSError):
             self._make()
             self._path(key).with_suffix(".never").touch(0o600)
@@ -167,7 +170,8 @@ class EntryFolder:
                     path.with_suffix(suffix).unlink()
             left -= facts.st_size
         for path, facts in self._stats(""):
-            if path.name.startswith("unfinished-") and time.time() - facts.st_mtime > _OLD:
+            age, unfinished = time.time() - facts.st_mtime, path.name.startswith("unfinished-")
+            if (unfinished and age > _OLD) or (path.suffix in (".never", ".lock") and age > _FORGOTTEN):
                 with contextlib.suppress(OSError):
                     path.unlink()
 

@@ -101,6 +101,8 @@ class Reached(ReachedValues):
     def _class(self, cls: type) -> None:
         owner = self._owner(cls)
         self._say("class", owner, cls.__module__, cls.__qualname__, len(cls.__mro__))
+        if type(cls) is not type:
+            self._walk(type(cls))
         for base in cls.__mro__[1:]:
             if base is not object:
                 self._walk(base)
@@ -131,7 +133,7 @@ class Reached(ReachedValues):
 
     def _function_inside(self, f: types.FunctionType) -> None:
         owner = self._owner(f)
-        if owner == TRUSTED and not f.__closure__ and not f.__dict__:
+        if owner == TRUSTED and not f.__closure__:
             return
         before, self._lenient = self._lenient, self._lenient or owner != USER
         for cell in f.__closure__ or ():
@@ -141,7 +143,7 @@ class Reached(ReachedValues):
                 self._say("empty")
                 continue
             self._walk(content)
-        for held in (f.__defaults__, f.__kwdefaults__, f.__dict__):
+        for held in (f.__defaults__, f.__kwdefaults__, f.__dict__) if owner != TRUSTED else ():
             if held:
                 self._walk(held)
         self._lenient = before
@@ -174,7 +176,10 @@ class Reached(ReachedValues):
                 texts.append(value)
             self._say(name)
             self._named(value)
-        for variable, text in environment_read(names, [*texts, *_texts_in(f.__code__)]):
+        variables = environment_read(names, [*texts, *_texts_in(f.__code__)])
+        if variables is None and owner == USER:
+            raise CannotTell(f"{f.__qualname__} reads variables of the environment whose names it makes up")
+        for variable, text in (variables or {}).items():
             self._say("environment", variable, text)
         self._lenient = before
         self._name_all(names)

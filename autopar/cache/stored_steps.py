@@ -104,6 +104,9 @@ def _stored(
     except CannotTell as why:
         log.debug("%s of %s is not cached: %s", about["kind"], about["model"], why)
         return make()
+    except Exception:  # objects may do anything when they are looked at; a model is compiled all the same
+        log.debug("%s of %s is not cached", about["kind"], about["model"], exc_info=True)
+        return make()
     start = time.perf_counter()
 
     def read() -> T | None:
@@ -118,7 +121,7 @@ def _stored(
     if found is not None:
         return found
     if folder.is_refused(key):
-        return make()
+        return _made(make, folder, key, pack, about, key_of)
     with folder.turn(key) as first:
         if not first and (found := read()) is not None:
             return found
@@ -157,6 +160,9 @@ def _made(
         folder.write(key, about | {"created": time.time(), "warned": warned}, pack(made))
     except (Unstorable, CannotTell) as why:
         log.debug("%s of %s is not stored: %s", about["kind"], about["model"], why)
+        folder.refuse(key)
+    except Exception:  # as above
+        log.debug("%s of %s is not stored", about["kind"], about["model"], exc_info=True)
         folder.refuse(key)
     return made
 

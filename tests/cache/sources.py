@@ -68,6 +68,15 @@ EDITS: dict[str, tuple[str, str, str]] = {
     "an attribute of an object": (
         calling("o.n", "class C: pass\no = C()\no.n = 2\n"), "o.n = 2", "o.n = 3",
     ),
+    "a class's class": (
+        calling("C.n", "class M(type):\n    @property\n    def n(cls): return 2\nclass C(metaclass=M): pass\n"),
+        "return 2", "return 3",
+    ),
+    "a global by its text": (calling("globals()['SCALE']", "SCALE = 2\n"), "SCALE = 2", "SCALE = 3"),
+    "a partial method": (
+        calling("o.f()", "class C:\n    def g(self, n): return n\n    f = functools.partialmethod(g, 2)\no = C()\n"),
+        "(g, 2)", "(g, 3)",
+    ),
     "slots": (calling("o.n", "class C:\n    __slots__ = ('n',)\no = C()\no.n = 2\n"), "o.n = 2", "o.n = 3"),
     "a dataclass": (
         calling("o.n", "@dataclasses.dataclass\nclass C:\n    n: int = 2\no = C()\n"), "int = 2", "int = 3",
@@ -98,6 +107,9 @@ READS = {
     "a path": calling("float(Path('n').read_text())", "from pathlib import Path\n"),
     "a file, behind a helper": calling("helper()", "def helper(): return float(open('n').read())\n"),
     "a folder": calling("len(os.listdir('.'))"),
+    "a name made up": calling("float(os.environ[f'users_{x.dim()}'])"),
+    "a text that is code": calling("eval('1 + 1')"),
+    "a module by a text": calling("__import__('users_other').n"),
     "its process": calling("os.getpid()"),
     "a file in an object that it makes": calling(
         "C().n", "class C:\n    def __init__(self): self.n = float(open('n').read())\n"

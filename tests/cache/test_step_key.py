@@ -111,17 +111,28 @@ def test_another_file(tmp_path: Path) -> None:
     """What is imported from a file of the user's, at the top or within the forward."""
     for source in (
         calling("users_other.helper()", "import users_other\n"),
+        calling("users_other.made_up", "import users_other\n"),
         calling("helper()", "from users_other import helper\n"),
-        calling("__import__('users_other').helper()"),
         NET.replace(CALLS, "        import users_other\n        return self.up(x).mean() * users_other.helper()\n"),
+        NET.replace(CALLS, "        from users_other import helper\n        return self.up(x).mean() * helper()\n"),
     ):
         keys = []
         for value in (2, 2, 3):
-            load(f"N = {value}\ndef helper(): return N\n", tmp_path, "users_other")
+            load(f"N = {value}\ndef helper(): return N\ndef __getattr__(name): return N\n", tmp_path, "users_other")
             keys.append(key(source, tmp_path))
-        assert keys[0] == keys[1]
-        if "__import__" not in source:
-            assert keys[0] != keys[2]
+        assert keys[0] == keys[1] != keys[2]
+
+
+def test_a_file_of_the_same_package(tmp_path: Path) -> None:
+    source = NET.replace(CALLS, "        from .other import helper\n        return self.up(x).mean() * helper()\n")
+    keys = []
+    for value in (2, 2, 3):
+        load(f"def helper(): return {value}\n", tmp_path, "users_package.other")
+        module = load("", tmp_path, "users_package.model")
+        module.__package__ = "users_package"
+        exec(compile(HEAD + source, str(tmp_path / "users_package.model.py"), "exec"), module.__dict__)
+        keys.append(key_of(skeleton_of(module.Net())))
+    assert keys[0] == keys[1] != keys[2]
 
 
 def test_a_class_of_the_same_name(tmp_path: Path) -> None:
