@@ -199,8 +199,3 @@ def _fields(kind: Any, value: Any, at: str, readers: Readers) -> Any:
 def _hints(kind: Any) -> dict[str, Any]:
     hints = typing.get_type_hints(kind)
     return {f.name: hints[f.name] for f in dataclasses.fields(kind)}
-
-
-def told_apart(x: Any) -> tuple[Any, Any]:
-    """A number, text or the like as a part of a key: 1, 1.0 and True are three, so are 0.0 and -0.0, and nan is nan."""
-    return (type(x), repr(x)) if type(x) in (float, complex) else (type(x), x)

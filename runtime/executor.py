@@ -39,7 +39,7 @@ from autopar.runtime.step_values import Routes, unit_of
 from autopar.schedule.order import BACKWARD, Action
 from autopar.schedule.stream_checks import links
 from autopar.steps.graphs import Compiled, StepGraph
-from autopar.steps.of_rank import graphs_of_all, lowered_order
+from autopar.steps.of_rank import graphs_of_rank, lowered_order
 from autopar.steps.value_names import output
 
 GIVEN = ("input", "seed")  # kinds of values that are others in every step
@@ -121,6 +121,7 @@ class Executor:
         self._recorded = self._recorder() if records else None
 
     def _recorder(self) -> RecordedStep:
+        mine = graphs_of_rank(self.compiled.pipeline, self.compiled.prologue, self.groups.coordinate.get(AXIS, 0))
         loaded = (self.specs.get(name) for _, name, _ in self.program.loads)
         kinds = {spec.name: spec.kind for spec in loaded if spec is not None and spec.kind not in MADE}
         return RecordedStep(
@@ -128,7 +129,7 @@ class Executor:
             [name for name, kind in kinds.items() if kind not in GIVEN],
             [name for name, kind in kinds.items() if kind in GIVEN],
             self._sent,
-            reason=why_not(graphs_of_all(self.compiled.pipeline, self.compiled.prologue), self.groups.device),
+            reason=why_not((gm for gm, _ in mine.values()), self.groups.device),
             world=not self._alone and self.groups.device.type == "cuda",
         )
 

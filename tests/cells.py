@@ -159,12 +159,12 @@ def _given(cell: Cell) -> Iterator[None]:
         assert facts["train"] and facts["exact"] and facts["outputs"] == ()
         return made
 
-    before = api.plan_model, api.compile_model
-    api.plan_model, api.compile_model = plan_model, compile_model  # type: ignore[assignment]
+    before = api.stored_plan, api.stored_step
+    api.stored_plan, api.stored_step = plan_model, compile_model  # type: ignore[assignment]
     try:
         yield
     finally:
-        api.plan_model, api.compile_model = before
+        api.stored_plan, api.stored_step = before
 
 
 @dataclass(frozen=True)

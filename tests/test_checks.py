@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from autopar.adapters.fake import new_mode
 from autopar.compile.model import compile_model
@@ -19,6 +20,7 @@ from autopar.options import Options
 from autopar.passes.bucket_gathers import BucketGathers
 from autopar.passes.in_order import STEP_PASSES
 from autopar.passes.prefetch_gathers import PrefetchGathers
+from autopar.rewrite import checks
 from autopar.rewrite.checks import PlacementError, check_functional, check_placements, check_types
 from autopar.rewrite.compilation import Compilation
 from autopar.rewrite.pass_manager import PassManager
@@ -88,6 +90,25 @@ def test_wrong_mark_is_caught() -> None:
     set_placement(node, "tp", PARTIAL)
     with pytest.raises(PlacementError, match=r"is marked P, its operands make it S\(2\)"):
         check_types(gm, ctx, [node])
+
+
+def test_only_what_has_changed_is_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments, and everything noted on a node or on what it takes that a check reads."""
+    gm, ctx = typed("llama", "dp=2,tp=2", {})
+    asked: list[Node] = []
+    monkeypatch.setattr(checks, "_check_call", lambda node, axis, ctx: asked.append(node))
+    check_placements(gm, ctx)
+    assert not asked
+    node = next(n for n in gm.graph.nodes if n.target is torch.ops.aten.linear.default)
+    concerned = {node, *(user for user in node.users if user.op == "call_function")}
+    for key in ("val", "placements", "result_placements", "global_shape", "has_gradient", "conversion", "dealt"):
+        node.meta[key] = copy.copy(node.meta[key]) if key == "placements" else object()
+        check_placements(gm, ctx)
+        assert set(asked) == concerned, key
+        asked.clear()
+    node.args = (*node.args,)
+    check_placements(gm, ctx)
+    assert set(asked) == {node} and len(asked) == len(ctx.mesh.cut_order)
 
 
 def test_parameter_must_be_as_planned() -> None:

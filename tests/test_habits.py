@@ -129,14 +129,14 @@ def close(a: Tensor, b: Tensor, tolerance: float) -> bool:
 
 def all_habits(when: str) -> dict[str, str]:
     """The habits of a time that are not as their line says."""
-    originals = api.plan_model, api.compile_model
-    api.plan_model, api.compile_model = map(remembered, originals)
+    originals = api.stored_plan, api.stored_step
+    api.stored_plan, api.stored_step = map(remembered, originals)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found = {h.what: differences(h) for h in ALL if h.when == when}
     finally:
-        api.plan_model, api.compile_model = originals
+        api.stored_plan, api.stored_step = originals
     return {k: v for k, v in found.items() if v}
 
 
@@ -192,9 +192,9 @@ def many_states() -> None:
 
 
 def test_a_state_that_changes_at_every_step_is_told() -> None:
-    originals = api.plan_model, api.compile_model
-    api.plan_model, api.compile_model = map(remembered, originals)  # before the ranks are forked
+    originals = api.stored_plan, api.stored_step
+    api.stored_plan, api.stored_step = map(remembered, originals)  # before the ranks are forked
     try:
         run_ranks(1, many_states)
     finally:
-        api.plan_model, api.compile_model = originals
+        api.stored_plan, api.stored_step = originals

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from autopar import rules
+from autopar.adapters.keys import told_apart
 from autopar.compile.model import compile_model
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import INVARIANT, Pieces, Placement, Shard
@@ -17,7 +18,6 @@ from autopar.models.tiny import TINY
 from autopar.options import Options
 from autopar.rules import RULES, Rule, RuleError, apply, known_rules
 from autopar.rules.call import Call, RuleFunction
-from autopar.values import told_apart
 from tests.soundness import call, graph_of
 
 CELLS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
@@ -91,7 +91,7 @@ def test_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mesh, options = CELLS[name]
     tiny = TINY[name]
     compile_model(tiny.build(), tiny.batch(8, 16), Mesh.of(**mesh), Options(**options))
-    assert hits["rule"] > 500 and hits["results"] > 500
+    assert hits["rule"] > 300 and hits["results"] > 300
 
 
 def test_what_a_key_tells_apart() -> None:

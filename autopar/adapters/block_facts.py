@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
 from autopar.adapters.frozen import state_of
+from autopar.adapters.keys import told_apart
 from autopar.adapters.names_read import names_read
 from autopar.adapters.rebuild import children
-from autopar.values import told_apart
 
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout,
            torch.memory_format)  # fmt: skip

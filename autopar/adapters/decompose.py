@@ -35,8 +35,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from autopar.adapters.keys import told_apart
 from autopar.adapters.operators import mutates, returns_alias
-from autopar.values import told_apart
 
 _REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
 _BATCH_NORM = torch.ops.aten.batch_norm.default  # writes to its statistics, though its schema does not say so

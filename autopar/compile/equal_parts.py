@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from autopar.adapters.keys import told_apart
 from autopar.adapters.lazy import graph_module
 from autopar.ir.graph import frozen
 from autopar.ir.meta import NODES, ORIGIN
 from autopar.passes.cut_stages import PartGraph
 from autopar.steps.graphs import Stage, StepGraph
-from autopar.values import told_apart
 
 _NOTED = NODES.keys() - {*ORIGIN, "original_aten"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,7 +10,7 @@ from itertools import accumulate
 
 from torch.fx import GraphModule, Node
 
-from autopar.cost.flops import seconds_of
+from autopar.cost.flops import node_seconds
 from autopar.cost.memory import static_bytes
 from autopar.cost.topology import Topologies
 from autopar.ir.conversions import is_conversion
@@ -64,6 +65,7 @@ class _Planner:
         self.specs = {s.name: s for s in specs}
         self.names = names_of_parameters(gm)
         self.main = [n for n in self.flow.main if not is_conversion(n)]
+        self.seconds = functools.cache(node_seconds)  # of a node: it is asked for each number of parts
 
     def schedule(self) -> tuple[str, list[tuple[str, str]]]:
         """The user's schedule, or the fastest by simulation."""
@@ -123,7 +125,7 @@ class _Planner:
             units = units_of(self.main, parts)
             starts = self._balanced(units, parts, entry)
         ends = [*starts[1:], len(units)]
-        times = [seconds_of(n for u in units[a:b] for n in u.nodes) for a, b in zip(starts, ends, strict=True)]
+        times = [sum(map(self._seconds_of, units[a:b])) for a, b in zip(starts, ends, strict=True)]
         crossing = self._crossing(units)
         return tuple(units[s].name for s in starts[1:]), times, max(crossing[s - 1] for s in starts[1:])
 
@@ -150,8 +152,11 @@ class _Planner:
             seen |= names
             made = sum(nbytes(n) for n in unit.nodes if not shares_storage(n))
             static = static_bytes(self.specs, sorted(names), self.mesh)
-            out.append(UnitCosts(seconds_of(unit.nodes), static, made // shares))
+            out.append(UnitCosts(self._seconds_of(unit), static, made // shares))
         return out
+
+    def _seconds_of(self, unit: Unit) -> float:
+        return math.fsum(map(self.seconds, unit.nodes))
 
     def _crossing(self, units: Sequence[Unit]) -> list[int]:
         """Bytes of main values that pass each boundary between units."""

@@ -87,9 +87,13 @@ def resolve(main: Sequence[Node], cuts: Sequence[str]) -> tuple[list[Unit], list
 
 
 def _check_known(main: Sequence[Node], cuts: Sequence[str]) -> None:
-    names = {unit.name for level in LEVELS for unit in _runs(main, level)}
+    unknown = set(cuts)
+    for level in LEVELS if unknown else ():
+        unknown -= {unit.name for unit in _runs(main, level)}
+        if not unknown:
+            return
     for cut in cuts:
-        if cut not in names and not any(_inside(n, cut) for n in main):
+        if cut in unknown and not any(_inside(n, cut) for n in main):
             known = ", ".join(unit.name for unit in _runs(main, layer_of))
             raise ValueError(
                 f"pipeline: no operation belongs to {cut!r}, where a cut was asked for (several modules may "

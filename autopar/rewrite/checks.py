@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from operator import is_
+from typing import Any
 
 from torch.fx import GraphModule, Node
 
@@ -48,12 +50,28 @@ def check_types(gm: GraphModule, ctx: Compilation, nodes: Iterable[Node] | None 
     """Every op's operands fit its rule, every conversion is in the table: `check_placements` without what the plan
     promises.
 
-    ``nodes``: only these (default: all).
+    ``nodes``: only these (default: all, but for those that were right before and about which nothing has changed).
     """
-    for axis in ctx.mesh.cut_order:
-        for node in gm.graph.nodes if nodes is None else nodes:
-            if node.op == "call_function":
+    for node in gm.graph.nodes if nodes is None else nodes:
+        if node.op != "call_function":
+            continue
+        facts = _checked_facts(node)
+        known = ctx.checked.get(node) if nodes is None else None
+        if known is None or len(known) != len(facts) or not all(map(is_, known, facts)):
+            for axis in ctx.mesh.cut_order:
                 _check_call(node, axis, ctx)
+            ctx.checked[node] = facts
+
+
+_NOTED = ("val", "placements", "result_placements", "global_shape", "has_gradient", "conversion", "dealt",
+          "global_groups")  # fmt: skip
+
+
+def _checked_facts(node: Node) -> list[Any]:
+    """Everything that `_check_call` reads of a node; passes put other objects in their place, and never write into
+    them."""
+    noted = [x.meta.get(key) for x in (node, *node.all_input_nodes) for key in _NOTED]
+    return [node.target, node.args, node.kwargs, *noted]
 
 
 def _check_call(node: Node, axis: str, ctx: Compilation) -> None:

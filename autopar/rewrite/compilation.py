@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
@@ -32,6 +32,7 @@ class Compilation:
     plan: Plan | None = None
     observers: list[Observer] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
+    checked: dict[Node, list[Any]] = field(default_factory=dict)  # whose types are right -> what was looked at
 
     prefix: str = ""  # of the names that observers see: which step graph the passes run on
 

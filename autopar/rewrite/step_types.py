@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from autopar.adapters.keys import told_apart
 from autopar.ir.graph import describe, frozen, is_call, outputs, placeholders, placement, tensor_operands
 from autopar.ir.mesh import IN_TIME, Mesh
 from autopar.ir.placement import Shard, dual
@@ -24,7 +25,6 @@ from autopar.rules.held_calls import held_results
 from autopar.steps.graphs import Stage, StepGraph
 from autopar.steps.of_rank import GRAPHS, graph_of
 from autopar.steps.value_names import earlier_sum, grad, is_a, of, output
-from autopar.values import told_apart
 
 State = tuple[Held, ...]  # of a value, one per axis
 IN_ORDER = ("G", "F", "BW", "B", "W", "BWR", "R")

@@ -12,11 +12,11 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Node
 
+from autopar.adapters.keys import told_apart
 from autopar.ir.graph import frozen, has_gradient
 from autopar.ir.placement import Pieces, Placement
 from autopar.rules.call import Call, RuleFunction
 from autopar.rules.rule import Rule, apply
-from autopar.values import told_apart
 
 _MOST = 20_000
 _rules: dict[Hashable, Rule] = {}
