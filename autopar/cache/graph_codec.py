@@ -23,7 +23,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.graph_data import append_node, fake_tensor, is_fake
 from autopar.adapters.lazy import graph_module
-from autopar.cache.value_codec import Damaged, Decoder, Encoder, Tree, Unstorable, dtype_named
+from autopar.cache.value_codec import Damaged, Decoder, Encoder, Tree, Unstorable, kind_of_torch
 from autopar.ir.meta import GRAPHS, NODES
 
 _OPS = {"placeholder": "p", "call_function": "c", "output": "o"}
@@ -145,7 +145,7 @@ class GraphDecoder(Decoder):
     def _fake(
         self, size: Any, stride: Any, offset: Any, dtype: Any, device: Any, requires_grad: Any, parameter: Any
     ) -> Tensor:
-        kind = dtype_named(dtype)
+        kind = kind_of_torch(dtype)
         made = fake_tensor(
             self._mode, size, stride, offset, kind, torch.device(device), requires_grad and not parameter
         )

@@ -191,7 +191,7 @@ class Decoder:
             ":": lambda x: slice(decode(x[1]), decode(x[2]), decode(x[3])),
             "...": lambda x: ...,
             "/": lambda x: Fraction(decode(x[1]), decode(x[2])),
-            "y": lambda x: dtype_named(x[1]),
+            "y": lambda x: kind_of_torch(x[1]),
             "v": lambda x: torch.device(x[1]),
             "O": lambda x: found(find_operator(x[1], x[2], x[3]), x),
             "F": lambda x: _FUNCTIONS[x[1]],
@@ -238,7 +238,7 @@ class Decoder:
         return filled_dataclass(cls, [self.decode(y) for y in x[3:]])
 
     def _constant(self, x: list[Tree]) -> Tensor:
-        dtype, shape, stride = dtype_named(x[1]), x[2], x[3]
+        dtype, shape, stride = kind_of_torch(x[1]), x[2], x[3]
         if x[4] is None:
             return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         data = base64.b64decode(x[4], validate=True)
@@ -267,7 +267,7 @@ def found(what: Any, x: list[Tree]) -> Any:
     return what
 
 
-def dtype_named(name: str) -> Any:
+def kind_of_torch(name: str) -> Any:
     """A dtype, layout or memory format. Raises Damaged."""
     value = vars(torch).get(name)  # no attribute that torch would import
     if not isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
