@@ -15,9 +15,11 @@ from torch import Tensor, nn
 import autopar
 from autopar.adapters.dtensor import local_of
 from autopar.models.tiny import TINY
+from autopar.ops import watch
 from autopar.runtime import cuda_graphs, executor
 from autopar.runtime.comm import Ledger, add_ledgers, ledger_between
 from autopar.runtime.cuda_graphs import MOVES, WARM_UP, why_not
+from autopar.runtime.note_watch import NoteWatch
 from autopar.runtime.step_result import Result
 from tests.plain_models import Net, Normed, Tied, build, images, numbers, part, put, tokens
 from tests.ranks import run_ranks
@@ -38,7 +40,7 @@ class PlayedGraph:
     counts: Callable[[], Ledger]  # what this process has sent
 
     def record(self, run: Callable[[], Any]) -> Any:
-        self._run, self._result = run, run()
+        self._run, self._result, self._notes = run, run(), list(watch._notes)
         for x in _tensors(self._result):
             x.fill_(float("nan") if x.is_floating_point() else -1)
         return self._result
@@ -48,11 +50,18 @@ class PlayedGraph:
         before = self.counts()
         for old, new in zip(_tensors(self._result), _tensors(self._run()), strict=True):
             old.copy_(new)
+        for note, again in zip(self._notes, watch.take_notes(), strict=True):  # nobody but a kernel notes anything
+            note.extremes.copy_(again.extremes)
         self.sent = add_ledgers(self.sent, ledger_between(before, self.counts()))
 
 
 def _tensors(result: Result) -> list[Tensor]:
     return [x for x in (*result.outputs, *result.gradients.values(), *result.losses) if isinstance(x, Tensor)]
+
+
+def noted(values: Tensor, low: float, high: float, text: str, fatal: bool = True) -> None:
+    """As on a GPU, where nobody knows yet whether the values are right."""
+    watch._notes.append(watch.Note(torch.stack(torch.aminmax(values)), low, high, text, fatal))
 
 
 @contextmanager
@@ -66,6 +75,7 @@ def played(make: type[PlayedGraph] = PlayedGraph) -> Iterator[list[PlayedGraph]]
         PlayedGraph.made[-1].counts = self._traffic_of_run
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watch, "note", noted)
         patch.setattr(executor, "why_not", lambda graphs, device: why_not(graphs, torch.device("cuda")))
         patch.setattr(cuda_graphs.RecordedStep.__init__, "__kwdefaults__", kept)
         patch.setattr(cuda_graphs.RecordedStep, "_ask_others", lambda self: None)
@@ -219,13 +229,30 @@ def test_a_step_that_reads_values_is_not_recorded() -> None:
     assert run_ranks(2, on_a_cpu) == [[said]] * 2
 
 
+@contextmanager
+def sent_notes() -> Iterator[list[list[list[float]]]]:
+    """The ranges that each step has noted."""
+    found, send = list[list[list[float]]](), NoteWatch._send
+
+    def sent(self: NoteWatch, notes: list[watch.Note], step: int) -> Any:
+        found.append([note.extremes.tolist() for note in notes])
+        return send(self, notes, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NoteWatch, "_send", sent)
+        yield found
+
+
 def a_token_that_is_none_is_told_of_replays() -> None:
     """What kernels note about values is computed in a replay, and looked at after it."""
     with played() as graphs:
-        parallel = world_of_one(Tied, backend="cudagraphs")
-        for i in range(STEPS):
-            parallel.train_step(**tokens(i))
-        assert graphs[0].replays
+        told = []
+        for parallel in (world_of_one(Tied), world_of_one(Tied, backend="cudagraphs")):
+            with sent_notes() as found:
+                for i in range(STEPS):
+                    parallel.train_step(**tokens(i))
+            told.append(found)
+        assert graphs[0].replays and told[0] == told[1] and len({str(x) for x in told[0]}) > 2, told
         wrong = tokens()
         wrong["tokens"][0, 0] = 99
         with pytest.raises(ValueError, match=rf"step {STEPS + 1}: .*99"):
