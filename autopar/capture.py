@@ -30,6 +30,7 @@ from autopar.adapters.fake import fake_like, new_mode, owned_by, structure_copy
 from autopar.adapters.frozen import frozen_facts
 from autopar.adapters.function_watch import FunctionWatch
 from autopar.adapters.lazy import graph_module, lazy_code
+from autopar.adapters.set_order import sets_in_order
 from autopar.exact import LiftFloat32
 from autopar.ir.dtype_checks import check_dtypes
 from autopar.ir.own_backward import check_contained
@@ -144,6 +145,7 @@ def _captured(
             stack.enter_context(adapter.context(batch))
         if exact:
             stack.enter_context(LiftFloat32())
+        stack.enter_context(sets_in_order(replica))
         watch = stack.enter_context(FunctionWatch(replica, owned_by(model)))
         changed = stack.enter_context(frozen_facts(replica))
         program = export(replica, unflatten(fakes, spec), autocast, memo=memo)

@@ -83,7 +83,7 @@ class Foreign:
         torch.zeros(2).to_sparse(), range(3), iter([]), Exception(),
         type("Local", (), {}), [1, {2: object()}],
     ],
-    ids=str,
+    ids=lambda x: type(x).__name__,
 )  # fmt: skip
 def test_other_things_cannot_be_stored(value: Any) -> None:
     with pytest.raises(Unstorable):
