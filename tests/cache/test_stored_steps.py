@@ -42,7 +42,6 @@ KINDS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("dp=2", {"zero": 3}, {"outputs": None}),
     ("pp=2,dp=2", {"micro_batches": 2}, {}),
 ]
-# Gemma3's forward walks a set of texts: what compiling it makes is in another order for each seed of hashes.
 MORE = [(name, *kind) for name in [*TINY, *SPECIAL] for kind in KINDS]
 
 
