@@ -1,7 +1,7 @@
 """The folder of the cache, shared by all ranks and jobs of a user: `AUTOPAR_CACHE`, or autopar/ in the user's caches.
 
     folder = entry_folder()                        None: the cache is off
-    with folder.turn(key) as first:                one compiles, the others wait for its file
+    with folder.turn(key):                         one compiles, the others wait for its file
         entry = folder.read(key) ...
         folder.write(key, about, sections)
 

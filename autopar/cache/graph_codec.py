@@ -136,7 +136,7 @@ class GraphDecoder(Decoder):
                 node, ended = append_node(graph, "output", name, target, args, kwargs), True
             else:
                 raise Damaged(f"a node of kind {kind!r}")
-            node.meta.update([notes[_place(i)] for i in noted])
+            note_all(node, [notes[_place(i)] for i in noted])
             nodes.append(node)
         gm = graph_module(graph)
         gm.meta = decode(tree["meta"])

@@ -122,8 +122,8 @@ def _stored(
         return found
     if folder.is_refused(key):
         return _made(make, folder, key, pack, about, key_of)
-    with folder.turn(key) as first:
-        if not first and (found := read()) is not None:
+    with folder.turn(key):
+        if (found := read()) is not None:  # another one may have written it just before
             return found
         return _made(make, folder, key, pack, about, key_of)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch.fx import GraphModule, Node
 
@@ -67,6 +67,11 @@ TYPES = ("placements", "global_shape")
 def inherit(new: Node, old: Node, keys: Iterable[str]) -> None:
     """Note on ``new`` what is noted on ``old`` under some keys."""
     new.meta |= {key: old.meta[key] for key in keys if key in old.meta}
+
+
+def note_all(node: Node, notes: Iterable[tuple[str, Any]]) -> None:
+    """Note what was written down of a node, under keys of `NODES`."""
+    node.meta.update(notes)
 
 
 def remembered(node: Node, key: str, ask: Callable[[Node], T]) -> T:

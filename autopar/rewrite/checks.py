@@ -63,15 +63,15 @@ def check_types(gm: GraphModule, ctx: Compilation, nodes: Iterable[Node] | None 
             ctx.checked[node] = facts
 
 
-_NOTED = ("val", "placements", "result_placements", "global_shape", "has_gradient", "conversion", "dealt",
-          "global_groups")  # fmt: skip
-
-
 def _checked_facts(node: Node) -> list[Any]:
     """Everything that `_check_call` reads of a node; passes put other objects in their place, and never write into
     them."""
-    noted = [x.meta.get(key) for x in (node, *node.all_input_nodes) for key in _NOTED]
-    return [node.target, node.args, node.kwargs, *noted]
+    found: list[Any] = [node.target, node.args, node.kwargs]
+    for x in (node, *node.all_input_nodes):
+        get = x.meta.get
+        found += [get("val"), get("placements"), get("result_placements"), get("global_shape"), get("has_gradient"),
+                  get("conversion"), get("dealt"), get("global_groups")]  # fmt: skip
+    return found
 
 
 def _check_call(node: Node, axis: str, ctx: Compilation) -> None:

@@ -117,8 +117,9 @@ def train(schedule: str) -> tuple[float, dict[str, Tensor], int, int]:
         train=True,
         prologue=None,
         plan=SimpleNamespace(options=Options(micro_batches=MICRO_BATCHES), inputs={"x": {"mb": Shard(0)}}),
-        local=SimpleNamespace(meta={"signature": SimpleNamespace(inputs=inputs)}),
-        signature=SimpleNamespace(outputs=[None]),
+        signature=SimpleNamespace(inputs=inputs, outputs=[None]),
+        constants={},
+        known=None,
         parameters=[ParameterSpec(n, (WIDTH, WIDTH), torch.float64) for n in NAMES],
     )
     executor = Executor(compiled, groups, measure=True)
