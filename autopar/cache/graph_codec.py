@@ -24,7 +24,7 @@ from torch.fx import Graph, GraphModule, Node
 from autopar.adapters.graph_data import append_node, fake_tensor, is_fake
 from autopar.adapters.lazy import graph_module
 from autopar.cache.value_codec import Damaged, Decoder, Encoder, Tree, Unstorable, kind_of_torch
-from autopar.ir.meta import GRAPHS, NODES
+from autopar.ir.meta import GRAPHS, NODES, note_all
 
 _OPS = {"placeholder": "p", "call_function": "c", "output": "o"}
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
