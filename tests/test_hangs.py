@@ -124,7 +124,7 @@ def test_a_stopped_host_of_the_store_is_named(worlds: dict[str, World]) -> None:
     assert found.keys() == {1, 2}
     for seconds, text in found.values():
         assert seconds < SOON and "rank 0, which hosts the store, did not respond for" in text, text
-    assert all(seconds < SILENT + 9 for seconds, _ in found.values()), "also of who waits for those that ask"
+    assert all(seconds < SILENT + 12 for seconds, _ in found.values()), "also of who waits for those that ask"
     assert found[1][0] < SILENT + 7 and re.search("agreeing on the (start|end) failed on rank 1", found[1][1])
 
 
