@@ -13,7 +13,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from torch import nn
 
@@ -43,15 +44,16 @@ def stored_plan(
     options: Options,
     fixed: Plan | None = None,
     *,
-    exact: bool = False,
     shared: SharedCapture | None = None,
+    **how: Any,
 ) -> tuple[Plan, tuple[ParameterSpec, ...]]:
-    """As `plan_model`. Where the plan is read nothing is captured, nor kept in ``shared``."""
-    return _stored(
-        lambda: plan_model(model, batch, mesh, options, fixed, exact=exact, shared=shared),
-        lambda: step_key("plan", model, batch, mesh, options=options, fixed=fixed, exact=exact),
+    """As `plan_model`, which has the other arguments. Where the plan is read nothing is captured, nor kept in
+    ``shared``."""
+    return _Wanted(
+        lambda: plan_model(model, batch, mesh, options, fixed, shared=shared, **how),
+        lambda: step_key("plan", model, batch, mesh, options=options, fixed=fixed, **how),
         plan_sections, plan_of_sections, _about(model, mesh, "plan"),
-    )  # fmt: skip
+    ).found()  # fmt: skip
 
 
 def stored_step(
@@ -74,11 +76,11 @@ def stored_step(
         return make()
     kind = "train" if how.get("train", True) else "eval"
     kind = kind if how.get("outputs", ()) is not None or kind == "eval" else "forward"
-    found = _stored(
+    found = _Wanted(
         make,
         lambda: step_key("step", model, batch, mesh, options=options, **how),
         step_sections, step_of_sections, _about(model, mesh, kind),
-    )  # fmt: skip
+    ).found()  # fmt: skip
     if shared is not None:
         shared.forget()
     return found
@@ -88,110 +90,93 @@ def _about(model: nn.Module, mesh: Mesh, kind: str) -> dict[str, Any]:
     return {"model": type(model).__name__, "mesh": str(mesh), "kind": kind}
 
 
-def _stored(
-    make: Callable[[], T],
-    key_of: Callable[[], str],
-    pack: Callable[[T], dict[str, bytes]],
-    unpack: Callable[[Sections], T],
-    about: dict[str, Any],
-) -> T:
-    folder = entry_folder()
-    if folder is None:
-        return make()
-    try:
-        with resting_collector():
-            key = key_of()
-    except CannotTell as why:
-        log.debug("%s of %s is not cached: %s", about["kind"], about["model"], why)
-        return make()
-    except Exception:  # objects may do anything when they are looked at; a model is compiled all the same
-        log.debug("%s of %s is not cached", about["kind"], about["model"], exc_info=True)
-        return make()
-    start = time.perf_counter()
+@dataclass(frozen=True)
+class _Wanted(Generic[T]):
+    """What is asked for: how it is made, its key, how it is written and read, and what the list of entries says."""
 
-    def read() -> T | None:
-        found = _read(folder, key, unpack)
-        if found is not None and hasattr(found, "timings"):
+    make: Callable[[], T]
+    key_of: Callable[[], str]
+    pack: Callable[[T], dict[str, bytes]]
+    unpack: Callable[[Sections], T]
+    about: dict[str, Any]
+
+    def found(self) -> T:
+        """Read if it is there, else made and written."""
+        folder = entry_folder()
+        key = self._key() if folder is not None else None
+        if folder is None or key is None:
+            return self.make()
+        if os.environ.get(CHECK, "") not in ("", "0"):
+            return self._checked(folder, key)
+        found = self._read(folder, key)
+        if found is not None:
+            return found
+        if folder.is_refused(key):
+            return self._made(folder, key)
+        with folder.turn(key):
+            found = self._read(folder, key)  # another one may have written it just before
+            return self._made(folder, key) if found is None else found
+
+    def _key(self) -> str | None:
+        try:
+            with resting_collector():
+                return self.key_of()
+        except Exception as error:  # objects may do anything when they are looked at; a model is compiled all the same
+            self._log("not cached", error)
+        return None
+
+    def _read(self, folder: EntryFolder, key: str) -> T | None:
+        start = time.perf_counter()
+        entry = folder.read(key)
+        if entry is None:
+            return None
+        try:
+            with resting_collector():
+                found = self.unpack(entry.sections)
+        except Damaged as error:
+            self._log("not read", error)
+            return None
+        for text in entry.about.get("warned", ()):
+            warnings.warn(str(text), UserWarning, stacklevel=3)
+        if hasattr(found, "timings"):
             found.timings["cache"] = time.perf_counter() - start
         return found
 
-    if os.environ.get(CHECK, "") not in ("", "0"):
-        return _checked(make, folder, key, pack, about, key_of)
-    found = read()
-    if found is not None:
-        return found
-    if folder.is_refused(key):
-        return _made(make, folder, key, pack, about, key_of)
-    with folder.turn(key):
-        if (found := read()) is not None:  # another one may have written it just before
-            return found
-        return _made(make, folder, key, pack, about, key_of)
+    def _made(self, folder: EntryFolder, key: str) -> T:
+        """What is made now, and written if it may be."""
+        with _noticed_warnings() as warned:
+            made = self.make()
+        try:
+            if self.key_of() != key:
+                raise Unstorable("compiling it changes what it was compiled from")
+            folder.write(key, self.about | {"created": time.time(), "warned": warned}, self.pack(made))
+        except Exception as why:  # Unstorable, CannotTell, or what objects do when they are looked at
+            self._log("not stored", why)
+            folder.refuse(key)
+        return made
 
+    def _checked(self, folder: EntryFolder, key: str) -> T:
+        """What is made now, once it is found equal to what is in the folder."""
+        entry = folder.read(key)
+        if entry is None:
+            return self._made(folder, key)
+        made = self.make()
+        try:
+            packed = self.pack(made)
+        except Unstorable:
+            packed = {}
+        for name, data in packed.items():
+            if name not in entry.sections or entry.sections[name] != data:
+                raise ValueError(
+                    f"cache: {CHECK}: the {self.about['kind']} step of {self.about['model']} on {self.about['mesh']} "
+                    f"is another than in the cache, in {name}{_difference(entry.sections, name, data)}; set "
+                    "AUTOPAR_CACHE=0, or clear the cache (python -m autopar cache --clear)"
+                )
+        return made
 
-def _read(folder: EntryFolder, key: str, unpack: Callable[[Sections], T]) -> T | None:
-    entry = folder.read(key)
-    if entry is None:
-        return None
-    try:
-        with resting_collector():
-            found = unpack(entry.sections)
-    except Damaged as error:
-        log.debug("a file is not used: %s", error)
-        return None
-    for text in entry.about.get("warned", ()):
-        warnings.warn(str(text), UserWarning, stacklevel=4)
-    return found
-
-
-def _made(
-    make: Callable[[], T],
-    folder: EntryFolder,
-    key: str,
-    pack: Callable[[T], dict[str, bytes]],
-    about: dict[str, Any],
-    key_of: Callable[[], str],
-) -> T:
-    """What is made now, and written if it may be."""
-    with _noticed_warnings() as warned:
-        made = make()
-    try:
-        if key_of() != key:
-            raise Unstorable("compiling it changes what it was compiled from")
-        folder.write(key, about | {"created": time.time(), "warned": warned}, pack(made))
-    except (Unstorable, CannotTell) as why:
-        log.debug("%s of %s is not stored: %s", about["kind"], about["model"], why)
-        folder.refuse(key)
-    except Exception:  # as above
-        log.debug("%s of %s is not stored", about["kind"], about["model"], exc_info=True)
-        folder.refuse(key)
-    return made
-
-
-def _checked(
-    make: Callable[[], T],
-    folder: EntryFolder,
-    key: str,
-    pack: Callable[[T], dict[str, bytes]],
-    about: dict[str, Any],
-    key_of: Callable[[], str],
-) -> T:
-    """What is made now, once it is found equal to what is in the folder."""
-    entry = folder.read(key)
-    if entry is None:
-        return _made(make, folder, key, pack, about, key_of)
-    made = make()
-    try:
-        packed = pack(made)
-    except Unstorable:
-        packed = {}
-    for name, data in packed.items():
-        if name not in entry.sections or entry.sections[name] != data:
-            raise ValueError(
-                f"cache: {CHECK}: the {about['kind']} step of {about['model']} on {about['mesh']} is another than in "
-                f"the cache, in {name}{_difference(entry.sections, name, data)}; set AUTOPAR_CACHE=0, or clear the "
-                "cache (python -m autopar cache --clear)"
-            )
-    return made
+    def _log(self, what: str, why: Exception) -> None:
+        expected = isinstance(why, (CannotTell, Unstorable, Damaged))
+        log.debug("%s of %s is %s: %s", self.about["kind"], self.about["model"], what, why, exc_info=not expected)
 
 
 def _difference(sections: Sections, name: str, data: bytes) -> str:
