@@ -38,6 +38,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.meta import TYPES, inherit, signature_of
 from autopar.ir.placement import INVARIANT, Pieces, Placement, Shard
 from autopar.ops.facts import Facts
+from autopar.ops.traits import CONVOLUTIONS
 from autopar.ops.vocabulary import cross_entropy_of_piece, embedding_of_piece
 from autopar.passes.derivatives import fake_result
 from autopar.plan import Plan
@@ -182,17 +183,26 @@ def _mean(local: _Local) -> None:
     _Local(local.gm, scaled, local.mesh)._run_fake()
 
 
-def _groups(local: _Local) -> None:
+def _groups(local: _Local, name: str = "groups") -> None:
     """Groups are cut where both the channels that go in and those that come out are; else channels within each
     group."""
-    groups = int(local.args["groups"])
+    groups = int(local.args[name])
     if groups > 1:
-        channels = len(global_shape(local.args["input"])) - len(global_shape(local.args["weight"])) + 1
+        channels = _channels(local)
         local.node.meta["global_groups"] = groups
-        into, out = local.cut_axes("input", channels), local.cut_axes("weight", 0)
-        for axis in set(into) & set(out):
-            groups //= local.mesh.size(axis)
-        set_argument(local.node, "groups", groups)
+        for axis in local.cut_axes("input", channels):
+            made = placement(local.node, axis)
+            if isinstance(made, Shard) and made.dim == channels:
+                groups //= local.mesh.size(axis)
+        set_argument(local.node, name, groups)
+
+
+def _channels(local: _Local) -> int:
+    """Of a convolution: 0 where its input is one example without a dim for it."""
+    alone = local.node.target in CONVOLUTIONS and len(global_shape(local.args["input"])) < len(
+        global_shape(local.args["weight"])
+    )
+    return 0 if alone else 1
 
 
 def _only(local: _Local, axes: list[str]) -> str:
@@ -318,6 +328,21 @@ def _type_chain(node: Node, size: int, cuts: dict[str, Placement]) -> None:
         x.meta["placements"], x.meta["global_shape"] = placed, (size,)
 
 
+def _masked_scatter(local: _Local) -> None:
+    """Where the rows of the source are cut, those of a rank fill its own examples: neither more nor less."""
+    mask, source, shape = local.args["mask"], local.args["source"], local.shapes[0]
+    if not local.cut_axes("source", 0):
+        return
+    rows = math.prod(source.meta["val"].shape) * math.prod(mask.meta["val"].shape) // math.prod(shape)
+    text = (
+        f"{_source_of(mask, local.gm, 'a mask')} fills {{found}} entries of {describe(local.node)} on a rank that has "
+        f"{rows} of them: each example needs its own rows, in the order of the examples"
+    )
+    watched = insert_call(local.node, torch.ops.autopar.watch_count.default, (mask, rows, text), like=mask)
+    inherit(watched, mask, TYPES)
+    set_argument(local.node, "mask", watched)
+
+
 LOCALIZERS: dict[Any, Callable[[_Local], None]] = {
     aten.view.default: lambda local: local.set_sizes("size"),
     aten.reshape.default: lambda local: local.set_sizes("shape"),
@@ -331,10 +356,10 @@ LOCALIZERS: dict[Any, Callable[[_Local], None]] = {
     aten.squeeze.dims: _squeeze,
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
-    aten.conv1d.default: _groups,
-    aten.conv2d.default: _groups,
-    aten.conv3d.default: _groups,
+    **dict.fromkeys(CONVOLUTIONS, _groups),
+    aten.group_norm.default: lambda local: _groups(local, "num_groups"),
     aten.embedding.default: _embedding,
+    aten.masked_scatter.default: _masked_scatter,
     torch.ops.autopar.cross_entropy.default: _cross_entropy,
     torch.ops.autopar.dropout.default: _dropout,
     torch.ops.autopar.attention.default: _attention,

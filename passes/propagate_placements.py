@@ -325,6 +325,9 @@ class _PlacementSweep:
         versions = self.versions.setdefault(x, {})
         if need in versions:
             return versions[need]
+        for made in () if source else versions:  # whole is whole where no gradient flows, Replicate or Invariant
+            if matches(made, need, has_gradient(x)):
+                return versions[made]
         if matches(placement(x, self.axis), need, has_gradient(x)):
             return x
         self.backwards.refuse_over_micro_batches(x, before)

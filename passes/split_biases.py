@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 from autopar.ir.graph import arguments, insert_call, is_call, set_argument, shape
 from autopar.ir.meta import names_of_parameters
 from autopar.ir.placement import Placement, Shard
-from autopar.ops.traits import CONVOLUTIONS, PERMUTED
+from autopar.ops.traits import CONVOLUTIONS, PERMUTED, TRANSPOSED_CONVOLUTIONS
 from autopar.rewrite.compilation import Compilation
 
 aten = torch.ops.aten
@@ -27,7 +27,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class SplitBiases:
-    """linear(x, w, b) -> add(linear(x, w), b) where w's contracted dim is cut."""
+    """linear(x, w, b) -> add(linear(x, w), b) where w's contracted dim is cut. Of a transposed convolution that is the
+    first."""
 
     name: ClassVar[str] = "split_biases"
     requires: ClassVar[tuple[str, ...]] = ("functional",)
@@ -39,7 +40,7 @@ class SplitBiases:
         for node in list(gm.graph.nodes):
             if not is_call(node, aten.linear.default, *CONVOLUTIONS) or arguments(node)["bias"] is None:
                 continue
-            weight, transposed = _behind_transpose(arguments(node)["weight"])
+            weight, transposed = _behind_transpose(node)
             placed = (
                 [ctx.plan.parameter(names[weight.name], a).used for a in ctx.mesh.cut_order]
                 if weight.name in names
@@ -51,7 +52,11 @@ class SplitBiases:
         return gm
 
 
-def _behind_transpose(weight: Node) -> tuple[Node, bool]:
+def _behind_transpose(node: Node) -> tuple[Node, bool]:
+    """The weight of a product, and whether its first dim is contracted."""
+    weight = arguments(node)["weight"]
+    if node.target in TRANSPOSED_CONVOLUTIONS:
+        return weight, True
     if is_call(weight, *PERMUTED) and isinstance(weight.args[0], Node) and len(shape(weight)) == 2:
         return weight.args[0], True
     return weight, False

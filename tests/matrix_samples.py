@@ -44,12 +44,6 @@ def products() -> Iterator[Sample]:
         ("ij->", (normal(2, 6),)),
     ):
         yield call(aten.einsum.default, equation, list(operands))
-    for groups in (1, 2, 6):
-        yield call(aten.conv1d.default, normal(2, 12, 5), normal(12, 12 // groups, 3), None, [2], [1], [1], groups)
-    yield call(aten.conv1d.default, normal(12, 5), normal(12, 12, 3), normal(12))
-    yield call(aten.conv2d.default, normal(6, 4, 5, 4), normal(6, 4, 2, 2), normal(6))
-    yield call(aten.conv2d.default, normal(2, 12, 4, 4), normal(12, 1, 3, 3), normal(12), [1, 1], [1, 1], [1, 1], 12)
-    yield call(aten.conv3d.default, normal(2, 4, 3, 3, 3), normal(6, 4, 2, 2, 2))
 
 
 def matrices() -> Iterator[Sample]:

@@ -52,8 +52,8 @@ def eager(model: nn.Module, batch: Mapping[str, Any], seed: int | None = None) -
         loss = total_loss(model(**arguments))
         loss.backward()
     with torch.no_grad():
-        for name, b in model.named_buffers():
-            b.copy_(buffers[name])
+        for name, before in buffers.items():
+            model.get_buffer(name).copy_(before)
     gradients = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()
     return Expected(float(loss.detach()), gradients)

@@ -21,6 +21,7 @@ from autopar.rules.table import overloads
 from tests.matrix_samples import matrices, products
 from tests.pointwise_samples import GENERATOR, complex_, integer, normal, pointwise, real, truth
 from tests.soundness import Ref, Sample, Step, call
+from tests.space_samples import spatial
 
 aten, ours = torch.ops.aten, torch.ops.autopar
 
@@ -106,9 +107,21 @@ def _picks() -> Iterator[Sample]:
     yield call(aten.scatter.src, normal(6, 12), 1, _distinct(4, 6, 12), normal(6, 6), gradients=False)
     yield call(aten.scatter.value, normal(6, 12), 1, _distinct(6, 4, 12), 2.0)
     yield call(aten.scatter_add.default, normal(6, 12), 1, integer(6, 4, high=12), normal(6, 4))
+    for reduce in ("sum", "amax", "mean"):
+        yield call(aten.scatter_reduce.two, normal(6, 12), 1, integer(6, 4, high=12), normal(6, 4), reduce)
+    yield call(
+        aten.scatter.reduce, normal(6, 12), 1, integer(6, 4, high=12), normal(6, 4), reduce="add", gradients=False
+    )
+    yield call(aten.scatter.value_reduce, normal(6, 12), 1, integer(6, 4, high=12), 2.0, reduce="add", gradients=False)
+    yield call(aten.index_add.default, normal(6, 4), 0, integer(12), normal(12, 4))
+    yield call(aten.index_add.default, normal(2, 6, 4), -2, integer(6), normal(2, 6, 4), alpha=0.5)
+    yield call(aten.index_copy.default, normal(6, 4), 0, torch.tensor([5, 1, 0, 3]), normal(4, 4))
     yield call(aten.embedding.default, normal(12, 6), integer(2, 6, high=12))
     yield call(aten.embedding.default, normal(12, 6), integer(12, high=12), 3)
     yield call(aten.embedding.default, normal(12, 6), integer(12, high=4), -1, True)
+    bags = normal(12, 6), integer(6, high=12), torch.tensor([0, 2])
+    yield call(aten.embedding_bag.default, *bags)
+    yield call(aten.embedding_bag.padding_idx, *bags, False, 0, False, None, False, 3)
 
 
 def _distinct(rows: int, columns: int, high: int) -> Tensor:
@@ -193,22 +206,6 @@ def _spans() -> Iterator[Sample]:
         yield call(op, normal(2, 6, 12), [12], normal(12))
         yield call(op, normal(2, 6, 6), [6, 6])
     yield call(aten.layer_norm.default, normal(6, 12), [12], normal(12), normal(12))
-    yield call(aten.group_norm.default, normal(6, 4, 3), 2, normal(4), normal(4))
-    yield call(aten.max_pool1d.default, normal(6, 2, 6), [2])
-    yield call(aten.avg_pool1d.default, normal(6, 2, 6), [2])
-    yield call(aten.adaptive_avg_pool1d.default, normal(6, 2, 6), [6])
-    for op in (aten.max_pool2d.default, aten.max_pool2d_with_indices.default, aten.avg_pool2d.default):
-        yield call(op, normal(2, 6, 6, 6), [2, 2])
-        yield call(op, normal(6, 6, 6), [2, 2])
-    for op in (aten.adaptive_avg_pool2d.default, aten._adaptive_avg_pool2d.default, aten.adaptive_max_pool2d.default):
-        yield call(op, normal(2, 6, 6, 6), [2, 6])
-    for op in (aten.max_pool3d.default, aten.max_pool3d_with_indices.default, aten.avg_pool3d.default):
-        yield call(op, normal(2, 2, 2, 2, 2), [2, 1, 2])
-    yield call(aten.adaptive_avg_pool3d.default, normal(2, 2, 2, 2, 2), [1, 2, 1])
-    yield call(aten.upsample_nearest2d.default, normal(2, 6, 3, 3), [6, 6])
-    yield call(aten.upsample_nearest2d.vec, normal(2, 6, 3, 3), None, [2.0, 2.0])
-    yield call(aten.upsample_bilinear2d.default, normal(2, 6, 3, 3), [6, 6], False)
-    yield call(aten.upsample_bilinear2d.vec, normal(2, 6, 3, 3), [6, 6], False, None)
 
 
 def _made() -> Iterator[Sample]:
@@ -271,6 +268,18 @@ def _selections() -> Iterator[Sample]:
     yield call(aten.where.ScalarOther, truth(2, 6), normal(2, 6), 0)
     yield call(aten.where.ScalarSelf, truth(2, 6), 0.0, normal(6))
     yield call(aten.masked_fill.Scalar, normal(2, 6), truth(6), 0.0)
+
+
+def _filled() -> Iterator[Sample]:
+    """masked_scatter: each example has its own two rows of the source."""
+    two = torch.tensor([[1, 1, 0], [0, 1, 1]]).bool()
+    for rows in ((4, 6), (2, 2, 6)):
+        yield call(aten.masked_scatter.default, normal(2, 3, 6), two[..., None], normal(*rows))
+        yield call(aten.masked_scatter.default, normal(2, 3, 6), two[..., None].expand(2, 3, 6).clone(), normal(*rows))
+    yield call(aten.masked_scatter.default, normal(2, 3, 6), two[..., None], normal(24))
+    yield call(aten.masked_scatter.default, normal(2, 3, 6), two[..., None], normal(5, 6))
+    yield call(aten.masked_scatter.default, normal(6), truth(6), normal(6))
+    yield call(ours.watch_count.default, torch.zeros(6, 2, dtype=torch.bool), 0, "{found}")  # nothing to note
 
 
 def _attention() -> Iterator[Sample]:
@@ -360,10 +369,12 @@ def _all() -> dict[Any, list[Sample]]:
         _picks,
         _reductions,
         _spans,
+        spatial,
         matrices,
         _made,
         _casts,
         _selections,
+        _filled,
         _attention,
         _losses,
     ):

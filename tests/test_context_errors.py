@@ -19,6 +19,7 @@ from autopar.ir.graph import copy_graph
 from autopar.ir.mesh import Mesh
 from autopar.models.tiny import TINY
 from autopar.options import Options
+from tests.harness import check_model
 from tests.ranks import run_ranks
 from tests.subject_models import Small, small_batch
 
@@ -139,3 +140,29 @@ def test_every_rank_refuses_before_anything_is_sent(
 ) -> None:
     for error, sent in run_ranks(2, refused_on_a_rank, tokens, options, shift, timeout=120.0):
         assert message in error and sent == 0
+
+
+class Captioned(nn.Module):
+    """A few patches of an image, attended among themselves, beside a text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.words, self.out = nn.Linear(8, 24), nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, image: Tensor, x: Tensor) -> Tensor:
+        seen = self.attend(self.patches(image)).mean(1, keepdim=True)
+        return self.out(self.attend(self.words(x + seen))).square().mean()
+
+    def attend(self, qkv: Tensor) -> Tensor:
+        q, k, v = qkv.unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4).unbind(0)
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def test_a_shorter_sequence_that_does_not_divide_stays_whole() -> None:
+    torch.manual_seed(0)
+    batch = {n: torch.randn(2, m, 8, dtype=torch.float64) for n, m in (("image", 5), ("x", 8))}
+    made = check_model(Captioned().double(), batch, Mesh.of(cp=2))
+    assert made.worst < 1e-10
+    assert "whole on cp: 5 tokens do not divide over 2 ranks" in [reason for _, reason in made.compiled.plan.notes]
+    with pytest.raises(ValueError, match=r"sequence length 9 of .* does not divide .* pad to 10"):
+        check_model(Captioned().double(), batch | {"image": torch.randn(2, 9, 8).double()}, Mesh.of(cp=2))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from autopar.capture import capture
 from autopar.ir.graph import mark_gradients
 from autopar.ir.mesh import Mesh
-from autopar.ir.placement import INVARIANT
+from autopar.ir.placement import INVARIANT, Shard
 from autopar.models.tiny import TINY
 from autopar.options import Options
 from autopar.passes.in_order import GLOBAL_PASSES
@@ -20,6 +20,7 @@ from autopar.plan import Plan
 from autopar.planner import make_plan
 from autopar.rewrite.compilation import Compilation
 from autopar.rewrite.pass_manager import PassManager
+from tests.harness import check_model
 
 
 def global_graph(model: nn.Module, batch: dict[str, Any], mesh: Mesh) -> torch.fx.GraphModule:
@@ -148,6 +149,34 @@ def test_heads_that_do_not_divide() -> None:
         match=r"heads must divide over axis 'tp' of size 3, found 4 heads .* choose a size from \[1, 2, 4\]",
     ):
         tiny("llama", "tp=3")
+
+
+class Towers(nn.Module):
+    """Attention of four heads, and of so many others; each with its own projections."""
+
+    def __init__(self, *others: int) -> None:
+        super().__init__()
+        self.heads = (4, *others)
+        self.towers = nn.ModuleList([nn.ModuleDict({n: nn.Linear(12, 12) for n in "qkvo"}) for _ in self.heads])
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        for heads, tower in zip(self.heads, self.towers):
+            q, k, v = (tower[n](x).unflatten(-1, (heads, -1)).transpose(1, 2) for n in "qkv")
+            x = x + tower["o"](nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return nn.functional.mse_loss(x, target)
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_one_attention_whose_heads_do_not_divide_stays_whole(heads: int) -> None:
+    torch.manual_seed(0)
+    batch = {n: torch.randn(4, 6, 12, dtype=torch.float64) for n in ("x", "target")}
+    model = Towers(heads).double()
+    made = check_model(model, batch, Mesh.of(tp=2))
+    assert made.worst < 1e-10
+    assert made.compiled.plan.parameter("towers.0.q.weight", "tp").stored == Shard(0)
+    assert made.compiled.plan.parameter("towers.1.q.weight", "tp").stored == INVARIANT
+    whole = [reason for _, reason in made.compiled.plan.notes if "heads" in reason]
+    assert whole == [f"whole on tp: {heads} heads ({heads} kv heads) in the model do not divide over 2 ranks"], whole
 
 
 def test_sequence_that_does_not_divide() -> None:

@@ -13,7 +13,7 @@ import torch
 from autopar.ir.conversions import convert
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import INVARIANT, PARTIAL, REPLICATE, Placement, Shard
-from autopar.rules import RULES, Rule, RuleError, apply, rule_of
+from autopar.rules import RULES, Rule, RuleError, apply, rule_of, space
 from autopar.rules import special as sp
 from autopar.rules.attention_rules import attention_rule as attention_rule
 from autopar.rules.builders import blocks_dims, einsum_rule, factory, named_dims, pointwise, reduction
@@ -263,7 +263,7 @@ WRONG: dict[str, tuple[Sample, Callable[[Any], Rule]]] = {
     "rounding of a pending sum": (call(aten.to.dtype, normal(6) * 5, torch.int64), pointwise("unary")),
     "pooling over a cut window": (
         call(aten.max_pool1d.default, normal(2, 2, 8), [2], [1]),
-        without_blocks(sp.pooling_rule),
+        without_blocks(space.pooling_rule),
     ),
 }
 

@@ -105,6 +105,19 @@ RECOGNISED: dict[str, tuple[Callable[..., Tensor], dict[str, Tensor], str]] = {
         split(m=rand(B, H, S, S, seed=3), n=rand(H, 1, S, seed=6)),
         "scale 1.0",
     ),
+    "shifted windows": (
+        lambda q, k, v, m, r: (
+            torch.softmax(((scores(q, k) + r).view(1, B, H, S, S) + m[:, None]).view(B, H, S, S), -1) @ v
+        ),
+        {n: rand(B, H, S, D, seed=i, grad=True) for i, n in enumerate("qkv")}
+        | {"m": rand(B, S, S, seed=3), "r": rand(H, S, S, seed=4, grad=True)},
+        f"{B}x{H}x{S}x{D}",
+    ),
+    "keys of each example and of all": (
+        lambda q, k, v, m: torch.softmax((scores(q, k).view(B, 1, H, S, S) + m).view(B, H, S, S), -1) @ v,
+        split(m=rand(B, 1, 1, 1, S, seed=3)),
+        "scale 1.0",
+    ),
     "a temperature": (
         lambda q, k, v, t: torch.softmax(scores(q, k) * t, -1) @ v,
         split(t=torch.tensor(0.7, dtype=torch.float64, requires_grad=True)),

@@ -1,6 +1,8 @@
-"""Operators that are taken apart while they are captured, since their schemas hide that they write to a buffer.
+"""Operators that are taken apart while they are captured: whose schemas hide that they write to a buffer, and whose own
+parts write in place.
 
 instance_norm(x, w, b, running_mean, running_var, True, m, eps)   -->   the norm, and running_mean.copy_(...)
+lstm_cell(x, (h, c), w_ih, w_hh, b_ih, b_hh)                      -->   two linears, four gates, and so on
 """
 
 from __future__ import annotations
@@ -53,4 +55,36 @@ def _move(running: Tensor, found: Tensor, momentum: float) -> None:
     running.copy_((1.0 - momentum) * running + momentum * over_examples.to(running.dtype))
 
 
-DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {aten.instance_norm.default: instance_norm}
+Cell = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # w_ih, w_hh, b_ih, b_hh
+
+
+def lstm_cell(x: Tensor, hx: list[Tensor], *weights: *Cell) -> tuple[Tensor, Tensor]:
+    """x [N, I] or [I], h and c [N, H] -> h, c. The gates stand in the rows of the weights: in, forget, cell, out."""
+    h, c = hx
+    i, f, g, o = _gates(x, h, *weights).chunk(4, -1)
+    c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(c), c
+
+
+def gru_cell(x: Tensor, h: Tensor, *weights: *Cell) -> Tensor:
+    """As `lstm_cell`; gates: reset, update, new."""
+    w_ih, w_hh, b_ih, b_hh = (*weights, None, None)[:4]
+    r, z, n = torch.nn.functional.linear(x, w_ih, b_ih).chunk(3, -1)
+    rh, zh, nh = torch.nn.functional.linear(h, w_hh, b_hh).chunk(3, -1)
+    new = torch.tanh(n + torch.sigmoid(r + rh) * nh)
+    return new + torch.sigmoid(z + zh) * (h - new)
+
+
+def _gates(
+    x: Tensor, h: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
+) -> Tensor:
+    return torch.nn.functional.linear(x, w_ih, b_ih) + torch.nn.functional.linear(h, w_hh, b_hh)
+
+
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    aten.instance_norm.default: instance_norm,
+    aten.lstm_cell.default: lstm_cell,
+    aten.gru_cell.default: gru_cell,
+    aten.rnn_tanh_cell.default: lambda *cell: torch.tanh(_gates(*cell)),
+    aten.rnn_relu_cell.default: lambda *cell: torch.relu(_gates(*cell)),
+}

@@ -36,7 +36,7 @@ NODES = {
     "global shapes",
     # what rules ask for
     "dealt": "tuple[tuple[int, ...], tuple[int, ...]]: blocks of queries and of keys of attention over cut sequences",
-    "global_groups": "int: groups of a convolution before they were cut",
+    "global_groups": "int: groups of a convolution, or of group_norm, before they were cut",
     # answers kept, of questions that cost
     "kind": "str: of the input that a placeholder is, while the graph is normalised",
     "triangle": "float | None: what a mask adds above the diagonal, if it is a triangle",

@@ -51,6 +51,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, *facts: Any) -> tuple[Tensor, Tensor]:
     batch, heads, size, _ = q.shape
     if heads % k.shape[1]:
         raise ValueError(f"attention: {heads} query heads need a divisor as key heads, found {k.shape[1]}")
+    bias, scores = Facts(*facts).bias, (batch, heads, size, k.shape[2])
+    if bias is not None and (bias.dim() != 4 or any(n not in (1, m) for n, m in zip(bias.shape, scores))):
+        raise ValueError(f"attention: a bias needs {list(scores)}, or 1 for any of them, found {list(bias.shape)}")
     out = q.new_empty(batch, size, heads, v.shape[-1]).transpose(1, 2)
     return out, q.new_empty(batch, heads, size, dtype=wide(q.dtype))
 

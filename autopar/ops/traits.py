@@ -89,7 +89,8 @@ def is_elementwise(target: OpOverload) -> bool:
     return torch.Tag.pointwise in target.tags or target.overloadpacket in _ELEMENTWISE
 
 
-CONVOLUTIONS = {aten.conv1d.default, aten.conv2d.default, aten.conv3d.default}
+TRANSPOSED_CONVOLUTIONS = {aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input}
+CONVOLUTIONS = TRANSPOSED_CONVOLUTIONS | {aten.conv1d.default, aten.conv2d.default, aten.conv3d.default}
 PRODUCTS = CONVOLUTIONS | {
     aten.linear.default,
     aten.matmul.default,
@@ -104,9 +105,6 @@ PRODUCTS = CONVOLUTIONS | {
     aten.einsum.default,
     aten.bilinear.default,
     aten.convolution.default,
-    aten.conv_transpose1d.default,
-    aten.conv_transpose2d.input,
-    aten.conv_transpose3d.input,
     ours.grouped_mm.default,
 }
 

@@ -1,6 +1,7 @@
-"""`autopar::watch`: a value as it is, with an eye on its range.
+"""`autopar::watch`: a value as it is, with an eye on its range, or on how many of its entries are true.
 
     ids = watch(ids, 0, 49, None, "...")       an id out of range is noted, and told once the step has run
+    mask = watch_count(mask, 8, "...")         another number of true entries than 8 is, too
 
 A kernel cannot raise for a value that lies on an accelerator without waiting for it. So it notes the least and the
 greatest value there, and `autopar.runtime.note_watch` reads the notes when that costs nothing. On the CPU only what is
@@ -78,3 +79,15 @@ def watch(x: Tensor, low: float, high: float, ignored: int | None, text: str, fa
 @watch.register_fake
 def _(x: Tensor, low: float, high: float, ignored: int | None, text: str, fatal: bool) -> Tensor:
     return torch.empty_like(x)
+
+
+@torch.library.custom_op("autopar::watch_count", mutates_args=(), schema="(Tensor mask, int count, str text) -> Tensor")
+def watch_count(mask: Tensor, count: int, text: str) -> Tensor:
+    """mask (bool), unchanged. Another number of true entries is noted."""
+    note(mask.sum(), count, count, text)
+    return mask.clone()
+
+
+@watch_count.register_fake
+def _(mask: Tensor, count: int, text: str) -> Tensor:
+    return torch.empty_like(mask)

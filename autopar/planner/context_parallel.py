@@ -51,7 +51,8 @@ def plan_context(gm: GraphModule, mesh: Mesh, options: Options) -> ContextPlan:
     plan = ContextPlan()
     ranks = mesh.size(AXIS)
     attentions = [n for n in gm.graph.nodes if is_call(n, ATTENTION)]
-    chosen = [n for n in attentions if _can_be_cut(n, ranks, plan)]
+    longest = max((_tokens(n)[0] for n in attentions if not any(s % ranks for s in _tokens(n))), default=0)
+    chosen = [n for n in attentions if _can_be_cut(n, ranks, plan, longest)]
     if not chosen:
         raise ValueError(_nothing_to_cut(attentions, ranks))
     for node in chosen:
@@ -70,13 +71,20 @@ def plan_context(gm: GraphModule, mesh: Mesh, options: Options) -> ContextPlan:
     return plan
 
 
-def _can_be_cut(node: Node, ranks: int, plan: ContextPlan) -> bool:
-    """Whether both sequences of an attention divide. Self-attention must; what else does not is left whole."""
+def _tokens(node: Node) -> tuple[int, int]:
+    """Of the queries and of the keys."""
     queries, keys = (global_shape(arguments(node)[name])[2] for name in ("q", "k"))
+    return queries, keys
+
+
+def _can_be_cut(node: Node, ranks: int, plan: ContextPlan, longest: int) -> bool:
+    """Whether both sequences of an attention divide. Self-attention must, unless it is over a shorter sequence than
+    the ``longest`` one that is cut (the patches of an image beside a text); what else does not is left whole."""
+    queries, keys = _tokens(node)
     bad = [n for n in (queries, keys) if n % ranks]
     if not bad:
         return True
-    if queries == keys and queries > 1:
+    if queries == keys and queries > max(1, longest):
         raise ValueError(
             f'context_parallel: sequence length {queries} of {describe(node)} does not divide over axis "{AXIS}" of '
             f"size {ranks}; pad to {-(-queries // ranks) * ranks}"

@@ -64,6 +64,7 @@ def make_plan(
     if mesh.size("tp") > 1:
         chosen = _over_tp(gm, mesh, names, fixed, parameters)
         pieces |= chosen.weight_pieces
+        notes += chosen.notes
         notes += _refusals(parameters, chosen.refused, {name: len(global_shape(n)) for n, name in names.items()})
         if options.sequence_parallel:
             streams = find_streams(gm, chosen.contractions, mesh, "tp", context.chunks(mesh.size("cp")))

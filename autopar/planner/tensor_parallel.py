@@ -26,12 +26,13 @@ class TensorParallel:
     refused: dict[tuple[str, int], str] = field(default_factory=dict)
     cut: set[Node] = field(default_factory=set)
     weight_pieces: dict[str, Shard] = field(default_factory=dict)
+    notes: list[tuple[str, str]] = field(default_factory=list)
 
 
 def plan_tensor_parallel(analysis: Analysis, names: dict[Node, str], fixed: dict[Node, Shard]) -> TensorParallel:
     """Choose closures greedily, cheapest traffic per product first; each weight is cut along one dim only.
 
-    ``fixed``: the user's choices, whose closures come first. Raises ValueError where attention heads do not divide.
+    ``fixed``: the user's choices, whose closures come first. Raises ValueError where the heads of no attention divide.
     """
     out = TensorParallel()
     candidates = _candidates(analysis, names, out)
@@ -126,20 +127,28 @@ def _is_activation(analysis: Analysis, node: Node) -> bool:
 
 
 def _check_heads(analysis: Analysis, out: TensorParallel) -> None:
-    """Attention that stays whole because its heads do not divide is the user's mistake in sizes: say so. Other reasons
-    (one fused projection of many query heads and one key head) are in the plan's notes."""
-    ranks = analysis.ranks
+    """An attention whose heads do not divide stays whole, and a note says so. If that is so of all that have several
+    heads, it is the user's mistake in sizes. Other reasons (one fused projection of many query heads and one key head)
+    are in the plan's notes."""
+    axis, ranks = analysis.axis, analysis.ranks
+    mistake, divided = "", False
     for node in analysis.gm.graph.nodes:
         if not is_call(node, torch.ops.autopar.attention.default):
             continue
         query = arguments(node)["q"]
-        if query in out.cut or query not in analysis.from_parameter:
+        if query not in analysis.from_parameter:
             continue
         heads, kv_heads = global_shape(query)[1], global_shape(arguments(node)["k"])[1]
         fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
-        if ranks in fitting:
+        if query in out.cut or ranks in fitting:
+            divided = True
             continue
-        raise ValueError(
-            f"tensor_parallel: attention heads must divide over axis {analysis.axis!r} of size {ranks}, found {heads} "
-            f"heads ({kv_heads} kv heads) in {module_path(node)}; choose a size from {fitting}"
-        )
+        found = f"{heads} heads ({kv_heads} kv heads) in {module_path(node) or 'the model'}"
+        out.notes.append((node.name, f"whole on {axis}: {found} do not divide over {ranks} ranks"))
+        if heads > 1:
+            mistake = mistake or (
+                f"tensor_parallel: attention heads must divide over axis {axis!r} of size {ranks}, found {found}; "
+                f"choose a size from {fitting}"
+            )
+    if mistake and not divided:
+        raise ValueError(mistake)

@@ -12,7 +12,8 @@ from autopar.rules.attention_rules import LinkedRule, attention_rule
 from autopar.rules.builders import UNARY, einsum_rule, named_dims, opaque, pointwise, words
 from autopar.rules.call import Call, RuleFunction
 from autopar.rules.rule import Cat, Rule
-from autopar.rules.special import advanced_index_rule, convolution_rule, layer_norm_rule
+from autopar.rules.space import convolution_rule
+from autopar.rules.special import advanced_index_rule, layer_norm_rule
 from autopar.rules.table import RULES, overloads
 from autopar.rules.views import split_rule
 
@@ -128,7 +129,7 @@ def _convolution_backward(call: Call) -> Rule:
     source, weight = rule.operands
     (made,) = rule.results
     assert source is not None and weight is not None
-    return replace(rule, operands=(made, source, weight), results=(source, weight, (weight[0],)), linear=UNARY)
+    return replace(rule, operands=(made, source, weight), results=(source, weight, (made[1],)), linear=UNARY)
 
 
 def _context_attention(call: Call) -> Rule:

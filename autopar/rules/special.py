@@ -1,7 +1,8 @@
-"""Rules of operators with a meaning of their own: embedding, loss, convolution, experts, indexing."""
+"""Rules of operators with a meaning of their own: embedding, loss, experts, indexing."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch.fx import Node
@@ -37,58 +38,6 @@ def dropout_rule(call: Call) -> Rule:
     """Elementwise: the mask depends on the global position of an element, which localisation passes in."""
     dims = named_dims(call, call.shape("x"))
     return call.rule([dims, (), *[None] * (len(call.operands) - 2)], [dims])
-
-
-def convolution_rule(call: Call) -> Rule:
-    """x (b, g·ci, ...), w (g·co, ci, ...) -> (b, g·co, ...). Spatial dims are blocked: windows overlap."""
-    source, weight, result = call.shape("input"), call.shape("weight"), call.result
-    groups = int(call.node.meta.get("global_groups", call.args["groups"]))
-    b = call.factor("b", source[0]) if len(source) == len(weight) else None
-    lead = () if b is None else (b,)
-    g, co, ci = call.factor("g", groups), call.factor("co", weight[0] // groups), call.factor("ci", weight[1])
-    first = len(lead)
-    spatial_in = tuple(call.factor(f"x{i}", n) for i, n in enumerate(source[first + 1 :]))
-    spatial_w = tuple(call.factor(f"w{i}", n) for i, n in enumerate(weight[2:]))
-    spatial_out = tuple(call.factor(f"y{i}", n) for i, n in enumerate(result[first + 1 :]))
-    operands: list[Dims | None] = [(*lead, (*g, *ci), *spatial_in), ((*g, *co), ci, *spatial_w)]
-    blocked = {f: "windows of a convolution overlap" for f in call.sizes if f[0] in "xwy"}
-    sets: tuple[frozenset[int], ...] = (frozenset({0}), frozenset({1}))
-    if isinstance(call.args.get("bias"), Node):
-        operands.append(((*g, *co),))
-        sets = ()
-        if not call.relaxed:
-            blocked |= {f: "the bias would be added once per rank; split it off first" for f in ci}
-    return call.rule(operands, [(*lead, (*g, *co), *spatial_out)], blocked=blocked, linear=sets)
-
-
-def pooling_rule(call: Call) -> Rule:
-    """(b, c, ...) -> (b, c, ...) with the window dims blocked. Leading dims of equal size pass."""
-    source = call.shape_of(call.operands[0])
-    window = _window_rank(call)
-    dims = named_dims(call, source)
-    results: list[Dims] = []
-    for r, shape in enumerate(call.result_shapes):
-        tail = tuple(call.factor(f"out{r}_{i}", n) for i, n in enumerate(shape[len(shape) - window :]))
-        results.append((*dims[: len(source) - window], *tail))
-    blocked = {f: "a pooling window spans it" for dim in dims[len(source) - window :] for f in dim}
-    blocked |= {f: "it is made of pooling windows" for f in call.sizes if f.startswith("out")}
-    return call.rule([dims], results, blocked=blocked)
-
-
-def _window_rank(call: Call) -> int:
-    name = str(call.node.target)
-    return next(int(d) for d in "123" if f"{d}d" in name)
-
-
-def group_norm_rule(call: Call) -> Rule:
-    """(b, c, ...): statistics over channels and space; only the batch may be cut."""
-    source = call.shape("input")
-    dims = named_dims(call, source)
-    operands: list[Dims | None] = [dims]
-    operands += [(dims[1],) for name in ("weight", "bias") if isinstance(call.args.get(name), Node)]
-    return call.rule(
-        operands, [dims], blocked={f"d{i}": "group_norm normalises over it" for i in range(1, len(source))}
-    )
 
 
 def layer_norm_rule(call: Call) -> Rule:
@@ -129,6 +78,30 @@ def scatter_rule(call: Call) -> Rule:
         blocked |= {f: "a part of it is read" for f in call.sizes if f.startswith("s")}
         blocked |= {f"d{i}": why for i, n in enumerate(call.shape("src")) if n != index[i]}
     return call.rule(operands, [dims], blocked=blocked)
+
+
+def index_add_rule(call: Call) -> Rule:
+    """(.. d ..), (n), (.. n ..) -> (.. d ..): rows are added wherever the index says. Pieces of the rows make addends
+    of the result."""
+    dim = call.dim()
+    dims = named_dims(call, call.shape("self"))
+    n = call.factor("n", call.shape("index")[0] if call.shape("index") else 1)
+    source: Dims = (*dims[:dim], n, *dims[dim + 1 :]) if call.shape("source") else ()
+    blocked = {f: "rows anywhere in it are written" for f in dims[dim]}
+    linear = (frozenset({0, 2}),)
+    return call.rule(
+        [dims, (n,) if call.shape("index") else (), source],
+        [dims],
+        blocked=blocked,
+        linear=linear,
+        addends={0: "n"} if n else {},
+    )
+
+
+def index_copy_rule(call: Call) -> Rule:
+    """As `index_add_rule`, but rows replace what was there."""
+    rule = index_add_rule(call)
+    return replace(rule, blocked=rule.blocked | {"n": "rows anywhere are replaced"}, addends={})
 
 
 def complex_pairs_rule(call: Call) -> Rule:
@@ -251,6 +224,24 @@ def masked_fill_rule(call: Call) -> Rule:
     dims = [broadcast_dims(call, call.shape_of(x), call.result) for x in call.operands]
     zero = len(dims) == 2 and call.args["value"] == 0
     return call.rule(dims, [named_dims(call, call.result)], linear=UNARY if zero else ())
+
+
+def masked_scatter_rule(call: Call) -> Rule:
+    """x (b, ..., h), mask (b, ..., h or 1), source (b·k, ..., h) -> x, of which true entries are taken from the source
+    one after the other. Examples may be cut if each has its own rows of the source, which is looked at when it runs
+    (`watch_count`); the width, if the mask says the same of all of it."""
+    shape, mask, source = call.shape("self"), call.shape("mask"), call.shape("source")
+    dims = named_dims(call, shape)
+    own = len(shape) > 1 and source[:1] != () and source[0] % shape[0] == 0
+    k = call.factor("k", source[0] // shape[0]) if own else call.factor("n", source[0] if source else 1)
+    wide = len(shape) > 1 and len(source) > 1 and source[-1] == shape[-1] and (not mask or mask[-1] == 1)
+    middle = [call.factor(f"m{i}", n) for i, n in enumerate(source[1 : len(source) - wide])]
+    taken: Dims = ((*(dims[0] if own else ()), *k), *middle, *([dims[-1]] if wide else []))
+    free = {*(dims[0] if own else ()), *(dims[-1] if wide else ())}
+    blocked = {f: "the source fills it in order" for f in call.sizes if f not in free}
+    return call.rule(
+        [dims, broadcast_dims(call, mask, shape), taken], [dims], blocked=blocked, linear=(frozenset({0, 2}),)
+    )
 
 
 # --- structure -------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from autopar.attention.operator import attention_of_piece
 from autopar.ir.conversions import convert, exchange, exchange_slice
 from autopar.ops.vocabulary import cross_entropy_of_piece, embedding_of_piece
 from autopar.rules import gradient_holes as own
+from autopar.rules import space
 from autopar.rules import special as sp
 from autopar.rules import views as vw
 from autopar.rules.attention_rules import attention_rule
@@ -99,11 +100,12 @@ add("mul", pointwise("product"))
 add("div.Tensor div.Scalar", pointwise("numerator"))
 add("where.self where.ScalarOther where.ScalarSelf where.Scalar", sp.where_rule)
 add("masked_fill", sp.masked_fill_rule)
+add("masked_scatter", sp.masked_scatter_rule)
 add("autopar::dropout", sp.dropout_rule)
 add("autopar::gradient_of", own.hole)
 add("autopar::own_backward", own.token)
 add("autopar::with_backward", own.result)
-add("autopar::watch", pointwise())
+add("autopar::watch autopar::watch_count", pointwise())
 
 # Products.
 RULES[torch.ops.aten.linear.default] = einsum_rule("... i, o i -> ... o", "input weight", bias="bias")
@@ -112,7 +114,8 @@ add("mv", einsum_rule("m k, k -> m", "self vec"))
 add("dot", einsum_rule("k, k ->", "self tensor"))
 add("vdot", einsum_rule("k, k ->", "self other"))
 add("einsum.default", einsum_of_call)
-add("conv1d.default conv2d.default conv3d.default", sp.convolution_rule)
+add("conv1d.default conv2d.default conv3d.default", space.convolution_rule)
+add("conv_transpose1d conv_transpose2d.input conv_transpose3d.input", space.transposed_convolution_rule)
 add("autopar::grouped_mm", sp.grouped_mm_rule)
 add("autopar::grouped_bias", sp.grouped_bias_rule)
 add("autopar::moe_dispatch", sp.moe_dispatch_rule)
@@ -147,10 +150,14 @@ add(
     reduction(linear=False),
 )
 add("softmax.int log_softmax.int _softmax _log_softmax cumsum cumprod logcumsumexp sort topk diff", _last("dim"))
-add("scatter.src scatter.value scatter_add", sp.scatter_rule)
+add("scatter.src scatter.value scatter_add scatter_reduce.two scatter.reduce scatter.value_reduce", sp.scatter_rule)
+add("index_add", sp.index_add_rule)
+add("index_copy", sp.index_copy_rule)
 add("tril triu", blocks_dims(lambda c: [len(c.shape("self")) - 2, len(c.shape("self")) - 1], "the op spans it"))
 add("layer_norm rms_norm", sp.layer_norm_rule)
-add("group_norm", sp.group_norm_rule)
+add("group_norm", space.group_norm_rule)
+add("prelu", space.prelu_rule)
+add("_prelu_kernel", pointwise())
 
 # Matrices, and batches of them.
 add(
@@ -165,12 +172,25 @@ add("linalg_lu_solve", matrices(2, 1, 2))
 add("lu_unpack linalg_householder_product", matrices(2, 1))
 add("linalg_solve _linalg_solve_ex", solve)
 add("linalg_cross", cross)
+
+# Space: windows of it, points between its points, its frequencies.
 add(
-    "max_pool1d max_pool2d avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d _adaptive_avg_pool2d "
-    "max_pool2d_with_indices upsample_nearest2d upsample_bilinear2d adaptive_max_pool2d "
-    "max_pool3d max_pool3d_with_indices avg_pool3d adaptive_avg_pool3d",
-    sp.pooling_rule,
+    "max_pool1d max_pool2d max_pool3d max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices "
+    "adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d",
+    space.pooling_rule,
 )
+add(
+    "avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d "
+    "_adaptive_avg_pool2d _adaptive_avg_pool3d "
+    "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d "
+    "_upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d "
+    "_upsample_bilinear2d_aa _upsample_bicubic2d_aa",
+    space.resampling_rule,
+)
+add("unfold", space.unfold_rule)
+add("im2col col2im", space.image_to_columns_rule)
+add("pixel_shuffle pixel_unshuffle", space.pixel_shuffle_rule)
+add("_fft_r2c _fft_c2r _fft_c2c", space.fourier_rule)
 
 # Made from nothing, or from a shape.
 add("arange zeros ones full empty scalar_tensor linspace.default eye tril_indices triu_indices", factory)
@@ -181,6 +201,7 @@ add(
     "one_hot bucketize searchsorted.Tensor histc bincount nonzero unique_consecutive",
     opaque("its size depends on values"),
 )
+add("embedding_bag", opaque("its bags differ in length"))
 
 RULES[attention_of_piece] = attention_rule
 RULES[embedding_of_piece] = sp.embedding_rule

@@ -15,6 +15,7 @@ from autopar.passes.normalize.constant_masks import triangle
 from autopar.rewrite.build import Build, Rewrite, calls, operand, shape_of, value_of
 
 aten = torch.ops.aten
+Shape = tuple[int, ...]
 
 
 @dataclass
@@ -61,20 +62,39 @@ def sdpa(node: Node, build: Build) -> Node | None:
     q, k, v = known["query"], known["key"], known["value"]
     scale = known["scale"] if known["scale"] is not None else 1.0 / math.sqrt(shape_of(q)[-1])
     facts = FoundFacts(float(scale), causal=known["is_causal"], dropout=float(known["dropout_p"]))
-    rank = len(shape_of(q))
-    if rank not in (3, 4):
-        raise ValueError(
-            f"normalize: attention needs q of rank 3 or 4, found {list(shape_of(q))} at {node.name}; reshape the "
-            "leading dims into one"
-        )
-    mask = known["attn_mask"]
-    if rank == 3:  # one head
-        q, k, v = (build(aten.unsqueeze.default, x, 1) for x in (q, k, v))
-        mask = build(aten.unsqueeze.default, mask, 1) if mask is not None and len(shape_of(mask)) == 3 else mask
+    lead, mask = shape_of(q)[:-2], known["attn_mask"]
+    flat = lead if len(lead) == 2 else (math.prod(lead[:-1]), lead[-1]) if lead[1:] else (math.prod(lead), 1)
+    if flat != lead:
+        if not lead or any(shape_of(x)[:-2] != lead for x in (k, v)):
+            found = ", ".join(str(list(shape_of(x))) for x in (q, k, v))
+            raise ValueError(
+                f"normalize: attention needs equal leading dims of q, k and v, found {found} at {node.name}: expand"
+            )
+        q, k, v = (build.reshape(x, (*flat, *shape_of(x)[-2:])) for x in (q, k, v))
+        mask = None if mask is None else mask_on_lead(build, mask, lead, flat)
     if mask is not None:
         _add_mask(build, mask, q, facts)
     out, _ = attend(build, q, k, v, facts)
-    return build(aten.squeeze.dim, out, 1) if rank == 3 else out
+    return build.reshape(out, shape_of(node))
+
+
+def mask_on_lead(build: Build, mask: Node, scores: Shape, lead: Shape) -> Node:
+    """A mask of scores with these leading dims as [B|1, H|1, n|1, m]: its leading dims are expanded, and then joined or
+    split into batch and heads, as those of the scores are: (1, 4, 1) of (2, 4, 3) with 8, 3 is (2, 4, 1) and then 8, 1.
+    What is one for all stays one."""
+    *own, rows, columns = (*(1,) * (len(scores) + 2 - len(shape_of(mask))), *shape_of(mask))
+    mask = build.reshape(mask, (*own, rows, columns))
+    cuts = (i for i in range(len(scores) + 1) if (math.prod(scores[:i]), math.prod(scores[i:])) == lead)
+    at = next(cuts, None)
+    if at is None:  # batch and heads in one
+        joined, full = ((1, 1), own) if math.prod(own) == 1 else (lead, scores)
+    else:
+        pairs = ((own[:at], scores[:at]), (own[at:], scores[at:]))
+        parts = [m if math.prod(m) == 1 else n for m, n in pairs]
+        joined, full = tuple(map(math.prod, parts)), [*parts[0], *parts[1]]
+    if list(full) != own:
+        mask = build(aten.expand.default, mask, [*full, rows, columns])
+    return build.reshape(mask, (*joined, rows, columns))
 
 
 def _add_mask(build: Build, mask: Node, q: Node, facts: FoundFacts) -> None:

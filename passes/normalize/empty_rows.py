@@ -30,11 +30,11 @@ MODERATE = LEAST / 2  # what is added and is more than this masks nothing
 
 @dataclass(frozen=True)
 class WrittenMask:
-    """Of scores with so many dims. ``fill`` is None: ``node`` times ``factor`` is added. Else ``node`` is bool, entries
+    """Of scores of this shape. ``fill`` is None: ``node`` times ``factor`` is added. Else ``node`` is bool, entries
     that are ``keep`` stay and the others are ``fill``, as the softmax sees it."""
 
     node: Node
-    dims: int
+    scores: tuple[int, ...]
     factor: float = 1.0
     keep: bool = True
     fill: float | None = None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from autopar.ir.graph import arguments
+from autopar.ir.graph import arguments, set_argument
 from autopar.rewrite.build import Build, Rewrite, calls, operand, shape_of, value_of
 
 aten = torch.ops.aten
@@ -83,6 +83,26 @@ def fill(node: Node, build: Build) -> Node | None:
     return build(aten.full.default, shape, value, dtype=dtype, device=value_of(node).device)
 
 
+def joined_again(node: Node, build: Build) -> Node | None:
+    """cat(split_with_sizes(x, [4, 4], 1), 1) --> x"""
+    known = arguments(node)
+    parts = known["tensors"]
+    if not parts or not all(calls(p, operator.getitem) and operand(p) is operand(parts[0]) for p in parts):
+        return None
+    made = operand(parts[0])
+    if not calls(made, aten.split_with_sizes.default) or [p.args[1] for p in parts] != [*range(len(made.meta["val"]))]:
+        return None
+    rank = len(shape_of(node))
+    return operand(made) if known["dim"] % rank == arguments(made)["dim"] % rank else None
+
+
+def masked_scatter(node: Node, build: Build) -> None:
+    """masked_scatter(x, expand(mask, [4, 8, 32]), y) --> masked_scatter(x, mask, y): rows are taken whole"""
+    mask = arguments(node)["mask"]
+    if calls(mask, aten.expand.default):
+        set_argument(node, "mask", operand(mask))
+
+
 def split(node: Node, build: Build) -> Node | None:
     """split(x, 16, -1), chunk(x, 2, -1), tensor_split --> split_with_sizes(x, [16, 16], 2)"""
     known = arguments(node)
@@ -140,6 +160,8 @@ TABLE: dict[Any, Rewrite] = {
          aten.tensor_split.indices, aten.split.sizes),
         split,
     ),
+    aten.cat.default: joined_again,
+    aten.masked_scatter.default: masked_scatter,
     aten.type_as.default: type_as,
     aten.t.default: twice_transposed,
     **{packet.default: unary_before_reshape for packet in _UNARY},

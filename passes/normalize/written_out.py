@@ -27,7 +27,7 @@ from torch.fx import Node
 
 from autopar.ir.graph import arguments
 from autopar.ops.traits import PERMUTED
-from autopar.passes.normalize.attention_calls import FoundFacts, additive, attend
+from autopar.passes.normalize.attention_calls import FoundFacts, additive, attend, mask_on_lead
 from autopar.passes.normalize.constant_masks import LEAST
 from autopar.passes.normalize.empty_rows import NEVER, WrittenMask, outcome
 from autopar.rewrite.build import Build, calls, operand, shape_of, value_of
@@ -197,7 +197,7 @@ def _filled(found: _WrittenScores) -> _WrittenScores | None:
         fill = float(torch.tensor(fill, dtype=torch.float64).to(dtype))
     if not fill <= LEAST:
         return None
-    return found.to(scores, masks=(*found.masks, WrittenMask(mask, len(shape_of(x)), keep=keep, fill=fill)))
+    return found.to(scores, masks=(*found.masks, WrittenMask(mask, shape_of(x), keep=keep, fill=fill)))
 
 
 def _number(x: Any) -> float | None:
@@ -219,7 +219,7 @@ def _under_sum(found: _WrittenScores) -> _WrittenScores | None:
             return None
         if shape_of(scores) != shape_of(x) or not value_of(mask).is_floating_point():
             continue
-        masks = (*found.masks, WrittenMask(mask, len(shape_of(x)), found.scale))
+        masks = (*found.masks, WrittenMask(mask, shape_of(x), found.scale))
         product = _down_to_product(found.to(scores, masks=masks))
         if product is not None:
             return product
@@ -241,11 +241,7 @@ def _transposed(build: Build, x: Node) -> Node:
 
 def _bias(build: Build, mask: WrittenMask, said: Node, lead: tuple[int, ...], dtype: torch.dtype) -> Node:
     """[B|1, H|1, n|1, m]: what is added; ``said`` is the mask's node, True = attend if it is bool."""
-    shape = shape_of(said)
-    shape = (*(1,) * (mask.dims - len(shape)), *shape)
-    if mask.dims == 3:
-        shape = (*(lead if shape[0] > 1 else (1, 1)), *shape[1:])
-    x = additive(build, build.reshape(said, shape), dtype)
+    x = additive(build, mask_on_lead(build, said, mask.scores[:-2], lead), dtype)
     return x if mask.factor == 1 else build(aten.mul.Tensor, x, mask.factor)
 
 
