@@ -128,12 +128,9 @@ def local_tensor(x: Tensor) -> Tensor:
     return local_of(x).detach() if isinstance(x, DTensor) else x.detach()
 
 
-def local_gradient(parameter: Tensor, local: Tensor) -> DTensor:
+def local_gradient(parameter: Any, local: Tensor) -> DTensor:
     """This rank's piece of a gradient as a DTensor in the parameter's own layout. ``local``: contiguous, without a
-    graph of autograd."""
-    assert isinstance(parameter, DTensor)
-    own = local_of(parameter)
-    assert local.shape == own.shape, f"a gradient of {own.shape} is {local.shape}"
+    graph of autograd, of the piece's shape, which compiled steps are checked for."""
     return parameter.like(local) if isinstance(parameter, ShardedTensor) else alike(local, parameter)
 
 
@@ -145,26 +142,25 @@ def set_gradients(found: Sequence[tuple[str, nn.Parameter, Tensor]], observers: 
     Raises ValueError, before any is changed, for a ``.grad`` of another layout, which somebody else has put there.
     """
     watched = observers.of([parameter for _, parameter, _ in found])
-    hooked = [one for one, someone in zip(found, watched, strict=True) if someone]
+    plain = found if True not in watched else [one for one, someone in zip(found, watched, strict=True) if not someone]
     sums: list[Tensor] = []
     addends: list[Tensor] = []
     fresh: list[tuple[nn.Parameter, Tensor]] = []
-    for (name, parameter, local), someone in zip(found, watched, strict=True):
-        if someone:
-            continue
+    for name, parameter, local in plain:
         gradient = parameter.grad
         if gradient is None:
-            fresh.append((parameter, local_gradient(parameter, local)))
+            fresh.append((parameter, local))
         else:
             _check_layout(name, gradient, parameter)
             sums.append(local_tensor(gradient))
             addends.append(local)
     if sums:
         add_all(sums, addends)
-    for parameter, gradient in fresh:
-        parameter.grad = gradient
-    if hooked:
-        accumulate_gradient([p for _, p, _ in hooked], [local_gradient(p, local) for _, p, local in hooked])
+    for parameter, local in fresh:
+        parameter.grad = local_gradient(parameter, local)
+    if len(plain) < len(found):
+        hooked = [(p, x) for (_, p, x), someone in zip(found, watched, strict=True) if someone]
+        accumulate_gradient([p for p, _ in hooked], [local_gradient(p, local) for p, local in hooked])
 
 
 def _check_layout(name: str, gradient: Tensor, parameter: nn.Parameter) -> None:
