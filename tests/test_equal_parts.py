@@ -16,6 +16,7 @@ from autopar.compile.model import compile_model
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
 from autopar.steps.graphs import Compiled, Stage, StepGraph
+from autopar.steps.of_rank import graphs_of_all
 from autopar.steps.value_names import is_a
 from tests.subjects import tiny
 from tests.test_decompose import text
@@ -55,9 +56,17 @@ def test_copies(cell: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(copied) == CELLS[cell][-1]
     monkeypatch.setattr(KnownParts, "stage", lambda self, part, make: make())
     each = compiled(cell)
+    made = [step for part in copied for step in steps_of(part)]
+    assert not any("graph" in vars(step) for step in made), "a copy is made by who asks for it"
+    assert all(step.unnamed in graphs_of_all(found.pipeline, None) and step.unnamed is not step.graph for step in made)
     for mine, other in zip(found.pipeline.parts, each.pipeline.parts, strict=True):
         Compared().parts(mine, other)
     assert found.pipeline.order == each.pipeline.order and found.pipeline.hops == each.pipeline.hops
+
+
+def steps_of(part: Stage) -> list[StepGraph]:
+    """Its step graphs."""
+    return [step for item in fields(Stage) if isinstance(step := getattr(part, item.name), StepGraph)]
 
 
 class Compared:

@@ -20,6 +20,8 @@ def graph_module(graph: Graph, name: str = "GraphModule", root: nn.Module | None
 @contextmanager
 def lazy_code() -> Iterator[None]:
     """Within: the graph modules that torch makes are lazy, which is a fifth of the time to compile a model."""
-    lazily = patch.object(exported_program, "_create_graph_module_for_export", lambda root, g: graph_module(g, root=root))
+    lazily = patch.object(
+        exported_program, "_create_graph_module_for_export", lambda root, g: graph_module(g, root=root)
+    )
     with _use_lazy_graph_module(True), lazily:
         yield

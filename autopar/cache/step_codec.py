@@ -23,7 +23,7 @@ from autopar.cache.value_codec import Damaged, Decoder, Encoder, Tree, Unstorabl
 from autopar.ir.parameter import ParameterSpec
 from autopar.plan import Plan
 from autopar.runtime.step_facts import known_facts
-from autopar.steps.graphs import Compiled, KnownFacts, Prologue, StepGraph
+from autopar.steps.graphs import Compiled, CopiedStepGraph, KnownFacts, MadeLater, Prologue, StepGraph
 
 Sections = Mapping[str, bytes]
 _MAIN = "main"
@@ -37,7 +37,7 @@ class _StepEncoder(Encoder):
         super().__init__()
         self._places: dict[int, int] = {}
         self.graphs: list[GraphModule] = []
-        for cls in (StepGraph, StoredStepGraph):
+        for cls in (StepGraph, CopiedStepGraph, StoredStepGraph):
             self.kinds[cls] = lambda x: ["G", self._place(x.graph), self.encode(x.inputs), self.encode(x.outputs)]
         for kind in (Prologue, StoredPrologue):
             self.kinds[kind] = lambda x: ["Q", self._place(x.graph), self.encode(x.inputs), self.encode(x.totals)]
@@ -81,23 +81,11 @@ def _json(tree: Tree) -> bytes:
 # --- reading ----------------------------------------------------------------------------------------------
 
 
-class _MadeLater:
-    """Whose ``graph`` is made when it is asked for."""
-
-    _make: Callable[[], GraphModule]
-
-    def __getattr__(self, name: str) -> Any:
-        if name != "graph" or "_make" not in self.__dict__:
-            raise AttributeError(name)
-        made = self.__dict__["graph"] = self._make()
-        return made
-
-
-class StoredStepGraph(_MadeLater, StepGraph):
+class StoredStepGraph(MadeLater, StepGraph):
     """A step graph of a file."""
 
 
-class StoredPrologue(_MadeLater, Prologue):
+class StoredPrologue(MadeLater, Prologue):
     """A prologue of a file."""
 
 

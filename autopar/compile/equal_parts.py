@@ -3,6 +3,8 @@
     part 3: layers.24 ... layers.31        compiled
     part 4: layers.32 ... layers.39        the same graphs; p_layers_24_q -> p_layers_32_q, grad:add_97 -> grad:add_129
 
+The graphs of a copy are made when somebody asks for them: the ranks that run it.
+
 The key of a part is every node of its graph with all that is noted on it, and what enters and leaves. Names are left
 out, by place, so what compiling does must not depend on them.
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +24,7 @@ from autopar.adapters.lazy import graph_module
 from autopar.ir.graph import frozen
 from autopar.ir.meta import NODES, ORIGIN
 from autopar.passes.cut_stages import PartGraph
-from autopar.steps.graphs import Stage, StepGraph
+from autopar.steps.graphs import CopiedStepGraph, Stage, StepGraph
 
 _NOTED = NODES.keys() - {*ORIGIN, "original_aten"}
 
@@ -140,6 +143,11 @@ def _copied(stage: Stage, part: PartGraph, names: _Names) -> Stage:
 
 
 def _step(step: StepGraph, names: _Names) -> StepGraph:
+    inputs, outputs = [names.value(x) for x in step.inputs], [x and names.value(x) for x in step.outputs]
+    return CopiedStepGraph(step, partial(_renamed, step, names), inputs, outputs)
+
+
+def _renamed(step: StepGraph, names: _Names) -> GraphModule:
     graph, new, given = Graph(), dict[Node, Node](), iter(step.inputs)
     for node in step.graph.graph.nodes:
         made = new[node] = graph.node_copy(node, new.__getitem__)
@@ -153,4 +161,4 @@ def _step(step: StepGraph, names: _Names) -> StepGraph:
             made.meta["nn_module_stack"] = names.origin(node.meta["nn_module_stack"])
     gm: GraphModule = graph_module(graph)
     gm.meta = dict(step.graph.meta)
-    return StepGraph(gm, [names.value(x) for x in step.inputs], [x and names.value(x) for x in step.outputs])
+    return gm

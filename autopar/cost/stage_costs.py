@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
+
+from torch.fx import GraphModule
 
 from autopar.cost.flops import seconds_of
 from autopar.cost.hardware import DEFAULT, Device
@@ -29,8 +32,12 @@ def stage_costs(parts: Sequence[Stage], hops: Sequence[Hop], plan: Plan, device:
     between = Links(plan.mesh, wiring)
     inside = Links(plan.mesh, wiring, given=True) if wiring.axes else None
 
-    def time(graph: StepGraph | None, links: Links | None = inside) -> float:
-        return seconds_of(graph.graph.graph.nodes, device, links) if graph is not None else 0.0
+    @cache  # equal parts take equal times
+    def seconds(gm: GraphModule, outside: bool) -> float:
+        return seconds_of(gm.graph.nodes, device, between if outside else inside)
+
+    def time(graph: StepGraph | None, outside: bool = False) -> float:
+        return seconds(graph.unnamed, outside) if graph is not None else 0.0
 
     received = [sum(_hop_bytes(h) for h in hops if h.target == k) for k in range(len(parts))]
     pp = wiring.of("pp")
@@ -40,8 +47,8 @@ def stage_costs(parts: Sequence[Stage], hops: Sequence[Hop], plan: Plan, device:
         B=tuple(time(p.backward_input or p.backward_reduce) for p in parts),
         W=tuple(time(p.backward_weight) for p in parts),
         comm=comm,
-        G=tuple(time(p.gather, between) for p in parts),
-        R=tuple(time(p.reduce, between) for p in parts),
+        G=tuple(time(p.gather, outside=True) for p in parts),
+        R=tuple(time(p.reduce, outside=True) for p in parts),
         activations=tuple(float(kept(p) + r) for p, r in zip(parts, received, strict=True)),
         stash=tuple(float(_taken(p.backward_weight)) for p in parts),
     )
@@ -50,14 +57,14 @@ def stage_costs(parts: Sequence[Stage], hops: Sequence[Hop], plan: Plan, device:
 def kept(part: Stage) -> int:
     """Bytes that F of a part keeps for its backward, without what it received."""
     names = part.forward.outputs
-    return storage_bytes(part.forward.graph, [i for i, n in enumerate(names) if is_a(n, "saved")])
+    return storage_bytes(part.forward.unnamed, [i for i, n in enumerate(names) if is_a(n, "saved")])
 
 
 def _taken(step: StepGraph | None) -> int:
     """Bytes that W takes over from F and B."""
     if step is None:
         return 0
-    nodes = dict(zip(step.inputs, placeholders(step.graph), strict=True))
+    nodes = dict(zip(step.inputs, placeholders(step.unnamed), strict=True))
     return sum(nbytes(n) for name, n in nodes.items() if is_a(name, "saved", "stash"))
 
 

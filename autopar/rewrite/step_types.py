@@ -88,18 +88,18 @@ class _Carry:
         """What a step graph makes, by name."""
         found: dict[Node, list[State]] = {}
         nothing = (UNKNOWN,) * len(self.axes)
-        for node, name in zip(placeholders(step.graph), step.inputs, strict=True):
+        for node, name in zip(placeholders(step.unnamed), step.inputs, strict=True):
             if is_a(name, "sum") and not node.users:
                 raise StepError(f"the last backward of a step does not add what the earlier ones made of {of(name)}")
             found[node] = [known.get(name, nothing)]
         if not self.axes:
             return {}
-        for node in step.graph.graph.nodes:
+        for node in step.unnamed.graph.nodes:
             if is_call(node, operator.getitem):
                 found[node] = [found[node.args[0]][node.args[1]]]
             elif node.op == "call_function":
                 found[node] = self._call(node, tuple(found[x][0] for x in tensor_operands(node)))
-        pairs = zip(step.outputs, outputs(step.graph), strict=True)
+        pairs = zip(step.outputs, outputs(step.unnamed), strict=True)
         return {name: found[x][0] for name, x in pairs if name is not None and isinstance(x, Node)}
 
     def _call(self, node: Node, operands: tuple[State, ...]) -> list[State]:

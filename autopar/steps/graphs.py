@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 from torch.fx import GraphModule
@@ -34,6 +36,38 @@ class StepGraph:
     graph: GraphModule
     inputs: list[str]
     outputs: list[str | None]
+
+    @property
+    def unnamed(self) -> GraphModule:
+        """The graph, for who asks for no names of nodes."""
+        return self.graph
+
+
+class MadeLater:
+    """Whose ``graph`` is made when it is asked for."""
+
+    _make: Callable[[], GraphModule]
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "graph" or "_make" not in self.__dict__:
+            raise AttributeError(name)
+        made = self.__dict__["graph"] = self._make()
+        return made
+
+
+class CopiedStepGraph(MadeLater, StepGraph):
+    """One that is equal to another but for names. A rank asks for those of its own parts alone."""
+
+    def __init__(
+        self, like: StepGraph, make: Callable[[], GraphModule], inputs: list[str], outputs: list[str | None]
+    ) -> None:
+        self._make, self._like, self.inputs, self.outputs = make, like, inputs, outputs
+
+    @property
+    def unnamed(self) -> GraphModule:
+        """For who asks for no names of nodes: a graph that is there."""
+        made: GraphModule | None = self.__dict__.get("graph")
+        return self._like.unnamed if made is None else made
 
 
 @dataclass(frozen=True)

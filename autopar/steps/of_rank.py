@@ -100,11 +100,11 @@ def graphs_of_rank(pipeline: Pipeline, prologue: Prologue | None, rank: int) -> 
 
 
 def graphs_of_all(pipeline: Pipeline, prologue: Prologue | None) -> Iterator[GraphModule]:
-    """The step graphs of every rank."""
+    """The step graphs of every rank, of equal parts one."""
     steps = [getattr(part, name) for part in pipeline.parts for name in dict.fromkeys(GRAPHS.values())]
     for step in (pipeline.each, pipeline.once, prologue, *steps):
         if step is not None:
-            yield step.graph
+            yield step.graph if isinstance(step, Prologue) else step.unnamed
 
 
 def _inputs(step: StepGraph | None) -> Sequence[str]:
@@ -196,7 +196,7 @@ def shared_gradients(
 
 def recorded_facts(part: Stage, names: Collection[str]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and type of some outputs of a part's F."""
-    made = zip(part.forward.outputs, outputs(part.forward.graph), strict=True)
+    made = zip(part.forward.outputs, outputs(part.forward.unnamed), strict=True)
     values = {name: node.meta["val"] for name, node in made if name is not None and name in names}
     return {name: (tuple(val.shape), val.dtype) for name, val in values.items()}
 
