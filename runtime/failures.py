@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import os
 import sys
 import threading
 import time
@@ -86,6 +87,16 @@ def close() -> None:
     for old in _boards.values():
         old.close()
     _boards.clear()
+
+
+def _forget() -> None:
+    """In a process that has been forked: the boards are its parent's, whose threads have not come along."""
+    _of_parents.extend(_boards.values())  # not destroyed: that might wait for a thread
+    _boards.clear()
+
+
+_of_parents: list[FailureBoard] = []
+os.register_at_fork(after_in_child=_forget)
 
 
 # --- errors on their way --------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import autopar
 from autopar import Plan
 from autopar.models.tiny import TINY
+from autopar.runtime import failures
 from tests.ranks import Outcome, close_pools, rank_outcomes, run_ranks
 
 TIMEOUT = 6.0  # seconds until a collective without its peers fails
@@ -333,3 +334,22 @@ def test_a_rank_that_stalls_is_named_within_the_timeout() -> None:
     for seconds, text in others:
         assert "rank 1 did not respond: alive, but never joined" in text, text
         assert TIMEOUT - 2 < seconds < TIMEOUT + 5
+
+
+# --- processes of ranks --------------------------------------------------------------------------------
+
+
+def end_in_a_child() -> float:
+    """Seconds that a process forked by a rank takes to leave."""
+    autopar.init_mesh(dp=2)
+    start, child = time.monotonic(), os.fork()
+    if child == 0:
+        failures.close()  # as at exit: its parent's threads, which would answer, have not come along
+        os._exit(0)
+    os.waitpid(child, 0)
+    return time.monotonic() - start
+
+
+def test_a_process_that_a_rank_has_forked_is_no_rank() -> None:
+    assert max(run_ranks(2, end_in_a_child)) < 4
+    assert len(run_ranks(2, mesh_of, {"dp": 2})) == 2, "the ranks are as they were"

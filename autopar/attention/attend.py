@@ -64,6 +64,8 @@ class Partials:
             mine.copy_(out)
             my_lse.copy_(lse)
             return
+        if out.is_meta:  # who counts exchanges asks for no values
+            return
         # where nothing comes, the weight is zero: the difference is not a number if nothing is there either
         weight = torch.sigmoid(lse - my_lse).masked_fill(lse == float("-inf"), 0.0)
         mine.lerp_(out.to(mine.dtype), weight.unsqueeze(-1))
@@ -268,6 +270,8 @@ def _pick(x: Tensor, dim: int, spans: Spans) -> Tensor:
 def stand_in(grad: Tensor, delta: Tensor) -> Tensor:
     """An ``out`` [B, H, n, D] with rowsum(grad * out) = delta [B, H, n]: all that a backward reads of it. Rows of grad
     that are zero give zero."""
+    if grad.is_meta:
+        return torch.empty_like(grad, dtype=delta.dtype)
     grad = grad.to(delta.dtype)
     largest = grad.abs().amax(-1, keepdim=True)
     largest = largest.masked_fill(largest == 0, 1.0)
