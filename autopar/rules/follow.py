@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from functools import cache
 
 from torch.fx import GraphModule, Node
 
@@ -43,6 +44,10 @@ def spread_label(start: Node, shard: Shard, mesh: Mesh, axis: str, inputs: bool 
     queue = deque([start])
     ranks = mesh.pieces(axis)
 
+    @cache  # a call is reached from each of its operands and results
+    def relaxed_rule(call: Node) -> Rule:
+        return rule_of(call, axis, mesh, relaxed=True)
+
     def spread(call: Node, rule: Rule, dims: tuple | None, value: Shard) -> None:  # type: ignore[type-arg]
         if dims is None:
             return
@@ -69,11 +74,11 @@ def spread_label(start: Node, shard: Shard, mesh: Mesh, axis: str, inputs: bool 
         index = getitem_index(node)
         maker = node if index is None else node.args[0]
         if isinstance(maker, Node) and maker.op == "call_function" and has_rule(maker):
-            rule = rule_of(maker, axis, mesh, relaxed=True)
+            rule = relaxed_rule(maker)
             spread(maker, rule, rule.results[index or 0], labels[node])
         for user in node.users:
             if user.op == "call_function" and has_rule(user) and getitem_index(user) is None:
-                rule = rule_of(user, axis, mesh, relaxed=True)
+                rule = relaxed_rule(user)
                 for i, x in enumerate(tensor_operands(user)):
                     if x is node:
                         spread(user, rule, rule.operands[i], labels[node])
