@@ -11,7 +11,6 @@ moment; so the dtype is written down before.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
 import traceback
@@ -31,6 +30,7 @@ from autopar.adapters.autograd_function import captured_backwards
 from autopar.adapters.block_memo import BlockMemo, TraceAnew
 from autopar.adapters.decompose import decompose
 from autopar.adapters.decompositions import DECOMPOSITIONS
+from autopar.adapters.fake import silent_fakes
 from autopar.adapters.function_watch import Refused
 
 _NO_GRAD_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
@@ -52,7 +52,7 @@ def export(
     """
     blocks = BlockMemo(model) if memo else None
     try:
-        with warnings.catch_warnings(), torch.enable_grad(), captured_backwards(), _silent_fakes(), _autocast(autocast):
+        with warnings.catch_warnings(), torch.enable_grad(), captured_backwards(), silent_fakes(), _autocast(autocast):
             warnings.simplefilter("ignore")
             with blocks.within() if blocks is not None else contextlib.nullcontext():
                 program = torch.export.export(model, (), dict(kwargs), strict=False)
@@ -76,18 +76,6 @@ def run_decompositions(program: ExportedProgram, autocast: torch.dtype | None) -
         found: ExportedProgram = program.run_decompositions(DECOMPOSITIONS)
         return found
     return decompose(program, DECOMPOSITIONS)
-
-
-@contextlib.contextmanager
-def _silent_fakes() -> Iterator[None]:
-    """A shape that an operator refuses is our error to tell: fake tensors log it with a traceback before they raise."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before = logger.disabled
-    logger.disabled = True
-    try:
-        yield
-    finally:
-        logger.disabled = before
 
 
 def _autocast(dtype: torch.dtype | None) -> torch.autocast:

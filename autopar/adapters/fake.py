@@ -9,6 +9,8 @@ weight, something left over from an earlier step) is a marked stand-in: a forwar
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from weakref import WeakKeyDictionary
 
@@ -25,6 +27,18 @@ from autopar.adapters.rebuild import rebuild
 def new_mode() -> FakeTensorMode:
     """A fake mode that turns the real tensors which a model makes on the way into fakes, too."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextlib.contextmanager
+def silent_fakes() -> Iterator[None]:
+    """A shape that an operator refuses is our error to tell: fake tensors log it with a traceback before they raise."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def fake_like(tensor: Tensor, mode: FakeTensorMode) -> Tensor:

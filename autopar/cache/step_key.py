@@ -14,6 +14,7 @@ import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from autopar.adapters.fake import owned_by
@@ -48,6 +49,7 @@ def _reached(kind: str, model: nn.Module, batch: Mapping[str, Any], mesh: Mesh, 
     reached.add("kind", kind)
     reached.add("versions", versions())
     reached.add("torch", [*torch_flags(), *default_devices()])
+    reached.add("processor", torch.backends.cpu.get_cpu_capability())  # whose kernels rules were derived from
     reached.add("names", tuple(renamed()))
     for where, function in replaced():
         reached.add(where, function)

@@ -37,6 +37,7 @@ NODES = {
     # what rules ask for
     "dealt": "tuple[tuple[int, ...], tuple[int, ...]]: blocks of queries and of keys of attention over cut sequences",
     "global_groups": "int: groups of a convolution, or of group_norm, before they were cut",
+    "derived": "DerivedRule | NoRule: what was found out about a call that the table of rules does not know",
     # answers kept, of questions that cost
     "kind": "str: of the input that a placeholder is, while the graph is normalised",
     "triangle": "float | None: what a mask adds above the diagonal, if it is a triangle",

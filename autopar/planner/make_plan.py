@@ -20,6 +20,7 @@ from autopar.plan import UNCLEAR, ParameterPlan, Plan, Stream, graph_digest
 from autopar.planner.batch_dims import decide_batch_dims
 from autopar.planner.closure import Analysis
 from autopar.planner.context_parallel import ContextPlan, plan_context
+from autopar.planner.derived_notes import derived_notes
 from autopar.planner.kernel_notes import kernel_notes
 from autopar.planner.option_checks import check_names, check_used
 from autopar.planner.plan_fits import check_fits
@@ -78,7 +79,7 @@ def make_plan(
     dims = _batch_dims(gm, mesh, asked, fixed)
     inputs = _inputs(gm, mesh, options.micro_batches, dims)
     streams += tuple(context.streams)
-    notes += [*context.notes, *kernel_notes(gm)]
+    notes += [*context.notes, *kernel_notes(gm), *derived_notes(gm)]
     plan = Plan(
         mesh, digest, options, parameters, inputs, streams, tuple(notes), weight_pieces=pieces,
         attention=context.attention, batch_dims=dims,

@@ -2,7 +2,7 @@
 
 AUTOPAR_DUMP=dump python train.py
 
-dump/00-capture.txt  01-normalize.txt  01-normalize.diff ...  timings.txt  plan.txt  plan.json
+dump/00-capture.txt  01-normalize.txt  01-normalize.diff ...  timings.txt  plan.txt  plan.json  derived_rules.json
      communication.txt  report.html       with pipeline stages: order.txt  trace.json
 """
 
@@ -31,6 +31,7 @@ from autopar.report.human_numbers import human_bytes
 from autopar.report.page import Level, Page, Section, render
 from autopar.report.pipeline_dump import Recorded, dump_pipeline
 from autopar.rewrite.compilation import Compilation
+from autopar.rules.derived_calls import as_file, recorded_calls
 from autopar.steps.graphs import Compiled
 
 VARIABLE = "AUTOPAR_DUMP"
@@ -120,6 +121,8 @@ class Dumper:
         anew = prefix != ctx.prefix or (bool(prefix) and graph is not gm)  # another step graph, not the next level
         self._last = ctx.prefix, gm
         self.record(name, gm, ctx.mesh, seconds=seconds, step=step, anew=anew)
+        if self.enabled and name == "derive_rules" and (entries := recorded_calls(gm)):
+            self._write("derived_rules.json", as_file(entries))
 
     def record(
         self,

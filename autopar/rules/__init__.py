@@ -3,6 +3,9 @@
 rule, call, builders        what a rule says, of which call, and how families of rules are made
 table                       operator -> rule; one without a row is an error that names it
 known_rules                 rules that were made before
+derivation, derived         what is found out about calls that the table does not know
+call_forms, trials          how: what they are tried with, and one try
+derived_calls               such rules in files
 core                        the same for operators that only differentiation makes
 held, held_calls            what ranks hold of values without gradients of their own: types of step graphs
 special, views, matrices, attention_rules, gradient_holes      rules with a meaning of their own
@@ -23,6 +26,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.placement import INVARIANT, Invariant, Pieces, Placement, nested_shape
 from autopar.rules.builders import opaque
 from autopar.rules.call import Call
+from autopar.rules.derived import DerivedRule, NoRule
 from autopar.rules.gradient_holes import TARGETS, type_of_part
 from autopar.rules.known_rules import known_results, known_rule
 from autopar.rules.rule import Cat, Cut, Rule, RuleError, apply, matches
@@ -76,8 +80,8 @@ def _result_shapes(node: Node, axis: str, mesh: Mesh) -> tuple[tuple[int, ...], 
 
 
 def has_rule(node: Node) -> bool:
-    """Whether the table knows the op."""
-    return node.target in RULES
+    """Whether the table knows the op, or a rule of the call was derived."""
+    return node.target in RULES or isinstance(node.meta.get("derived"), DerivedRule)
 
 
 def rule_of(node: Node, axis: str, mesh: Mesh, relaxed: bool = False, whole: tuple[str, ...] = ()) -> Rule:
@@ -97,16 +101,21 @@ def rule_of(node: Node, axis: str, mesh: Mesh, relaxed: bool = False, whole: tup
     if str(node.target) in whole:
         return opaque("the user asked for it to run whole")(call)
     build = RULES.get(node.target)
-    if build is None:
+    if build is not None:
+        return known_rule(build, call)
+    derived = node.meta.get("derived")
+    if not isinstance(derived, DerivedRule):
         raise ValueError(missing_rule(node, axis))
-    return known_rule(build, call)
+    return derived.rule(call)
 
 
 def missing_rule(node: Node, axis: str) -> str:
     """The message for an op that the table does not have."""
     at = ", ".join(f"{x.name}: {p}" for x, p in zip(tensor_operands(node), operand_placements(node, axis), strict=True))
+    tried = node.meta.get("derived")
+    why = f" (none could be derived: {tried.why})" if isinstance(tried, NoRule) else ""
     return (
-        f"placements: no sharding rule for {describe(node)} on axis {axis!r}, operands {at}; add one to "
+        f"placements: no sharding rule for {describe(node)}{why} on axis {axis!r}, operands {at}; add one to "
         f"autopar/rules/table.py (docs/adding.md), or run the op whole with whole_ops=({str(node.target)!r},)"
     )
 

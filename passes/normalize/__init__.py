@@ -24,7 +24,7 @@ from torch.fx import GraphModule, Node
 
 from autopar.ir.graph import mark_gradients, placeholders, remove_dead_code
 from autopar.ir.meta import input_specs
-from autopar.passes.normalize import attention_calls, bags, losses, norms, products, shapes
+from autopar.passes.normalize import attention_calls, bags, losses, norms, products, shapes, spellings
 from autopar.passes.normalize.composites import take_apart
 from autopar.passes.normalize.number_dropouts import number_dropouts
 from autopar.passes.normalize.written_out import written_out
@@ -38,6 +38,7 @@ REWRITES: dict[Any, Rewrite] = {
     **norms.TABLE,
     **attention_calls.TABLE,
     **bags.TABLE,
+    **spellings.TABLE,
 }
 
 _MOST_SWEEPS = 20  # each sweep makes progress; graphs settle in 3 or 4

@@ -1,0 +1,181 @@
+"""Does what an operator makes of pieces make up what it makes of the whole, gradients included? One draw, tried.
+
+A draw that the operator refuses, or that it answers with what is no number, says nothing: `NoTrial`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autopar.rules.call_forms import CallForm, Draw, NoTrial
+from autopar.rules.derived import CommonDim, Place
+
+Rows = list[int]
+NEAR = {torch.float64: 2e-12, torch.complex128: 2e-12, torch.float32: 4e-6, torch.complex64: 4e-6}  # others: equal
+
+
+@dataclass(frozen=True)
+class CallResult:
+    """Results of a call, and the gradients of its operands for given gradients of the results."""
+
+    results: list[Tensor]
+    gradients: list[Tensor | None]
+
+
+def call_result(form: CallForm, tensors: Sequence[Tensor], tangents: Sequence[Tensor] | None = None) -> CallResult:
+    """Of one call; without tangents the forward alone. Raises NoTrial."""
+    asked = [tangents is not None and (t.is_floating_point() or t.is_complex()) for t in tensors]
+    leaves = [x.detach().clone().requires_grad_(a) for x, a in zip(tensors, asked, strict=True)]
+    made = form.run(leaves)
+    if not all(isinstance(r, Tensor) for r in made):
+        raise NoTrial("it returns what is no tensor")
+    if not all(_equal(x.detach(), y) for x, y in zip(leaves, tensors, strict=True)):
+        raise NoTrial("it writes to its operands")
+    pairs = [(r, t) for r, t in zip(made, tangents or (), strict=False) if r.requires_grad]
+    return CallResult([r.detach().resolve_conj().resolve_neg() for r in made], _gradients(pairs, leaves, asked))
+
+
+def _gradients(
+    pairs: Sequence[tuple[Tensor, Tensor]], leaves: Sequence[Tensor], asked: Sequence[bool]
+) -> list[Tensor | None]:
+    wanted = [x for x, a in zip(leaves, asked, strict=True) if a]
+    if not pairs:
+        return [None] * len(leaves)
+    try:
+        found = iter(torch.autograd.grad([r for r, _ in pairs], wanted, [t for _, t in pairs], allow_unused=True))
+    except Exception as error:
+        raise NoTrial(str(error)) from error
+    return [next(found) if a else None for a in asked]
+
+
+class Trial:
+    """One draw: the whole call, to be compared with pieces along ``dim``. Raises NoTrial where it says nothing.
+
+    ``rough``: only for mistakes that no rounding explains; in a dtype of few bits, whose exact twin was tried.
+    """
+
+    def __init__(self, form: CallForm, dim: CommonDim, draw: Draw, rough: bool = False) -> None:
+        self.form, self.dim, self.rough = form, dim, rough
+        self.tensors = draw.tensors(form)
+        forward = call_result(form, self.tensors)
+        if not all(map(_finite, forward.results)):
+            raise NoTrial("it answers with what is no number")
+        g = torch.Generator(device="cpu")
+        g.manual_seed(draw.seed + 1)
+        self.tangents: list[Tensor] | None = [
+            torch.randn(r.shape, generator=g, dtype=r.dtype, device="cpu") if _is_float(r) else torch.zeros_like(r)
+            for r in forward.results
+        ]
+        try:
+            self.whole = call_result(form, self.tensors, self.tangents)
+        except NoTrial:
+            if any(form.wanted):
+                raise
+            self.whole, self.tangents = forward, None  # it has no derivative, and nobody asks for it
+        if not all(g is None or _finite(g) for g in self.whole.gradients):
+            raise NoTrial("its gradient is no number")
+
+    def holds(self, splits: Sequence[Sequence[Rows]]) -> bool:
+        """Whether it does the same again, and on pieces, dealt in each of these ways."""
+        return self._repeats() and all(map(self._agrees, splits)) and (len(splits) == 1 or self._isolates(splits[0]))
+
+    def _repeats(self) -> bool:
+        """No generator of random numbers moves, either."""
+        before = torch.random.get_rng_state()
+        again = call_result(self.form, self.tensors, self.tangents)
+        still = torch.equal(before, torch.random.get_rng_state())
+        return still and all(map(torch.equal, again.results, self.whole.results))
+
+    def _agrees(self, split: Sequence[Rows]) -> bool:
+        dim, whole = self.dim, self.whole
+        sums: list[Tensor | None] = [None] * len(self.tensors)
+        for rows in split:
+            given = [_taken(x, p, rows) for x, p in zip(self.tensors, dim.operands, strict=True)]
+            tangents = self.tangents and [_taken(t, p, rows) for t, p in zip(self.tangents, dim.results, strict=True)]
+            try:
+                piece = call_result(self.form, given, tangents)
+            except NoTrial:
+                return False
+            for a, b, p in zip(piece.results, whole.results, dim.results, strict=True):
+                if p is not None and not self._same(a, _taken(b, p, rows), p):
+                    return False
+            for i, (g, w, p) in enumerate(zip(piece.gradients, whole.gradients, dim.operands, strict=True)):
+                if p is None:
+                    sums[i] = _plus(sums[i], g)
+                elif not self._same_gradient(g, None if w is None else _taken(w, p, rows), p):
+                    return False
+        uncut = zip(sums, whole.gradients, dim.operands, strict=True)
+        return all(p is not None or self._same_gradient(s, w, None) for s, w, p in uncut)
+
+    def _isolates(self, split: Sequence[Rows]) -> bool:
+        """Whether a row that is no number leaves the others alone. An operator may refuse such a row."""
+        spoiled = [_spoiled(x, p) for x, p in zip(self.tensors, self.dim.operands, strict=True)]
+        try:
+            whole = self.form.run(spoiled)
+            for rows in split:
+                piece = self.form.run([_taken(x, p, rows) for x, p in zip(spoiled, self.dim.operands, strict=True)])
+                for a, b, p in zip(piece, whole, self.dim.results, strict=True):
+                    if p is not None and not self._same(a, _taken(b, p, rows), p):
+                        return False
+        except NoTrial:
+            return True
+        return True
+
+    def _same_gradient(self, found: Tensor | None, expected: Tensor | None, place: Place) -> bool:
+        if found is None or expected is None:
+            there = found if expected is None else expected
+            return there is None or not bool(there.abs().sum())
+        return self._same(found, expected, place)
+
+    def _same(self, found: Tensor, expected: Tensor, place: Place) -> bool:
+        """Equal but for rounding, which counts by row."""
+        if found.shape != expected.shape or found.dtype != expected.dtype:
+            return False
+        if not _is_float(found):
+            return torch.equal(found, expected)
+        if not torch.equal(torch.isfinite(found), torch.isfinite(expected)):
+            return False
+        if not found.numel():
+            return True
+        a, b = (torch.where(torch.isfinite(x), x, 0) for x in (found, expected))
+        largest = b.abs().amax([e for e in range(b.dim()) if e != place], keepdim=True) if b.dim() > 1 else b.abs()
+        eps = torch.finfo(found.dtype).eps
+        near = eps**0.5 if self.rough else NEAR.get(found.dtype, 0.0)
+        return bool(((a - b).abs() <= near * (largest + 1e-2 * b.abs().max()) + torch.finfo(found.dtype).tiny).all())
+
+
+def _taken(x: Tensor, place: Place, rows: Rows) -> Tensor:
+    """Some rows of a tensor along a dim; all of it for None."""
+    return x if place is None else x.index_select(place, torch.tensor(rows, device="cpu"))
+
+
+def _spoiled(x: Tensor, place: Place) -> Tensor:
+    made = x.clone()
+    if place is not None and x.is_floating_point():
+        made.select(place, 0).fill_(math.nan)
+    return made
+
+
+def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a + b
+
+
+def _is_float(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+def _finite(x: Tensor) -> bool:
+    return not _is_float(x) or bool(torch.isfinite(x).all())
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return (
+        torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+        if _is_float(a)
+        else torch.equal(a, b)
+    )

@@ -1,0 +1,28 @@
+"""Operators of several spellings have one: that which rules and costs know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from autopar.ir.graph import arguments
+from autopar.rewrite.build import Build, Rewrite, operand, shape_of
+
+aten = torch.ops.aten
+CONVOLUTIONS = {1: aten.conv1d.default, 2: aten.conv2d.default, 3: aten.conv3d.default}
+
+
+def convolution(node: Node, build: Build) -> Node | None:
+    """convolution(x, w, b, ..., transposed=False) --> conv2d(x, w, b, ...)   as padding="same" is made of"""
+    known = arguments(node)
+    target = CONVOLUTIONS.get(len(shape_of(operand(node, 1))) - 2)
+    if known["transposed"] or target is None:
+        return None
+    return build(
+        target, *(known[name] for name in ("input", "weight", "bias", "stride", "padding", "dilation", "groups"))
+    )
+
+
+TABLE: dict[Any, Rewrite] = {aten.convolution.default: convolution}
