@@ -52,6 +52,7 @@ from autopar.passes.place_backwards import Backwards, best_input, dual_of, sourc
 from autopar.plan import Plan
 from autopar.rewrite.compilation import Compilation
 from autopar.rules import (
+    RULES,
     Rule,
     RuleError,
     has_rule,
@@ -175,10 +176,23 @@ class _PlacementSweep:
             return
         rule = rule_of(node, self.axis, self.mesh, whole=self.whole)
         choice = self._choose(node, rule, operands)
+        self._refuse_silently_whole(node, operands, choice)
         for x, need in zip(operands, choice.needs, strict=True):
             if need is not None and not matches(placement(x, self.axis), need, has_gradient(x)):
                 replace_operand(node, x, self._converted(x, need, node))
         set_results(node, self.axis, choice.results)
+
+    def _refuse_silently_whole(self, node: Node, operands: list[Node], choice: _Choice) -> None:
+        """What a derived rule does not cut as the batch is cut runs whole only if the user says so."""
+        if node.target in RULES or str(node.target) in self.whole or self.axis not in BATCH_AXES:
+            return
+        for x, need in zip(operands, choice.needs, strict=True):
+            if (
+                isinstance(placement(x, self.axis), Shard)
+                and isinstance(need, (Invariant, Replicate))
+                and x not in self.weights
+            ):
+                raise ValueError(missing_rule(node, self.axis))
 
     def _visit_backward(self, node: Node) -> None:
         """A part of a model's own backward: see `place_backwards`."""

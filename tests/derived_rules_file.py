@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from autopar.rules.call_forms import CallForm, NoTrial, draws
 from autopar.rules.derivation import derive
-from autopar.rules.derived_calls import as_file, call_of, recorded
+from autopar.rules.derived_calls import as_file, call_of, entry_of
 from tests.soundness import Sample, Step
 
 FILE = Path(__file__).with_name("derived_rules.json")
@@ -120,7 +120,7 @@ def found(call: tuple[Any, ...]) -> dict[str, Any]:
     entry = {"op": call[0], "args": list(call[1:]), "kwargs": {}}
     node = call_node(entry)
     node.meta["derived"] = derived = derive(node)
-    return recorded(node) if hasattr(derived, "dims") else {**entry, "rule": "none"}
+    return entry_of(node) if hasattr(derived, "dims") else {**entry, "rule": "none"}
 
 
 if __name__ == "__main__":

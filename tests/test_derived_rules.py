@@ -21,7 +21,7 @@ from autopar.report.dump import Dumper
 from autopar.rules import RULES, RuleError, derivation, rule_of
 from autopar.rules.derivation import derive
 from autopar.rules.derived import DerivedRule, NoRule
-from autopar.rules.derived_calls import as_file, call_of, recorded, text_of
+from autopar.rules.derived_calls import as_file, call_of, entry_of, text_of
 from tests.derived_rules_file import FILE, found, sample_of
 from tests.harness import check_model
 from tests.pointwise_samples import integer, normal
@@ -65,7 +65,7 @@ def test_files_are_read_as_they_were_written() -> None:
             assert found((str(op), *entry["args"])) == entry
     assert json.loads(as_file(entries())) == entries()
     with pytest.raises(TypeError, match="no place in a file"):
-        recorded(called(aten.sinc.default, normal(4)).graph.call_function(aten.sinc.default, (object(),)))
+        entry_of(called(aten.sinc.default, normal(4)).graph.call_function(aten.sinc.default, (object(),)))
 
 
 TABLE = ["linear.default", "matmul", "softmax.int", "cumsum", "gather", "embedding.default", "conv1d", "layer_norm"]
@@ -290,6 +290,16 @@ def test_the_error_says_why_there_is_none() -> None:
     ):
         compile_model(net, _float(), Mesh.of(dp=2), Options())
     assert check_model(net.double(), batch(), Mesh.of(dp=2), Options(whole_ops=(op,))).worst < 1e-12
+
+
+def test_what_the_rule_does_not_cut_is_not_gathered_in_silence() -> None:
+    net = Net(lambda m, h: h + torch.kthvalue(h, 2, dim=0).values)
+    op = "aten.kthvalue.default"
+    with pytest.raises(
+        ValueError, match=rf"no sharding rule for {op}.*derived, \[\(\. a\)\].*does not cut it so.*whole_ops="
+    ):
+        compile_model(net, _float(), Mesh.of(dp=2), Options())
+    assert check_model(net.double(), batch(), Mesh.of(dp=2, tp=2), Options(whole_ops=(op,), zero=3)).worst < 1e-12
 
 
 def test_a_dim_that_was_not_found_is_refused() -> None:

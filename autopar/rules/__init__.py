@@ -27,6 +27,7 @@ from autopar.ir.placement import INVARIANT, Invariant, Pieces, Placement, nested
 from autopar.rules.builders import opaque
 from autopar.rules.call import Call
 from autopar.rules.derived import DerivedRule, NoRule
+from autopar.rules.derived_calls import text_of
 from autopar.rules.gradient_holes import TARGETS, type_of_part
 from autopar.rules.known_rules import known_results, known_rule
 from autopar.rules.rule import Cat, Cut, Rule, RuleError, apply, matches
@@ -114,6 +115,7 @@ def missing_rule(node: Node, axis: str) -> str:
     at = ", ".join(f"{x.name}: {p}" for x, p in zip(tensor_operands(node), operand_placements(node, axis), strict=True))
     tried = node.meta.get("derived")
     why = f" (none could be derived: {tried.why})" if isinstance(tried, NoRule) else ""
+    why = f" (what could be derived, {text_of(node)}, does not cut it so)" if isinstance(tried, DerivedRule) else why
     return (
         f"placements: no sharding rule for {describe(node)}{why} on axis {axis!r}, operands {at}; add one to "
         f"autopar/rules/table.py (docs/adding.md), or run the op whole with whole_ops=({str(node.target)!r},)"

@@ -33,14 +33,14 @@ def recorded_calls(gm: GraphModule) -> list[dict[str, Any]]:
         derived = node.meta.get("derived")
         if isinstance(derived, DerivedRule) and derived != MADE_OF_PARAMETERS:
             try:
-                entry = recorded(node)
+                entry = entry_of(node)
             except TypeError:
                 continue
             found.setdefault(json.dumps(entry), entry)
     return list(found.values())
 
 
-def recorded(node: Node) -> dict[str, Any]:
+def entry_of(node: Node) -> dict[str, Any]:
     """The entry of one call. Raises TypeError for an argument that has no place in a file."""
     kwargs = {name: _written(x) for name, x in node.kwargs.items()}
     return {"op": str(node.target), "args": _written(list(node.args)), "kwargs": kwargs, "rule": text_of(node)}
