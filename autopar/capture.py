@@ -25,6 +25,7 @@ from torch.fx import GraphModule, Node
 from autopar import ops as ops  # registers the operators that adapters put into models
 from autopar.adapters.block_memo import TraceAnew
 from autopar.adapters.collector import resting_collector
+from autopar.adapters.distributions import unchecked_distributions
 from autopar.adapters.export import export, flatten, paths, unflatten
 from autopar.adapters.fake import fake_like, new_mode, owned_by, structure_copy
 from autopar.adapters.frozen import frozen_facts
@@ -146,6 +147,7 @@ def _captured(
         if exact:
             stack.enter_context(LiftFloat32())
         stack.enter_context(sets_in_order(replica))
+        stack.enter_context(unchecked_distributions())
         watch = stack.enter_context(FunctionWatch(replica, owned_by(model)))
         changed = stack.enter_context(frozen_facts(replica))
         program = export(replica, unflatten(fakes, spec), autocast, memo=memo)

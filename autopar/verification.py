@@ -36,7 +36,7 @@ from autopar.compile.parameters import known_batch_dims, plan_model
 from autopar.exact import LiftFloat32
 from autopar.ir.batch import part_of_batch, tensors_of
 from autopar.ir.mesh import Mesh
-from autopar.ops.eager_dropout import shared_dropout
+from autopar.ops.eager_random import shared_random
 from autopar.ops.traits import aliases
 from autopar.options import Options
 from autopar.runtime.arguments import check_model
@@ -221,7 +221,7 @@ def reference(
         if adapter is not None:
             stack.enter_context(adapter.reference(model))
             arguments = adapter.arguments(model, batch)
-        with shared_dropout(seed) if seed is not None else contextlib.nullcontext():
+        with shared_random(seed) if seed is not None else contextlib.nullcontext():
             output = model(**arguments)
         losses = [x for x in flatten(output)[0] if isinstance(x, Tensor) and not x.dim() and x.requires_grad]
         if not losses:

@@ -40,7 +40,7 @@ class DeriveRules:
             of_batch = _of_batch(gm)
             for node in unknown:
                 found = derive(node)
-                given = isinstance(found, NoRule) and node not in of_batch and bool(tensor_operands(node))
+                given = isinstance(found, NoRule) and found.repeats and node not in of_batch and tensor_operands(node)
                 node.meta["derived"] = MADE_OF_PARAMETERS if given else found
         return gm
 

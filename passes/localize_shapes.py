@@ -245,8 +245,8 @@ def _source_of(x: Node, gm: GraphModule, what: str) -> str:
 
 
 def _dropout(local: _Local) -> None:
-    """The mask is a function of global indices: pass those of the local rows."""
-    x = local.args["x"]
+    """The mask, or the numbers, are a function of global indices: pass those of the local rows."""
+    x = tensor_operands(local.node)[0]
     _pass_indices(
         local,
         global_shape(x),
@@ -362,5 +362,6 @@ LOCALIZERS: dict[Any, Callable[[_Local], None]] = {
     aten.masked_scatter.default: _masked_scatter,
     torch.ops.autopar.cross_entropy.default: _cross_entropy,
     torch.ops.autopar.dropout.default: _dropout,
+    torch.ops.autopar.random.default: _dropout,
     torch.ops.autopar.attention.default: _attention,
 }

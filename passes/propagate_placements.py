@@ -55,6 +55,7 @@ from autopar.rules import (
     RULES,
     Rule,
     RuleError,
+    gives_other_results,
     has_rule,
     matches,
     missing_rule,
@@ -170,7 +171,8 @@ class _PlacementSweep:
             set_results(node, self.axis, [INVARIANT for _ in values(node)])
             return
         if not has_rule(node) and str(node.target) not in self.whole:
-            if any(not matches(placement(x, self.axis), INVARIANT, has_gradient(x)) for x in operands):
+            cut = any(not matches(placement(x, self.axis), INVARIANT, has_gradient(x)) for x in operands)
+            if cut or gives_other_results(node):
                 raise ValueError(missing_rule(node, self.axis))
             set_results(node, self.axis, [INVARIANT for _ in values(node)])
             return

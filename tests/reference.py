@@ -20,7 +20,7 @@ from autopar.capture import adapter_for
 from autopar.exact import LiftFloat32
 from autopar.ir.parameter import ParameterSpec
 from autopar.models.hf import exact_experts
-from autopar.ops.eager_dropout import shared_dropout
+from autopar.ops.eager_random import shared_random
 
 LIMIT = 1e-10  # of the loss and of every gradient, in float64
 
@@ -45,7 +45,7 @@ def eager(model: nn.Module, batch: Mapping[str, Any], seed: int | None = None) -
     to use."""
     buffers = {n: b.clone() for n, b in model.named_buffers()}
     model.zero_grad()
-    masks = contextlib.nullcontext() if seed is None else shared_dropout(seed)
+    masks = contextlib.nullcontext() if seed is None else shared_random(seed)
     adapter = adapter_for(model)
     arguments = batch if adapter is None else adapter.arguments(model, batch)
     with LiftFloat32(), exact_experts(model), masks:

@@ -323,6 +323,9 @@ def _losses() -> Iterator[Sample]:
     yield call(ours.cross_entropy.default, normal(6, 12), target, -100, 0.0)
     yield call(ours.cross_entropy.default, normal(6, 12), target, -100, 0.2)
     yield call(ours.dropout.default, normal(6, 12), torch.tensor(3), 0.5, 2, [], [6, 12])
+    for kind, dtype in (("uniform", torch.float64), ("normal", torch.float64), ("integers", torch.int64)):
+        place = torch.tensor(3), kind, 0.0, 5.0, 2, [], [6, 12], dtype
+        yield call(ours.random.default, normal(6, 12), *place, gradients=False)
 
 
 def experts() -> Iterator[Sample]:

@@ -302,6 +302,14 @@ def test_what_the_rule_does_not_cut_is_not_gathered_in_silence() -> None:
     assert check_model(net.double(), batch(), Mesh.of(dp=2, tp=2), Options(whole_ops=(op,), zero=3)).worst < 1e-12
 
 
+@pytest.mark.parametrize("name", ["noise", "a state"])
+def test_what_does_not_repeat_itself_is_no_value_of_all_ranks(name: str) -> None:
+    """Not even if it is made of parameters alone."""
+    net = Net(lambda m, h: h * _trap(name)(m).sum(), lambda: nn.Parameter(torch.randn(4, 4)))
+    with pytest.raises(ValueError, match=r"none could be derived: it does not repeat itself.*whole_ops="):
+        compile_model(net, _float(), Mesh.of(dp=2), Options())
+
+
 def test_a_dim_that_was_not_found_is_refused() -> None:
     node = called(aten.kthvalue.default, normal(8, 6), 2, -1)
     node.meta["derived"] = derive(node)

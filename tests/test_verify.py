@@ -17,7 +17,7 @@ import autopar
 from autopar.cli.verify_run import ignored_labels, random_batch, verify_config
 from autopar.ir.mesh import Mesh
 from autopar.models.tiny import TINY
-from autopar.ops.eager_dropout import shared_dropout
+from autopar.ops.eager_random import shared_random
 from autopar.options import Options
 from autopar.runtime.module import ParallelModule
 from autopar.verification import TOLERANCES, Compared, Report
@@ -122,11 +122,11 @@ def test_dropout_of_a_transformer_does_not_depend_on_the_mesh() -> None:
     assert len({round(r.loss, 10) for r in losses}) == 1
 
 
-def test_shared_dropout_draws_one_mask_per_call_and_leaves_no_trace() -> None:
+def test_shared_random_draws_one_mask_per_call_and_leaves_no_trace() -> None:
     x = torch.ones(64, 64, dtype=torch.float64, requires_grad=True)
-    with shared_dropout(3) as masks:
+    with shared_random(3) as masks:
         first, second = (nn.functional.dropout(x, 0.25) for _ in range(2))
-    with shared_dropout(3):
+    with shared_random(3):
         again = nn.functional.dropout(x, 0.25)
     assert masks.site == 2 and torch.equal(first, again) and not torch.equal(first, second)
     again.sum().backward()

@@ -4,7 +4,9 @@ that is itself an `autopar::` operator, so that joint graphs keep single nodes.
 attention, facts, kernels     softmax attention that knows facts about its mask, and who computes it
 cross_entropy, vocabulary     losses by row, and with embeddings over a cut vocabulary
 dropout, fused_dropout        masks that depend on a seed and positions alone; on GPUs as one kernel of Triton
-eager_dropout                 the same masks in eager runs
+random_numbers                numbers of other distributions, likewise
+random_recipes                which of them each random operator of torch is made of
+eager_random                  the same masks and numbers in eager runs
 collectives                   what moves between ranks, by the name of an axis
 moe, cache, gradient, checked, watch      experts, keys of earlier slices, own backwards, reports, ranges
 
@@ -13,7 +15,19 @@ Importing this package registers them under `torch.ops.autopar`. Stands on adapt
 
 from __future__ import annotations
 
-from autopar.ops import attention, cache, checked, collectives, cross_entropy, dropout, gradient, moe, vocabulary, watch
+from autopar.ops import (
+    attention,
+    cache,
+    checked,
+    collectives,
+    cross_entropy,
+    dropout,
+    gradient,
+    moe,
+    random_numbers,
+    vocabulary,
+    watch,
+)
 
 __all__ = [
     "attention",
@@ -24,6 +38,7 @@ __all__ = [
     "dropout",
     "gradient",
     "moe",
+    "random_numbers",
     "vocabulary",
     "watch",
 ]

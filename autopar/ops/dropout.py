@@ -75,24 +75,39 @@ def keep_mask(
     ``index`` holds per dim the int64 global indices of the local rows, or is empty when the tensor is whole;
     ``shape`` is the global shape (empty: the local one).
     """
-    device = seed.device
     whole = list(shape) or list(local_shape)
     assert len(whole) == len(local_shape), f"dropout: global shape {whole} for a tensor of shape {local_shape}"
     if (fused := fused_for(seed)) and fused.takes(local_shape):
         return fused.mask(local_shape, seed, p, site, index, shape)
+    hashed = random_words(local_shape, seed, site, index, shape)
+    return _shift_right(hashed, 32 - _BITS) >= round(p * (1 << _BITS))
+
+
+def random_words(
+    local_shape: Sequence[int],
+    seed: Tensor,
+    site: int,
+    index: Sequence[Tensor],
+    shape: Sequence[int],
+    second: bool = False,
+) -> Tensor:
+    """A random word of 32 bits (int32) for each element; arguments as of `keep_mask`. ``second``: another one."""
+    device = seed.device
+    whole = list(shape) or list(local_shape)
     axes = list(index) or [_whole(size, device) for size in local_shape]
     if not whole:  # a scalar is a row of one element
         whole, axes = [1], [_whole(1, device)]
     rows = torch.zeros((), dtype=torch.int64, device=device)
     for dim, size in enumerate(whole[:-1]):
         rows = (rows * size).unsqueeze(-1) + axes[dim].to(device)
-    first, second, third = _keys(seed, site)
-    row = _mix(_mix(_word(rows) ^ first) + second)
+    keys = _keys(seed, site)
+    if second:
+        keys = _mix(keys[0] + 0x5BD1E995), _mix(keys[1] + 0x38B34AE5), _mix(keys[2] + 0x52DCE729)
+    row = _mix(_mix(_word(rows) ^ keys[0]) + keys[1])
     if math.prod(whole[:-1]) > 1 << 32:
         row = _mix(row ^ _word(rows >> 32))
-    column = _mix(_word(axes[-1].to(device)) ^ third)
-    hashed = _mix(row.unsqueeze(-1) + column)
-    return (_shift_right(hashed, 32 - _BITS) >= round(p * (1 << _BITS))).reshape(tuple(local_shape))
+    column = _mix(_word(axes[-1].to(device)) ^ keys[2])
+    return _mix(row.unsqueeze(-1) + column).reshape(tuple(local_shape))
 
 
 def fused_for(x: Tensor) -> Any:

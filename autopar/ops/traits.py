@@ -116,6 +116,9 @@ DROPOUTS = (aten.dropout.default, aten.native_dropout.default)
 STOPS_GRADIENT = (aten.detach.default, HOLE)
 
 
+_UNTAGGED = {aten._sample_dirichlet.default}
+
+
 def is_random(target: Any) -> bool:
     """Whether it draws numbers from torch's generator: they would depend on how a graph is cut."""
-    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()) or target in _UNTAGGED

@@ -34,8 +34,8 @@ from autopar.rules.rule import Cat, Cut, Rule, RuleError, apply, matches
 from autopar.rules.table import RULES
 
 __all__ = [
-    "RULES", "Call", "Cat", "Cut", "Rule", "RuleError", "apply", "has_rule", "local_shapes", "matches",
-    "operand_placements", "result_placements", "rule_of", "set_results", "type_of",
+    "RULES", "Call", "Cat", "Cut", "Rule", "RuleError", "apply", "gives_other_results", "has_rule", "local_shapes",
+    "matches", "operand_placements", "result_placements", "rule_of", "set_results", "type_of",
 ]  # fmt: skip
 
 
@@ -83,6 +83,12 @@ def _result_shapes(node: Node, axis: str, mesh: Mesh) -> tuple[tuple[int, ...], 
 def has_rule(node: Node) -> bool:
     """Whether the table knows the op, or a rule of the call was derived."""
     return node.target in RULES or isinstance(node.meta.get("derived"), DerivedRule)
+
+
+def gives_other_results(node: Node) -> bool:
+    """Whether an operator without a rule has not given the same twice: not even equal values make its results equal."""
+    derived = node.meta.get("derived")
+    return isinstance(derived, NoRule) and not derived.repeats
 
 
 def rule_of(node: Node, axis: str, mesh: Mesh, relaxed: bool = False, whole: tuple[str, ...] = ()) -> Rule:

@@ -23,6 +23,7 @@ libraries' versions: what is kept of compiling by these is kept of it.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -42,7 +43,7 @@ from autopar.ops.traits import is_random
 from autopar.rules.call_forms import CallForm, NoTrial, Slot, draws, shapes_made
 from autopar.rules.custom_backwards import has_nonlinear_backward
 from autopar.rules.derived import CommonDim, DerivedRule, NoRule, Place
-from autopar.rules.trials import Rows, Trial
+from autopar.rules.trials import Rows, Trial, call_result, same_bits
 
 FOREIGN = ("autopar", "_c10d_functional", "c10d", "c10d_functional", "symm_mem", "higher_order", "prim", "profiler")
 TAGS = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
@@ -137,10 +138,21 @@ class _RuleSearch:
                     found = self._common(i, d, dims)
                     dims += [found] if found is not None else []
         if not dims:
-            return NoRule("no dim of it was found that can be cut")
+            repeats = self._repeats()
+            return NoRule("no dim of it was found that can be cut" if repeats else "it does not repeat itself", repeats)
         return DerivedRule(
             tuple(dims), f"the rule of {self.real.target} was derived, and this dim is none that it cuts"
         )
+
+    def _repeats(self) -> bool:
+        """Whether the operator, on the first numbers that it takes, gives the same twice."""
+        for draw in draws(self.form):
+            tensors = draw.tensors(self.form)
+            with contextlib.suppress(NoTrial):
+                state, first = torch.random.get_rng_state(), call_result(self.form, tensors).results
+                again, after = call_result(self.form, tensors).results, torch.random.get_rng_state()
+                return torch.equal(state, after) and all(map(same_bits, first, again))
+        return True
 
     # --- sizes --------------------------------------------------------------------------------------------
 

@@ -63,9 +63,10 @@ class DerivedRule:
 
 @dataclass(frozen=True)
 class NoRule:
-    """Nothing was found, and why."""
+    """Nothing was found, and why. ``repeats``: whether the operator gave the same when it was run twice."""
 
     why: str
+    repeats: bool = True
 
 
 MADE_OF_PARAMETERS = DerivedRule((), "the operator has no rule; it is made of parameters alone and computed whole")

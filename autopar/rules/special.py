@@ -35,8 +35,8 @@ def cross_entropy_rule(call: Call) -> Rule:
 
 
 def dropout_rule(call: Call) -> Rule:
-    """Elementwise: the mask depends on the global position of an element, which localisation passes in."""
-    dims = named_dims(call, call.shape("x"))
+    """Elementwise: mask and number depend on the global position of an element, which localisation passes in."""
+    dims = named_dims(call, call.result)
     return call.rule([dims, (), *[None] * (len(call.operands) - 2)], [dims])
 
 

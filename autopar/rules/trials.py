@@ -34,7 +34,7 @@ def call_result(form: CallForm, tensors: Sequence[Tensor], tangents: Sequence[Te
     made = form.run(leaves)
     if not all(isinstance(r, Tensor) for r in made):
         raise NoTrial("it returns what is no tensor")
-    if not all(_equal(x.detach(), y) for x, y in zip(leaves, tensors, strict=True)):
+    if not all(same_bits(x.detach(), y) for x, y in zip(leaves, tensors, strict=True)):
         raise NoTrial("it writes to its operands")
     pairs = [(r, t) for r, t in zip(made, tangents or (), strict=False) if r.requires_grad]
     return CallResult([r.detach().resolve_conj().resolve_neg() for r in made], _gradients(pairs, leaves, asked))
@@ -173,9 +173,8 @@ def _finite(x: Tensor) -> bool:
     return not _is_float(x) or bool(torch.isfinite(x).all())
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return (
-        torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
-        if _is_float(a)
-        else torch.equal(a, b)
-    )
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal; what is no number equals what is none."""
+    if not _is_float(a):
+        return torch.equal(a, b)
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())

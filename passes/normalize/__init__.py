@@ -3,7 +3,8 @@
 Consumes    the captured graph: flat, functional, with shapes of the whole batch.
 Guarantees  `linear` for every dense projection, on unflattened values; `matmul` for every other product; `reshape` for
             every change of shape; `split_with_sizes` for pieces; `autopar::attention`, `autopar::cross_entropy` and
-            `autopar::dropout` for what they name; losses and batch norm as sums and pointwise operators.
+            `autopar::dropout` for what they name; `autopar::random` for all else that draws numbers; losses and batch
+            norm as sums and pointwise operators.
 Leaves      operators without a rewrite, all names of inputs and outputs, and the numbers: the graph runs in one process
             and gives what the model gives.
 No-op       on a normalised graph.
@@ -26,7 +27,7 @@ from autopar.ir.graph import mark_gradients, placeholders, remove_dead_code
 from autopar.ir.meta import input_specs
 from autopar.passes.normalize import attention_calls, bags, losses, norms, products, shapes, spellings
 from autopar.passes.normalize.composites import take_apart
-from autopar.passes.normalize.number_dropouts import number_dropouts
+from autopar.passes.normalize.number_draws import hold_unused_draws, number_draws, release_draws
 from autopar.passes.normalize.written_out import written_out
 from autopar.rewrite.build import Build, Rewrite
 from autopar.rewrite.compilation import Compilation
@@ -57,11 +58,13 @@ class Normalize:
         for node in placeholders(gm):
             node.meta["kind"] = specs[node.name].kind
         trainable = [name for name, spec in specs.items() if spec.requires_grad]
+        unused = hold_unused_draws(gm)
         take_apart(gm, REWRITES)
         _to_fixpoint(gm, trainable, REWRITES)
         _to_fixpoint(gm, trainable, {torch.ops.aten.matmul.default: written_out})
         shapes.slices_to_split(gm.graph)
-        number_dropouts(gm)
+        number_draws(gm)
+        release_draws(gm, unused)
         remove_dead_code(gm)
         gm.graph.lint()
         gm.recompile()

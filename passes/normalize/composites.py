@@ -14,6 +14,7 @@ from torch.fx.node import map_arg
 
 from autopar.adapters.operators import decomposition_of, is_composite
 from autopar.ir.graph import fake_mode, output_node, placeholders
+from autopar.ops.random_recipes import recipe_for
 from autopar.rewrite.build import Build
 from autopar.rules import has_rule
 
@@ -22,11 +23,16 @@ def take_apart(gm: GraphModule, known: Container[Any]) -> None:
     """Replace composite operators without a rule and without a rewrite (``known``), if all of their parts have one:
     else messages, and ``whole_ops``, name what the model calls."""
     for node in list(gm.graph.nodes):
-        if node.op == "call_function" and not has_rule(node) and node.target not in known and is_composite(node.target):
+        if node.op == "call_function" and not _is_known(node, known) and is_composite(node.target):
             parts, operands = decomposition_of(node, fake_mode(gm.graph))
             calls = [part for part in parts.graph.nodes if part.op not in ("placeholder", "output")]
-            if all(has_rule(part) or part.target in known for part in calls):
+            if all(_is_known(part, known) for part in calls):
                 _inline(node, parts, operands, Build(node))
+
+
+def _is_known(node: Node, known: Container[Any]) -> bool:
+    recipe, writes = recipe_for(node.target)  # of a random operator
+    return has_rule(node) or node.target in known or (recipe is not None and not writes)
 
 
 def _inline(node: Node, parts: GraphModule, operands: list[Node], build: Build) -> None:

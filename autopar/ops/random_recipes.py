@@ -1,0 +1,179 @@
+"""What each random operator of torch is made of, in terms of `autopar::random`.
+
+    rand([4, 8])            -->   random(empty([4, 8]), "uniform", 0, 1)
+    bernoulli(p)            -->   random(p, "uniform", 0, 1) < p
+    multinomial(p, 3)       -->   the 3 largest of log(p) - log(random(p, "exponential", 1))
+
+One recipe serves a graph, where ``make`` adds calls, and an eager run, where it runs them: so the numbers are the same.
+An operator that draws as many numbers as values tell (poisson, gamma: they reject) has none.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class DrawMaker:
+    """``call(operator, ...)`` gives its result; ``draw(like, kind, a, b, dtype)`` random numbers in the shape of a
+    value; ``value(x)`` the tensor that a result is, or a fake of it."""
+
+    call: Callable[..., Any]
+    draw: Callable[[Any, str, float, float, torch.dtype], Any]
+    value: Callable[[Any], Tensor]
+
+
+Recipe = Callable[[Mapping[str, Any], DrawMaker], Any]
+
+
+class NoRecipe(ValueError):
+    """Arguments for which nothing is known; the message says which."""
+
+
+def _dtype(known: Mapping[str, Any], like: Tensor | None = None) -> torch.dtype:
+    found = known.get("dtype")
+    if isinstance(found, torch.dtype):
+        return found
+    return like.dtype if like is not None else torch.get_default_dtype()
+
+
+def _whole(known: Mapping[str, Any]) -> torch.dtype:
+    """The dtype of whole numbers; schemas have a number for int64."""
+    return known["dtype"] if isinstance(known.get("dtype"), torch.dtype) else torch.int64
+
+
+def _empty(known: Mapping[str, Any], make: DrawMaker, dtype: torch.dtype) -> Any:
+    return make.call(aten.empty.memory_format, known["size"], dtype=dtype, device=known.get("device") or "cpu")
+
+
+def _made(kind: str, a: float = 0.0, b: float = 1.0) -> Recipe:
+    """rand and randn: of a size."""
+
+    def recipe(known: Mapping[str, Any], make: DrawMaker) -> Any:
+        dtype = _dtype(known)
+        _real(dtype)
+        return make.draw(_empty(known, make, dtype), kind, a, b, dtype)
+
+    return recipe
+
+
+def _alike(kind: str, a: float | str = 0.0, b: float | str = 1.0) -> Recipe:
+    """In the shape of ``self``; a and b are numbers, or names of arguments."""
+
+    def recipe(known: Mapping[str, Any], make: DrawMaker) -> Any:
+        x = known["self"]
+        dtype = _dtype(known, make.value(x))
+        _real(dtype)
+        first, second = (float(known[v]) if isinstance(v, str) else v for v in (a, b))
+        return make.draw(x, kind, first, second, dtype)
+
+    return recipe
+
+
+def _real(dtype: torch.dtype) -> None:
+    if dtype.is_complex:
+        raise NoRecipe("numbers are real")
+
+
+def _bernoulli(known: Mapping[str, Any], make: DrawMaker) -> Any:
+    """Probabilities in ``self``, or in ``p``: a number or a tensor."""
+    x, p = known["self"], known.get("p")
+    dtype = make.value(x).dtype
+    if isinstance(p, (int, float)):
+        return make.draw(x, "keep", float(p), 0.0, dtype)
+    p = x if p is None else p
+    exact = make.value(p).dtype if make.value(p).dtype == torch.float64 else torch.float32
+    below = make.call(aten.lt.Tensor, make.draw(x, "uniform", 0.0, 1.0, exact), p)
+    return make.call(aten._to_copy.default, below, dtype=dtype)
+
+
+def _normal(known: Mapping[str, Any], make: DrawMaker) -> Any:
+    """Mean and deviation: numbers or tensors, with a size where both are numbers."""
+    mean, std = known.get("mean", 0.0), known.get("std", 1.0)
+    tensors = [x for x in (mean, std) if not isinstance(x, (int, float))]
+    if known.get("self") is not None:
+        return _alike("normal", "mean", "std")(known, make)
+    if not tensors:
+        return _made("normal", float(mean), float(std))(known, make)
+    like = tensors[0] if len(tensors) == 1 else make.call(aten.add.Tensor, *tensors)
+    noise = make.draw(like, "normal", 0.0, 1.0, make.value(like).dtype)
+    scaled = make.call(aten.mul.Scalar if isinstance(std, (int, float)) else aten.mul.Tensor, noise, std)
+    return make.call(aten.add.Scalar if isinstance(mean, (int, float)) else aten.add.Tensor, scaled, mean)
+
+
+def _integers(known: Mapping[str, Any], make: DrawMaker) -> Any:
+    """randint: of a size, or in the shape of ``self``; random: between bounds."""
+    low, high = known.get("low", known.get("from", 0)), known.get("high", known.get("to"))
+    if not isinstance(low, int) or not isinstance(high, int):
+        raise NoRecipe("its bounds are whole numbers that the graph knows")
+    if not 0 < high - low <= 1 << 48:
+        raise NoRecipe(f"it draws between {low} and {high}; at most 2**48 numbers apart")
+    if "size" in known:
+        return make.draw(_empty(known, make, _whole(known)), "integers", low, high, _whole(known))
+    return make.draw(known["self"], "integers", low, high, _dtype(known, make.value(known["self"])))
+
+
+def _permutation(known: Mapping[str, Any], make: DrawMaker) -> Any:
+    """The order of as many numbers."""
+    dtype, known = _whole(known), {**known, "size": [known["n"]]}
+    numbers = make.draw(_empty(known, make, torch.float64), "uniform", 0.0, 1.0, torch.float64)
+    return make.call(aten._to_copy.default, make.call(aten.argsort.default, numbers), dtype=dtype)
+
+
+def _multinomial(known: Mapping[str, Any], make: DrawMaker) -> Any:
+    """Without replacement: the largest of log(p) + Gumbel noise, which are drawn one after another without looking
+    back. With it: as many numbers, and how many steps of the running sum are below each."""
+    p, count = known["self"], known["num_samples"]
+    wide = make.call(aten._to_copy.default, p, dtype=torch.float64)
+    if count == 1 or not known.get("replacement"):
+        noise = make.call(aten.log.default, make.draw(p, "exponential", 1.0, 0.0, torch.float64))
+        keys = make.call(aten.sub.Tensor, make.call(aten.log.default, wide), noise)
+        return make.call(operator.getitem, make.call(aten.topk.default, keys, count, -1), 1)
+    sums = make.call(aten.cumsum.default, wide, -1)
+    size = [*make.value(p).shape[:-1], count]
+    like = make.call(aten.expand.default, make.call(aten.slice.Tensor, sums, -1, 0, 1), size)
+    numbers = make.draw(like, "uniform", 0.0, 1.0, torch.float64)
+    scaled = make.call(aten.mul.Tensor, numbers, make.call(aten.slice.Tensor, sums, -1, -1))
+    steps = make.call(
+        aten.le.Tensor, make.call(aten.unsqueeze.default, sums, -2), make.call(aten.unsqueeze.default, scaled, -1)
+    )
+    return make.call(aten.sum.dim_IntList, steps, [-1])
+
+
+RECIPES: dict[Any, Recipe] = {
+    aten.rand: _made("uniform"),
+    aten.randn: _made("normal"),
+    aten.rand_like: _alike("uniform"),
+    aten.randn_like: _alike("normal"),
+    aten.bernoulli: _bernoulli,
+    aten.uniform: _alike("uniform", "from", "to"),
+    aten.normal: _normal,
+    aten.normal_functional: _normal,
+    aten.exponential: _alike("exponential", "lambd"),
+    aten.geometric: _alike("geometric", "p"),
+    aten.log_normal: _alike("log_normal", "mean", "std"),
+    aten.cauchy: _alike("cauchy", "median", "sigma"),
+    aten.randint: _integers,
+    aten.randint_like: _integers,
+    aten.random: _integers,
+    aten.randperm: _permutation,
+    aten.multinomial: _multinomial,
+}
+
+
+def recipe_for(target: Any) -> tuple[Recipe | None, bool]:
+    """(how an operator is made, whether it writes into ``self``): bernoulli_ is bernoulli, written."""
+    packet = getattr(target, "overloadpacket", None)
+    if packet in RECIPES:
+        return RECIPES[packet], False
+    name = str(packet).removeprefix("aten.")
+    plain = getattr(aten, name[:-1], None) if name.endswith("_") else None
+    return RECIPES.get(plain), plain in RECIPES
