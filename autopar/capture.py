@@ -13,7 +13,8 @@ imports no model library.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping, Sequence
+import functools
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -37,6 +38,7 @@ from autopar.ir.dtype_checks import check_dtypes
 from autopar.ir.own_backward import check_contained
 from autopar.ir.recipe import Recipe
 from autopar.ir.signature import ConstantLeaf, InputSpec, OutputSpec, Signature
+from autopar.ops.ctc import functional_ctc_loss
 
 __all__ = ["ADAPTERS", "Adapter", "InputSpec", "LiftFloat32", "OutputSpec", "Signature", "adapter_for", "capture"]
 
@@ -145,10 +147,10 @@ def _captured(
         if adapter is not None:
             stack.enter_context(adapter.context(batch))
         if exact:
-            stack.enter_context(LiftFloat32())
+            stack.enter_context(_lifted_forward(replica))
         stack.enter_context(sets_in_order(replica))
         stack.enter_context(unchecked_distributions())
-        watch = stack.enter_context(FunctionWatch(replica, owned_by(model)))
+        watch = stack.enter_context(FunctionWatch(replica, owned_by(model), _INSTEAD))
         changed = stack.enter_context(frozen_facts(replica))
         program = export(replica, unflatten(fakes, spec), autocast, memo=memo)
         if watch.refused is not None:  # the forward has caught it
@@ -158,6 +160,23 @@ def _captured(
     gm = _finish(program, replica, arguments)
     gm.meta["batch_dims"] = adapter.batch_dims(replica, arguments) if adapter is not None else {}
     return gm
+
+
+@contextlib.contextmanager
+def _lifted_forward(replica: nn.Module) -> Iterator[None]:
+    """Within: float32 islands of the forward are float64. What torch.export does around it keeps its dtypes."""
+    forward = replica.forward
+
+    @functools.wraps(forward)
+    def lifted(*args: Any, **kwargs: Any) -> Any:
+        with LiftFloat32():
+            return forward(*args, **kwargs)
+
+    replica.forward = lifted
+    try:
+        yield
+    finally:
+        del replica.forward
 
 
 def _refuse_running_values(program: ExportedProgram, changed: Collection[str]) -> None:
@@ -300,3 +319,5 @@ def _drop_unused(program: ExportedProgram, inputs: list[InputSpec]) -> tuple[Inp
 
 
 _LEAF = object()
+# Functions that torch.export does not take apart into operators of fixed shapes.
+_INSTEAD = {torch.nn.functional.ctc_loss: functional_ctc_loss}

@@ -26,7 +26,7 @@ from autopar.capture import ADAPTERS
 from autopar.ir.recipe import Recipe, as_they_are
 from autopar.models.hf_batches import batch_dims, example_batch
 from autopar.models.hf_checkpoints import recipes_to_load, recipes_to_save
-from autopar.models.hf_masks import MaskFacts, mask_facts, positions_from_user
+from autopar.models.hf_masks import MaskFacts, facts_handed_inward, mask_facts, positions_from_user
 
 NAME = "autopar"
 
@@ -106,10 +106,12 @@ class TransformersAdapter:
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Choose our implementations in every config of the copy; no cache, no re-entrant checkpoints."""
+        looked_up = {type(c) for m in model.modules() if (c := _config(m)) is not None and _looks_attention_up(m)}
         for module in model.modules():
-            config = getattr(module, "config", None)
-            if isinstance(config, transformers.PreTrainedConfig):
-                _configure(config, _registered(module))
+            config = _config(module)
+            if config is not None:
+                own = {type(config), type(config.get_text_config())}
+                _configure(config, not looked_up.isdisjoint(own) if looked_up else _registered(module))
             if getattr(module, "gradient_checkpointing", False):
                 setattr(module, "gradient_checkpointing", False)  # noqa: B010  (typed as a tensor or module)
         return model
@@ -122,8 +124,10 @@ class TransformersAdapter:
             arguments["use_cache"] = False
         return arguments
 
-    def context(self, batch: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
-        return positions_from_user(batch.get("position_ids") is not None)
+    @contextlib.contextmanager
+    def context(self, batch: Mapping[str, Any]) -> Iterator[None]:
+        with positions_from_user(batch.get("position_ids") is not None), facts_handed_inward():
+            yield
 
     def reference(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         return exact_experts(model)
@@ -168,9 +172,20 @@ def _parents(model: nn.Module, path: str) -> list[nn.Module]:
     return found
 
 
+def _config(module: nn.Module) -> Any:
+    found = getattr(module, "config", None)
+    return found if isinstance(found, transformers.PreTrainedConfig) else None
+
+
 def _registered(module: nn.Module) -> bool:
-    """Does the model's file look its attention up in transformers' registry?"""
+    """Does the model's file look attention up in transformers' registry?"""
     return hasattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS")
+
+
+def _looks_attention_up(module: nn.Module) -> bool:
+    """Does its forward take its attention out of transformers' registry? (Of one file, some may and others not.)"""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
 def _configure(config: Any, registered: bool) -> None:

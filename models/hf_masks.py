@@ -39,6 +39,25 @@ def positions_from_user(given: bool) -> Iterator[None]:
         _POSITIONS_FROM_USER.reset(token)
 
 
+@contextlib.contextmanager
+def facts_handed_inward() -> Iterator[None]:
+    """Within: a model that is given facts for its mask takes them as they are, as it takes a mask [B, 1, Sq, Sk]. So do
+    vision-language models, which make the mask of the language model within them; read as padding they would say
+    nothing of who attends to whom."""
+    before = masking_utils._preprocess_mask_arguments
+
+    def taken(config: Any, inputs_embeds: Tensor, attention_mask: Any, *others: Any, **more: Any) -> Any:
+        if isinstance(attention_mask, MaskFacts):
+            return True, attention_mask, None, None, None, None, None
+        return before(config, inputs_embeds, attention_mask, *others, **more)
+
+    masking_utils._preprocess_mask_arguments = taken
+    try:
+        yield
+    finally:
+        masking_utils._preprocess_mask_arguments = before
+
+
 @dataclass(frozen=True)
 class MaskFacts:
     """Who may attend to whom; see `autopar.ops.facts.Facts`. ``tensor`` is a materialised mask that replaces all

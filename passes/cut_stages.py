@@ -26,7 +26,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.lazy import graph_module
 from autopar.ir.flow import Flow
-from autopar.ir.graph import add_placeholder, ancestors, copy_node, has_gradient, is_call, outputs
+from autopar.ir.graph import add_placeholder, ancestors, copy_node, has_gradient, is_call, outputs, reach
 from autopar.ir.own_backward import parts_of_token
 from autopar.ir.signature import OutputSpec, Signature
 from autopar.ops.gradient import OWN_BACKWARD
@@ -109,12 +109,21 @@ class _Cutter:
         for i, (spec, value) in enumerate(zip(specs, outputs(self.gm), strict=True)):
             if not isinstance(value, Node):
                 continue
-            part = self.part_of.get(value, self.count - 1)
+            part = self._home(value)
             if spec.kind == "own":  # keys for later token slices: their gradient comes back as that of a sent value
                 found[part].append((value.name, "sent", value))
                 continue
             found[part].append((output(i), _kind(spec, value), value))
         return found
+
+    def _home(self, value: Node) -> int:
+        """The part that makes an output. One of parameters alone (the vectors of a spectral norm) is made where these
+        are used, and held; one of nothing in the last part."""
+        if value in self.part_of:
+            return self.part_of[value]
+        sources = [n for n in ancestors([value]) if self.flow.kinds.get(n.name) == "parameter"]
+        users = reach(sources, lambda node: node.users)
+        return min((self.part_of[n] for n in users if n in self.part_of), default=self.count - 1)
 
     def _hops(self) -> tuple[list[Hop], list[list[Node]], list[list[Node]]]:
         """Main values that later parts use travel from user to user."""

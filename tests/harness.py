@@ -19,7 +19,7 @@ from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import INVARIANT, Partial, Placement, Placements, join, nested_piece, piece
 from autopar.options import Options
 from autopar.steps.graphs import Compiled, StepGraph
-from tests.reference import LIMIT, Errors, Expected, compare, eager
+from tests.reference import LIMIT, Errors, Expected, compare, difference, eager
 from tests.simulate import simulate
 
 
@@ -104,6 +104,7 @@ class Run:
         self.compiled, self.batch, self.mesh, self.seed = compiled, batch, mesh, seed
         self.count = compiled.plan.options.micro_batches
         self.cut_order = mesh.with_micro_batches(self.count).cut_order
+        self.buffers: list[dict[str, Tensor]] = []  # that the last forward wrote, on every rank
         self.specs = {s.node: s for s in compiled.local.meta["signature"].inputs}
         self.specs |= {s.node: s for s in compiled.signature.inputs}
         self.placed = {p.name: p.placements for p in compiled.parameters}
@@ -149,6 +150,7 @@ class Run:
         sums: list[dict[str, Any]] = [{} for _ in world]
         for mb in range(self.count):
             made = self._run(stage.forward, mb, known)
+            self.buffers = [{name: o[of] for of, name in stage.mutations.items()} for o in made]
             losses = [total + sum(float(o[k]) for k in stage.losses) for total, o in zip(losses, made, strict=True)]
             last = mb == self.count - 1
             graph = stage.backward_reduce if last else stage.backward
@@ -163,6 +165,12 @@ class Run:
             sums = found if last else [_plus(x, y) for x, y in zip(sums, found, strict=True)]
         names = {n: self.specs[n.removeprefix("grad:")].name for n in sums[0]}
         return losses, {name: [of_rank[n] for of_rank in sums] for n, name in names.items()}
+
+    def wrong_buffers(self, expected: Expected) -> list[str]:
+        """Buffers that the last step has left other than one process leaves them, on any rank."""
+        return sorted(
+            {n for own in self.buffers for n, x in own.items() if not difference(x, expected.buffers[n]) < LIMIT}
+        )
 
     def errors(self, expected: Expected) -> list[Errors]:
         """A step, compared with one process, on every rank."""

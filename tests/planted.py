@@ -89,7 +89,7 @@ class Subject:
     def error(self, compiled: Compiled) -> float:
         """The largest difference to one process in the loss, or in a gradient."""
         loss, gradients = Run(compiled, self.model, batch(), self.mesh).step()
-        expected, whole = self.expected
+        expected, whole, _ = self.expected
         placed = {p.name: p for p in compiled.parameters}
         worst = max(abs(x - expected) for x in loss)
         if {n for n, g in whole.items() if g is not None} != set(gradients):

@@ -26,10 +26,11 @@ LIMIT = 1e-10  # of the loss and of every gradient, in float64
 
 
 class Expected(NamedTuple):
-    """Loss and gradients of one process; None for a parameter that has no gradient."""
+    """Loss, gradients (None for a parameter that has none) and what buffers are after a step of one process."""
 
     loss: float
     gradients: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
 
 
 def total_loss(output: Any) -> Tensor:
@@ -51,12 +52,13 @@ def eager(model: nn.Module, batch: Mapping[str, Any], seed: int | None = None) -
     with LiftFloat32(), exact_experts(model), masks:
         loss = total_loss(model(**arguments))
         loss.backward()
+    after = {n: b.clone() for n, b in model.named_buffers()}
     with torch.no_grad():
         for name, before in buffers.items():
             model.get_buffer(name).copy_(before)
     gradients = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()
-    return Expected(float(loss.detach()), gradients)
+    return Expected(float(loss.detach()), gradients, after)
 
 
 @dataclass(frozen=True)

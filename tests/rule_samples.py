@@ -322,6 +322,10 @@ def _losses() -> Iterator[Sample]:
     target = torch.tensor([0, 5, -100, 11, 3, 7])
     yield call(ours.cross_entropy.default, normal(6, 12), target, -100, 0.0)
     yield call(ours.cross_entropy.default, normal(6, 12), target, -100, 0.2)
+    lengths = torch.tensor([4, 3, 4, 2, 4, 4]), torch.tensor([1, 2, 0, 2, 1, 1])
+    log_probs = torch.log_softmax(normal(4, 6, 3), -1).detach()
+    yield call(ours.ctc_loss.default, log_probs, integer(6, 2, high=2) + 1, *lengths, 0, False)
+    yield call(ours.ctc_loss.default, log_probs, integer(7, high=2) + 1, *lengths, 0, True)
     yield call(ours.dropout.default, normal(6, 12), torch.tensor(3), 0.5, 2, [], [6, 12])
     for kind, dtype in (("uniform", torch.float64), ("normal", torch.float64), ("integers", torch.int64)):
         place = torch.tensor(3), kind, 0.0, 5.0, 2, [], [6, 12], dtype

@@ -143,7 +143,7 @@ class SlicedModel:
     def errors(self, lengths: Sequence[int]) -> dict[str, float]:
         """How far the loss, and every gradient, is from eager."""
         losses, gradients = self.step(lengths)
-        loss, expected = eager(self.model, self.batch)
+        loss, expected, _ = eager(self.model, self.batch)
         aliases = {s.name: (s.name, *s.aliases) for s in self.specs.values()}
         found = {"loss": max(abs(x - loss) for x in losses)}
         for name, pieces in gradients.items():

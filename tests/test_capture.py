@@ -91,7 +91,7 @@ def test_all(name: str) -> None:
         expected = known.model(**known.batch)
     found = run(gm, known.model, known.batch)
     assert type(found) is type(expected)
-    assert_close(found.loss, gradients(known.model, found.loss), *known.expected)
+    assert_close(found.loss, gradients(known.model, found.loss), *known.expected[:2])
 
 
 @pytest.mark.parametrize("name", [n if n in EVAL else pytest.param(n, marks=pytest.mark.full) for n in TINY])

@@ -33,7 +33,7 @@ ops = torch.ops.autopar
 
 WHOLE = torch.arange(6.0).view(2, 3)
 SPECS = [ParameterSpec("w", (2, 3), torch.float32, aliases=("tied",)), ParameterSpec("b", (3,), torch.float32)]
-ONE = Expected(1.0, {"w": WHOLE, "b": None})
+ONE = Expected(1.0, {"w": WHOLE, "b": None}, {})
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,15 @@ class Buffers(Stack):
         return ((self.last(torch.tanh(self.blocks[2](h))) - y) ** 2).mean()
 
 
-MODELS = (Stack, Skip, Frozen, Tied, Losses)
+class Vectors(Stack):
+    """A spectral norm in the first part: each step moves vectors that are made of the weight alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.parametrizations.spectral_norm(self.blocks[0])
+
+
+MODELS = (Stack, Skip, Frozen, Tied, Losses, Vectors)
 
 
 def errors_of_all(sizes: dict[str, int], options: dict[str, Any]) -> dict[str, float]:

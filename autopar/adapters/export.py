@@ -32,6 +32,7 @@ from autopar.adapters.decompose import decompose
 from autopar.adapters.decompositions import DECOMPOSITIONS
 from autopar.adapters.fake import silent_fakes
 from autopar.adapters.function_watch import Refused
+from autopar.adapters.selected_targets import keep_rows_of_targets
 
 _NO_GRAD_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
 _NOISE = (torch.ops.aten._assert_tensor_metadata.default,)
@@ -65,7 +66,9 @@ def export(
         if refused is not None:
             raise ValueError(f"capture: {_where(refused)}: {refused}") from error
         raise ValueError(f"capture: {_where(error)}: {_reason(error)}{_way_out(error)}") from error
+    keep_rows_of_targets(flat.graph)
     _drop_value_checks(flat.graph)
+    flat.graph.eliminate_dead_code()
     _refuse_sizes_of_values(flat.graph)
     return flat
 

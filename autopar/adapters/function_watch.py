@@ -9,7 +9,7 @@ w.data                                                     read as w.detach(): t
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -35,11 +35,15 @@ class Refused(ValueError):
 class FunctionWatch(TorchFunctionMode):
     """Within: the forward of ``replica``, a structure copy of a model that owns ``owned``, is traced under watch.
 
-    Raises Refused in the line at fault. ``refused`` keeps the first one, for a forward that catches exceptions.
+    ``instead``: what is called in place of some functions. Raises Refused in the line at fault. ``refused`` keeps the
+    first one, for a forward that catches exceptions.
     """
 
-    def __init__(self, replica: nn.Module, owned: Owned) -> None:
+    def __init__(
+        self, replica: nn.Module, owned: Owned, instead: Mapping[Callable[..., Any], Callable[..., Any]]
+    ) -> None:
         super().__init__()
+        self._instead = instead
         self._replica, self._owned = replica, owned
         self._places = dict(_places(replica))
         self.refused: Refused | None = None
@@ -62,7 +66,7 @@ class FunctionWatch(TorchFunctionMode):
             self._refuse(_REFUSED[func])
         if func == _DATA and type(args[0]) not in _REAL:
             return args[0].detach()
-        return func(*args, **kwargs)
+        return self._instead.get(func, func)(*args, **kwargs)
 
     def _seen(self, x: Any) -> Any:
         """An argument, with what the export has put into the module in place of a tensor that a closure holds."""

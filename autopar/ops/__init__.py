@@ -3,6 +3,7 @@ that is itself an `autopar::` operator, so that joint graphs keep single nodes.
 
 attention, facts, kernels     softmax attention that knows facts about its mask, and who computes it
 cross_entropy, vocabulary     losses by row, and with embeddings over a cut vocabulary
+ctc                           a loss by example
 dropout, fused_dropout        masks that depend on a seed and positions alone; on GPUs as one kernel of Triton
 random_numbers                numbers of other distributions, likewise
 random_recipes                which of them each random operator of torch is made of
@@ -21,6 +22,7 @@ from autopar.ops import (
     checked,
     collectives,
     cross_entropy,
+    ctc,
     dropout,
     gradient,
     moe,
@@ -35,6 +37,7 @@ __all__ = [
     "checked",
     "collectives",
     "cross_entropy",
+    "ctc",
     "dropout",
     "gradient",
     "moe",

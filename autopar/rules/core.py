@@ -13,7 +13,7 @@ from autopar.rules.builders import UNARY, einsum_rule, named_dims, opaque, point
 from autopar.rules.call import Call, RuleFunction
 from autopar.rules.rule import Cat, Rule
 from autopar.rules.space import convolution_rule
-from autopar.rules.special import advanced_index_rule, layer_norm_rule
+from autopar.rules.special import advanced_index_rule, ctc_loss_rule, layer_norm_rule
 from autopar.rules.table import RULES, overloads
 from autopar.rules.views import split_rule
 
@@ -132,6 +132,11 @@ def _convolution_backward(call: Call) -> Rule:
     return replace(rule, operands=(made, source, weight), results=(source, weight, (made[1],)), linear=UNARY)
 
 
+def _ctc_loss_backward(call: Call) -> Rule:
+    rule = ctc_loss_rule(replace(call, result_shapes=(call.shape("grad"),)))
+    return replace(rule, operands=(*rule.results, *rule.operands), results=(rule.operands[0],), linear=UNARY)  # type: ignore[arg-type]
+
+
 def _context_attention(call: Call) -> Rule:
     """Queries and keys that are cut over the axis of the algorithm are cut together."""
     rule = attention_rule(call)
@@ -181,5 +186,6 @@ _add("autopar::cross_entropy_backward", _spanning("n, n c, n, n -> n c", "grad l
 _add("autopar::piece_max", _piece_max)
 _add("autopar::piece_sums", _piece("n c, n, n -> k n", "logits index top"))
 _add("autopar::piece_backward", _piece("n, n c, n, n -> n c", "grad logits index lse"))
+_add("autopar::ctc_loss_backward", _ctc_loss_backward)
 _add("autopar::context_attention", _context_attention)
 _add("autopar::attention_backward autopar::context_attention_backward", _attention_backward)

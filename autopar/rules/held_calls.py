@@ -21,6 +21,7 @@ from autopar.rules.held import (
     Joined,
     LocalCall,
     constant_held,
+    is_unknown,
     rows_in_piece,
     through,
     viewed,
@@ -69,6 +70,10 @@ def _results(node: Node, axis: str, size: int, operands: list[Held], shapes: lis
         return [_joined(call, operands, made[0])]
     if is_call(node, aten.bmm.default) and call.shape("self")[2] == 1 and PART in made[0]:
         return [UNKNOWN]  # torch.einsum contracts dims of one row, cut or not
+    if is_call(node, aten.slice.Tensor) and not is_unknown(made[0]):
+        # of a concatenation whose parts are cut, a rank has a part of each: one of them is a slice of its piece
+        dim = int(call.args["dim"]) % len(call.result)
+        return [made[0] | {(dim, 0) for x in operands[0] if isinstance(x, tuple) and x[0] == dim}]
     if is_call(node, aten.expand.default) and SAME in made[0]:
         return [made[0] | {(d, None) for d, n in enumerate(call.result) if n == 1}]
     if is_call(node, aten.div.Tensor, aten.div.Scalar) and node.args[1] == size and SAME in made[0]:

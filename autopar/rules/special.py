@@ -34,6 +34,20 @@ def cross_entropy_rule(call: Call) -> Rule:
     return call.rule([(n, c), (n,)], [(n,), (n,)], absorbed=frozenset({"c"}), one_block=frozenset({"c"}))
 
 
+def ctc_loss_rule(call: Call) -> Rule:
+    """(t, n, c), (n, s), (n), (n) -> (n)."""
+    steps, examples, classes = call.shape("log_probs")
+    n, why = call.factor("n", examples), "the loss sums over all alignments"
+    log_probs: Dims = (call.factor("t", steps), n, call.factor("c", classes))
+    targets = call.shape("targets")
+    blocked = {f: why for f in call.sizes if f in "tc"}
+    if len(targets) == 1:
+        blocked |= {f: "the targets of all examples stand in one row" for f in n}
+    of_targets: Dims = (*((n,) if len(targets) == 2 else ()), call.factor("s", targets[-1]))
+    blocked |= {"s": why} if "s" in call.sizes else {}
+    return call.rule([log_probs, of_targets, (n,), (n,)], [(n,)], blocked=blocked)
+
+
 def dropout_rule(call: Call) -> Rule:
     """Elementwise: mask and number depend on the global position of an element, which localisation passes in."""
     dims = named_dims(call, call.result)

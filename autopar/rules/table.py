@@ -122,6 +122,7 @@ add("autopar::moe_dispatch", sp.moe_dispatch_rule)
 add("autopar::moe_combine", sp.moe_combine_rule)
 add("embedding", sp.embedding_rule)
 add("autopar::cross_entropy", sp.cross_entropy_rule)
+add("autopar::ctc_loss", sp.ctc_loss_rule)
 add("autopar::attention", attention_rule)
 
 # Rearrangements.

@@ -25,7 +25,7 @@ from torch.fx import GraphModule, Node
 
 from autopar.ir.graph import mark_gradients, placeholders, remove_dead_code
 from autopar.ir.meta import input_specs
-from autopar.passes.normalize import attention_calls, bags, losses, norms, products, shapes, spellings
+from autopar.passes.normalize import attention_calls, bags, losses, norms, picked_rows, products, shapes, spellings
 from autopar.passes.normalize.composites import take_apart
 from autopar.passes.normalize.number_draws import hold_unused_draws, number_draws, release_draws
 from autopar.passes.normalize.written_out import written_out
@@ -39,6 +39,7 @@ REWRITES: dict[Any, Rewrite] = {
     **norms.TABLE,
     **attention_calls.TABLE,
     **bags.TABLE,
+    **picked_rows.TABLE,
     **spellings.TABLE,
 }
 

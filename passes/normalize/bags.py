@@ -24,7 +24,7 @@ SUM, MEAN, MAX = range(3)
 
 
 def regular_bags(node: Node, build: Build) -> None:
-    """See the file's docstring."""
+    """embedding_bag(w, ids, arange(0, n, 4))[0] --> sum(embedding(w, reshape(ids, [-1, 4])), 1)"""
     known = arguments(node)
     length = _length(known["offsets"], shape_of(known["indices"])[0], bool(known["include_last_offset"]))
     if (

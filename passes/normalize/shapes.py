@@ -84,16 +84,20 @@ def fill(node: Node, build: Build) -> Node | None:
 
 
 def joined_again(node: Node, build: Build) -> Node | None:
-    """cat(split_with_sizes(x, [4, 4], 1), 1) --> x"""
+    """cat(split(x, 4, 1), 1) --> x; cat(unbind(x, 1), 1) --> reshape(x); stack(unbind(x, 1), 1) --> x"""
     known = arguments(node)
     parts = known["tensors"]
     if not parts or not all(calls(p, operator.getitem) and operand(p) is operand(parts[0]) for p in parts):
         return None
     made = operand(parts[0])
-    if not calls(made, aten.split_with_sizes.default) or [p.args[1] for p in parts] != [*range(len(made.meta["val"]))]:
+    if not calls(made, aten.split_with_sizes.default, aten.unbind.int):
         return None
-    rank = len(shape_of(node))
-    return operand(made) if known["dim"] % rank == arguments(made)["dim"] % rank else None
+    x, taken, dim = operand(made), arguments(made)["dim"], known["dim"] % len(shape_of(node))
+    if [p.args[1] for p in parts] != [*range(len(made.meta["val"]))] or taken % len(shape_of(x)) != dim:
+        return None
+    if calls(made, aten.split_with_sizes.default):
+        return x if calls(node, aten.cat.default) else None
+    return build.reshape(x, shape_of(node))
 
 
 def masked_scatter(node: Node, build: Build) -> None:
@@ -161,6 +165,7 @@ TABLE: dict[Any, Rewrite] = {
         split,
     ),
     aten.cat.default: joined_again,
+    aten.stack.default: joined_again,
     aten.masked_scatter.default: masked_scatter,
     aten.type_as.default: type_as,
     aten.t.default: twice_transposed,

@@ -1,0 +1,77 @@
+"""Masks that one model makes for another within it, and models of which only some attentions take facts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import masking_utils
+
+from autopar.capture import capture
+from autopar.ir.mesh import Mesh
+from autopar.options import Options
+from tests.harness import check_model
+
+LLAMA = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "head_dim": 8,
+}  # fmt: skip
+TOWER = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 16,
+    "patch_size": 8,
+}  # fmt: skip
+
+
+def text(length: int) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 64, (4, length), generator=g)
+    return {"input_ids": ids, "labels": ids.masked_fill(torch.rand(4, length, generator=g) < 0.3, -100)}
+
+
+def build(kind: str, config: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return getattr(transformers, kind)(config).double().train()
+
+
+class Inner(nn.Module):
+    """A language model that is given the mask of a model around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.language = build("LlamaForCausalLM", transformers.LlamaConfig(**LLAMA))
+
+    def forward(self, input_ids: Tensor, labels: Tensor, groups: Tensor | None = None) -> Tensor:
+        x = self.language.get_input_embeddings()(input_ids)
+        mask = masking_utils.create_causal_mask(self.language.config, x, None, None, block_sequence_ids=groups)
+        return self.language(inputs_embeds=x, attention_mask=mask, labels=labels).loss
+
+
+def causal(model: nn.Module, batch: dict[str, Any]) -> list[bool]:
+    """Of each attention, whether it is causal without a tensor."""
+    gm = capture(model, batch, exact=True)
+    calls = [n for n in gm.graph.nodes if n.target is torch.ops.autopar.attention.default]
+    return [bool(n.args[8]) and n.args[3] is None and n.args[4] is None for n in calls]
+
+
+@pytest.mark.parametrize("two_ways", [False, True], ids=["causal", "a prefix that looks both ways"])
+def test_facts_stay_facts_in_an_inner_model(two_ways: bool) -> None:
+    model, batch = Inner().double(), text(16)
+    if two_ways:
+        batch["groups"] = torch.where(torch.arange(16) < 5, 0, -1).expand(4, 16).contiguous()
+    assert causal(model, batch) == [not two_ways] * 2
+    assert check_model(model, batch, Mesh.of(dp=2, tp=2), Options(zero=3)).worst < 1e-10
+
+
+def test_attention_in_own_code_beside_some_of_the_registry() -> None:
+    """GIT's text attends in its own code, to a mask that it adds; its images by transformers' registry."""
+    config = transformers.GitConfig(
+        vision_config=TOWER, vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
+        intermediate_size=64, max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    model = build("GitForCausalLM", config)
+    batch = {**text(15), "pixel_values": torch.randn(4, 3, 16, 16, dtype=torch.float64)}
+    assert check_model(model, batch, Mesh.of(dp=2, tp=2), Options(zero=3)).worst < 1e-10

@@ -1,0 +1,82 @@
+"""What becomes of a model of others on a mesh: exact, or refused in words. Anything else is an error.
+
+outcome("timm swin", "tp")   ->   Outcome("exact", 0.9)        0.9 of the parameters are cut over tp
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from dataclasses import dataclass
+
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Shard
+from autopar.options import Options
+from autopar.steps.graphs import Compiled
+from tests.cells import Cell, called, check, compiled
+from tests.harness import Run
+from tests.outside.all_models import MODELS
+from tests.subjects import SEED, SPECIAL, subject
+
+SPECIAL.update({name: model.make for name, model in MODELS.items()})
+
+MESHES: dict[str, tuple[dict[str, int], dict[str, int]]] = {
+    "tp": ({"dp": 2, "tp": 2}, {"zero": 3}),
+    "cp": ({"cp": 2}, {}),
+    "pp": ({"pp": 2}, {"micro_batches": 2}),
+}
+MEET = "micro_batches: samples of different micro-batches meet"
+TITLES = {"tp": "dp=2, tp=2, zero=3", "cp": "cp=2", "pp": "pp=2, micro_batches=2"}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``words`` of a refusal; else the share of all parameters that is cut over tp. ``parts``: micro-batches, where
+    samples meet in the model, so that it is given the batch in one."""
+
+    words: str = ""
+    share: float = 0.0
+    parts: int = 0
+
+
+def meshes_of(name: str) -> list[str]:
+    """The meshes that a model is tried on: cp where there are tokens to cut."""
+    return [mesh for mesh in MESHES if mesh != "cp" or MODELS[name].tokens]
+
+
+def outcome(name: str, mesh: str) -> Outcome:
+    """Raises AssertionError for wrong numbers, and whatever is no refusal."""
+    sizes, options = MESHES[mesh]
+    found = _outcome(Cell(name, Mesh.of(**sizes), Options(**options)))
+    if "micro_batches" in options and found.words.startswith(MEET):
+        return dataclasses.replace(_outcome(Cell(name, Mesh.of(**sizes))), parts=1)
+    return found
+
+
+def _outcome(cell: Cell) -> Outcome:
+    try:
+        made = compiled(cell)
+    except ValueError as error:
+        return Outcome(_words(error))
+    if "pp" in cell.mesh.sizes:
+        check(called(cell))
+        return Outcome()
+    known = subject(cell.name)
+    run = Run(made, known.model, known.batch, cell.mesh, SEED)
+    check(run.errors(known.expected))
+    assert not run.wrong_buffers(known.expected)
+    return Outcome(share=_share(made))
+
+
+def _share(made: Compiled) -> float:
+    """Of the entries of all parameters, those that are cut over tp."""
+    sizes = [(math.prod(s.shape), isinstance(s.placements.get("tp"), Shard)) for s in made.parameters]
+    return sum(n for n, cut in sizes if cut) / max(1, sum(n for n, _ in sizes))
+
+
+def _words(error: ValueError) -> str:
+    """One line, without the folders that packages lie in."""
+    text = str(error)
+    assert re.match(r"\w[\w ]*: ", text), f"not a refusal: {error!r}"
+    return re.sub(r"/\S*/(\w+/\w+\.py)", r"\1", " ".join(text.split()))
