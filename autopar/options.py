@@ -103,14 +103,18 @@ def _option(default: Any, kind: ValueKind, words: str, left_out: str = "", **mor
     return field(default=default, metadata={"kind": kind, "help": words, "left_out": left_out, **more})
 
 
-_CP, _PP = ("cp",), ("pp",)
+_DP, _CP, _PP = ("dp", "cp"), ("cp",), ("pp",)
 
 
 @dataclass(frozen=True)
 class Options:
     """What the user may ask for: keyword arguments of `autopar.parallelize`, on the command line with dashes."""
 
-    zero: int = _option(0, _choice(0, 3), "3: parameters are cut over dp, too, and gathered for use", axes=("dp", "cp"))
+    zero: int = _option(
+        0, _choice(0, 1, 2, 3),
+        "what is cut over dp, too: 1 parameters and optimizer states, 2 also sums of gradients, 3 also what is gathered",
+        axes=_DP,
+    )  # fmt: skip
     sequence_parallel: bool = _option(False, FLAG, "cut the residual stream along the sequence over tp", axes=("tp",))
     micro_batches: int = _option(1, POSITIVE, "gradient accumulation steps of a train_step, which also fill a pipeline")
     whole_ops: tuple[str, ...] = _option(
@@ -130,8 +134,13 @@ class Options:
         0, LENGTHS, "for schedules over token slices: their number, or their lengths", "by estimated time", axes=_PP
     )
     gathers: str = _option(
-        "step", _choice("step", "layer"), "with zero=3: gather parameters once per step, or for each use", axes=_PP
-    )
+        "auto", _choice("auto", "step", "layer"), "gather cut parameters once per step, or for each use",
+        "for each use with zero=3, else once per step", axes=_DP,
+    )  # fmt: skip
+    reductions: str = _option(
+        "auto", _choice("auto", "step", "micro_batch"), "sum gradients over ranks once per step, or after each backward",
+        "after each micro-batch with zero=2 and 3, else once per step", axes=_DP,
+    )  # fmt: skip
     memory_limit: int = _option(
         0, BYTES, "what a rank may hold, such as 80e9; for cuts and for schedules that search", "no limit", axes=_PP
     )
@@ -163,6 +172,16 @@ class Options:
         "by path (past.0)",
         "found in the graph",
     )
+
+    @property
+    def gathers_once(self) -> bool:
+        """Whether cut parameters are gathered once per step (else for each use)."""
+        return self.gathers == "step" or (self.gathers == "auto" and self.zero < 3)
+
+    @property
+    def reduces_once(self) -> bool:
+        """Whether gradients are summed over ranks once per step (else after each micro-batch)."""
+        return self.reductions == "step" or (self.reductions == "auto" and self.zero < 2)
 
     def __post_init__(self) -> None:
         for name, option in DECLARED.items():

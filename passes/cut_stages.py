@@ -71,15 +71,41 @@ def cut_stages(gm: GraphModule, flow: Flow, part_of: Mapping[Node, int], count: 
     return Cut(parts, cutter.hops, once, each)
 
 
-def uncut(gm: GraphModule, tangents: Sequence[str] = ()) -> Cut:
-    """A local graph as its only part. ``tangents``: names of outputs that gradients come for, beside the losses."""
+def uncut(gm: GraphModule, tangents: Sequence[str] = (), used: Mapping[Node, Node] | None = None) -> Cut:
+    """A local graph as its only part. ``tangents``: names of outputs that gradients come for, beside the losses.
+    ``used``: used node -> its parameter, where what is between them is cut out; then the graph is a new one."""
     signature = gm.meta["signature"]
     results = {}
     for i, (spec, value) in enumerate(zip(signature.outputs, outputs(gm), strict=True)):
         results[output(i)] = "sent" if spec.name in tangents and has_gradient(value) else _kind(spec, value)
     fixed = [s.node for s in signature.inputs if s.kind in ("parameter", "buffer", "constant")]
     held = [s.name for s in signature.inputs if s.kind == "parameter"]
-    return Cut([PartGraph(gm, results, fixed, _mutations(signature, results), held)])
+    if used is not None:
+        stored = {p.name for p in used.values()}
+        gm, fixed = _behind_conversions(gm, used), [*(u.name for u in used), *(n for n in fixed if n not in stored)]
+    return Cut([PartGraph(gm, results, fixed, _mutations(signature, results), held, dict(used) if used else None)])
+
+
+def _behind_conversions(gm: GraphModule, used: Mapping[Node, Node]) -> GraphModule:
+    """A graph that takes parameters as they are used."""
+    graph, copies = Graph(), dict[Node, Node]()
+    between = set(used.values())
+    for node, parameter in used.items():
+        while node is not parameter:
+            between.add(node)
+            node = node.args[0]  # type: ignore[assignment]  # noqa: PLW2901
+    inputs = [n for n in gm.graph.nodes if n in used or (n.op == "placeholder" and n not in between)]
+    for node in inputs:
+        copies[node] = add_placeholder(graph, node.name, like=node)
+        val = node.meta["val"]
+        copies[node].meta["val"] = val.new_empty(val.shape) if node in used else val
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and node not in between:
+            copy_node(graph, node, copies)
+    graph.output(tuple(copies[x] if isinstance(x, Node) else x for x in outputs(gm)))
+    made = graph_module(graph, "Part")
+    made.meta.update(gm.meta)
+    return made
 
 
 def _kind(spec: OutputSpec, value: Any) -> str:

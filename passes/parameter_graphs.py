@@ -6,6 +6,8 @@ Guarantees  G makes the used parameters from the stored ones, R the stored gradi
             chain that moves nothing forward (whole weights) is not in G, but its transpose, a sum, is in R.
 Leaves      parameters that are used as they are stored.
 
+G may also stand within the first F of a step, R within every backward, or within the last one: so they overlap.
+
     w_r = exchange(w, "dp", S(0), R)        G: w -> w_r = all_gather(w)      R: grad w_r -> reduce_scatter -> grad w
 """
 
@@ -18,12 +20,12 @@ from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.lazy import graph_module
 from autopar.ir.conversions import exchange, is_conversion
-from autopar.ir.graph import add_placeholder, insert_call, placeholders
+from autopar.ir.graph import add_placeholder, copy_graph, insert_call, output_node, outputs, placeholders
 from autopar.ir.placement import conversion, dual, parse_placement
 from autopar.passes.differentiate import lowered
 from autopar.passes.own_gradients import own_gradients
 from autopar.steps.graphs import StepGraph
-from autopar.steps.value_names import grad
+from autopar.steps.value_names import earlier_sum, grad, of
 
 
 def chain_of(node: Node) -> list[Node]:
@@ -97,6 +99,52 @@ def _transposed(end: Node, gradient: Node, used: Node) -> Node:
         back = str(dual(parse_placement(str(dst)))), str(dual(parse_placement(str(src))))
         gradient = insert_call(end, exchange, (gradient, axis, size, *back))
     return gradient
+
+
+def inline_reductions(step: StepGraph, reduce: StepGraph, last: bool = False) -> StepGraph:
+    """A backward that sums its own gradients over ranks as soon as they are there, by the calls of ``reduce``. ``last``:
+    it is the last of a step, and first adds the ``sum:`` of what the earlier ones have made of each. The graph is left
+    as it is."""
+    gm, inputs = copy_graph(step.graph), list(step.inputs)
+    made = [(name, x, i in gm.meta.get("owned", ())) for i, (name, x) in enumerate(zip(step.outputs, outputs(gm)))]
+    if last:
+        for i, (name, own, owned) in enumerate(made):
+            if name is not None and isinstance(own, Node):
+                made[i] = name, _with_earlier(gm, name, own), owned
+                inputs.append(earlier_sum(of(name)))
+    own_of = {name: x for name, x, _ in made}
+    copies = {node: own_of[name] for name, node in zip(reduce.inputs, placeholders(reduce.graph), strict=True)}
+    for node in reduce.graph.graph.nodes:
+        if node.op == "call_function":
+            with gm.graph.inserting_after(max(copies[x] for x in node.all_input_nodes)):  # type: ignore[type-var]
+                copies[node] = gm.graph.node_copy(node, copies.__getitem__)
+    made = [one for one in made if one[0] not in reduce.inputs]
+    made += [(name, copies[x], True) for name, x in zip(reduce.outputs, outputs(reduce.graph), strict=True)]  # type: ignore[index]
+    output_node(gm).args = (tuple(x for _, x, _ in made),)
+    gm.meta["owned"] = [i for i, (_, _, owned) in enumerate(made) if owned]
+    own_gradients(gm)
+    return StepGraph(gm, inputs, [name for name, _, _ in made])
+
+
+def _with_earlier(gm: GraphModule, name: str, own: Node) -> Node:
+    """A gradient added to what earlier micro-batches have made of it."""
+    earlier = add_placeholder(gm.graph, f"earlier_{of(name)}", placeholders(gm)[-1], like=own)
+    total: Node = insert_call(own.next, torch.ops.aten.add.Tensor, (own, earlier), like=own, val=own.meta["val"])
+    return total
+
+
+def with_gathers(forward: StepGraph, gather: StepGraph) -> StepGraph:
+    """G and F in one, so that gathers overlap with compute; it returns what they make as well. The graphs are left as
+    they are."""
+    gm, inputs = copy_graph(forward.graph), list(forward.inputs)
+    nodes = dict(zip(forward.inputs, placeholders(gm), strict=True))
+    for name, node in zip(gather.outputs, outputs(gather.graph), strict=True):
+        if name is not None and name not in nodes:
+            nodes[name] = add_placeholder(gm.graph, name, placeholders(gm)[-1], like=node)
+            inputs.append(name)
+    names = [name for name in gather.outputs if name is not None]
+    output_node(gm).args = ((*outputs(gm), *(nodes[name] for name in names)),)
+    return inline_gathers(StepGraph(gm, inputs, [*forward.outputs, *names]), gather)
 
 
 def inline_gathers(step: StepGraph, gather: StepGraph) -> StepGraph:

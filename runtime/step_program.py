@@ -113,6 +113,7 @@ class _Builder:
         self.wanted = results
         self.results: dict[str, int] = {}
         self.stored: dict[str, int] = {}
+        self.gathers: set[int] = set()  # stages whose next F gathers
         self.started: set[Hashable] = set()  # micro-batches and buffers
         self.acknowledged = acknowledged(self.order, values.rank)
         self.receives: dict[tuple[Hashable, ...], list[Action]] = {}
@@ -155,7 +156,9 @@ class _Builder:
 
     def run_unit(self, entry: Entry, graph: StepGraph, unit: Unit) -> None:
         reads = [self.values.value(unit, name) for name in graph.inputs]
-        writes = [NOWHERE if name is None else self.slot("unit", *unit, name) for name in graph.outputs]
+        used = {name for name in graph.outputs if name is not None} & self.values.used(unit[0])
+        places = [("used", unit[0], name) if name in used else ("unit", *unit, name) for name in graph.outputs]
+        writes = [NOWHERE if place[-1] is None else self.slot(*place) for place in places]
         self.run(entry, graph, reads, writes)
 
     def _add(self, entry: Entry, addends: list[int], sums: list[int], owned: list[bool] | None = None) -> None:
@@ -191,7 +194,11 @@ class _Builder:
             buffer, start = self._buffer(entry, unit, cache), self.values.slice(action.slice)[0]
             past = self.values.value(unit, cache.past)
             entry.does.append(Instruction(rows(cache.dim, 0, start), [buffer], [past]))
-        self.run_unit(entry, part.forward, unit)
+        if action.stage in self.gathers:
+            self.gathers.remove(action.stage)
+            self.run_unit(entry, part.gather_forward or part.forward, unit)
+        else:
+            self.run_unit(entry, part.forward, unit)
         for cache in part.caches:
             write = write_rows(cache.dim, *self.values.slice(action.slice))
             buffer, own = self._buffer(entry, unit, cache), self.slot("unit", *unit, cache.own)
@@ -334,7 +341,9 @@ class _Builder:
 
     def gather(self, action: Action, entry: Entry) -> None:
         graph = self.part(action.stage).gather
-        if graph is not None:
+        if self.part(action.stage).gather_forward is not None:
+            self.gathers.add(action.stage)  # within the F that follows
+        elif graph is not None:
             reads = [self.values.shared(name, 0) for name in graph.inputs]
             self.run(entry, graph, reads, [self.slot("used", action.stage, name) for name in graph.outputs])
 

@@ -172,9 +172,14 @@ class Values:
             return slot
         if any(name == cache.past for cache in part.caches):
             return self.slot("unit", *unit, name)
-        if part.gather is not None and name in part.gather.outputs:
+        if name in self.used(stage):
             return self.slot("used", stage, name)
         return self.shared(part.aliases.get(name, name), micro_batch)
+
+    def used(self, stage: int) -> set[str | None]:
+        """Names of the parameters that a stage gathers once per step."""
+        gather = self.part(stage).gather
+        return set(gather.outputs) if gather is not None else set()
 
     def slice(self, piece: int) -> tuple[int, int]:
         """(start, length) of a token slice."""

@@ -5,7 +5,7 @@ local graph -> cut_stages -> per part: F, BW, B, W, G, R -> check_step_types -> 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -21,8 +21,15 @@ from autopar.passes.cut_stages import Cut, PartGraph, cut_stages, uncut
 from autopar.passes.differentiate import differentiate, lowered
 from autopar.passes.in_order import STEP_PASSES
 from autopar.passes.own_gradients import OwnGradients
-from autopar.passes.parameter_graphs import gather_graph, inline_gathers, reduce_graph
+from autopar.passes.parameter_graphs import (
+    gather_graph,
+    inline_gathers,
+    inline_reductions,
+    reduce_graph,
+    with_gathers,
+)
 from autopar.passes.slice_sizes import LENGTH, START, symbolic
+from autopar.options import Options
 from autopar.plan import Plan
 from autopar.planner.step_order import make_order
 from autopar.planner.units import parts_by_node, resolve
@@ -48,7 +55,7 @@ def compile_pipeline(
     """
     plan = ctx.plan
     assert plan is not None
-    cut = timed(ctx.timings, "cut_stages", lambda: _cut(gm, plan)) if plan.pipeline is not None else uncut(gm, tangents)
+    cut = timed(ctx.timings, "cut_stages", lambda: _cut(gm, plan) if plan.pipeline else _whole(gm, plan, tangents, train))
     known = KnownParts()
     parts = []
     for k, part in enumerate(cut.parts):
@@ -65,6 +72,13 @@ def _cut(gm: GraphModule, plan: Plan) -> Cut:
     assert plan.pipeline is not None
     flow = flow_of(gm, plan.inputs)
     return cut_stages(gm, flow, place(flow, plan.pipeline.cuts), plan.pipeline.parts)
+
+
+def _whole(gm: GraphModule, plan: Plan, tangents: Sequence[str], train: bool) -> Cut:
+    """Gathers for each use stay within the graph, and are made again in its backward."""
+    if not (train and plan.options.zero and plan.options.gathers_once):
+        return uncut(gm, tangents)
+    return uncut(gm, tangents, flow_of(gm, plan.inputs).used)
 
 
 def compile_sliced_pipeline(
@@ -146,14 +160,18 @@ def _compile_part(k: int, part: PartGraph, cut: Cut, ctx: Compilation, train: bo
         with ctx.within(prefix):
             ctx.observe("part", part.graph)
     stage = timed(ctx.timings, "differentiate", lambda: _differentiated(part, train))
-    options = ctx.plan.options
-    if part.used is None and stage.backward is not None:
+    options, alone = ctx.plan.options, ctx.plan.pipeline is None
+    if part.used is not None and not options.gathers_once and stage.gather is not None:
+        _gather_inside(stage)
+    if part.used is not None and train:
+        _reduce_inside(stage, part.used, alone, options)
+    if alone and stage.backward is not None and stage.backward_reduce is None:
         if options.micro_batches == 1:
             stage.backward, stage.backward_reduce = None, stage.backward
-        else:
+        elif part.used is None and options.reduces_once:
             stage.backward, stage.backward_reduce = split_accumulation(stage.backward)
-    if options.gathers == "layer" and stage.gather is not None:
-        _gather_inside(stage)
+    if stage.gather is not None:
+        stage.gather_forward = with_gathers(stage.forward, stage.gather)
     return _finish(prefix, stage, ctx, (*FIXED_GRAPHS, *COMPUTE_GRAPHS))
 
 
@@ -171,7 +189,7 @@ def _differentiated(part: PartGraph, train: bool) -> Stage:
 
 
 FIXED_GRAPHS = ("gather", "reduce")
-COMPUTE_GRAPHS = ("forward", "backward", "backward_input", "backward_weight", "backward_reduce")
+COMPUTE_GRAPHS = ("forward", "gather_forward", "backward", "backward_input", "backward_weight", "backward_reduce")
 
 
 def _finish(prefix: str, stage: Stage, ctx: Compilation, names: Sequence[str]) -> Stage:
@@ -193,6 +211,24 @@ def _gather_inside(stage: Stage) -> None:
     stage.backward_input = stage.backward_input and inline(stage.backward_input)
     stage.backward_weight = stage.backward_weight and inline(stage.backward_weight)
     stage.gather = None
+
+
+def _reduce_inside(stage: Stage, used: Mapping[Node, Node], alone: bool, options: Options) -> None:
+    """Sums over ranks go into the backwards: into all of them, or into the last one, which is known where there is one
+    part. Where several graphs make gradients of one parameter, each sums its own."""
+    each = not options.reduces_once or options.micro_batches == 1
+    if not each and not (alone and stage.backward is not None and stage.reduce is not None):
+        return
+    if not each:
+        assert stage.backward is not None and stage.reduce is not None
+        stage.backward_reduce, stage.reduce = inline_reductions(stage.backward, stage.reduce, last=True), None
+        return
+    stage.reduce = None
+    for name in ("backward", "backward_input", "backward_weight"):
+        step = getattr(stage, name)
+        reduce = reduce_graph(used, step.outputs) if step is not None else None
+        if reduce is not None:
+            setattr(stage, name, inline_reductions(step, reduce))
 
 
 def _finished(name: str, step: StepGraph, ctx: Compilation, simplified: bool) -> StepGraph:

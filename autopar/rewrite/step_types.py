@@ -27,7 +27,7 @@ from autopar.steps.of_rank import GRAPHS, graph_of
 from autopar.steps.value_names import earlier_sum, grad, is_a, of, output
 
 State = tuple[Held, ...]  # of a value, one per axis
-IN_ORDER = ("G", "F", "BW", "B", "W", "BWR", "R")
+IN_ORDER = ("G", "GF", "F", "BW", "B", "W", "BWR", "R")
 
 
 def check_step_types(parts: Sequence[Stage], local: GraphModule, mesh: Mesh) -> None:

@@ -105,6 +105,7 @@ class Stage:
     backward_weight: StepGraph | None = None
     backward_reduce: StepGraph | None = None
     gather: StepGraph | None = None
+    gather_forward: StepGraph | None = None
     reduce: StepGraph | None = None
     aliases: dict[str, str] = field(default_factory=dict)
     losses: list[str] = field(default_factory=list)

@@ -25,7 +25,7 @@ from autopar.steps.value_names import grad, is_a, of
 
 GRAPHS = {
     "F": "forward", "BW": "backward", "B": "backward_input", "W": "backward_weight", "BWR": "backward_reduce",
-    "G": "gather", "R": "reduce",
+    "G": "gather", "R": "reduce", "GF": "gather_forward",
 }  # fmt: skip
 BACKWARDS = ("BW", "B", "W", "BWR")  # kinds of actions whose graphs make gradients
 
