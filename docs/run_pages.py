@@ -38,7 +38,7 @@ from autopar.rules import RULES
 from autopar.schedule.request import SCHEDULES
 
 DOCS = Path(__file__).resolve().parent
-PAGES = (DOCS / "walkthrough.md", DOCS / "adding.md", DOCS / "pipelines.md", DOCS / "context_parallel.md")
+PAGES = tuple(DOCS / f"{name}.md" for name in ("walkthrough", "adding", "pipelines", "context_parallel", "memory"))
 
 _FENCED = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

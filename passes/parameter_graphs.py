@@ -116,10 +116,10 @@ def inline_reductions(step: StepGraph, reduce: StepGraph, last: bool = False) ->
     copies = {node: own_of[name] for name, node in zip(reduce.inputs, placeholders(reduce.graph), strict=True)}
     for node in reduce.graph.graph.nodes:
         if node.op == "call_function":
-            with gm.graph.inserting_after(max(copies[x] for x in node.all_input_nodes)):  # type: ignore[type-var]
+            with gm.graph.inserting_after(max(copies[x] for x in node.all_input_nodes)):
                 copies[node] = gm.graph.node_copy(node, copies.__getitem__)
     made = [one for one in made if one[0] not in reduce.inputs]
-    made += [(name, copies[x], True) for name, x in zip(reduce.outputs, outputs(reduce.graph), strict=True)]  # type: ignore[index]
+    made += [(name, copies[x], True) for name, x in zip(reduce.outputs, outputs(reduce.graph), strict=True)]
     output_node(gm).args = (tuple(x for _, x, _ in made),)
     gm.meta["owned"] = [i for i, (_, _, owned) in enumerate(made) if owned]
     own_gradients(gm)

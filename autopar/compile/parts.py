@@ -55,7 +55,9 @@ def compile_pipeline(
     """
     plan = ctx.plan
     assert plan is not None
-    cut = timed(ctx.timings, "cut_stages", lambda: _cut(gm, plan) if plan.pipeline else _whole(gm, plan, tangents, train))
+    cut = timed(
+        ctx.timings, "cut_stages", lambda: _cut(gm, plan) if plan.pipeline else _whole(gm, plan, tangents, train)
+    )
     known = KnownParts()
     parts = []
     for k, part in enumerate(cut.parts):

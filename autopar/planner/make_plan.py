@@ -159,8 +159,8 @@ def _fixed(plan: Plan | None, name: str, axis: str) -> ParameterPlan:
 def _data_parallel(
     node: Node, axes: Mapping[str, ParameterPlan], options: Options, mesh: Mesh, axis: str
 ) -> ParameterPlan:
-    """On an axis whose ranks have other samples or tokens. DDP: whole, the gradient is all-reduced. ZeRO-3: cut along
-    the first dim that divides, gathered for use."""
+    """On an axis whose ranks have other samples or tokens. DDP: whole, the gradient is all-reduced. ZeRO: cut along the
+    first dim that divides, gathered for use."""
     if options.zero == 0:
         return ParameterPlan(INVARIANT, REPLICATE, "whole; gradients are summed")
     if len(global_shape(node)) < 2:
@@ -169,7 +169,8 @@ def _data_parallel(
     ranks = mesh.size(axis)
     for dim, size in sorted(enumerate(shape), key=lambda d: (-(d[1] % ranks == 0), d[0])):
         if size % ranks == 0:
-            return ParameterPlan(Shard(dim), REPLICATE, "gathered right before use, gradients scattered")
+            when = "once per step" if options.gathers_once else "right before use"
+            return ParameterPlan(Shard(dim), REPLICATE, f"gathered {when}, gradients scattered")
     return ParameterPlan(INVARIANT, REPLICATE, f"no dim of {tuple(shape)} divides over {ranks}; whole")
 
 

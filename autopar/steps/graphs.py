@@ -94,9 +94,11 @@ class Stage:
 
     What parameters go through between stored and used, and their gradients on the way back, is
       cut out   gather (G): stored -> used parameters; ``aliases``: used -> stored name where nothing is to do.
+                gather_forward (GF): G and F in one, for the first F of a step; makes what both make.
                 reduce (R): ``grad:`` of used parameters, summed over micro-batches -> ``grad:`` of stored ones.
       or inside of F and of backward_reduce (BWR): the last backward of a step, which takes ``sum:`` of the earlier ones
                 and reduces, so that sums over ranks overlap with it. BW makes this rank's own gradients then.
+      or inside of every backward: sums over micro-batches are then those of pieces.
     """
 
     forward: StepGraph

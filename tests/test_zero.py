@@ -1,0 +1,258 @@
+"""zero=0, 1, 2, 3: the numbers of one process, the bytes of the formulas, and what each mode holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.compile.model import compile_model
+from autopar.cost.memory import memory
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Shard
+from autopar.ops.traits import COLLECTIVES
+from autopar.options import Options
+from autopar.runtime.bind import kind_of
+from autopar.runtime.comm import traffic_of
+from autopar.steps.graphs import Compiled
+from autopar.steps.of_rank import graphs_of_rank
+from tests.cells import Cell, called, check, compile_cell, expect
+from tests.ranks import run_ranks
+
+SPLITS = ("1f1b", "zb_h1", "interleaved", "dual_pipe_v")
+MODES = (0, 1, 2, 3)
+PLAIN = [Mesh.of(dp=2), Mesh.of(dp=2, tp=2), Mesh.of(dp=2, cp=2), Mesh.of(dp=4)]
+ALL = [
+    Cell(name, mesh, Options(zero=zero, micro_batches=count))
+    for name in ("llama", "gpt2")
+    for mesh in PLAIN
+    for zero in MODES
+    for count in (1, 2)
+    if not (name == "gpt2" and "cp" in mesh.sizes)
+] + [
+    Cell("llama", Mesh.of(dp=2, pp=2), Options(zero=zero, micro_batches=4, schedule=schedule))
+    for zero in MODES
+    for schedule in SPLITS
+]
+# Each mode with and without micro-batches on two ranks, under each schedule, and on each larger mesh.
+FEW = [
+    *(c for c in ALL if c.name == "llama" and c.mesh == PLAIN[0]),
+    *(c for i, c in enumerate(ALL[-16:]) if (i // 4 + i) % 4 == 1),
+    *(c for c in ALL if c.mesh in PLAIN[1:3] and c.options.zero in (1, 2) and c.options.micro_batches == 2),
+    Cell("llama", Mesh.of(dp=2), Options(zero=1, gathers="layer", reductions="micro_batch", micro_batches=2)),
+    Cell("llama", Mesh.of(dp=2), Options(zero=3, gathers="step", reductions="step", micro_batches=2)),
+]
+expect(FEW)
+
+
+@pytest.mark.parametrize("cell", FEW, ids=str)
+def test_equals_one_process(cell: Cell) -> None:
+    check(called(cell))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cell", [c for c in ALL if c not in FEW], ids=str)
+def test_all_equal_one_process(cell: Cell) -> None:
+    check(called(cell))
+
+
+def test_few_cover_all() -> None:
+    chosen = {(c.options.zero, c.options.micro_batches > 1) for c in FEW if "pp" not in c.mesh.sizes}
+    assert chosen == {(zero, several) for zero in MODES for several in (False, True)}
+    assert {c.options.zero for c in FEW if c.options.schedule} == {*MODES}
+    assert {c.options.schedule for c in FEW} == {"", *SPLITS}
+
+
+# --- bytes --------------------------------------------------------------------------------------------------
+
+
+def sent(made: Compiled, axis: str, ranks: int) -> Counter[str]:
+    """Bytes that the first rank sends in a step, by kind."""
+    found: Counter[str] = Counter()
+    for gm, times in graphs_of_rank(made.pipeline, made.prologue, 0).values():
+        for node in gm.graph.nodes:
+            if node.target in COLLECTIVES and axis in node.args:
+                x = node.args[0].meta["val"]
+                found[kind_of(node)] += times * traffic_of(kind_of(node), tuple(x.shape), x.dtype, ranks)
+    return found
+
+
+def cut_and_whole(made: Compiled) -> tuple[int, int]:
+    """Bytes, of the whole tensors, of parameters that dp cuts, and of the others."""
+    sizes = [0, 0]
+    for p in made.parameters:
+        sizes[not isinstance(p.placements.get("dp"), Shard)] += math.prod(p.shape) * p.dtype.itemsize
+    return sizes[0], sizes[1]
+
+
+@pytest.mark.parametrize(("ranks", "count"), [(2, 1), (2, 4), (4, 2)])
+def test_bytes_are_those_of_the_formulas(ranks: int, count: int) -> None:
+    """With m micro-batches on N ranks, (N-1)/N of: 2; 1 + 1; 1 + m; at most 2m + m, and m + m at least, for what the
+    loss gathers once."""
+    share = (ranks - 1) / ranks
+    for zero in MODES:
+        made = compile_cell(Cell("one-layer llama", Mesh.of(dp=ranks), Options(zero=zero, micro_batches=count)))
+        cut, whole = cut_and_whole(made)
+        found = sent(made, "dp", ranks)
+        sums = count if zero > 1 else 1
+        scalars = 64 * count  # of the loss
+        assert abs(found["all_reduce"] - share * 2 * (whole if zero else cut + whole) * (sums if zero else 1)) < scalars
+        assert found["reduce_scatter"] == (share * cut * sums if zero else 0)
+        if zero < 3:
+            assert found["all_gather"] == (share * cut if zero else 0)
+        else:
+            assert share * cut * count <= found["all_gather"] <= 2 * share * cut * count
+
+
+def test_zero_cuts_nothing_that_does_not_divide() -> None:
+    """It stays whole, with its optimizer state, and the plan says so."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 8), nn.Linear(8, 5), nn.Linear(5, 3)).double()
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x).square().mean()  # type: ignore[no-any-return]
+
+    for zero in (1, 2, 3):
+        made = compile_model(Net(), {"x": torch.rand(8, 7).double()}, Mesh.of(dp=2), Options(zero=zero))
+        assert cut_and_whole(made)[1] >= 5 * 3 * 8
+        assert "whole" in made.plan.parameter("layers.2.weight", "dp").reason
+
+
+# --- what is held -------------------------------------------------------------------------------------------
+
+
+def test_what_each_mode_holds() -> None:
+    """In pieces of the whole: parameters, their gathered copies, sums of gradients of several micro-batches."""
+    held = {}
+    for zero in MODES:
+        made = compile_cell(Cell("llama", Mesh.of(dp=4), Options(zero=zero, micro_batches=2)))
+        whole = sum(math.prod(p.shape) * p.dtype.itemsize for p in made.parameters)
+        m = memory(made)
+        held[zero] = [round(x / whole, 1) for x in (m.parameters, m.gathered, m.accumulated, m.gradients, m.optimizer)]
+    assert held == {
+        0: [1.0, 0.0, 1.0, 1.0, 2.0],
+        1: [0.3, 1.0, 1.0, 0.3, 0.5],
+        2: [0.3, 1.0, 0.3, 0.3, 0.5],
+        3: [0.3, 0.0, 0.3, 0.3, 0.5],
+    }
+
+
+def test_gathers_of_a_step_overlap_its_first_forward() -> None:
+    """The first F gathers one layer ahead of its use, and hands on what it has gathered."""
+    made = compile_cell(Cell("llama", Mesh.of(dp=2), Options(zero=2, micro_batches=2)))
+    stage = made.stage
+    assert stage.gather is not None and stage.gather_forward is not None
+    first = stage.gather_forward
+    assert first.outputs == [*stage.forward.outputs, *stage.gather.outputs]
+    kinds = ["gather" if kind_is(n, "all_gather") else "product" if "mm" in str(n.target) else "" for n in calls(first)]
+    kinds = [kind for kind in kinds if kind]
+    assert kinds.index("product") < len(kinds) - 1 - kinds[::-1].index("gather"), "all gathers stand ahead of compute"
+    for step in (stage.forward, stage.backward):
+        assert step is not None and not any(kind_is(n, "all_gather") for n in calls(step))
+    assert all("sum:" not in name for name in stage.backward.inputs), "sums of pieces are added after the reduction"  # type: ignore[union-attr]
+
+
+def calls(step: Any) -> list[Any]:
+    return [n for n in step.graph.graph.nodes if n.op == "call_function"]
+
+
+def kind_is(node: Any, kind: str) -> bool:
+    return node.target in COLLECTIVES and kind_of(node) == kind
+
+
+def test_the_last_backward_of_zero_1_reduces_as_it_goes() -> None:
+    stage = compile_cell(Cell("llama", Mesh.of(dp=2), Options(zero=1, micro_batches=2))).stage
+    assert stage.reduce is None and stage.backward is not None and stage.backward_reduce is not None
+    assert not any(n.target in COLLECTIVES for n in calls(stage.backward))
+    assert {f"sum:{name[5:]}" for name in stage.backward.outputs if name} <= {*stage.backward_reduce.inputs}
+    assert sum(kind_is(n, "reduce_scatter") for n in calls(stage.backward_reduce)) > 0
+
+
+# --- loops --------------------------------------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """A tied, a frozen and an unused weight, one that does not divide, and two losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.first, self.second = nn.Embedding(12, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.odd, self.unused = nn.Linear(8, 5, bias=False), nn.Linear(8, 8)
+        self.second.weight.requires_grad_(False)
+
+    def forward(self, tokens: Tensor, target: Tensor) -> dict[str, Tensor]:
+        x = self.second(self.first(self.table(tokens)).relu())
+        logits = x @ self.table.weight.t()
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+        return {"loss": loss, "other": self.odd(x).square().mean()}
+
+
+def odd_batch() -> dict[str, Tensor]:
+    made = torch.Generator().manual_seed(3)
+    return {name: torch.randint(0, 12, (8, 4), generator=made) for name in ("tokens", "target")}
+
+
+def odd_loop(zero: int, count: int, accumulate: int) -> dict[str, Tensor]:
+    """Three steps of AdamW, each of ``accumulate`` batches."""
+    torch.manual_seed(0)
+    model = Odd().double()
+    mesh = autopar.init_mesh("cpu", 30.0, dp=2)
+    mine = {k: v.chunk(2)[torch.distributed.get_rank()] for k, v in odd_batch().items()}
+    parallel = autopar.parallelize(model, mesh, example_batch=mine, zero=zero, micro_batches=count)
+    optimizer = torch.optim.AdamW([p for p in parallel.parameters() if p.requires_grad], lr=0.05)
+    for _ in range(3):
+        for _ in range(accumulate):
+            parallel.train_step(**mine)
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(parallel.full_state_dict())
+
+
+def one_process(accumulate: int) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = Odd().double()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    for _ in range(3):
+        for _ in range(accumulate):
+            sum(model(**odd_batch()).values()).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("zero", MODES)
+def test_odd_models_and_sums_over_steps(zero: int, count: int) -> None:
+    accumulate = 2 if zero in (1, 2) else 1
+    expected = one_process(accumulate)
+    for found in run_ranks(2, odd_loop, zero, count, accumulate):
+        for name, x in expected.items():
+            assert (found[name] - x).abs().max() < 1e-10, name
+
+
+# --- options ------------------------------------------------------------------------------------------------
+
+
+def test_names_stand_for_two_decisions() -> None:
+    decided = {zero: (Options(zero=zero).gathers_once, Options(zero=zero).reduces_once) for zero in MODES}
+    assert decided == {0: (True, True), 1: (True, True), 2: (True, False), 3: (False, False)}
+    other = dataclasses.replace(Options(zero=3), gathers="step", reductions="step")
+    assert other.gathers_once and other.reduces_once
+
+
+def test_unknown_modes_are_refused() -> None:
+    with pytest.raises(ValueError, match="zero: expected 0, 1, 2 or 3, found 4"):
+        Options(zero=4)
+    with pytest.raises(ValueError, match="reductions: expected"):
+        Options(reductions="layer")
