@@ -119,7 +119,7 @@ class Run:
         return [known[n] if n in known else self._value(n, rank, micro_batch) for n in names]
 
     def _value(self, name: str, rank: int, micro_batch: int) -> Any:
-        spec = self.specs[name]
+        spec = self.specs[self.compiled.stage.aliases.get(name, name)]
         at = {**self.mesh.coordinate(rank), "mb": micro_batch}
         if spec.kind == "parameter":
             return nested_piece(self.state[spec.name].detach(), self.placed[spec.name], self.mesh.cut_order, at).clone()
@@ -149,11 +149,15 @@ class Run:
         losses = [0.0 for _ in world]
         sums: list[dict[str, Any]] = [{} for _ in world]
         for mb in range(self.count):
-            made = self._run(stage.forward, mb, known)
+            made = self._run((stage.gather_forward if mb == 0 else None) or stage.forward, mb, known)
             self.buffers = [{name: o[of] for of, name in stage.mutations.items()} for o in made]
+            if stage.gather is not None and mb == 0:
+                known = [
+                    {**a, **{n: b[n] for n in stage.gather.outputs if n}} for a, b in zip(known, made, strict=True)
+                ]
             losses = [total + sum(float(o[k]) for k in stage.losses) for total, o in zip(losses, made, strict=True)]
             last = mb == self.count - 1
-            graph = stage.backward_reduce if last else stage.backward
+            graph = (stage.backward_reduce if last else None) or stage.backward
             if graph is None:
                 continue
             ones = {f"grad:{name}": torch.ones((), dtype=torch.float64) for name in stage.losses}
@@ -162,8 +166,10 @@ class Run:
             found = self._run(graph, mb, given)
             for own, values in zip(found, given, strict=True):
                 check_alone(list(own.values()), list(values.values()))
-            sums = found if last else [_plus(x, y) for x, y in zip(sums, found, strict=True)]
-        names = {n: self.specs[n.removeprefix("grad:")].name for n in sums[0]}
+            reduced = graph is stage.backward_reduce
+            sums = found if reduced else [_plus(x, y) for x, y in zip(sums, found, strict=True)]
+        used = {n: n.removeprefix("grad:") for n in sums[0]}
+        names = {n: self.specs[stage.aliases.get(name, name)].name for n, name in used.items()}
         return losses, {name: [of_rank[n] for of_rank in sums] for n, name in names.items()}
 
     def wrong_buffers(self, expected: Expected) -> list[str]:

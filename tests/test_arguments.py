@@ -144,9 +144,9 @@ def test_calls_that_cannot_be() -> None:
 
 
 OPTIONS: list[tuple[str, Any, str]] = [
-    ("zero", "3", "expected 0 or 3, found '3'"),
-    ("zero", True, "expected 0 or 3, found True"),
-    ("zero", 3.0, "expected 0 or 3, found 3.0"),
+    ("zero", "3", "expected 0, 1, 2 or 3, found '3'"),
+    ("zero", True, "expected 0, 1, 2 or 3, found True"),
+    ("zero", 3.0, "expected 0, 1, 2 or 3, found 3.0"),
     ("micro_batches", "2", "expected a whole number of at least 1, found '2'"),
     ("micro_batches", 2.0, "expected a whole number of at least 1, found 2.0"),
     ("micro_batches", True, "expected a whole number of at least 1, found True"),
@@ -162,7 +162,7 @@ OPTIONS: list[tuple[str, Any, str]] = [
     ("chunks", -1, "expected a whole number of at least 0, found -1"),
     ("slices", "2", "expected a whole number of at least 0, found '2'"),
     ("slices", [4, 0], "expected a whole number of at least 1, found 0"),
-    ("gathers", None, "expected 'step' or 'layer', found None"),
+    ("gathers", None, "expected 'auto', 'step' or 'layer', found None"),
     ("memory_limit", float("nan"), "expected a whole number of at least 0, found nan"),
     ("attention", 1, "expected a text, found 1"),
     ("layout", "striped", "expected 'auto', 'contiguous' or 'zigzag', found 'striped'"),
@@ -179,7 +179,7 @@ def test_options_have_types(name: str, value: Any, message: str) -> None:
 READ: dict[str, tuple[str, Any]] = {  # of the command line
     "zero": ("3", 3), "micro_batches": ("4", 4), "whole_ops": ("aten.sinc.default", ("aten.sinc.default",)),
     "bucket_bytes": ("1e6", 10**6), "schedule": ("zb_h1", "zb_h1"), "cuts": ("a, b", ("a", "b")), "chunks": ("2", 2),
-    "slices": ("9,7", (9, 7)), "gathers": ("layer", "layer"), "memory_limit": ("80e9", 80 * 10**9),
+    "slices": ("9,7", (9, 7)), "gathers": ("layer", "layer"), "reductions": ("step", "step"), "memory_limit": ("80e9", 80 * 10**9),
     "attention": ("ring+token_ring", "ring+token_ring"), "layout": ("zigzag", "zigzag"),
     "topology": ("cp=ring", "cp=ring"), "batch_dims": ("x=1,past.0=none", (("past.0", None), ("x", 1))),
 }  # fmt: skip

@@ -111,7 +111,7 @@ def test_show_prints_one_level(capsys: pytest.CaptureFixture[str], config: Path,
     assert line in out and out.splitlines()[-1].startswith("return (")
 
 
-PIPELINE = ("--mesh", "pp=2,dp=2", "--seq", 16, "--micro-batches", 4, "--schedule", "1f1b", "--zero", 3)
+PIPELINE = ("--mesh", "pp=2,dp=2", "--seq", 16, "--micro-batches", 4, "--schedule", "1f1b", "--zero", 1)
 
 
 def test_plan_of_a_pipeline(capsys: pytest.CaptureFixture[str], config: Path, tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ BAD: list[tuple[str, list[object], str]] = [
     ("batch", ["--mesh", "dp=3", "--batch", 4], "does not divide into 3 pieces"),
     ("sequence", ["--mesh", "tp=2", "--sequence-parallel", "--seq", 15], "pad to 16"),
     ("dtype", ["--mesh", "tp=2", "--dtype", "int3"], "the dtypes are float64"),
-    ("zero", ["--mesh", "tp=2", "--zero", 2], "--zero: expected 0 or 3, found '2'"),
+    ("zero", ["--mesh", "tp=2", "--zero", 4], "--zero: expected 0, 1, 2 or 3, found '4'"),
     ("number", ["--mesh", "tp=2", "--batch", 0], "expected a positive whole number"),
     ("no mesh", [], "--mesh"),
     ("unknown option", ["--mesh", "tp=2", "--steps", 3], "unrecognized arguments: --steps 3"),

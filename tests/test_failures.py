@@ -152,7 +152,7 @@ def test_unknown_axes_and_meshes_larger_than_the_world() -> None:
 
 def test_unknown_options() -> None:
     refused(2, "unknown option 'zeroo'; the options are .*zero", step_named, "Net", 2, {"dp": 2}, {"zeroo": 3})
-    refused(2, "zero: expected 0 or 3, found 7", step_named, "Net", 2, {"dp": 2}, {"zero": 7})
+    refused(2, "zero: expected 0, 1, 2 or 3, found 7", step_named, "Net", 2, {"dp": 2}, {"zero": 7})
     pattern = "micro_batches: expected a whole number of at least 1, found 0"
     refused(2, pattern, step_named, "Net", 2, {"dp": 2}, {"micro_batches": 0})
     pattern = "backend: expected 'eager', 'inductor', 'cudagraphs' or 'inductor.cudagraphs', found 'fast'"

@@ -37,7 +37,7 @@ PLAN = Plan(
 
 def test_options_are_checked() -> None:
     for wrong, why in (
-        ({"zero": 1}, "zero: expected"),
+        ({"zero": 4}, "zero: expected"),
         ({"micro_batches": 0}, "micro_batches: expected a"),
     ):
         with pytest.raises(ValueError, match=why):

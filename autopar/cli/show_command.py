@@ -19,11 +19,21 @@ LEVELS = {
     "global": "expand_kv_heads",
     "typed": "propagate_placements",
     "local": "localize_shapes",
+    "gather": "gather",
     "forward": "forward",
     "backward": "backward_reduce",  # with the sums of gradients over ranks
 }
 # Those that a part of a pipeline has, with a prefix such as part0.
-LEVELS_OF_PARTS = ("part", "gather", "forward", "backward", "backward_input", "backward_weight", "reduce")
+LEVELS_OF_PARTS = (
+    "part",
+    "gather",
+    "gather_forward",
+    "forward",
+    "backward",
+    "backward_input",
+    "backward_weight",
+    "reduce",
+)
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

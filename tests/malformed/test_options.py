@@ -39,7 +39,7 @@ def test_options_without_the_axis_that_they_are_about() -> None:
     values: dict[str, dict[str, Any]] = {
         "zero": {"zero": 3}, "sequence_parallel": {"sequence_parallel": True}, "schedule": {"schedule": "1f1b"},
         "cuts": {"cuts": ("a",)}, "chunks": {"chunks": 2}, "slices": {"slices": 2}, "memory_limit": {"memory_limit": 1},
-        "gathers": {"gathers": "layer", "zero": 3}, "attention": {"attention": "ring"}, "layout": {"layout": "zigzag"},
+        "gathers": {"gathers": "layer", "zero": 1}, "reductions": {"reductions": "micro_batch", "zero": 1}, "attention": {"attention": "ring"}, "layout": {"layout": "zigzag"},
     }  # fmt: skip
     assert values.keys() == {name for name, option in DECLARED.items() if option.axes}
     axes = ("pp", "dp", "cp", "tp")
@@ -52,7 +52,7 @@ def test_options_without_the_axis_that_they_are_about() -> None:
             else:
                 assert problem.startswith(f"{name}: counts with an axis ") and judge.unclear(problem) == "", problem
     assert _refusal(autopar.Options(zero=3), Mesh.of(tp=2)).startswith("zero: counts with an axis dp or cp only")
-    assert _refusal(autopar.Options(gathers="layer"), Mesh.of(pp=2)).startswith("gathers: says when parameters that ")
+    assert _refusal(autopar.Options(gathers="layer"), Mesh.of(dp=2)).startswith("gathers: says when parameters that ")
     assert _refusal(autopar.Options(topology="tp=ring"), Mesh.of(cp=2)).startswith("topology: names links of the axis")
     assert _refusal(autopar.Options(), Mesh.of(ep=2)) == ""
 

@@ -56,7 +56,7 @@ def test_text_before_and_after() -> None:
 
 
 def test_gathers_and_reductions_leave_the_parts() -> None:
-    made, _ = compiled(Tied(), Mesh.of(pp=2, dp=2), zero=3, cuts=("blocks.1",))
+    made, _ = compiled(Tied(), Mesh.of(pp=2, dp=2), zero=1, cuts=("blocks.1",))
     first = made.pipeline.parts[0]
     assert targets(first.gather)[:1] == ["all_gather"] and targets(first.reduce).count("reduce_scatter") == 1
     for step in (first.forward, first.backward, first.backward_input, first.backward_weight):
@@ -64,9 +64,14 @@ def test_gathers_and_reductions_leave_the_parts() -> None:
     assert first.aliases == {"p_extra_bias_r": "p_extra_bias", "p_blocks_0_bias_r": "p_blocks_0_bias"}
 
 
-def test_gathers_inside_when_asked_for() -> None:
-    made, _ = compiled(Tied(), Mesh.of(pp=2, dp=2), zero=3, cuts=("blocks.1",), gathers="layer")
+def test_gathers_and_reductions_stay_inside() -> None:
+    made, _ = compiled(Tied(), Mesh.of(pp=2, dp=2), zero=3, cuts=("blocks.1",))
     last = made.pipeline.parts[1]
+    assert last.reduce is None and "reduce_scatter" in targets(last.backward)
+    sums = [
+        targets(step).count("reduce_scatter") for step in (last.backward, last.backward_input, last.backward_weight)
+    ]
+    assert sums[0] == sums[1] + sums[2], "B and W sum the gradients that each makes"
     assert last.gather is None and "all_gather" in targets(last.forward) and "all_gather" in targets(last.backward)
     assert "p_blocks_0_weight" in last.forward.inputs and "p_blocks_0_weight_r" not in last.forward.inputs
 
