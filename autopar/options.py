@@ -112,7 +112,7 @@ class Options:
 
     zero: int = _option(
         0, _choice(0, 1, 2, 3),
-        "what is cut over dp, too: 1 parameters and optimizer states, 2 also sums of gradients, 3 also what is gathered",
+        "cut over dp: 1 parameters and optimizer states, 2 also sums of gradients, 3 also what is gathered",
         axes=_DP,
     )  # fmt: skip
     sequence_parallel: bool = _option(False, FLAG, "cut the residual stream along the sequence over tp", axes=("tp",))
@@ -138,7 +138,7 @@ class Options:
         "for each use with zero=3, else once per step", axes=_DP,
     )  # fmt: skip
     reductions: str = _option(
-        "auto", _choice("auto", "step", "micro_batch"), "sum gradients over ranks once per step, or after each backward",
+        "auto", _choice("auto", "step", "micro_batch"), "sum gradients over ranks per step, or per micro-batch",
         "after each micro-batch with zero=2 and 3, else once per step", axes=_DP,
     )  # fmt: skip
     memory_limit: int = _option(

@@ -93,7 +93,7 @@ def _behind_conversions(gm: GraphModule, used: Mapping[Node, Node]) -> GraphModu
     for node, parameter in used.items():
         while node is not parameter:
             between.add(node)
-            node = node.args[0]  # type: ignore[assignment]  # noqa: PLW2901
+            node = node.args[0]  # type: ignore[assignment]
     inputs = [n for n in gm.graph.nodes if n in used or (n.op == "placeholder" and n not in between)]
     for node in inputs:
         copies[node] = add_placeholder(graph, node.name, like=node)

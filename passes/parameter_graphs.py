@@ -102,9 +102,9 @@ def _transposed(end: Node, gradient: Node, used: Node) -> Node:
 
 
 def inline_reductions(step: StepGraph, reduce: StepGraph, last: bool = False) -> StepGraph:
-    """A backward that sums its own gradients over ranks as soon as they are there, by the calls of ``reduce``. ``last``:
-    it is the last of a step, and first adds the ``sum:`` of what the earlier ones have made of each. The graph is left
-    as it is."""
+    """A backward that sums its own gradients over ranks as soon as they are there, by the calls of ``reduce``.
+    ``last``: it is the last of a step, and first adds the ``sum:`` of what the earlier ones have made of each. The
+    graph is left as it is."""
     gm, inputs = copy_graph(step.graph), list(step.inputs)
     made = [(name, x, i in gm.meta.get("owned", ())) for i, (name, x) in enumerate(zip(step.outputs, outputs(gm)))]
     if last:

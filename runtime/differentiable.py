@@ -49,7 +49,8 @@ class Forward:
 
     def __post_init__(self) -> None:
         stage, specs = self.executor.compiled.stage, self.executor.specs
-        taken = [name for step in backwards(stage) for name in step.inputs]
+        taken = {stage.aliases.get(name, name) for step in backwards(stage) for name in step.inputs}
+        taken |= {stage.gathered[name] for name in taken & stage.gathered.keys()}  # torch would read the parameter
         read = {specs[n].name for n in taken if n in specs and specs[n].kind != "seed"}
         self.trained = {n: p for n, p in self.parameters.items() if p.requires_grad}
         # Operators on a DTensor are counted at the DTensor, those on its piece at the piece.

@@ -179,7 +179,8 @@ def test_options_have_types(name: str, value: Any, message: str) -> None:
 READ: dict[str, tuple[str, Any]] = {  # of the command line
     "zero": ("3", 3), "micro_batches": ("4", 4), "whole_ops": ("aten.sinc.default", ("aten.sinc.default",)),
     "bucket_bytes": ("1e6", 10**6), "schedule": ("zb_h1", "zb_h1"), "cuts": ("a, b", ("a", "b")), "chunks": ("2", 2),
-    "slices": ("9,7", (9, 7)), "gathers": ("layer", "layer"), "reductions": ("step", "step"), "memory_limit": ("80e9", 80 * 10**9),
+    "slices": ("9,7", (9, 7)), "gathers": ("layer", "layer"), "reductions": ("step", "step"),
+    "memory_limit": ("80e9", 80 * 10**9),
     "attention": ("ring+token_ring", "ring+token_ring"), "layout": ("zigzag", "zigzag"),
     "topology": ("cp=ring", "cp=ring"), "batch_dims": ("x=1,past.0=none", (("past.0", None), ("x", 1))),
 }  # fmt: skip

@@ -241,6 +241,56 @@ def test_odd_models_and_sums_over_steps(zero: int, count: int) -> None:
             assert (found[name] - x).abs().max() < 1e-10, name
 
 
+# --- model(**batch) -----------------------------------------------------------------------------------------
+
+
+class TwoEnds(nn.Module):
+    """Two losses; one weight is in both, the first is read by no backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.both, self.other = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        two = (self.other(x) @ self.both.weight).square().mean()
+        return {"one": self.both(self.first(x)).square().mean(), "two": two}
+
+
+def ends(zero: int) -> dict[str, Any]:
+    """Gradients of each loss alone; what is said of weights that change between forward and backward."""
+    torch.manual_seed(0)
+    whole = torch.rand(8, 8, dtype=torch.float64)
+    mine = {"x": whole.chunk(2)[torch.distributed.get_rank()]}
+    model = TwoEnds().double()
+    parallel = autopar.parallelize(model, autopar.init_mesh("cpu", 30.0, dp=2), example_batch=mine, zero=zero)
+    found: dict[str, Any] = {}
+    for end in ("one", "two"):
+        model.zero_grad(), parallel.zero_grad()
+        model(whole)[end].backward()
+        parallel(**mine)[end].backward()
+        gradients, ours = parallel.full_gradients(), dict(parallel.named_parameters())
+        for name, p in model.named_parameters():
+            assert (p.grad is None) == (ours[name].grad is None), f"{end}: {name}"
+            found[f"{end} {name}"] = 0.0 if p.grad is None else float((gradients[name] - p.grad).abs().max())
+    for name in ("first", "both"):
+        out = parallel(**mine)
+        with torch.no_grad():
+            ours[f"{name}.weight"].mul_(1.0)
+        try:
+            out["two"].backward()
+            found[name] = ""
+        except RuntimeError as error:
+            found[name] = str(error)
+    return found
+
+
+@pytest.mark.parametrize("zero", MODES)
+def test_outputs_are_differentiated_as_in_torch(zero: int) -> None:
+    for found in run_ranks(2, ends, zero):
+        assert found.pop("first") == "" and "both.weight is at version" in found.pop("both")
+        assert max(found.values()) < 1e-10, found
+
+
 # --- options ------------------------------------------------------------------------------------------------
 
 

@@ -129,6 +129,7 @@ def _copied(stage: Stage, part: PartGraph, names: _Names) -> Stage:
     made = replace(
         stage,
         aliases={value(a): value(b) for a, b in stage.aliases.items()},
+        gathered={value(a): value(b) for a, b in stage.gathered.items()},
         losses=[value(x) for x in stage.losses],
         dependent=[value(x) for x in stage.dependent],
         roots={value(a): [value(x) for x in b] for a, b in stage.roots.items()},

@@ -16,6 +16,7 @@ from autopar.ir.conversions import is_conversion
 from autopar.ir.flow import Flow, flow_of
 from autopar.ir.graph import placeholders
 from autopar.ir.mesh import TokenSlice
+from autopar.options import Options
 from autopar.passes.accumulate_gradients import split_accumulation
 from autopar.passes.cut_stages import Cut, PartGraph, cut_stages, uncut
 from autopar.passes.differentiate import differentiate, lowered
@@ -29,7 +30,6 @@ from autopar.passes.parameter_graphs import (
     with_gathers,
 )
 from autopar.passes.slice_sizes import LENGTH, START, symbolic
-from autopar.options import Options
 from autopar.plan import Plan
 from autopar.planner.step_order import make_order
 from autopar.planner.units import parts_by_node, resolve
@@ -43,6 +43,7 @@ from autopar.schedule.simulate import simulate
 from autopar.schedule.stream_checks import check_streams
 from autopar.steps.graphs import Cache, Pipeline, Stage, StepGraph
 from autopar.steps.of_rank import backwards, graph_name
+from autopar.steps.value_names import grad
 
 
 def compile_pipeline(
@@ -172,6 +173,8 @@ def _compile_part(k: int, part: PartGraph, cut: Cut, ctx: Compilation, train: bo
             stage.backward, stage.backward_reduce = None, stage.backward
         elif part.used is None and options.reduces_once:
             stage.backward, stage.backward_reduce = split_accumulation(stage.backward)
+    if part.used is not None and alone:
+        stage.roots = _of_stored(stage.roots, part.used)
     if stage.gather is not None:
         stage.gather_forward = with_gathers(stage.forward, stage.gather)
     return _finish(prefix, stage, ctx, (*FIXED_GRAPHS, *COMPUTE_GRAPHS))
@@ -186,6 +189,8 @@ def _differentiated(part: PartGraph, train: bool) -> Stage:
     stage.mutations, stage.parameters = part.mutations, part.parameters
     if part.used is not None:
         stage.gather, stage.aliases = gather_graph(part.used)
+        made = stage.gather.outputs if stage.gather is not None else ()
+        stage.gathered = {u.name: p.name for u, p in part.used.items() if u.name in made}
         stage.reduce = reduce_graph(part.used, [name for step in backwards(stage) for name in step.outputs])
     return stage
 
@@ -213,6 +218,16 @@ def _gather_inside(stage: Stage) -> None:
     stage.backward_input = stage.backward_input and inline(stage.backward_input)
     stage.backward_weight = stage.backward_weight and inline(stage.backward_weight)
     stage.gather = None
+
+
+def _of_stored(roots: Mapping[str, list[str]], used: Mapping[Node, Node]) -> dict[str, list[str]]:
+    """`Stage.roots` of stored parameters, from those of their used values."""
+    found: dict[str, list[str]] = {}
+    for name in dict.fromkeys(p.name for p in used.values()):
+        each = [roots.get(grad(u.name)) for u, p in used.items() if p.name == name]
+        if None not in each:  # else all
+            found[grad(name)] = list(dict.fromkeys(start for starts in each for start in starts or ()))
+    return found
 
 
 def _reduce_inside(stage: Stage, used: Mapping[Node, Node], alone: bool, options: Options) -> None:

@@ -36,8 +36,8 @@ class Memory:
     parameters: stored pieces of all parameters. buffers: buffers and constants. inputs: its part of a step's batch.
     gradients: one per trainable parameter that the loss depends on, placed and typed like it.
     optimizer: AdamW in single precision, see `optimizer_bytes`.
-    accumulated: with micro-batches, sums of this rank's own gradients before they are reduced over ranks, whole on dp; of
-    gradients that each micro-batch reduces (zero=2 and 3) the pieces.
+    accumulated: with micro-batches, sums of this rank's own gradients before they are reduced over ranks, whole on dp;
+    of gradients that each micro-batch reduces (zero=2 and 3) the pieces.
     saved: what F of one micro-batch keeps for B; with pipeline stages, the most that all micro-batches in flight keep.
     forward_peak, backward_peak: most bytes of live values in F and in B, saved values and gradients included, what is
     steady left out.

@@ -93,7 +93,8 @@ class Stage:
     parameters: original names of what it holds. caches: of token slices.
 
     What parameters go through between stored and used, and their gradients on the way back, is
-      cut out   gather (G): stored -> used parameters; ``aliases``: used -> stored name where nothing is to do.
+      cut out   gather (G): stored -> used parameters; ``aliases``: used -> stored name where nothing is to do,
+                ``gathered``: of the others.
                 gather_forward (GF): G and F in one, for the first F of a step; makes what both make.
                 reduce (R): ``grad:`` of used parameters, summed over micro-batches -> ``grad:`` of stored ones.
       or inside of F and of backward_reduce (BWR): the last backward of a step, which takes ``sum:`` of the earlier ones
@@ -110,6 +111,7 @@ class Stage:
     gather_forward: StepGraph | None = None
     reduce: StepGraph | None = None
     aliases: dict[str, str] = field(default_factory=dict)
+    gathered: dict[str, str] = field(default_factory=dict)
     losses: list[str] = field(default_factory=list)
     dependent: list[str] = field(default_factory=list)
     roots: dict[str, list[str]] = field(default_factory=dict)
