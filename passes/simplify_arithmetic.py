@@ -2,7 +2,8 @@
 
 Consumes    a step graph.
 Guarantees  no power of one, product or quotient with one, integer sum with zero, or transpose of a transpose feeds
-            another op; a quotient is taken before an expansion.
+            another op; a quotient is taken before an expansion, where only elementwise operators read it: a kernel may
+            take for granted that its operand is dense, as it was when the graph was traced.
 Leaves      outputs; every number.
 
     a = expand(m, [2, 512, 384]); b = div(a, 384)      -->     a = div(m, 384); b = expand(a, [2, 512, 384])
@@ -17,7 +18,9 @@ from typing import ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
+from autopar.adapters.operators import OpOverload
 from autopar.ir.graph import insert_call, is_call, remove_dead_code
+from autopar.ops.traits import is_elementwise
 from autopar.rewrite.compilation import Compilation
 
 aten = torch.ops.aten
@@ -58,7 +61,8 @@ def _neutral(gm: GraphModule, node: Node) -> Node | None:
     neutral = 0 if is_call(node, *ADDED) and not value.is_floating_point() else 1
     if is_call(node, *ADDED) and neutral:
         return None
-    return x if other == neutral and value.dtype == result.dtype else None
+    same = value.dtype == result.dtype and value.stride() == result.stride()
+    return x if other == neutral and same else None
 
 
 def _double_transpose(gm: GraphModule, node: Node) -> Node | None:
@@ -76,6 +80,8 @@ def _quotient_of_expanded(gm: GraphModule, node: Node) -> Node | None:
         return None
     expanded, divisor = node.args[:2]
     if isinstance(divisor, Node) or not is_call(expanded, aten.expand.default) or _is_output(node):  # type: ignore[arg-type]
+        return None
+    if not all(isinstance(user.target, OpOverload) and is_elementwise(user.target) for user in node.users):
         return None
     assert isinstance(expanded, Node)
     small, sizes = expanded.args[:2]

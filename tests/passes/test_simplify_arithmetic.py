@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +36,21 @@ def test_a_quotient_is_taken_before_the_expansion() -> None:
     assert names(gm) == ["expand.default", "div.Scalar"]  # the result is an output, which owns its storage
     gm = simplified(lambda x: aten.div.Scalar(aten.expand.default(x, [3, 8]), 8).exp(), torch.randn(3, 1).double())
     assert names(gm) == ["div.Scalar", "expand.default", "exp.default"]
+
+
+def test_a_kernel_gets_what_was_dense_when_it_was_traced() -> None:
+    """The backward of group_norm reads its gradient as it lies in memory."""
+    x, w = torch.randn(2, 4, 3, 3).double(), torch.randn(4).double()
+    _, mean, deviation = aten.native_group_norm(x, w, w, 2, 4, 9, 1, 1e-5)
+    grad = torch.randn(2, 4, 1, 1).double()
+
+    def backward(call: Any, g: Tensor, x: Tensor, mean: Tensor, deviation: Tensor, w: Tensor) -> Tensor:
+        dense = call(aten.expand.default(g, [2, 4, 3, 3]))
+        made: Tensor = aten.native_group_norm_backward(dense, x, mean, deviation, w, 2, 4, 9, 1, [True] * 3)[0]
+        return made
+
+    simplified(lambda *given: backward(lambda g: aten.div.Scalar(g, 9), *given), grad, x, mean, deviation, w)
+    simplified(lambda *given: backward(lambda g: aten.mul.Tensor(g, 1.0), *given), grad, x, mean, deviation, w)
 
 
 @pytest.mark.parametrize(
