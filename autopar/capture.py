@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -155,6 +156,8 @@ def _captured(
         program = export(replica, unflatten(fakes, spec), autocast, memo=memo)
         if watch.refused is not None:  # the forward has caught it
             raise ValueError(f"capture: {watch.refused}") from watch.refused
+        for text in watch.said:
+            warnings.warn(text, stacklevel=3)
         _refuse_running_values(program, changed)
         _refuse_overlaps(program, dict(replica.named_parameters()), owned_by(model).overlaps)
     gm = _finish(program, replica, arguments)

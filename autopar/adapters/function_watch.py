@@ -4,6 +4,7 @@ a real tensor with a gradient, or one of the model's own   it entered behind the
                                                            variable, a list, a class; its gradient would be lost
 h.register_hook(f), h.retain_grad(), x.backward()          act on a backward that is not this one
 w.data                                                     read as w.detach(): the same value, in the graph
+if t: raise ...                                            checks of values, and what may run always (`guards`)
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
 
 from autopar.adapters.fake import MARKS, Owned
+from autopar.adapters.guards import answered
 from autopar.adapters.rebuild import path_of
 
 _TORCH = Path(torch.__file__).parent
@@ -37,6 +39,7 @@ class FunctionWatch(TorchFunctionMode):
 
     ``instead``: what is called in place of some functions. Raises Refused in the line at fault. ``refused`` keeps the
     first one, for a forward that catches exceptions.
+    ``said``: what is to be said of branches that were not asked for values.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class FunctionWatch(TorchFunctionMode):
         self._replica, self._owned = replica, owned
         self._places = dict(_places(replica))
         self.refused: Refused | None = None
+        self.said: dict[str, None] = {}
         self._running = False  # the export calls functions of its own before and after
         replica.register_forward_pre_hook(lambda *_: self._set(True), prepend=True)
         replica.register_forward_hook(lambda *_: self._set(False), always_call=True)
@@ -66,6 +70,11 @@ class FunctionWatch(TorchFunctionMode):
             self._refuse(_REFUSED[func])
         if func == _DATA and type(args[0]) not in _REAL:
             return args[0].detach()
+        if func in _TRUTH and not any(type(x) in _REAL for x in args) and (frame := caller()) is not None:
+            answer = answered(frame) if is_outside(frame) else None
+            if answer is not None:
+                self.said |= {answer[1]: None} if answer[1] else {}
+                return answer[0]
         return self._instead.get(func, func)(*args, **kwargs)
 
     def _seen(self, x: Any) -> Any:
@@ -133,6 +142,7 @@ def is_outside(frame: FrameType) -> bool:
 _REAL = (Tensor, nn.Parameter)
 _ATTRIBUTES: Any = Tensor  # whose attributes are descriptors
 _DATA: Callable[..., Any] = _ATTRIBUTES.data.__get__
+_TRUTH = (Tensor.__bool__, torch.equal, Tensor.equal, torch.allclose, Tensor.allclose)
 _GRADIENT = "a step has its own backward; use an autograd.Function, or hooks on the parameters of the result"
 _REFUSED: dict[Any, str] = {
     Tensor.register_hook: f"a hook on the gradient of an intermediate value would not be called: {_GRADIENT}",
