@@ -33,6 +33,7 @@ from autopar.adapters.fake import fake_like, new_mode, owned_by, structure_copy
 from autopar.adapters.frozen import frozen_facts
 from autopar.adapters.function_watch import FunctionWatch
 from autopar.adapters.lazy import graph_module, lazy_code
+from autopar.adapters.module_changes import changes_as_values
 from autopar.adapters.set_order import sets_in_order
 from autopar.exact import LiftFloat32
 from autopar.ir.dtype_checks import check_dtypes
@@ -152,6 +153,7 @@ def _captured(
         stack.enter_context(sets_in_order(replica))
         stack.enter_context(unchecked_distributions())
         watch = stack.enter_context(FunctionWatch(replica, owned_by(model), _INSTEAD))
+        stack.enter_context(changes_as_values(lambda: watch.running, watch.said))
         changed = stack.enter_context(frozen_facts(replica))
         program = export(replica, unflatten(fakes, spec), autocast, memo=memo)
         if watch.refused is not None:  # the forward has caught it

@@ -6,6 +6,7 @@ model then rounds in the middle, and equal mathematics in another order differs 
 
     x.float(), x.to(torch.float32), softmax(x, dtype=torch.float32)   -->   x.double(), x.to(torch.float64), ...
     torch.zeros(3), torch.arange(0.5, 2)                              -->   float64: the default dtype is lifted too
+    module.to(torch.float32)                                          -->   module.to(torch.float64)
 
 Tensors that exist already are left alone: hand in a float64 model and float64 inputs.
 """
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 _RENAMED: dict[Any, Callable[..., torch.Tensor]] = {torch.Tensor.float: torch.Tensor.double}
@@ -31,12 +33,19 @@ class LiftFloat32(TorchFunctionMode):
         self._default = torch.get_default_dtype()
         if self._default == torch.float32:
             torch.set_default_dtype(torch.float64)
+        self._to = to = nn.Module.to  # no torch function
+
+        def lifted(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+            return to(module, *map(_lift, args), **{name: _lift(value) for name, value in kwargs.items()})
+
+        setattr(nn.Module, "to", lifted)  # noqa: B010  (typed as a method)
         super().__enter__()
         return self
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
         super().__exit__(exc_type, exc_value, traceback)
         torch.set_default_dtype(self._default)
+        setattr(nn.Module, "to", self._to)  # noqa: B010
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -39,7 +39,8 @@ class FunctionWatch(TorchFunctionMode):
 
     ``instead``: what is called in place of some functions. Raises Refused in the line at fault. ``refused`` keeps the
     first one, for a forward that catches exceptions.
-    ``said``: what is to be said of branches that were not asked for values.
+    ``running``: whether the forward does, for the export calls functions of its own before and after. ``said``: what is
+    to be said of branches that were not asked for values, and the like.
     """
 
     def __init__(
@@ -51,18 +52,18 @@ class FunctionWatch(TorchFunctionMode):
         self._places = dict(_places(replica))
         self.refused: Refused | None = None
         self.said: dict[str, None] = {}
-        self._running = False  # the export calls functions of its own before and after
+        self.running = False
         replica.register_forward_pre_hook(lambda *_: self._set(True), prepend=True)
         replica.register_forward_hook(lambda *_: self._set(False), always_call=True)
 
     def _set(self, running: bool) -> None:
-        self._running = running
+        self.running = running
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        return self._called(func, args, kwargs) if self._running else func(*args, **kwargs)
+        return self._called(func, args, kwargs) if self.running else func(*args, **kwargs)
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = tuple(self._seen(x) for x in args), {name: self._seen(x) for name, x in kwargs.items()}

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # --level -> the name under which the compiler shows the graph to its observers.
 LEVELS = {
-    "global": "expand_kv_heads",
+    "global": "derive_rules",
     "typed": "propagate_placements",
     "local": "localize_shapes",
     "gather": "gather",
