@@ -2,8 +2,9 @@
 
 Consumes    a step graph whose gathers of one layer stand side by side (prefetch_gathers).
 Guarantees  gathers of parameters below `LONE_BYTES` that stand side by side are one gather, and reduce-scatters of such
-            gradients are one per layer, for each dtype and set of axes: of those that dp and cp cut, one per axis. A
-            gather is unpacked right before its first use, so that it still overlaps the layer before.
+            gradients are one per layer, for each dtype and set of axes: of those that dp and cp cut, one per axis; where
+            nothing is gathered between layers, one per ``bucket_bytes``. A gather is unpacked right before its first
+            use, so that it still overlaps the layer before.
 Leaves      large ones, for which two copies would cost more than the latency that is saved; pieces along other dims
             than the first; gathers of activations.
 
@@ -24,6 +25,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.operators import OpOverload
 from autopar.ir.graph import arguments, insert_call, is_call, nbytes, output_node, shape
+from autopar.options import Options
 from autopar.rewrite.compilation import Compilation
 from autopar.rewrite.tidy_checks import is_parameter_gather
 
@@ -45,7 +47,8 @@ class BucketGathers:
     def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
         for chains in _runs(gm):
             _join_gathers(gm, chains)
-        for chains in _waves(gm):
+        limit = ctx.plan.options.bucket_bytes if ctx.plan else Options().bucket_bytes
+        for chains in _waves(gm, limit):
             _join_scatters(gm, chains)
         gm.recompile()
         return gm
@@ -70,8 +73,9 @@ def _runs(gm: GraphModule) -> list[list[Chain]]:
     return [chains for chains in found if len(chains) > 1]
 
 
-def _waves(gm: GraphModule) -> list[list[Chain]]:
-    """Small gradients that are reduce-scattered between two places where parameters are gathered: a layer."""
+def _waves(gm: GraphModule, limit: int) -> list[list[Chain]]:
+    """Small gradients that are reduce-scattered between two places where parameters are gathered: a layer. At most
+    ``limit`` bytes of whole gradients, which all live until the last of them is made."""
     found: list[list[Chain]] = []
     open_waves: dict[object, list[Chain]] = {}
     for node in gm.graph.nodes:
@@ -80,7 +84,7 @@ def _waves(gm: GraphModule) -> list[list[Chain]]:
         elif is_call(node, SCATTER) and all(user.op == "output" for user in node.users):
             chain = _chain(node, SCATTER)
             if _is_small(chain, node):
-                _add(found, open_waves, chain)
+                _add(found, open_waves, chain, limit)
     return [chains for chains in found if len(chains) > 1]
 
 
@@ -95,10 +99,10 @@ def _source(chain: Chain) -> Node:
     return source
 
 
-def _add(found: list[list[Chain]], groups: dict[object, list[Chain]], chain: Chain) -> None:
-    """Put a chain to those of the same axes and dtype."""
+def _add(found: list[list[Chain]], groups: dict[object, list[Chain]], chain: Chain, limit: float = math.inf) -> None:
+    """Put a chain to those of the same axes and dtype, of at most ``limit`` bytes."""
     kind = (*map(_axis, chain), chain[-1].meta["val"].dtype)
-    if kind not in groups:
+    if kind not in groups or sum(nbytes(_source(c)) for c in [*groups[kind], chain]) > limit:
         groups[kind] = []
         found.append(groups[kind])
     groups[kind].append(chain)

@@ -148,6 +148,15 @@ def test_what_each_mode_holds() -> None:
     }
 
 
+def test_each_mode_needs_less_than_the_one_before() -> None:
+    """Small gradients that travel together are whole until the last of them is made: in buckets, not in one."""
+    options = [Options(zero=zero, micro_batches=4, bucket_bytes=2**13) for zero in MODES]
+    peaks = [memory(compile_cell(Cell("llama", Mesh.of(dp=2), given))).peak for given in options]
+    assert peaks[0] > peaks[1] > peaks[2] > 0.99 * peaks[3]  # two layers of gathered weights are all of this model
+    one = memory(compile_cell(Cell("llama", Mesh.of(dp=2), Options(zero=2, micro_batches=4)))).peak
+    assert one > peaks[2], "buckets of any size"
+
+
 def test_gathers_of_a_step_overlap_its_first_forward() -> None:
     """The first F gathers one layer ahead of its use, and hands on what it has gathered."""
     made = compile_cell(Cell("llama", Mesh.of(dp=2), Options(zero=2, micro_batches=2)))
