@@ -35,6 +35,7 @@ docs: $(STAMP)
 	$(PY) docs/make_options.py
 	$(PY) -m tests.planted_page
 	$(PY) -m tests.habit_page
+	$(PY) -m tests.derived_rules_file
 	$(PY) docs/make_pictures.py
 	$(PY) docs/run_pages.py
 
