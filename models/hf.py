@@ -26,7 +26,7 @@ from autopar.capture import ADAPTERS
 from autopar.ir.recipe import Recipe, as_they_are
 from autopar.models.hf_batches import batch_dims, example_batch
 from autopar.models.hf_checkpoints import recipes_to_load, recipes_to_save
-from autopar.models.hf_masks import MaskFacts, facts_handed_inward, mask_facts, positions_from_user
+from autopar.models.hf_masks import OWN_MASKS, MaskFacts, facts_handed_inward, mask_facts, positions_from_user
 
 NAME = "autopar"
 
@@ -189,7 +189,8 @@ def _looks_attention_up(module: nn.Module) -> bool:
 
 
 def _configure(config: Any, registered: bool) -> None:
-    if registered:
+    if registered and config._attn_implementation_internal != NAME:
+        setattr(config, OWN_MASKS, config._attn_implementation_internal)
         config._attn_implementation_internal = NAME
     config._experts_implementation_internal = NAME
     if hasattr(config, "use_cache"):

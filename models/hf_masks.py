@@ -25,6 +25,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from transformers import masking_utils
 
+OWN_MASKS = "attention_before_autopar"  # of a config: which attention its model had
+
 # Positions that the model numbered itself never say that several documents were packed into one row.
 _POSITIONS_FROM_USER: contextvars.ContextVar[bool] = contextvars.ContextVar("positions_from_user", default=False)
 
@@ -61,7 +63,8 @@ def facts_handed_inward() -> Iterator[None]:
 @dataclass(frozen=True)
 class MaskFacts:
     """Who may attend to whom; see `autopar.ops.facts.Facts`. ``tensor`` is a materialised mask that replaces all
-    other facts: bool (True = attend) or additive. ``make`` makes one that says the same, bool [B, 1, Sq, Sk]."""
+    other facts: bool (True = attend) or additive. ``make`` makes the one [B, 1, Sq, Sk] that the model's own attention
+    would be given: to be added, where that is written out ("eager"), else bool."""
 
     causal: bool = False
     window: int = 0
@@ -73,10 +76,10 @@ class MaskFacts:
 
     def whole(self) -> Tensor:
         """The mask as a tensor."""
-        if self.tensor is not None:
-            return self.tensor
-        assert self.make is not None, f"attention: {self} was not made from a mask of the model"
-        return self.make()
+        if self.make is not None:
+            return self.make()
+        assert self.tensor is not None, f"attention: {self} was not made from a mask of the model"
+        return self.tensor
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -112,21 +115,24 @@ def mask_facts(
     """transformers' mask interface. ``attention_mask``: bool [B, Sk], True = a token, False = padding."""
     others |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     sizes = (batch_size, q_length, kv_length, q_offset, kv_offset)
-    made = functools.partial(masking_utils.sdpa_mask, *sizes, mask_function, attention_mask, **others)
-    make = cast(Callable[[], Tensor], made)
+    eager = getattr(others.get("config"), OWN_MASKS, None) == "eager"
+    own, plain = (
+        cast(Callable[[], Tensor], functools.partial(made, *sizes, mask_function, attention_mask, **others))
+        for made in (masking_utils.eager_mask if eager else masking_utils.sdpa_mask, masking_utils.sdpa_mask)
+    )
     try:
         if q_offset != 0 or kv_offset != 0:
             raise _Unknown
         facts = _Reader(batch_size, kv_length, attention_mask is not None).facts(mask_function)
     except _Unknown:
-        return MaskFacts(tensor=make())
+        return MaskFacts(tensor=plain(), make=own)
     if attention_mask is not None:
         padded = masking_utils.prepare_padding_mask(attention_mask, kv_length, 0)
         assert padded is not None
         facts = replace(facts, key_mask=padded.bool())
     longest = max(q_length, kv_length)
     window = facts.window if facts.window < longest else 0
-    return replace(facts, window=window, chunk=facts.chunk if facts.chunk < longest else 0, make=make)
+    return replace(facts, window=window, chunk=facts.chunk if facts.chunk < longest else 0, make=own)
 
 
 def _made_by(function: Callable[..., Any], factory: Callable[..., Any]) -> bool:

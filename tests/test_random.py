@@ -342,3 +342,35 @@ def test_distributions_check_their_values_again_afterwards() -> None:
     capture(Net(*MODELS["a variational bottleneck"]), {n: x.float() for n, x in batch().items()})
     with pytest.raises(ValueError, match="Expected parameter scale"):
         torch.distributions.Normal(torch.zeros(2), -torch.ones(2))
+
+
+def test_a_kernel_of_attention_that_the_model_chose_draws_nothing_at_a_rate_of_zero() -> None:
+    """Within a choice of its own (x-transformers makes one), torch's attention is one operator that may draw."""
+    q = torch.randn(2, 3, 4, 8)
+
+    def attended() -> Tensor:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+            return F.scaled_dot_product_attention(q, q, q)
+
+    with shared_random(7) as numbers:
+        found = attended()
+    assert numbers.site == 0
+    torch.testing.assert_close(found, attended())
+
+
+class Dropped(nn.Module):
+    """Stochastic depth as timm writes it; at this rate the call is the operator's default."""
+
+    def __init__(self, keep: float) -> None:
+        super().__init__()
+        self.layer, self.keep = nn.Linear(4, 4), keep
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = x.new_empty((x.shape[0], 1)).bernoulli_(self.keep)
+        return (x + self.layer(x) * kept.div_(self.keep)).square().mean()
+
+
+@pytest.mark.parametrize("keep", [0.5, 0.7])
+def test_stochastic_depth(keep: float) -> None:
+    batch = {"x": torch.randn(8, 4, dtype=torch.float64)}
+    assert check_model(Dropped(keep).double(), batch, Mesh.of(dp=2)).worst < 1e-10

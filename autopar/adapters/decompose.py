@@ -197,7 +197,12 @@ def _functional(node: Node, to: _Bodies, known: Mapping[Node, Any]) -> Any:
     overload = _RENAMED.get(node.target, overload)
     if packet is None or overload not in packet.overloads():
         raise _NotKnown
-    return _traced(getattr(packet, overload), node, to, known)
+    functional = getattr(packet, overload)
+    asked = {a.name for a in functional._schema.arguments if not a.has_default_value()}
+    for argument in node.target._schema.arguments[len(node.args) :]:  # bernoulli_(x) is bernoulli(x, 0.5)
+        if argument.name in asked and argument.name not in node.kwargs:
+            node.args = (*node.args, argument.default_value)
+    return _traced(functional, node, to, known)
 
 
 def _scattered(view: Node, value: Any, at: Node, to: _Bodies, known: Mapping[Node, Any]) -> tuple[Node, Any]:

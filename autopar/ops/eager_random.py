@@ -44,9 +44,11 @@ class _Numbers(DispatchMode):
             return x * mask * (1.0 / (1.0 - p) if train and p < 1 else 1.0), mask
         recipe, written = recipe_for(func)
         if recipe is None or known.get("generator") is not None:
-            assert recipe or not is_random(func), f"nothing says what {func} draws"
+            assert recipe or not is_random(func) or not _named(func, args, known).get("dropout_p", True), (
+                f"nothing says what {func} draws"
+            )
             return func(*args, **known)
-        made = recipe({**argument_defaults(func), **dict(zip(argument_defaults(func), args)), **known}, self.maker)
+        made = recipe(_named(func, args, known), self.maker)
         return args[0].copy_(made) if written else made
 
     def _mask(self, x: Tensor, p: float) -> Tensor:
@@ -58,6 +60,11 @@ class _Numbers(DispatchMode):
         seed = torch.tensor(self.seed, device=like.device)
         self.site += 1
         return drawn(like.shape, seed, kind, float(a), float(b), self.site - 1, [], [], dtype)
+
+
+def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call. An attention that a model has chosen a kernel for draws nothing at a rate of 0."""
+    return {**argument_defaults(func), **dict(zip(argument_defaults(func), args)), **kwargs}
 
 
 @contextlib.contextmanager

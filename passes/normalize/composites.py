@@ -13,9 +13,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from autopar.adapters.operators import decomposition_of, is_composite
-from autopar.ir.graph import fake_mode, output_node, placeholders
+from autopar.ir.graph import fake_mode, insert_call, output_node, placeholders
 from autopar.ops.random_recipes import recipe_for
-from autopar.rewrite.build import Build
 from autopar.rules import has_rule
 
 
@@ -27,7 +26,7 @@ def take_apart(gm: GraphModule, known: Container[Any]) -> None:
             parts, operands = decomposition_of(node, fake_mode(gm.graph))
             calls = [part for part in parts.graph.nodes if part.op not in ("placeholder", "output")]
             if all(_is_known(part, known) for part in calls):
-                _inline(node, parts, operands, Build(node))
+                _inline(node, parts, operands)
 
 
 def _is_known(node: Node, known: Container[Any]) -> bool:
@@ -35,12 +34,13 @@ def _is_known(node: Node, known: Container[Any]) -> bool:
     return has_rule(node) or node.target in known or (recipe is not None and not writes)
 
 
-def _inline(node: Node, parts: GraphModule, operands: list[Node], build: Build) -> None:
+def _inline(node: Node, parts: GraphModule, operands: list[Node]) -> None:
+    """The parts in place of the call. Their values are known: of a recurrence there are thousands."""
     made: dict[Node, Any] = dict(zip(placeholders(parts), operands, strict=True))
     for part in parts.graph.nodes:
         if part.op == "call_function":
             args, kwargs = map_arg((part.args, part.kwargs), made.__getitem__)
-            made[part] = build(part.target, *args, **kwargs)
+            made[part] = insert_call(node, part.target, args, kwargs, val=part.meta["val"])
     results: Any = map_arg(output_node(parts).args[0], made.__getitem__)
     if isinstance(results, Node):
         node.replace_all_uses_with(results)

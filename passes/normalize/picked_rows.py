@@ -1,7 +1,8 @@
-"""Rows that each example picks for itself: an index that counts the examples is no index into all of them.
+"""Rows that each example picks, or writes, for itself: an index that counts the examples is no index into all of them.
 
     index(x, [arange(4), i])               -->    reshape(gather(x, 1, expand(i, [4, 1, 32])), [4, 32])
     index(x, [arange(4)[:, None], i, j])   -->    the same, with i * size + j into both dims
+    index_put(x, [arange(4), i], y)        -->    scatter(x, 1, expand(i, [4, 1, 32]), reshape(y, [4, 1, 32]))
 
 So the end token's row of every text stays on the rank, and in the micro-batch, of its text.
 """
@@ -9,6 +10,7 @@ So the end token's row of every text stays on the rank, and in the micro-batch, 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,8 +23,36 @@ from autopar.rewrite.build import Build, Rewrite, shape_of, value_of
 aten = torch.ops.aten
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """x as (examples, places, width), and which places of each example are meant [examples, rows, width]."""
+
+    x: Node
+    places: Node
+    picked: tuple[int, ...]  # the shape of the indices together
+    rest: tuple[int, ...]  # the dims that none of them is for
+
+
 def picked_rows(node: Node, build: Build) -> Node | None:
     """index(x, [arange(4), i]) --> gather(x, 1, i)"""
+    found = _rows(node, build)
+    if found is None:
+        return None
+    return build.reshape(build(aten.gather.default, found.x, 1, found.places), shape_of(node))
+
+
+def written_rows(node: Node, build: Build) -> Node | None:
+    """index_put(x, [arange(4), i], y) --> scatter(x, 1, i, y)"""
+    found = _rows(node, build)
+    if found is None:
+        return None
+    values = _expanded(build, arguments(node)["values"], (*found.picked, *found.rest))
+    values = build.reshape(values, shape_of(found.places))
+    put = aten.scatter_add.default if arguments(node)["accumulate"] else aten.scatter.src
+    return build.reshape(build(put, found.x, 1, found.places, values), shape_of(node))
+
+
+def _rows(node: Node, build: Build) -> _Rows | None:
     known = arguments(node)
     x, indices = known["self"], [i for i in known["indices"] if i is not None]
     if len(indices) < 2 or list(known["indices"][: len(indices)]) != indices or not _counts(indices, shape_of(x)[0]):
@@ -32,9 +62,8 @@ def picked_rows(node: Node, build: Build) -> Node | None:
     picked = torch.broadcast_shapes(*(shape_of(i) for i in indices))
     rows, width = math.prod(picked) // examples, math.prod(rest)
     at = build.reshape(_expanded(build, _place(build, indices[1:], inner), picked), (examples, rows, 1))
-    at = _expanded(build, at, (examples, rows, width))
-    found = build(aten.gather.default, build.reshape(x, (examples, math.prod(inner), width)), 1, at)
-    return build.reshape(found, shape_of(node))
+    places = _expanded(build, at, (examples, rows, width))
+    return _Rows(build.reshape(x, (examples, math.prod(inner), width)), places, tuple(picked), tuple(rest))
 
 
 def _counts(indices: list[Node], examples: int) -> bool:
@@ -64,4 +93,4 @@ def _expanded(build: Build, x: Node, shape: tuple[int, ...]) -> Node:
     return x if shape_of(x) == tuple(shape) else build(aten.expand.default, x, list(shape))
 
 
-TABLE: dict[Any, Rewrite] = {aten.index.Tensor: picked_rows}
+TABLE: dict[Any, Rewrite] = {aten.index.Tensor: picked_rows, aten.index_put.default: written_rows}

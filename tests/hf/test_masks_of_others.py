@@ -23,6 +23,7 @@ TOWER = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 16,
     "patch_size": 8,
 }  # fmt: skip
+SIZES = {"layers": 1, "attention_heads": 4, "ffn_dim": 64}
 
 
 def text(length: int) -> dict[str, Tensor]:
@@ -74,4 +75,21 @@ def test_attention_in_own_code_beside_some_of_the_registry() -> None:
     )  # fmt: skip
     model = build("GitForCausalLM", config)
     batch = {**text(15), "pixel_values": torch.randn(4, 3, 16, 16, dtype=torch.float64)}
+    assert check_model(model, batch, Mesh.of(dp=2, tp=2), Options(zero=3)).worst < 1e-10
+
+
+def test_attention_in_own_code_beside_the_registry_in_one_config() -> None:
+    """Informer's attentions share a config: one adds its mask to its scores, and is given one to add."""
+    sizes = {f"{part}_{what}": n for part in ("encoder", "decoder") for what, n in SIZES.items()}
+    config = transformers.InformerConfig(
+        prediction_length=4, context_length=8, lags_sequence=[1, 2], num_time_features=2, input_size=1, d_model=32,
+        dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, encoder_layerdrop=0.0, decoder_layerdrop=0.0,
+        **sizes,
+    )  # fmt: skip
+    model = build("InformerForPrediction", config)
+    g = torch.Generator().manual_seed(0)
+    shapes = {"past_values": (4, 10), "past_time_features": (4, 10, 2), "future_values": (4, 4)}
+    shapes |= {"future_time_features": (4, 4, 2)}
+    batch = {n: torch.randn(s, generator=g, dtype=torch.float64) for n, s in shapes.items()}
+    batch["past_observed_mask"] = torch.ones(4, 10, dtype=torch.float64)
     assert check_model(model, batch, Mesh.of(dp=2, tp=2), Options(zero=3)).worst < 1e-10
