@@ -104,7 +104,7 @@ def _behind_conversions(gm: GraphModule, used: Mapping[Node, Node]) -> GraphModu
             copy_node(graph, node, copies)
     graph.output(tuple(copies[x] if isinstance(x, Node) else x for x in outputs(gm)))
     made = graph_module(graph, "Part")
-    made.meta.update(gm.meta)
+    made.meta = dict(gm.meta)
     return made
 
 
