@@ -3,8 +3,8 @@
 Consumes    a step graph whose gathers of one layer stand side by side (prefetch_gathers).
 Guarantees  gathers of parameters below `LONE_BYTES` that stand side by side are one gather, and reduce-scatters of such
             gradients are one per layer, for each dtype and set of axes: of those that dp and cp cut, one per axis;
-            where no layer gathers, one per ``bucket_bytes``. A gather is unpacked right before its first use, so that it
-            still overlaps the layer before.
+            where no layer gathers, one per ``bucket_bytes``. A gather is unpacked right before its first use, so that
+            it still overlaps the layer before.
 Leaves      large ones, for which two copies would cost more than the latency that is saved; pieces along other dims
             than the first; gathers of activations.
 

@@ -45,6 +45,7 @@ FEW = [
     *(c for c in ALL if c.name == "llama" and c.mesh == PLAIN[0]),
     *(c for i, c in enumerate(ALL[-16:]) if (i // 4 + i) % 4 == 1),
     *(c for c in ALL if c.mesh in PLAIN[1:3] and c.options.zero in (1, 2) and c.options.micro_batches == 2),
+    Cell("vit", Mesh.of(dp=2, pp=2), Options(zero=2, micro_batches=4, schedule="zb_v")),  # takes rows of micro-batches
     Cell("llama", Mesh.of(dp=2), Options(zero=1, gathers="layer", reductions="micro_batch", micro_batches=2)),
     Cell("llama", Mesh.of(dp=2), Options(zero=3, gathers="step", reductions="step", micro_batches=2)),
 ]
@@ -66,7 +67,7 @@ def test_few_cover_all() -> None:
     chosen = {(c.options.zero, c.options.micro_batches > 1) for c in FEW if "pp" not in c.mesh.sizes}
     assert chosen == {(zero, several) for zero in MODES for several in (False, True)}
     assert {c.options.zero for c in FEW if c.options.schedule} == {*MODES}
-    assert {c.options.schedule for c in FEW} == {"", *SPLITS}
+    assert {c.options.schedule for c in FEW} == {"", "zb_v", *SPLITS}
 
 
 # --- bytes --------------------------------------------------------------------------------------------------
