@@ -224,10 +224,10 @@ class _PlacementSweep:
         return taken, self._converted(gradient, need, token, None if source == have else source)
 
     def _choose(self, node: Node, rule: Rule, operands: list[Node]) -> _Choice:
-        """The best way to run the op: by rank, then by the bytes of the conversions it needs."""
+        """The best way to run the op: one that can be, by rank, then by the bytes of the conversions it needs."""
         have = [self._effective(x) for x in operands]
         choices = [self._costed(c, operands) for c in self._choices(node, rule, operands, have)]
-        return min(choices, key=lambda c: (c.rank, c.cost))
+        return min(choices, key=lambda c: (c.cost == float("inf"), c.rank, c.cost))
 
     def _choices(self, node: Node, rule: Rule, operands: list[Node], have: list[Placement]) -> Iterator[_Choice]:
         partial = frozenset(i for i, p in enumerate(have) if isinstance(p, Partial) and rule.operands[i] is not None)

@@ -71,7 +71,7 @@ def _split(gm: GraphModule, node: Node) -> None:
     set_argument(node, "bias", None)
     after = node.next
     if is_call(node, *CONVOLUTIONS):
-        space = len(shape(node)) - 2
+        space = len(shape(arguments(node)["weight"])) - 2  # there may be no dim for examples
         bias = insert_call(after, aten.view.default, (bias, [-1, *[1] * space]), like=bias)
     total = insert_call(
         after, aten.add.Tensor, (node, bias), like=node, val=node.meta["val"], name=f"{node.name}_biased"
