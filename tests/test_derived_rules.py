@@ -130,6 +130,7 @@ TRAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "many are other": lambda x: x * (1 if len(x) < 8 else 2),
     "sorted": lambda x: x.sort(0).values,
     "noise": lambda x: x + torch.rand_like(x),
+    "a trace of noise": lambda x: x + 1e-14 * torch.rand_like(x),
     "a state": _counted,
     "writes": _written,
     "says nothing": torch.zeros_like,

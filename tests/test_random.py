@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import autopar
 from autopar.capture import capture
 from autopar.compile.model import compile_model
 from autopar.ir.graph import arguments
@@ -21,9 +20,7 @@ from autopar.ops.random_recipes import RECIPES, recipe_for
 from autopar.ops.traits import is_random
 from autopar.options import Options
 from autopar.passes.normalize import Normalize
-from autopar.verification import Report
 from tests.harness import check_model
-from tests.ranks import run_ranks
 
 F = nn.functional
 SEED = torch.tensor(11)
@@ -253,59 +250,6 @@ def test_a_permutation_of_the_batch_mixes_samples() -> None:
     assert check_model(model, batch(), Mesh.of(dp=2)).worst < 1e-12
     with pytest.raises(ValueError, match=r"^micro_batches: samples of different micro-batches meet"):
         compile_model(model, batch(), Mesh.of(dp=2), Options(micro_batches=2), exact=True)
-
-
-class Blocks(nn.Module):
-    """Layers for a pipeline, each with dropout, noise, and a coin that drops it for an example."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.2)) for _ in range(4))
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        start = torch.randn(x.shape[0], 1, 1)
-        for layer in self.layers:
-            x = x + drop_path(None, layer(x + 0.1 * torch.randn_like(x)))
-        return F.mse_loss(self.head(x + start), y)
-
-
-def verified(sizes: dict[str, int], options: dict[str, Any]) -> Report:
-    mesh = autopar.init_mesh("cpu", 30.0, **sizes)
-    g = torch.Generator().manual_seed(1)
-    given = {n: torch.randn(8, 6, d, generator=g) for n, d in (("x", 8), ("y", 4))}
-    return autopar.verify(Blocks(), mesh, given, seed=3, batch_dims={"x": 0, "y": 0}, **options)
-
-
-@pytest.mark.parametrize(
-    "sizes, options",
-    [
-        ({"pp": 2}, {"micro_batches": 2}),
-        ({"pp": 2}, {"micro_batches": 2, "schedule": "zb_h1"}),
-        ({"dp": 2}, {"zero": 3, "micro_batches": 2}),
-        ({"tp": 2}, {}),
-    ],
-    ids=str,
-)
-def test_ranks_draw_what_one_process_draws(sizes: dict[str, int], options: dict[str, Any]) -> None:
-    report = run_ranks(2, verified, sizes, options)[0]
-    report.raise_for_mismatch()
-    assert report.entries[0].error < 1e-12
-
-
-def stepped() -> tuple[list[float], list[float], float]:
-    mesh = autopar.init_mesh("cpu", 30.0, dp=1)
-    parallel = autopar.parallelize(Net(drop_path).double(), mesh, seed=1, example_batch=batch())
-    training = [float(parallel.train_step(**batch())) for _ in range(3)]
-    parallel.eval()
-    return training, [float(parallel.eval_step(**batch())) for _ in range(2)], float(parallel.eval_step(**batch()))
-
-
-def test_each_training_step_draws_anew() -> None:
-    ((training, evaluated, again),) = run_ranks(1, stepped)
-    assert len(set(training)) == 3
-    assert evaluated == [again, again], "between training steps an evaluation draws the same"
 
 
 # --- what is refused, and what is left as it was -------------------------------------------------------------

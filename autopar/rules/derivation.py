@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -112,7 +113,8 @@ def _searched(node: Node, form: CallForm, used: tuple[bool, ...]) -> DerivedRule
     state, threads = torch.random.get_rng_state(), torch.get_num_threads()
     try:
         torch.set_num_threads(1)  # pieces are small
-        with without_modes(), silent_fakes(), torch.enable_grad():
+        with without_modes(), silent_fakes(), torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a filter that makes errors of them would make other rules
             return _RuleSearch(form, [tuple(r.shape) for r in results], used).run()
     except (NoTrial, RuntimeError, TypeError, ValueError) as error:  # whatever an operator of others may do
         return NoRule(str(error).splitlines()[0] if str(error) else "it cannot be tried out")
