@@ -5,29 +5,25 @@ local graph -> cut_stages -> per part: F, BW, B, W, G, R -> check_step_types -> 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 from torch.fx import GraphModule, Node
 
 from autopar.compile.equal_parts import KnownParts
+from autopar.compile.exchanges import place_exchanges
 from autopar.ir.conversions import is_conversion
 from autopar.ir.flow import Flow, flow_of
 from autopar.ir.graph import placeholders
 from autopar.ir.mesh import TokenSlice
-from autopar.options import Options
-from autopar.passes.accumulate_gradients import split_accumulation
 from autopar.passes.cut_stages import Cut, PartGraph, cut_stages, uncut
 from autopar.passes.differentiate import differentiate, lowered
 from autopar.passes.in_order import STEP_PASSES
 from autopar.passes.own_gradients import OwnGradients
 from autopar.passes.parameter_graphs import (
     gather_graph,
-    inline_gathers,
-    inline_reductions,
     reduce_graph,
-    with_gathers,
 )
 from autopar.passes.slice_sizes import LENGTH, START, symbolic
 from autopar.plan import Plan
@@ -43,7 +39,6 @@ from autopar.schedule.simulate import simulate
 from autopar.schedule.stream_checks import check_streams
 from autopar.steps.graphs import Cache, Pipeline, Stage, StepGraph
 from autopar.steps.of_rank import backwards, graph_name
-from autopar.steps.value_names import grad
 
 
 def compile_pipeline(
@@ -94,7 +89,7 @@ def compile_sliced_pipeline(
     cuts, made = [], []
     for gm, _ in graphs:
         cuts.append(_cut(gm, plan))
-        made.append([_differentiated(part, True) for part in cuts[-1].parts])
+        made.append([_differentiated(part, True, True) for part in cuts[-1].parts])
     timed(ctx.timings, "checks", lambda: check_step_types(made[0], graphs[0][0], ctx.mesh))
     parts = []
     for k, stages in enumerate(zip(*made, strict=True)):
@@ -162,28 +157,16 @@ def _compile_part(k: int, part: PartGraph, cut: Cut, ctx: Compilation, train: bo
     if prefix:
         with ctx.within(prefix):
             ctx.observe("part", part.graph)
-    stage = timed(ctx.timings, "differentiate", lambda: _differentiated(part, train))
-    options, alone = ctx.plan.options, ctx.plan.pipeline is None
-    if part.used is not None and not options.gathers_once and stage.gather is not None:
-        _gather_inside(stage)
-    if part.used is not None and train:
-        _reduce_inside(stage, part.used, alone, options)
-    if alone and stage.backward is not None and stage.backward_reduce is None:
-        if options.micro_batches == 1:
-            stage.backward, stage.backward_reduce = None, stage.backward
-        elif part.used is None and options.reduces_once:
-            stage.backward, stage.backward_reduce = split_accumulation(stage.backward)
-    if part.used is not None and alone:
-        stage.roots = _of_stored(stage.roots, part.used)
-    if stage.gather is not None:
-        stage.gather_forward = with_gathers(stage.forward, stage.gather)
+    split = ctx.plan.pipeline is not None
+    stage = timed(ctx.timings, "differentiate", lambda: _differentiated(part, train, split))
+    place_exchanges(stage, part.used, ctx.plan.options, ctx.plan.pipeline is None)
     return _finish(prefix, stage, ctx, (*FIXED_GRAPHS, *COMPUTE_GRAPHS))
 
 
-def _differentiated(part: PartGraph, train: bool) -> Stage:
-    """The step graphs of a part."""
+def _differentiated(part: PartGraph, train: bool, split: bool) -> Stage:
+    """The step graphs of a part; ``split``: B and W, too."""
     results = part.results if train else dict.fromkeys(part.results, "output")
-    stage = differentiate(part.graph, results, part.fixed, split=part.used is not None)
+    stage = differentiate(part.graph, results, part.fixed, split=split)
     for step in backwards(stage):
         check_gradients(step, part.graph)
     stage.mutations, stage.parameters = part.mutations, part.parameters
@@ -206,46 +189,6 @@ def _finish(prefix: str, stage: Stage, ctx: Compilation, names: Sequence[str]) -
         if step is not None:
             setattr(stage, name, _finished(f"{prefix}{name}", step, ctx, name in names))
     return stage
-
-
-def _gather_inside(stage: Stage) -> None:
-    """Parameters are gathered by every graph that uses them, and die in between."""
-    gather = stage.gather
-    assert gather is not None
-    inline = partial(inline_gathers, gather=gather)
-    stage.forward = inline(stage.forward)
-    stage.backward = stage.backward and inline(stage.backward)
-    stage.backward_input = stage.backward_input and inline(stage.backward_input)
-    stage.backward_weight = stage.backward_weight and inline(stage.backward_weight)
-    stage.gather = None
-
-
-def _of_stored(roots: Mapping[str, list[str]], used: Mapping[Node, Node]) -> dict[str, list[str]]:
-    """`Stage.roots` of stored parameters, from those of their used values."""
-    found: dict[str, list[str]] = {}
-    for name in dict.fromkeys(p.name for p in used.values()):
-        each = [roots.get(grad(u.name)) for u, p in used.items() if p.name == name]
-        if None not in each:  # else all
-            found[grad(name)] = list(dict.fromkeys(start for starts in each for start in starts or ()))
-    return found
-
-
-def _reduce_inside(stage: Stage, used: Mapping[Node, Node], alone: bool, options: Options) -> None:
-    """Sums over ranks go into the backwards: into all of them, or into the last one, which is known where there is one
-    part. Where several graphs make gradients of one parameter, each sums its own."""
-    each = not options.reduces_once or options.micro_batches == 1
-    if not each and not (alone and stage.backward is not None and stage.reduce is not None):
-        return
-    if not each:
-        assert stage.backward is not None and stage.reduce is not None
-        stage.backward_reduce, stage.reduce = inline_reductions(stage.backward, stage.reduce, last=True), None
-        return
-    stage.reduce = None
-    for name in ("backward", "backward_input", "backward_weight"):
-        step = getattr(stage, name)
-        reduce = reduce_graph(used, step.outputs) if step is not None else None
-        if reduce is not None:
-            setattr(stage, name, inline_reductions(step, reduce))
 
 
 def _finished(name: str, step: StepGraph, ctx: Compilation, simplified: bool) -> StepGraph:
