@@ -260,7 +260,7 @@ WRONG: dict[str, tuple[Sample, Callable[[Any], Rule]]] = {
     ),
     "pairs of a complex number": (call(aten.view_as_real.default, complex_(2, 2)), pointwise()),
     "a copy whose operand does not matter": (call(aten.lift_fresh_copy.default, normal(6)), factory),
-    "rounding of a pending sum": (call(aten.to.dtype, normal(6) * 5, torch.int64), pointwise("unary")),
+    "rounding of a pending sum": (call(aten.to.dtype, normal(64) * 5, torch.int64), pointwise("unary")),
     "pooling over a cut window": (
         call(aten.max_pool1d.default, normal(2, 2, 8), [2], [1]),
         without_blocks(space.pooling_rule),
