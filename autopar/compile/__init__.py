@@ -3,7 +3,7 @@
 model            `compile_model`, from a module or a captured graph
 parameters       what is known before a batch comes: the plan, and the pieces of parameters
 parts            a local graph cut into the parts of a pipeline, each differentiated, and the order of actions
-exchanges        where gathers and sums over ranks stand in the graphs of a part
+parameter_exchanges  where gathers and sums over ranks stand in the graphs of a part
 slices           the pipeline of token slices
 
 The one room that knows the planner and the passes. `autopar.api`, verify and the command line import it; the runtime

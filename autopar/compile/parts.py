@@ -12,7 +12,7 @@ from functools import partial
 from torch.fx import GraphModule, Node
 
 from autopar.compile.equal_parts import KnownParts
-from autopar.compile.exchanges import place_exchanges
+from autopar.compile.parameter_exchanges import place_exchanges
 from autopar.ir.conversions import is_conversion
 from autopar.ir.flow import Flow, flow_of
 from autopar.ir.graph import placeholders
