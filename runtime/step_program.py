@@ -156,7 +156,7 @@ class _Builder:
 
     def run_unit(self, entry: Entry, graph: StepGraph, unit: Unit) -> None:
         reads = [self.values.value(unit, name) for name in graph.inputs]
-        used = {name for name in graph.outputs if name is not None} & self.values.used(unit[0])
+        used = self.part(unit[0]).gathered
         places = [("used", unit[0], name) if name in used else ("unit", *unit, name) for name in graph.outputs]
         writes = [NOWHERE if place[-1] is None else self.slot(*place) for place in places]
         self.run(entry, graph, reads, writes)

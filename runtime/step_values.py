@@ -172,14 +172,9 @@ class Values:
             return slot
         if any(name == cache.past for cache in part.caches):
             return self.slot("unit", *unit, name)
-        if name in self.used(stage):
+        if name in part.gathered:
             return self.slot("used", stage, name)
         return self.shared(part.aliases.get(name, name), micro_batch)
-
-    def used(self, stage: int) -> set[str | None]:
-        """Names of the parameters that a stage gathers once per step."""
-        gather = self.part(stage).gather
-        return set(gather.outputs) if gather is not None else set()
 
     def slice(self, piece: int) -> tuple[int, int]:
         """(start, length) of a token slice."""

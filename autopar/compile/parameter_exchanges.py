@@ -13,7 +13,6 @@ F and in the backward already, which makes it again: then only its sums are take
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 
 from torch.fx import Node
 
@@ -23,7 +22,7 @@ from autopar.passes.parameter_graphs import inline_gathers, inline_reductions, r
 from autopar.steps.graphs import Stage
 from autopar.steps.value_names import grad
 
-BACKWARDS = ("backward", "backward_input", "backward_weight")
+OF_EACH = ("backward", "backward_input", "backward_weight")  # the backwards of every micro-batch
 
 
 def place_exchanges(stage: Stage, used: Mapping[Node, Node] | None, options: Options, alone: bool) -> None:
@@ -53,12 +52,10 @@ def _gather_inside(stage: Stage) -> None:
     """Parameters are gathered by every graph that uses them, and die in between."""
     gather = stage.gather
     assert gather is not None
-    inline = partial(inline_gathers, gather=gather)
-    stage.forward = inline(stage.forward)
-    stage.backward = stage.backward and inline(stage.backward)
-    stage.backward_input = stage.backward_input and inline(stage.backward_input)
-    stage.backward_weight = stage.backward_weight and inline(stage.backward_weight)
-    stage.gather = None
+    for name in ("forward", *OF_EACH):
+        step = getattr(stage, name)
+        setattr(stage, name, step and inline_gathers(step, gather))
+    stage.gather, stage.gathered = None, {}
 
 
 def _reduce_in_last(stage: Stage) -> None:
@@ -70,7 +67,7 @@ def _reduce_in_last(stage: Stage) -> None:
 def _reduce_in_each(stage: Stage, used: Mapping[Node, Node]) -> None:
     """Where several graphs make gradients of one parameter, each sums its own."""
     stage.reduce = None
-    for name in BACKWARDS:
+    for name in OF_EACH:
         step = getattr(stage, name)
         reduce = reduce_graph(used, step.outputs) if step is not None else None
         if reduce is not None:

@@ -21,10 +21,7 @@ from autopar.passes.cut_stages import Cut, PartGraph, cut_stages, uncut
 from autopar.passes.differentiate import differentiate, lowered
 from autopar.passes.in_order import STEP_PASSES
 from autopar.passes.own_gradients import OwnGradients
-from autopar.passes.parameter_graphs import (
-    gather_graph,
-    reduce_graph,
-)
+from autopar.passes.parameter_graphs import gather_graph, reduce_graph
 from autopar.passes.slice_sizes import LENGTH, START, symbolic
 from autopar.plan import Plan
 from autopar.planner.step_order import make_order

@@ -116,6 +116,7 @@ def part_of(case: Case, k: int) -> Stage:
         backward_input=graph(_fixed(to_inputs, 1 + len(names)), [used, *names], [*to_input, *to_skip, f"stash:{k}"]),
         backward_weight=graph(to_weights, [h, f"stash:{k}"], weights),
         gather=graph(lambda w: (w * 2,), [stored], [used]),
+        gathered={used: stored},
         reduce=graph(lambda g: (g * 2,), [f"grad:{used}"], [f"grad:{stored}"]),
         aliases={f"b{k}_used": f"b{k}"},
         losses=["output:0"] if last else [],
