@@ -86,6 +86,34 @@ class PipelinePlan:
 
 
 @dataclass(frozen=True)
+class WholePart:
+    """What an axis does not cut: a part of the "parameters" or of the "FLOPs", and why. ``share``: of them all."""
+
+    kind: str
+    subject: str
+    share: float
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.share:.1%} of {self.kind}: {self.subject}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class AxisShare:
+    """How much an axis cuts: of the bytes of all parameters, and of the FLOPs of the forward (None: not counted yet,
+    or pipeline stages); ``whole``: what it does not cut, the largest first."""
+
+    axis: str
+    parameters: float
+    flops: float | None = None
+    whole: tuple[WholePart, ...] = ()
+
+    def __str__(self) -> str:
+        flops = f" and {self.flops:.1%} of FLOPs" if self.flops is not None else ""
+        return f"{self.axis} cuts {self.parameters:.1%} of parameters{flops}{'; whole:' if self.whole else ''}"
+
+
+@dataclass(frozen=True)
 class Plan:
     """All decisions for one graph on one mesh. Passes carry them out and decide nothing themselves.
 
@@ -94,7 +122,7 @@ class Plan:
     that the plans of further batch shapes follow them. ``weight_pieces``: parts of whole weights that enter compute cut
     on tp, by node. ``pipeline``: with an axis pp, its parts. ``attention``: with an axis cp, how each attention runs,
     by node. ``batch_dims``: input -> its batch dim, None for one that is no part of the batch; empty where nothing
-    cuts the batch.
+    cuts the batch. ``shares``: what each axis cuts, and what stands in the way; FLOPs once a batch is compiled.
     """
 
     mesh: Mesh
@@ -109,6 +137,7 @@ class Plan:
     pipeline: PipelinePlan | None = None
     attention: Mapping[str, AttentionPlan] = field(default_factory=dict)
     batch_dims: Mapping[str, int | None] = field(default_factory=dict)
+    shares: tuple[AxisShare, ...] = ()
 
     def parameter(self, name: str, axis: str) -> ParameterPlan:
         return self.parameters.get(name, {}).get(axis, ParameterPlan())
@@ -129,7 +158,7 @@ class Plan:
         pipeline = self.pipeline
         if pipeline is not None:
             pipeline = replace(pipeline, holders={n: r for n, r in pipeline.holders.items() if n in names})
-        return replace(self, graph="", parameters=kept, overrides=overrides, pipeline=pipeline)
+        return replace(self, graph="", parameters=kept, overrides=overrides, pipeline=pipeline, shares=())
 
     def override(self, changes: Mapping[str, Mapping[str, Placement | str]]) -> Plan:
         """Change single decisions: ``plan.override({"lm_head.weight": {"tp": "I"}, "mask": {"dp": "S(1)"}})``.
@@ -162,7 +191,7 @@ class Plan:
         kept = {name: dict(axes) for name, axes in self.overrides.items()}
         for name, axes in changes.items():
             kept.setdefault(name, {}).update({axis: str(p) for axis, p in axes.items()})
-        changed = replace(self, parameters=parameters, inputs=inputs, overrides=kept, batch_dims=dims)
+        changed = replace(self, parameters=parameters, inputs=inputs, overrides=kept, batch_dims=dims, shares=())
         check_plan(changed)
         return changed
 
@@ -184,6 +213,8 @@ class Plan:
             lines.append(f"  attention {node:<50} cp: forward {a.forward}, backward {a.backward}  {a.reason}")
         lines += self._candidates()
         lines += [f"  piece {name:<54} tp: {p}  of a whole fused weight" for name, p in self.weight_pieces.items()]
+        for share in self.shares:
+            lines += [f"  {share}", *(f"    {part}" for part in share.whole)]
         lines += [f"  note {subject}: {reason}" for subject, reason in self.notes]
         return "\n".join(lines)
 
@@ -222,6 +253,7 @@ class Plan:
                 "weight_pieces": {name: str(p) for name, p in self.weight_pieces.items()},
                 "overrides": {name: dict(axes) for name, axes in self.overrides.items()},
                 "batch_dims": dict(self.batch_dims),
+                "shares": [dataclasses.asdict(share) for share in self.shares],
                 "pipeline": dataclasses.asdict(self.pipeline) if self.pipeline is not None else None,
             },
             indent=1,
@@ -239,10 +271,13 @@ class Plan:
 
 
 def _renamed(value: Any) -> Any:
-    """Plans that were saved when ``weight_pieces`` were called slices, as token slices are, can still be read."""
-    if isinstance(value, dict) and "slices" in value and "weight_pieces" not in value:
-        return {"weight_pieces" if name == "slices" else name: v for name, v in value.items()}
-    return value
+    """Plans that were saved when ``weight_pieces`` were called slices, as token slices are, or before they said what
+    axes cut, can still be read."""
+    if not isinstance(value, dict):
+        return value
+    if "slices" in value and "weight_pieces" not in value:
+        value = {"weight_pieces" if name == "slices" else name: v for name, v in value.items()}
+    return {"shares": [], **value}
 
 
 def _placement(value: Any, at: str) -> Placement:

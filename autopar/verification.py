@@ -39,6 +39,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ops.eager_random import shared_random
 from autopar.ops.traits import aliases
 from autopar.options import Options
+from autopar.plan import AxisShare
 from autopar.runtime.arguments import check_model
 from autopar.runtime.failures import reporting
 from autopar.runtime.groups import mesh_of
@@ -87,6 +88,7 @@ class Report:
     ``loss`` is that of the mesh, ``reference_loss`` that of one process (sums, if the model returns several losses);
     ``parameters`` holds one entry per parameter with a gradient; ``without_gradient`` names those that have none on
     either side. ``precision``: in what was computed, "float64 with parts in float32"; the coarsest is what is allowed.
+    ``shares``: what each axis of the mesh cuts, and what it leaves whole.
     """
 
     mesh: str
@@ -97,6 +99,7 @@ class Report:
     parameters: tuple[Compared, ...]
     without_gradient: tuple[str, ...] = ()
     precision: str = ""
+    shares: tuple[AxisShare, ...] = ()
 
     @property
     def entries(self) -> tuple[Compared, ...]:
@@ -125,6 +128,8 @@ class Report:
             console.print(table)
             if len(entries) > rows:
                 console.print(f"... and {len(entries) - rows} better ones")
+            for share in self.shares:
+                console.print(str(share), *(f"  {part}" for part in share.whole), sep="\n")
         return text.get().rstrip()
 
     def _headline(self) -> str:
@@ -203,7 +208,8 @@ def verify(
     entries = tuple(_compared(n, found.get(n), expected[n], limits(coarsest)) for n in names)
     without = tuple(n for n in expected if n not in names)
     precision = " with parts in ".join(", ".join(sorted(map(_short, dtypes))) for dtypes in (held, islands) if dtypes)
-    return _worst(Report(str(sizes), exact, loss, reference_loss, loss_entry, entries, without, precision))
+    shares = parallel.plan.shares
+    return _worst(Report(str(sizes), exact, loss, reference_loss, loss_entry, entries, without, precision, shares))
 
 
 def reference(

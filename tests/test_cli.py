@@ -15,10 +15,10 @@ import torch
 from rich.console import Console
 
 from autopar.cli.main import main
+from autopar.ir.layer_names import compressed
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
 from autopar.report.human_numbers import human_bytes
-from autopar.report.layer_names import compressed
 from autopar.report.schedule_grid import grid
 from autopar.report.summary import show_summary
 from autopar.schedule.request import SCHEDULES, Request

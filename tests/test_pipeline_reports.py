@@ -11,12 +11,12 @@ import pytest
 from autopar.cost.memory import memories, memory
 from autopar.cost.step_timeline import step_timeline
 from autopar.cost.step_traffic import graph_runs, step_communication
+from autopar.ir.layer_names import modules_of
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
 from autopar.planner.step_order import owners
 from autopar.report.chrome_trace import events_of, measured_events
 from autopar.report.dump import STEP_GRAPHS, Dumper
-from autopar.report.layer_names import modules_of
 from autopar.report.pipeline_dump import dump_pipeline, measured_costs
 from autopar.rewrite.compilation import Compilation
 from autopar.runtime.executor import per_rank

@@ -18,6 +18,7 @@ from autopar.compile.parameters import known_batch_dims
 from autopar.compile.parts import compile_pipeline
 from autopar.compile.shared_capture import SharedCapture
 from autopar.compile.slices import compile_sliced
+from autopar.cost.axis_shares import axis_shares
 from autopar.cost.memory import most_static
 from autopar.ir.graph import has_gradient, mark_gradients, output_node, remove_dead_code
 from autopar.ir.mesh import Mesh
@@ -107,6 +108,7 @@ def compile_graph(
     if train and plan.pipeline is not None and SCHEDULES[plan.pipeline.schedule].sliced:
         return compile_sliced(gm, ctx)
     gm = PassManager(PLACEMENT_PASSES).run(gm, ctx, facts=("functional",))
+    ctx.plan = plan = dataclasses.replace(plan, shares=axis_shares(gm, plan))
     gm, prologue = split_prologue(gm, ctx)
     if prologue is not None:
         prologue.graph = lowered(prologue.graph)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from torch.fx import GraphModule
 
 from autopar.compile.parts import compile_sliced_pipeline
+from autopar.cost.axis_shares import axis_shares
 from autopar.ir.graph import copy_graph
 from autopar.passes.differentiate import lowered
 from autopar.passes.in_order import PLACEMENT_PASSES
@@ -29,6 +32,8 @@ def compile_sliced(gm: GraphModule, ctx: Compilation) -> Compiled:
         mesh = ctx.mesh.with_slice(part.length, part.start, part.total)
         here = Compilation(mesh, plan, ctx.observers if i == 0 else [], ctx.timings)
         local = PassManager(PLACEMENT_PASSES).run(copy_graph(gm), here, facts=("functional",))
+        if i == 0:
+            ctx.plan = plan = dataclasses.replace(plan, shares=axis_shares(local, plan))
         local, prologue = split_prologue(local, here)
         prologues.append(prologue)
         made.append(slice_tokens(local, here))

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from torch.fx import GraphModule, Node
 
+from autopar.cost.axis_shares import axis_shares
 from autopar.cost.topology import Topologies
 from autopar.ir.batch import BatchDims
 from autopar.ir.graph import global_shape
@@ -91,7 +92,8 @@ def make_plan(
     if mesh.size("pp") > 1:
         plan = _with_pipeline(plan, gm, asked, fixed, sliced=train and not example)
     unclear = gm.meta.get("unclear_batch_dims", []) if example and mesh.size("dp") > 1 else []
-    return _with_notes(plan, [(f"input {name}", UNCLEAR) for name in unclear])
+    plan = _with_notes(plan, [(f"input {name}", UNCLEAR) for name in unclear])
+    return dataclasses.replace(plan, shares=axis_shares(gm, plan))
 
 
 def _over_tp(

@@ -27,11 +27,11 @@ from autopar.cost.attention_traffic import is_context_attention, problem_of_node
 from autopar.cost.hardware import DEFAULT
 from autopar.cost.topology import Topologies, Topology
 from autopar.ir.graph import has_gradient, module_path
+from autopar.ir.layer_names import compressed, without_indices
 from autopar.plan import AttentionPlan
 from autopar.planner.context_parallel import AXIS
 from autopar.report.attention_picture import MOST_RANKS, timeline_svg
 from autopar.report.human_numbers import human_bytes, human_seconds
-from autopar.report.layer_names import compressed, without_indices
 from autopar.report.page import Section, table
 from autopar.report.tables import escaped, table_of
 from autopar.steps.graphs import Compiled

@@ -17,9 +17,9 @@ from autopar.cost.hardware import DEFAULT
 from autopar.cost.memory import memories
 from autopar.cost.step_timeline import step_timeline
 from autopar.cost.step_traffic import step_communication
+from autopar.ir.layer_names import modules_of
 from autopar.report.chrome_trace import Event, events_of, measured_events, write_trace
 from autopar.report.human_numbers import human_bytes
-from autopar.report.layer_names import modules_of
 from autopar.report.page import Section, table
 from autopar.report.pipeline_section import pipeline_section
 from autopar.schedule.order import BACKWARD, COMPUTE, PARAMETERS, Action, Order

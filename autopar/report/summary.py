@@ -19,17 +19,18 @@ from rich.table import Table
 from autopar.cost.memory import Memory, memories
 from autopar.cost.step_traffic import graph_runs, step_communication, transfer_seconds
 from autopar.cost.traffic import Volume
+from autopar.ir.layer_names import compressed, without_indices, without_numbers
 from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import Shard
 from autopar.plan import Plan
 from autopar.report.attention_section import attention_summary, attention_table
 from autopar.report.graph_text import DTYPES
 from autopar.report.human_numbers import human_bytes, human_seconds
-from autopar.report.layer_names import compressed, without_indices
 from autopar.report.pipeline_summary import pipeline_summary, pipeline_tables
 from autopar.report.tables import escaped, table_of
 from autopar.steps.graphs import Compiled
 
+AXIS_SHARES = "What each axis cuts, of bytes of parameters and FLOPs of the forward, and what it leaves whole"
 MEMORY_NOTES = {
     "parameters": "stored pieces",
     "buffers": "buffers and constants",
@@ -66,6 +67,7 @@ def summarize(compiled: Compiled, model: str = "") -> dict[str, Any]:
             {"node": s.node, "placement": f"{s.axis}:{Shard(s.dim, s.blocks)}", "reason": s.reason}
             for s in plan.streams
         ],
+        "shares": [dataclasses.asdict(share) for share in plan.shares],
         "notes": note_rows(plan),
         "memory": memory_row(fullest),
         "communication": [
@@ -116,7 +118,7 @@ def parameter_rows(plan: Plan, parameters: Iterable[ParameterSpec]) -> list[dict
     groups: dict[Any, list[ParameterSpec]] = {}
     for spec in parameters:
         decisions = plan.parameters.get(spec.name, {})
-        same = tuple((a, p.stored, p.used, _without_numbers(p.reason)) for a, p in decisions.items())
+        same = tuple((a, p.stored, p.used, without_numbers(p.reason)) for a, p in decisions.items())
         groups.setdefault((without_indices(spec.name), spec.shape, spec.dtype, same), []).append(spec)
     rows = []
     for specs in groups.values():
@@ -142,13 +144,8 @@ def note_rows(plan: Plan) -> list[dict[str, str]]:
     """What was left whole and why, repeated layers joined."""
     groups: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for subject, reason in plan.notes:
-        groups.setdefault((without_indices(subject), _without_numbers(reason)), []).append((subject, reason))
+        groups.setdefault((without_indices(subject), without_numbers(reason)), []).append((subject, reason))
     return [{"subject": compressed([s for s, _ in g]), "reason": g[0][1]} for g in groups.values()]
-
-
-def _without_numbers(reason: str) -> str:
-    """Node names end in numbers, paths hold those of layers."""
-    return re.sub(r"(?<=[_.])\d+\b", "*", reason)
 
 
 # --- tables --------------------------------------------------------------------------------------------------
@@ -163,7 +160,14 @@ def show_summary(summary: dict[str, Any], console: Console) -> None:
     console.print(f"{summary['model']} on {mesh} ({summary['ranks']} ranks), {options}", highlight=False)
     more = [attention_table(summary["attention"])] if "attention" in summary else []
     more += pipeline_tables(summary["pipeline"]) if "pipeline" in summary else []
-    for table in (_placements(summary), _others(summary), *more, _memory(summary), _communication(summary)):
+    for table in (
+        _placements(summary),
+        _shares(summary),
+        _others(summary),
+        *more,
+        _memory(summary),
+        _communication(summary),
+    ):
         if table.row_count:
             console.print(table)
 
@@ -186,6 +190,19 @@ def _placement(decision: dict[str, str]) -> str:
     """'S(0)', or 'S(0), used R'"""
     stored, used = decision["stored"], decision["used"]
     return stored if used == stored else f"{stored}, used {used}"
+
+
+def _shares(summary: dict[str, Any]) -> Table:
+    table = table_of(AXIS_SHARES, "axis", "of", "share", "cut, or what is whole", "why", right=("share",))
+    for row in summary["shares"]:
+        for kind in ("parameters", "FLOPs"):
+            share = row["parameters" if kind == "parameters" else "flops"]
+            if share is None:
+                continue
+            table.add_row(row["axis"], kind, f"{share:.1%}", "cut", "")
+            for part in (part for part in row["whole"] if part["kind"] == kind):
+                table.add_row("", "", f"{part['share']:.1%}", escaped(part["subject"]), escaped(part["reason"]))
+    return table
 
 
 def _others(summary: dict[str, Any]) -> Table:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 
 def without_indices(name: str) -> str:
     """model.layers.3.mlp -> model.layers.*.mlp"""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def without_numbers(reason: str) -> str:
+    """A reason without what differs between layers: names of nodes end in numbers, paths hold those of layers."""
+    return re.sub(r"(?<=[_.])\d+\b", "*", reason)
 
 
 def compressed(names: Sequence[str]) -> str:
