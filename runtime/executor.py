@@ -125,7 +125,7 @@ class Executor:
         loaded = (self.specs.get(name) for _, name, _ in self.program.loads)
         kinds = {spec.name: spec.kind for spec in loaded if spec is not None and spec.kind not in MADE}
         return RecordedStep(
-            self._train if self.compiled.train else self._evaluate,
+            self._step,
             [name for name, kind in kinds.items() if kind not in GIVEN],
             [name for name, kind in kinds.items() if kind in GIVEN],
             self._sent,
@@ -157,16 +157,17 @@ class Executor:
     # --- a step -------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def train_step(self, values: Mapping[str, Tensor]) -> Result:
-        """All micro-batches. ``values``: stored parameters of this rank's stages and all buffers by original name,
-        inputs by path (all micro-batches of this rank).
+    def run_step(self, values: Mapping[str, Tensor]) -> Result:
+        """All micro-batches, forward and backward, or forward alone of what was compiled without gradients.
 
-        Raises CollectiveError that names the action and the rank it waited for when another rank fails.
+        ``values``: stored parameters of this rank's stages and all buffers by original name, inputs by path (all
+        micro-batches of this rank). Raises CollectiveError that names the action and the rank it waited for when
+        another rank fails.
         """
         with self._whole():
-            return self._recorded(values) if self._recorded and not self._watched else self._train(values)
+            return self._recorded(values) if self._recorded and not self._watched else self._step(values)
 
-    def _train(self, values: Mapping[str, Tensor]) -> Result:
+    def _step(self, values: Mapping[str, Tensor]) -> Result:
         slots = self._start(values)
         self._run(self._backward, slots)
         self.channels.flush()
@@ -174,20 +175,12 @@ class Executor:
         losses = self._exchange.losses({name: slots[i] for name, i in self.program.losses.items()})
         return Result(self._outputs({**self._kept(slots), **losses}), gradients, list(losses.values()))
 
-    def _evaluate(self, values: Mapping[str, Tensor]) -> Result:
-        slots = self._start(values)
-        self.channels.flush()
-        return Result(self._outputs(self._kept(slots)), {})
-
     @torch.no_grad()
     def run_forward(self, values: Mapping[str, Tensor]) -> tuple[list[Any], Paused]:
-        """(outputs, the step up to there). With stages, of a model compiled without gradients, on every rank."""
-        assert not self.compiled.train or len(self.order.ranks) == 1, "stages train in train_step"
+        """(outputs, the step up to there), of a model without stages that was compiled with gradients."""
+        assert self.compiled.train and len(self.order.ranks) == 1, "stages run forward and backward in one"
         with self._whole():
-            if self._recorded and not self.compiled.train and not self._watched:
-                return self._recorded(values).outputs, Paused([], [])
             slots = self._start(values)
-            self.channels.flush()
         kept = [(name, slots[i]) for i, name in self.program.saved.items()]
         saved = [(name, x) for name, x in kept if isinstance(x, Tensor)]
         made = self._outputs(self._kept(slots))

@@ -185,7 +185,7 @@ class ParallelModule(Stateful):
                     "train_step: the model returns no scalar with a gradient; pass what makes it return a loss (labels)"
                 )
             with self._watch.step(self.training_steps):
-                result = executor.train_step(values)
+                result = executor.run_step(values)
             self._store_gradients(executor, result.gradients)
             self._store_buffers(executor.compiled, result.outputs)
             return result.losses[0] if len(result.losses) == 1 else tuple(result.losses)  # type: ignore[return-value]
@@ -243,7 +243,7 @@ class ParallelModule(Stateful):
         with reporting("the evaluation"), outside(self._groups.device) as surroundings:
             executor, values = self._prepare(args, batch, Kind(False, None), surroundings)
             with self._watch.step(self.training_steps):
-                outputs, _ = executor.run_forward(values)
+                outputs = executor.run_step(values).outputs
             self._store_buffers(executor.compiled, outputs)
             if torch.is_grad_enabled():
                 refuse_gradients(outputs, self._cannot_differentiate(), self._groups.device)

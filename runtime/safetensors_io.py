@@ -178,7 +178,6 @@ def save_pretrained(
     buffers: Mapping[str, Tensor] | None = None,
     configs: Iterable[Any] = (),
     max_shard_size: int | str = "5GB",
-    owners: Mapping[str, int] | None = None,
     steps: int = 0,
     recipes: Recipes | None = None,
 ) -> None:
@@ -188,9 +187,9 @@ def save_pretrained(
     (`autopar.runtime.checkpoint_folder`).
 
     ``buffers``: the persistent ones. ``configs``: objects with ``save_pretrained(folder)``, such as model.config and
-    model.generation_config. Tied parameters are written once, under their first name. ``owners``: as in
-    `full_state_dict`. ``steps``: training steps run so far; they stand in the files' headers. ``recipes``: names of the
-    model -> what the files hold instead; without it, they hold these. What is made of one tensor lies in one file.
+    model.generation_config. Tied parameters are written once, under their first name. ``steps``: training
+    steps run so far; they stand in the files' headers. ``recipes``: names of the model -> what the files hold instead;
+    without it, they hold these. What is made of one tensor lies in one file.
     """
     folder, specs, buffers = Path(folder), list(specs), dict(buffers or {})
     by_name = {s.name: s for s in specs}
@@ -203,7 +202,7 @@ def save_pretrained(
         for part in parts:
             content: dict[str, Tensor] = {}
             for recipe, _ in made[part]:
-                whole = [_whole(name, parameters, by_name, buffers, groups, owners) for name in recipe.sources]
+                whole = [_whole(name, parameters, by_name, buffers, groups) for name in recipe.sources]
                 if draft is not None:
                     content |= {name: x.contiguous() for name, x in _make(recipe, [w.cpu() for w in whole]).items()}
             if draft is not None:
@@ -241,12 +240,10 @@ def _whole(
     specs: Mapping[str, ParameterSpec],
     buffers: Mapping[str, Tensor],
     groups: Groups,
-    owners: Mapping[str, int] | None,
 ) -> Tensor:
     if name in buffers:
         return buffers[name].detach()
-    spec = specs[name]
-    return fetch_whole(name, parameters.get(name), spec.shape, spec.dtype, groups, owners)
+    return fetch_whole(specs[name], parameters.get(name), groups)
 
 
 def _parse_size(size: int | str) -> int:

@@ -245,16 +245,15 @@ def full_state_dict(
     groups: Groups,
     buffers: Mapping[str, Tensor] | None = None,
     rank0_only: bool = False,
-    owners: Mapping[str, int] | None = None,
 ) -> OrderedDict[str, Tensor]:
     """Original name (tied names too) -> whole tensor on the CPU.
 
     ``rank0_only``: only rank 0 gets it, the others an empty dict; one tensor at a time is whole on the others.
-    ``owners``: with pipeline stages, the pp coordinate on which a parameter lives. Collective: every rank calls it.
+    Collective: every rank calls it.
     """
     out: OrderedDict[str, Tensor] = OrderedDict()
     for spec in specs:
-        value = fetch_whole(spec.name, parameters.get(spec.name), spec.shape, spec.dtype, groups, owners)
+        value = fetch_whole(spec, parameters.get(spec.name), groups)
         if not rank0_only or groups.rank == 0:
             out.update(dict.fromkeys((spec.name, *spec.aliases), _own_copy(value, parameters.get(spec.name))))
     if not rank0_only or groups.rank == 0:
@@ -267,15 +266,14 @@ def full_gradients(
     specs: Iterable[ParameterSpec],
     groups: Groups,
     rank0_only: bool = False,
-    owners: Mapping[str, int] | None = None,
 ) -> dict[str, Tensor]:
     """Original name -> whole gradient on the CPU; a parameter without gradient is left out. Collective."""
     out = {}
     for spec in specs:
         gradient = parameters[spec.name].grad if spec.name in parameters else None
-        if owners is None and gradient is None:
+        if groups.mesh.size("pp") == 1 and gradient is None:
             continue
-        value = fetch_whole(spec.name, gradient, spec.shape, spec.dtype, groups, owners)
+        value = fetch_whole(spec, gradient, groups)
         if value.numel() == torch.Size(spec.shape).numel() and (not rank0_only or groups.rank == 0):
             out[spec.name] = _own_copy(value, gradient)
     return out
@@ -288,23 +286,20 @@ def _own_copy(value: Tensor, source: Tensor | None) -> Tensor:
     return out.clone() if shared else out
 
 
-def fetch_whole(
-    name: str, x: Tensor | None, shape: Any, dtype: torch.dtype, groups: Groups, owners: Mapping[str, int] | None
-) -> Tensor:
+def fetch_whole(spec: ParameterSpec, x: Tensor | None, groups: Groups) -> Tensor:
     """The whole of a tensor that this rank's stage, or another stage, holds."""
-    stages = groups.mesh.size("pp")
-    if stages == 1 or owners is None or name not in owners:
+    if groups.mesh.size("pp") == 1:
         if x is None:
-            raise ValueError(f"state: no tensor for {name}; pass every parameter, and owners on a mesh with pp")
+            raise ValueError(f"state: no tensor for {spec.name}; pass every parameter")
         return whole_tensor(x)
     value = whole_tensor(x) if x is not None else None
-    source = groups.ranks("pp")[owners[name]]
+    source = groups.ranks("pp")[spec.ranks[0]]
     there = torch.full((), int(value is not None), device=groups.device)
     dist.broadcast(there, source, group=groups.group("pp"))
     if not there.item():
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=spec.dtype)
     if value is None or groups.rank != source:
-        value = torch.empty(tuple(shape), dtype=dtype, device=groups.device)
+        value = torch.empty(tuple(spec.shape), dtype=spec.dtype, device=groups.device)
     value = value.contiguous()
     dist.broadcast(value, source, group=groups.group("pp"))
     return value

@@ -43,7 +43,7 @@ class Stateful(nn.Module):
             yes_or_no("rank0_only", rank0_only)
             owed = self._cache.owed()
             agree_on_arguments(self._groups, "full_state_dict", {"rank0_only": rank0_only}, owed=owed)
-            whole = state.full_state_dict(own, specs, self._groups, persistent, rank0_only, self._owners())
+            whole = state.full_state_dict(own, specs, self._groups, persistent, rank0_only)
         return state.note_steps(whole, self.training_steps)
 
     def full_gradients(self, rank0_only: bool = False) -> dict[str, Tensor]:
@@ -52,11 +52,7 @@ class Stateful(nn.Module):
             yes_or_no("rank0_only", rank0_only)
             has = [name for name, p in self._tree.own.items() if p.grad is not None]
             agree_on_arguments(self._groups, "full_gradients", {"rank0_only": rank0_only}, has, self._cache.owed())
-            return state.full_gradients(self._tree.own, self._tree.specs, self._groups, rank0_only, self._owners())
-
-    def _owners(self) -> dict[str, int] | None:
-        """With pipeline stages: parameter -> the coordinate on pp from which others get it."""
-        return {s.name: s.ranks[0] for s in self._tree.specs} if self._cache.plan.pipeline is not None else None
+            return state.full_gradients(self._tree.own, self._tree.specs, self._groups, rank0_only)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Tensor], strict: bool = True, assign: bool = False
@@ -149,7 +145,6 @@ class Stateful(nn.Module):
                 self._persistent(),
                 configs,
                 max_shard_size,
-                self._owners(),
                 self.training_steps,
                 self._recipes(load=False),
             )

@@ -207,7 +207,7 @@ def _ran(cell: Cell, ways: list[Way]) -> list[Found]:
 
 def _step(made: Compiled, name: str, groups: Groups) -> Found:
     known, executor = subject(name), Executor(made, groups, measure=True)
-    result = executor.train_step(values_of(made, name, groups))
+    result = executor.run_step(values_of(made, name, groups))
     nodes = {s.node: s.name for s in made.local.meta["signature"].inputs}
     gradients = {nodes[node]: g for node, g in result.gradients.items()}
 

@@ -51,12 +51,12 @@ def step(rank: int) -> str:
     groups, case = start(LONG, pp=3), Case(3, 3, skips=(2,))
     order = hand_made.order_of(case, "1f1b", 3)
     executor, values = Executor(hand_made.compiled_of(case, order), groups), hand_made.mine(case, order, rank)
-    losses = [float(executor.train_step(values).losses[0]) for _ in range(2)]
+    losses = [float(executor.run_step(values).losses[0]) for _ in range(2)]
     assert losses == pytest.approx([hand_made.expected(case)[0]] * 2, abs=1e-10)
     if rank == 1:
         entry = next(e for e in executor.program.entries if str(e.action) == "1F1")
         entry.does[0].apply = lambda _: os.kill(os.getpid(), signal.SIGKILL)
-    return outcome(lambda: executor.train_step(values))
+    return outcome(lambda: executor.run_step(values))
 
 
 def users_wait(rank: int) -> str:

@@ -32,9 +32,8 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind, OutputSpec, TensorArgument
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from autopar.adapters.call_recorder import CallRecorder
 from autopar.adapters.keys import told_apart
 from autopar.adapters.operators import mutates, returns_alias
 
@@ -273,11 +272,9 @@ class _Bodies:
 
     def __init__(self) -> None:
         self.graph = Graph()
-        self._known: dict[Any, _BodyRecorder] = {}
+        self._known: dict[Any, _Body] = {}
 
-    def body(
-        self, target: Callable[..., Any], node: Node, known: Mapping[Node, Any]
-    ) -> tuple[_BodyRecorder, list[Any]]:
+    def body(self, target: Callable[..., Any], node: Node, known: Mapping[Node, Any]) -> tuple[_Body, list[Any]]:
         """(what ``target`` calls for the operands of ``node``, these operands)."""
         leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Node)]
@@ -298,8 +295,8 @@ class _Bodies:
         return self._known[key], operands
 
 
-def _recorded(target: Callable[..., Any], args: Any, kwargs: Any, values: Sequence[Tensor]) -> _BodyRecorder:
-    with enable_python_dispatcher(), _BodyRecorder(values) as body:  # some are taken apart in Python
+def _recorded(target: Callable[..., Any], args: Any, kwargs: Any, values: Sequence[Tensor]) -> _Body:
+    with enable_python_dispatcher(), _Body(values) as body:  # some are taken apart in Python
         returned = body.named(target(*args, **kwargs))
     if not body.complete:
         raise _NotKnown
@@ -307,23 +304,18 @@ def _recorded(target: Callable[..., Any], args: Any, kwargs: Any, values: Sequen
     return body
 
 
-class _BodyRecorder(TorchDispatchMode):
-    """The operators that run, as a graph of the values that are given. ``complete``: whether it holds all of them."""
+class _Body(CallRecorder):
+    """The calls as a graph, of the values that are given."""
 
     def __init__(self, given: Sequence[Tensor]) -> None:
         super().__init__()
-        self.graph, self.complete = Graph(), True  # nobody may raise in here: some of torch's callers end the process
-        self._nodes = WeakTensorKeyDictionary()
+        self.graph = Graph()
         self.inputs = [self.graph.placeholder(f"x{i}") for i in range(len(given))]
         for x, node in zip(given, self.inputs, strict=True):
             self._add(x, node)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "prim":
-            return func(*args, **(kwargs or {}))  # what device a tensor is on
-        named = self.named((args, kwargs or {}))
-        out = func(*args, **(kwargs or {}))
-        node = self.graph.call_function(func, *named)
+    def note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        node = self.graph.call_function(func, args, kwargs)
         if isinstance(out, Tensor):
             self._add(out, node)
         else:
@@ -331,18 +323,9 @@ class _BodyRecorder(TorchDispatchMode):
             for i, x in enumerate(out if self.complete else ()):
                 self._add(x, self.graph.call_function(operator.getitem, (node, i)))
             node.meta["val"] = tuple(n.meta["val"] for n in node.users)
-        return out
-
-    def named(self, values: Any) -> Any:
-        """With nodes for tensors."""
-        return pytree.tree_map_only(Tensor, self._node, values)
-
-    def _node(self, x: Tensor) -> Node | None:
-        self.complete &= x in self._nodes
-        return self._nodes.get(x)
 
     def _add(self, x: Tensor, node: Node) -> None:
-        self._nodes[x], node.meta["val"] = node, x.detach()
+        self.known[x], node.meta["val"] = node, x.detach()
 
 
 def _facts(value: Any) -> Any:

@@ -21,11 +21,10 @@ from torch._higher_order_ops.effects import has_effects
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule
-from torch.fx.node import map_aggregate, map_arg
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.fx.node import map_arg
 
 from autopar.adapters.aot import explain, traced_joint
+from autopar.adapters.call_recorder import CallRecorder
 from autopar.adapters.fake import new_mode
 
 
@@ -96,58 +95,35 @@ class Recorded:
         return [None if v is None else self.likes[v.number] for v in values]  # type: ignore[misc]
 
 
-class _Recorder(TorchDispatchMode):
+class _Calls(CallRecorder):
+    """The calls as a list, of numbered values."""
+
     def __init__(self, given: Sequence[Tensor]) -> None:
         super().__init__()
-        self.complete = True  # nobody may raise in here: some of torch's callers end the process then
         self.calls: list[CoreCall] = []
         self.likes: list[ResultFacts] = []
-        # weakly: a result that somebody else holds, too, is copied when autograd makes it a view
-        self.numbers = WeakTensorKeyDictionary()
         for x in given:
             self._add(x)
 
-    def value(self, x: Any) -> Value | None:
-        """What a tensor is known as."""
-        if x is None:
-            return None
-        self.complete &= x in self.numbers
-        return Value(self.numbers.get(x, -1))
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "prim":
-            return func(*args, **(kwargs or {}))  # what device a tensor is on
+    def note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         self.complete &= not func._schema.is_mutable and bool(func._schema.returns) and not has_effects(func)
-        named = map_aggregate((args, kwargs or {}), self._named)
-        out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor):
-            self.calls.append(CoreCall(func, *named, self._add(out), func))
+            self.calls.append(CoreCall(func, args, kwargs, self._add(out), func))
         elif isinstance(out, (tuple, list)) and all(x is None or isinstance(x, Tensor) for x in out):
-            self._add_several(func, named, out)
+            several = Value(len(self.likes))
+            self.likes.append(like_of(out))
+            self.calls.append(CoreCall(func, args, kwargs, several.number, func))
+            for i, x in enumerate(out):
+                if x is not None:
+                    self.calls.append(CoreCall(operator.getitem, (several, i), {}, self._add(x), func))
         else:
             self.complete = False
-        return out
-
-    def _add_several(self, func: Any, named: Any, out: Sequence[Tensor | None]) -> None:
-        several = Value(len(self.likes))
-        self.likes.append(like_of(out))
-        args, kwargs = named
-        self.calls.append(CoreCall(func, args, kwargs, several.number, func))
-        for i, x in enumerate(out):
-            if x is not None:
-                self.calls.append(CoreCall(operator.getitem, (several, i), {}, self._add(x), func))
 
     def _add(self, x: Tensor) -> int:
-        self.numbers[x] = number = len(self.likes)
+        number = len(self.likes)
+        self.known[x] = Value(number)
         self.likes.append(TensorFacts.of(x))
         return number
-
-    def _named(self, x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        if x in self.numbers or isinstance(x, FakeTensor) or x.dim():
-            return self.value(x)
-        return x.item()  # a number that the dispatcher wrapped
 
 
 def like_of(val: Any) -> ResultFacts:
@@ -180,12 +156,12 @@ def record(
     """
     given = [like.fake(MODE).requires_grad_(wanted) for like, wanted in zip(operands, needs, strict=True)]
     arriving = [like.fake(MODE) for like in tangents or () if like is not None]
-    recorder = _Recorder([*given, *arriving])
+    recorder = _Calls([*given, *arriving])
     with torch.inference_mode(False), torch.enable_grad(), MODE, recorder:
         results, several = _flat(run(*given))
         forward = len(recorder.calls)
         found = _gradients(results, given, needs, tangents, arriving)
-    values, gradients = tuple(map(recorder.value, results)), tuple(map(recorder.value, found))
+    values, gradients = tuple(recorder.named(results)), tuple(recorder.named(found))
     if not recorder.complete:
         return _traced(run, given, needs, tangents, arriving, checked)
     live = tuple(x is not None and x.requires_grad for x in results)

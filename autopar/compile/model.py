@@ -17,14 +17,15 @@ from autopar.adapters.lazy import lazy_code
 from autopar.compile.parameters import known_batch_dims
 from autopar.compile.parts import compile_pipeline
 from autopar.compile.shared_capture import SharedCapture
-from autopar.compile.slices import compile_sliced
+from autopar.compile.slices import samples_of
 from autopar.cost.axis_shares import axis_shares
 from autopar.cost.memory import most_static
-from autopar.ir.graph import has_gradient, mark_gradients, output_node, remove_dead_code
+from autopar.ir.graph import copy_graph, has_gradient, mark_gradients, output_node, remove_dead_code
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
 from autopar.passes.differentiate import lowered
 from autopar.passes.in_order import GLOBAL_PASSES, PLACEMENT_PASSES
+from autopar.passes.slice_tokens import slice_tokens
 from autopar.passes.split_prologue import split_prologue
 from autopar.plan import Plan, check_plan
 from autopar.planner import make_plan
@@ -32,8 +33,7 @@ from autopar.planner.plan_fits import check_fits
 from autopar.planner.step_order import parameter_specs
 from autopar.rewrite.compilation import Compilation, Observer, timed
 from autopar.rewrite.pass_manager import PassManager
-from autopar.schedule.request import SCHEDULES
-from autopar.steps.graphs import Compiled
+from autopar.steps.graphs import Cache, Compiled, Prologue
 
 
 def compile_model(
@@ -105,17 +105,30 @@ def compile_graph(
         check_plan(plan)
         check_fits(plan, gm, train)
     ctx.plan = plan
-    if train and plan.pipeline is not None and SCHEDULES[plan.pipeline.schedule].sliced:
-        return compile_sliced(gm, ctx)
-    gm = PassManager(PLACEMENT_PASSES).run(gm, ctx, facts=("functional",))
-    ctx.plan = plan = dataclasses.replace(plan, shares=axis_shares(gm, plan))
-    gm, prologue = split_prologue(gm, ctx)
+    slices = samples_of(plan, train)
+    contexts = [ctx.of_slice(s, s is slices[0]) for s in slices] or [ctx]
+    local = [
+        PassManager(PLACEMENT_PASSES).run(copy_graph(gm) if slices else gm, c, facts=("functional",)) for c in contexts
+    ]
+    ctx.plan = plan = dataclasses.replace(plan, shares=axis_shares(local[0], plan))
+    made = [_of_micro_batch(*pair) for pair in zip(local, contexts, strict=True)]
+    gm, prologue = made[0][0], made[0][2]
     if prologue is not None:
         prologue.graph = lowered(prologue.graph)
         ctx.observe("prologue", prologue.graph)
     parameters = parameter_specs(gm, plan)
-    pipeline = compile_pipeline(gm, ctx, train, most_static(parameters, mesh), tangents)
+    graphs, static = [(graph, caches) for graph, caches, _ in made], most_static(parameters, mesh)
+    pipeline = compile_pipeline(graphs, ctx, train, static, tangents, slices)
     return Compiled(gm.meta["signature"], plan, gm, pipeline, prologue, parameters, train, timings)
+
+
+def _of_micro_batch(gm: GraphModule, ctx: Compilation) -> tuple[GraphModule, list[Cache], Prologue | None]:
+    """What one rank runs on a micro-batch, or on a slice of its tokens, before it is cut and differentiated."""
+    gm, prologue = split_prologue(gm, ctx)
+    gm, caches = slice_tokens(gm, ctx)
+    if ctx.mesh.slice is not None:
+        ctx.observe("slice_tokens", gm)
+    return gm, caches, prologue
 
 
 def keep_outputs(gm: GraphModule, names: Sequence[str]) -> None:

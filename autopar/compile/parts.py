@@ -6,13 +6,13 @@ local graph -> cut_stages -> per part: F, BW, B, W, G, R -> check_step_types -> 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 from torch.fx import GraphModule, Node
 
 from autopar.compile.equal_parts import KnownParts
 from autopar.compile.parameter_exchanges import place_exchanges
+from autopar.compile.slices import COMPUTE_GRAPHS, merged, sliced_hop
 from autopar.ir.conversions import is_conversion
 from autopar.ir.flow import Flow, flow_of
 from autopar.ir.graph import placeholders
@@ -22,7 +22,6 @@ from autopar.passes.differentiate import differentiate, lowered
 from autopar.passes.in_order import STEP_PASSES
 from autopar.passes.own_gradients import OwnGradients
 from autopar.passes.parameter_graphs import gather_graph, reduce_graph
-from autopar.passes.slice_sizes import LENGTH, START, symbolic
 from autopar.plan import Plan
 from autopar.planner.step_order import make_order
 from autopar.planner.units import parts_by_node, resolve
@@ -39,64 +38,48 @@ from autopar.steps.of_rank import backwards, graph_name
 
 
 def compile_pipeline(
-    gm: GraphModule, ctx: Compilation, train: bool = True, static: int = 0, tangents: Sequence[str] = ()
+    graphs: Sequence[tuple[GraphModule, list[Cache]]],
+    ctx: Compilation,
+    train: bool = True,
+    static: int = 0,
+    tangents: Sequence[str] = (),
+    slices: Sequence[TokenSlice] = (),
 ) -> Pipeline:
-    """Cut a local graph as the plan says and compile its parts. ``static``: see `make_order`. ``tangents``: names of
-    outputs that gradients come for, beside the losses, where there is one part.
+    """Cut a local graph as the plan says and compile its parts. ``graphs``: it and its caches, or those of the sample
+    ``slices``. ``static``: see `make_order`. ``tangents``: names of outputs that gradients come for, beside the losses,
+    where there is one part.
 
     Raises ValueError where the graph has no such layers or the schedule does not take the number of micro-batches.
     """
     plan = ctx.plan
     assert plan is not None
-    cut = timed(
-        ctx.timings, "cut_stages", lambda: _cut(gm, plan) if plan.pipeline else _whole(gm, plan, tangents, train)
-    )
-    known = KnownParts()
-    parts = []
-    for k, part in enumerate(cut.parts):
-        make = partial(_compile_part, k, part, cut, ctx, train)
-        alone = len(cut.parts) == 1 or ctx.observers  # who watches sees each
-        parts.append(make() if alone else known.stage(part, make))
-    timed(ctx.timings, "checks", lambda: check_step_types(parts, gm, ctx.mesh))
-    order = timed(ctx.timings, "order", lambda: proven(make_order(plan, parts, cut.hops, train, static), cut.hops))
-    slices = plan.pipeline.slices if plan.pipeline is not None else ()
-    return Pipeline(parts, cut.hops, order, *_prologues(cut, ctx), slices)
+    cuts = timed(ctx.timings, "cut_stages", lambda: [_cut(gm, plan, tangents, train) for gm, _ in graphs])
+    known, parts, checked = KnownParts(), [], []
+    for k, same in enumerate(zip(*(cut.parts for cut in cuts), strict=True)):
+        if slices:
+            samples = [_differentiated(part, train, True) for part in same]
+            checked.append(samples[0])  # types are of numbers; the merged graphs compute theirs
+            parts.append(_finish(f"part{k}.", merged(samples, slices, graphs[0][1]), ctx, FIXED_GRAPHS))
+            continue
+        make = partial(_compile_part, k, same[0], cuts[0], ctx, train)
+        alone = len(cuts[0].parts) == 1 or ctx.observers  # who watches sees each
+        parts.append(make() if alone else known.stage(same[0], make))
+    timed(ctx.timings, "checks", lambda: check_step_types(checked or parts, graphs[0][0], ctx.mesh))
+    lengths = plan.pipeline.slices if plan.pipeline is not None else ()
+    hops = cuts[0].hops
+    if slices:
+        hops = [sliced_hop(same, slices, lengths) for same in zip(*(cut.hops for cut in cuts), strict=True)]
+    order = timed(ctx.timings, "order", lambda: proven(make_order(plan, parts, hops, train, static), hops))
+    return Pipeline(parts, hops, order, *_prologues(cuts[0], ctx), lengths)
 
 
-def _cut(gm: GraphModule, plan: Plan) -> Cut:
-    assert plan.pipeline is not None
-    flow = flow_of(gm, plan.inputs)
-    return cut_stages(gm, flow, place(flow, plan.pipeline.cuts), plan.pipeline.parts)
-
-
-def _whole(gm: GraphModule, plan: Plan, tangents: Sequence[str], train: bool) -> Cut:
-    """Gathers for each use stay within the graph, and are made again in its backward."""
-    if not (train and plan.options.zero and plan.options.gathers_once):
-        return uncut(gm, tangents)
-    return uncut(gm, tangents, flow_of(gm, plan.inputs).used)
-
-
-def compile_sliced_pipeline(
-    graphs: Sequence[tuple[GraphModule, list[Cache]]], ctx: Compilation, slices: Sequence[TokenSlice]
-) -> Pipeline:
-    """The pipeline of token slices. ``graphs``: the local graphs, and caches, of the sample slices ``slices``."""
-    plan = ctx.plan
-    assert plan is not None and plan.pipeline is not None
-    chosen = plan.pipeline
-    cuts, made = [], []
-    for gm, _ in graphs:
-        cuts.append(_cut(gm, plan))
-        made.append([_differentiated(part, True, True) for part in cuts[-1].parts])
-    timed(ctx.timings, "checks", lambda: check_step_types(made[0], graphs[0][0], ctx.mesh))
-    parts = []
-    for k, stages in enumerate(zip(*made, strict=True)):
-        stage = _merged(stages, slices)
-        names = {n.name for n in placeholders(cuts[0].parts[k].graph)}
-        stage.caches = [c for c in graphs[0][1] if c.past in names]
-        parts.append(_finish(f"part{k}.", stage, ctx, FIXED_GRAPHS))
-    hops = [_sliced_hop(same, slices, chosen.slices) for same in zip(*(cut.hops for cut in cuts), strict=True)]
-    order = proven(make_order(plan, parts, hops), hops)
-    return Pipeline(parts, hops, order, *_prologues(cuts[0], ctx), chosen.slices)
+def _cut(gm: GraphModule, plan: Plan, tangents: Sequence[str], train: bool) -> Cut:
+    """Of one part, gathers for each use stay within the graph, and are made again in its backward."""
+    if plan.pipeline is not None:
+        flow = flow_of(gm, plan.inputs)
+        return cut_stages(gm, flow, place(flow, plan.pipeline.cuts), plan.pipeline.parts)
+    once = train and plan.options.zero and plan.options.gathers_once
+    return uncut(gm, tangents, flow_of(gm, plan.inputs).used if once else None)
 
 
 def proven(order: Order, hops: Sequence[Hop]) -> Order:
@@ -105,34 +88,6 @@ def proven(order: Order, hops: Sequence[Hop]) -> Order:
     simulate(lowered)
     check_streams(lowered)
     return order
-
-
-def _merged(stages: Sequence[Stage], slices: Sequence[TokenSlice]) -> Stage:
-    """The stage for every slice, from those of the sample slices."""
-    first = stages[0]
-    for name in COMPUTE_GRAPHS:
-        steps = [getattr(s, name) for s in stages]
-        if steps[0] is not None:
-            assert all(s.inputs == steps[0].inputs and s.outputs == steps[0].outputs for s in steps)
-            graph = symbolic([s.graph for s in steps], slices)
-            setattr(first, name, StepGraph(graph, [*steps[0].inputs, LENGTH, START], steps[0].outputs))
-    return first
-
-
-def _sliced_hop(hops: Sequence[Hop], slices: Sequence[TokenSlice], lengths: Sequence[int]) -> Hop:
-    """The hop with one shape per slice: sizes are affine in the length, and follow from two samples."""
-    (first,), (longer,), (later,) = (h.shapes for h in hops[:3])
-    if later != first:
-        raise ValueError(
-            f"token_slices: {hops[0].value} goes from part {hops[0].source} to part {hops[0].target} and grows "
-            "with the tokens before the slice; cut the model elsewhere with cuts=[...]"
-        )
-    a, b = slices[0].length, slices[1].length
-
-    def shape(length: int) -> tuple[int, ...]:
-        return tuple(x + (y - x) * (length - a) // (b - a) for x, y in zip(first, longer, strict=True))
-
-    return replace(hops[0], shapes=tuple(map(shape, lengths)))
 
 
 def place(flow: Flow, cuts: tuple[str, ...]) -> dict[Node, int]:
@@ -176,7 +131,6 @@ def _differentiated(part: PartGraph, train: bool, split: bool) -> Stage:
 
 
 FIXED_GRAPHS = ("gather", "reduce")
-COMPUTE_GRAPHS = ("forward", "gather_forward", "backward", "backward_input", "backward_weight", "backward_reduce")
 
 
 def _finish(prefix: str, stage: Stage, ctx: Compilation, names: Sequence[str]) -> Stage:

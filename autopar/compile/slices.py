@@ -1,47 +1,56 @@
-"""The pipeline of token slices: graphs for slices of any length."""
+"""Token slices: local graphs are made for four samples, and become one set of graphs for slices of any length.
+
+stages of samples   --`merged`-->       one stage, whose graphs take a length and a start
+hops of samples     --`sliced_hop`-->   one hop, with a shape per slice
+"""
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Sequence
+from dataclasses import replace
 
-from torch.fx import GraphModule
-
-from autopar.compile.parts import compile_sliced_pipeline
-from autopar.cost.axis_shares import axis_shares
-from autopar.ir.graph import copy_graph
-from autopar.passes.differentiate import lowered
-from autopar.passes.in_order import PLACEMENT_PASSES
-from autopar.passes.slice_sizes import sample_slices
-from autopar.passes.slice_tokens import slice_tokens
-from autopar.passes.split_prologue import split_prologue
+from autopar.ir.mesh import TokenSlice
+from autopar.passes.slice_sizes import LENGTH, START, sample_slices, symbolic
+from autopar.plan import Plan
 from autopar.planner.slice_lengths import slice_unit
-from autopar.planner.step_order import parameter_specs
-from autopar.rewrite.compilation import Compilation
-from autopar.rewrite.pass_manager import PassManager
-from autopar.steps.graphs import Compiled
+from autopar.schedule.order import Hop
+from autopar.schedule.request import SCHEDULES
+from autopar.steps.graphs import Cache, Stage, StepGraph
+
+COMPUTE_GRAPHS = ("forward", "gather_forward", "backward", "backward_input", "backward_weight", "backward_reduce")
 
 
-def compile_sliced(gm: GraphModule, ctx: Compilation) -> Compiled:
-    """The pipeline of token slices: one set of graphs for slices of any length, from those of four sample slices."""
-    plan = ctx.plan
-    assert plan is not None and plan.pipeline is not None
-    samples = sample_slices(sum(plan.pipeline.slices), slice_unit(plan.options, plan.mesh))
-    made = []
-    prologues = []
-    for i, part in enumerate(samples):
-        mesh = ctx.mesh.with_slice(part.length, part.start, part.total)
-        here = Compilation(mesh, plan, ctx.observers if i == 0 else [], ctx.timings)
-        local = PassManager(PLACEMENT_PASSES).run(copy_graph(gm), here, facts=("functional",))
-        if i == 0:
-            ctx.plan = plan = dataclasses.replace(plan, shares=axis_shares(local, plan))
-        local, prologue = split_prologue(local, here)
-        prologues.append(prologue)
-        made.append(slice_tokens(local, here))
-        here.observe("slice_tokens", local)
-    if prologues[0] is not None:
-        prologues[0].graph = lowered(prologues[0].graph)
-        ctx.observe("prologue", prologues[0].graph)
-    pipeline = compile_sliced_pipeline(made, ctx, samples)
-    local = made[0][0]
-    parameters = parameter_specs(local, plan)
-    return Compiled(local.meta["signature"], plan, local, pipeline, prologues[0], parameters, True, ctx.timings)
+def samples_of(plan: Plan, train: bool) -> tuple[TokenSlice, ...]:
+    """The slices for which local graphs are made; none where a step takes all tokens at once."""
+    if not train or plan.pipeline is None or not SCHEDULES[plan.pipeline.schedule].sliced:
+        return ()
+    return sample_slices(sum(plan.pipeline.slices), slice_unit(plan.options, plan.mesh))
+
+
+def merged(stages: Sequence[Stage], slices: Sequence[TokenSlice], caches: Sequence[Cache]) -> Stage:
+    """The stage for every slice, from those of the sample slices. ``caches``: of all stages."""
+    first, made = stages[0], {}
+    for name in COMPUTE_GRAPHS:
+        steps = [getattr(s, name) for s in stages]
+        if steps[0] is not None:
+            assert all(s.inputs == steps[0].inputs and s.outputs == steps[0].outputs for s in steps)
+            graph = symbolic([s.graph for s in steps], slices)
+            made[name] = StepGraph(graph, [*steps[0].inputs, LENGTH, START], steps[0].outputs)
+    own = [c for c in caches if c.past in first.forward.inputs]
+    return replace(first, **made, caches=own)
+
+
+def sliced_hop(hops: Sequence[Hop], slices: Sequence[TokenSlice], lengths: Sequence[int]) -> Hop:
+    """The hop with one shape per slice: sizes are affine in the length, and follow from two samples."""
+    (first,), (longer,), (later,) = (h.shapes for h in hops[:3])
+    if later != first:
+        raise ValueError(
+            f"token_slices: {hops[0].value} goes from part {hops[0].source} to part {hops[0].target} and grows "
+            "with the tokens before the slice; cut the model elsewhere with cuts=[...]"
+        )
+    a, b = slices[0].length, slices[1].length
+
+    def shape(length: int) -> tuple[int, ...]:
+        return tuple(x + (y - x) * (length - a) // (b - a) for x, y in zip(first, longer, strict=True))
+
+    return replace(hops[0], shapes=tuple(map(shape, lengths)))

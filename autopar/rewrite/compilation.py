@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch.fx import GraphModule, Node
 
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import Mesh, TokenSlice
 from autopar.plan import Plan
 
 T = TypeVar("T")
@@ -35,6 +35,11 @@ class Compilation:
     checked: dict[Node, list[Any]] = field(default_factory=dict)  # whose types are right -> what was looked at
 
     prefix: str = ""  # of the names that observers see: which step graph the passes run on
+
+    def of_slice(self, part: TokenSlice, watched: bool) -> Compilation:
+        """The compilation of one slice of the tokens. ``watched``: for the same observers."""
+        mesh = self.mesh.with_slice(part.length, part.start, part.total)
+        return Compilation(mesh, self.plan, self.observers if watched else [], self.timings)
 
     @contextmanager
     def within(self, prefix: str) -> Iterator[None]:

@@ -63,9 +63,9 @@ class FakeGpu(FakeTensorMode):
             values = {name: torch.empty(shape, dtype=dtype, device="cuda") for name, (shape, dtype) in facts.items()}
             values |= executor.constants
             values |= {name: torch.full((), 1, device="cuda") for name in executor.seeds}
-            executor.train_step(values)
+            executor.run_step(values)
             self.copies.clear()
-            return executor.train_step(values)
+            return executor.run_step(values)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

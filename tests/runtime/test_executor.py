@@ -31,8 +31,8 @@ def train(case: Case, schedule: str, ranks: int, bucket_bytes: int = 2**20) -> d
     order = hand_made.order_of(case, schedule, ranks)
     executor = Executor(hand_made.compiled_of(case, order, bucket_bytes), groups, measure=True, record=True)
     values = hand_made.mine(case, order, groups.rank)
-    first = executor.train_step(values)
-    result = executor.train_step(values)
+    first = executor.run_step(values)
+    result = executor.run_step(values)
     assert all(torch.equal(g, result.gradients[n]) for n, g in first.gradients.items())
     ran = [str(action) for action, start, end in executor.timeline if end >= start]
     return {
@@ -119,7 +119,7 @@ def train_rehearsed(case: Case, schedule: str) -> dict[str, Any]:
             return run(bound, inputs)
 
         patched.setattr(Bound, "__call__", counted)
-        result = executor.train_step(hand_made.mine(case, order, groups.rank))
+        result = executor.run_step(hand_made.mine(case, order, groups.rank))
     return {
         "losses": [float(x) for x in result.losses],
         "gradients": result.gradients,
@@ -178,7 +178,7 @@ def train_changed(case: Case, schedule: str, change: str) -> tuple[dict[str, Ten
     compiled = hand_made.compiled_of(case, SCHEDULES[schedule].make(Request(2, case.micro_batches)))
     CHANGES[change](compiled)
     executor = Executor(compiled, groups)
-    result = executor.train_step(hand_made.mine(case, executor.order, groups.rank))
+    result = executor.run_step(hand_made.mine(case, executor.order, groups.rank))
     sent = executor.traffic.get(("pp", "send"))
     return result.gradients, float(result.losses[0]), sent.calls if sent else 0
 
@@ -220,7 +220,7 @@ def train_with_buffer() -> tuple[list[int], Traffic]:
     ]
     executor = Executor(compiled, groups)
     values = {**hand_made.mine(case, executor.order, groups.rank), "steps": torch.tensor([7, 8])}
-    result = executor.train_step(values)
+    result = executor.run_step(values)
     assert values["steps"].tolist() == [7, 8]
     return result.outputs[1].tolist(), executor.traffic["pp", "broadcast"]
 

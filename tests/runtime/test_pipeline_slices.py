@@ -124,7 +124,7 @@ def train(schedule: str) -> tuple[float, dict[str, Tensor], int, int]:
     )
     executor = Executor(compiled, groups, measure=True)
     assert executor.peaks.live == 0
-    result = executor.train_step(values())
+    result = executor.run_step(values())
     assert executor.peaks.live == simulate(order).live[groups.rank]
     sent = executor.traffic["pp", "send"]
     return float(result.losses[0]), result.gradients, sent.calls, sent.bytes

@@ -120,14 +120,14 @@ def step_that_fails(how: str) -> tuple[str, float]:
     order = hand_made.order_of(case, "1f1b", 4)
     executor = Executor(hand_made.compiled_of(case, order), groups)
     values = hand_made.mine(case, order, groups.rank)
-    executor.train_step(values)
+    executor.run_step(values)
     if groups.rank == 2:
         middle = next(e for e in executor.program.entries if str(e.action) == "2BW1")
         middle.does.insert(0, Instruction(STOPS[how], []))
     start = time.monotonic()
     try:
         with reporting():
-            executor.train_step(values)
+            executor.run_step(values)
     except (CollectiveError, ArithmeticError) as error:
         message = f"{type(error).__name__}: {error}"
         took = time.monotonic() - start

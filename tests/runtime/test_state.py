@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -212,22 +213,19 @@ def test_whole_state_both_ways() -> None:
 
 def staged() -> None:
     groups = Groups(init_mesh(pp=2, tp=2))
-    stage, specs = groups.coordinate["pp"], make_specs()
-    owners = {s.name: i % 2 for i, s in enumerate(specs)}
+    stage, specs = groups.coordinate["pp"], [replace(s, ranks=(i % 2,)) for i, s in enumerate(make_specs())]
     values = wholes(0)
     params = {
-        s.name: make_parameter(local_piece(values[s.name], s, groups), s, groups)
-        for s in specs
-        if owners[s.name] == stage
+        s.name: make_parameter(local_piece(values[s.name], s, groups), s, groups) for s in specs if stage in s.ranks
     }
-    state = full_state_dict(params, specs, groups, owners=owners)
+    state = full_state_dict(params, specs, groups)
     torch.testing.assert_close(state, values, rtol=0, atol=0)
     for spec in specs:
         if spec.name in params and spec.name != "row":
             set_gradients(
                 [(spec.name, params[spec.name], local_piece(wholes(7)[spec.name], spec, groups))], Observers()
             )
-    found = full_gradients(params, specs, groups, owners=owners)
+    found = full_gradients(params, specs, groups)
     assert found.keys() == values.keys() - {"row"}
     torch.testing.assert_close(found["qkv"], wholes(7)["qkv"], rtol=0, atol=0)
 

@@ -1,0 +1,47 @@
+"""The operators that run while somebody watches, written down by what is known of the tensors that they take."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.node import map_aggregate
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+class CallRecorder(TorchDispatchMode):
+    """Shows every call to `note`. ``complete``: whether each tensor that was asked for is known; nobody may raise in
+    here, some of torch's callers end the process then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.complete = True
+        # weakly: a result that somebody else holds, too, is copied when autograd makes it a view
+        self.known = WeakTensorKeyDictionary()
+
+    @abstractmethod
+    def note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """One call, with what is known in place of tensors, and its result."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "prim":
+            return func(*args, **(kwargs or {}))  # what device a tensor is on
+        named = self.named((args, kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        self.note(func, *named, out)
+        return out
+
+    def named(self, values: Any) -> Any:
+        """What is known of tensors in their place."""
+        return map_aggregate(values, self._name)
+
+    def _name(self, x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if x not in self.known and not isinstance(x, FakeTensor) and not x.dim():
+            return x.item()  # a number that the dispatcher wrapped
+        self.complete &= x in self.known
+        return self.known.get(x)
