@@ -19,6 +19,7 @@ import atexit
 import ctypes
 import datetime
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import multiprocessing
@@ -274,6 +275,7 @@ def _host_store(control: Connection, inherited: list[Connection]) -> None:
 def _worker(rank: int, n: int, port: int, pipe: Connection, inherited: list[Connection], folder: str) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # die with the parent, however it dies
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    gc.freeze()  # looking through what is inherited would copy it
     for other in inherited:
         other.close()
     stack = open(f"{folder}/stack{rank}", "w")  # noqa: SIM115 - stays open for the life of the process

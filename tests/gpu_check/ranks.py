@@ -240,7 +240,7 @@ def one_fault(what: str, how: str, inside: bool, machine: Machine) -> Iterator[R
     if dist.get_rank() == VICTIM:
         if not inside:
             strike()
-        with patch.object(Executor, "train_step", lambda *_, **__: strike()):
+        with patch.object(Executor, "run_step", lambda *_, **__: strike()):
             parallel.train_step(**numbers())
         return
     try:

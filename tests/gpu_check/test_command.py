@@ -159,7 +159,7 @@ def doubled(self: Executor, values: Any) -> Any:
     return result
 
 
-right_step = Executor.train_step
+right_step = Executor.run_step
 
 
 @pytest.mark.parametrize("ways", [(1,), pytest.param((1, 2), marks=pytest.mark.full)], ids=str)
@@ -170,7 +170,7 @@ def test_steps(ran: Ran, monkeypatch: pytest.MonkeyPatch, ways: tuple[int, ...])
     only(monkeypatch, *(alone, pair)[: len(ways)])
     status, found, printed = ran("planted")
     assert status == 0 and sum(row["verdict"] == "ok" for row in found["rows"]) == len(ways), printed
-    monkeypatch.setattr(Executor, "train_step", doubled)
+    monkeypatch.setattr(Executor, "run_step", doubled)
     status, found, printed = ran("planted")
     words = [row["words"] for row in found["rows"] if row["verdict"] == FAILED]
     assert status == 1 and len(words) == len(ways) and all("differs from one process" in text for text in words), (
