@@ -7,6 +7,7 @@ therefore outlives any rank: the survivors can ask it who failed.
 
 from __future__ import annotations
 
+import gc
 import io
 import multiprocessing
 import os
@@ -158,6 +159,7 @@ def to_bytes(report: Any) -> bytes:
 def _rank_main(task: bytes, pipe: Connection, environment: dict[str, str], device: str | None) -> None:
     os.environ.clear()
     os.environ.update(environment)
+    gc.freeze()  # looking through what the server has imported would copy it
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     if device == "cuda":
         torch.cuda.set_device(int(environment["LOCAL_RANK"]))

@@ -34,9 +34,9 @@ LONG, SOON = 60.0, 30.0  # seconds: the timeout, and what counts as within secon
 
 
 class World:
-    """Ranks that run; ``hosts``: rank 0 hosts the store. Rank ``stays`` does not end."""
+    """Ranks that run. Rank ``stays`` does not end. ``hosts``: rank 0 hosts the store."""
 
-    def __init__(self, ranks: int, body: Callable[[int], Any], hosts: bool, stays: int) -> None:
+    def __init__(self, ranks: int, body: Callable[[int], Any], stays: int, hosts: bool = False) -> None:
         context, port = multiprocessing.get_context("fork"), free_port()
         host = None if hosts else context.Process(target=_host, args=(port,), daemon=True)
         self.stays, self.pipes, self.processes = stays, [], [host] if host else []
@@ -192,12 +192,12 @@ def test_an_error_of_torch_that_nobody_catches_names_the_rank(worlds: dict[str, 
 def worlds() -> Iterator[dict[str, World]]:
     """All that mostly wait, side by side."""
     made = {
-        "waits of torch": World(2, pipeline_and_torch, hosts=False, stays=1),
-        "host stops": World(3, the_host_stops, hosts=True, stays=0),
-        "one does not come": World(2, one_does_not_come, hosts=False, stays=1),
-        "gone": World(2, gone_while_starting, hosts=False, stays=1),
-        "gone, rank 0 hosts": World(2, gone_while_starting, hosts=True, stays=1),
-        "uncaught": World(2, uncaught, hosts=False, stays=1),
+        "waits of torch": World(2, pipeline_and_torch, stays=1),
+        "host stops": World(3, the_host_stops, stays=0, hosts=True),
+        "one does not come": World(2, one_does_not_come, stays=1),
+        "gone": World(2, gone_while_starting, stays=1),
+        "gone, rank 0 hosts": World(2, gone_while_starting, stays=1, hosts=True),
+        "uncaught": World(2, uncaught, stays=1),
     }
     yield made
     for one in made.values():

@@ -107,7 +107,7 @@ def four(rank: int, how: str) -> str:
 @pytest.fixture(scope="module")
 def found() -> Iterator[dict[str, dict[int, tuple[float, str]]]]:
     stays = {"dies": 3, "elsewhere": 3, "finishes": -1, "fails": -1}
-    made = {how: World(4, functools.partial(four, how=how), hosts=False, stays=stays[how]) for how in stays}
+    made = {how: World(4, functools.partial(four, how=how), stays[how]) for how in stays}
     yield {how: world.end() for how, world in made.items()}
 
 

@@ -105,10 +105,10 @@ def absent(rank: int) -> str:
 def worlds() -> Iterator[dict[str, World]]:
     """They mostly wait, so they do so side by side."""
     made = {
-        "step": World(3, step, hosts=False, stays=1),
-        "user's wait": World(2, users_wait, hosts=False, stays=-1),
-        "stopped": World(3, stopped, hosts=True, stays=1),
-        "absent": World(2, absent, hosts=False, stays=1),
+        "step": World(3, step, stays=1),
+        "user's wait": World(2, users_wait, stays=-1),
+        "stopped": World(3, stopped, stays=1, hosts=True),
+        "absent": World(2, absent, stays=1),
     }
     yield made
     for one in made.values():

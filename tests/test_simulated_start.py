@@ -16,7 +16,7 @@ from autopar.ir.mesh import Mesh
 from autopar.runtime.simulated_start import Crowd, StartReport, ask_as, crowd_of
 from tests.test_packaging import ROOT
 
-LARGE = "pp=16,dp=16,cp=8,tp=8"
+LARGE = "pp=8,dp=8,cp=8,tp=4"
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +24,18 @@ def large() -> StartReport:
     return autopar.simulate_start(LARGE, ranks=2)
 
 
-def test_16384_ranks_start_with_a_few_questions_each(large: StartReport) -> None:
+def test_2048_ranks_start_with_a_few_questions_each(large: StartReport) -> None:
+    assert large.mesh.world_size == 2048
+    check_start(large)
+
+
+@pytest.mark.full
+def test_16384_ranks_start_with_as_many() -> None:
+    check_start(autopar.simulate_start("pp=16,dp=16,cp=8,tp=8", ranks=2))
+
+
+def check_start(large: StartReport) -> None:
     """A vote and looks whether all have come: of these more on a slow machine, but no more for more ranks."""
-    assert large.mesh.world_size == 16384
     # four axes, dp joined with cp, three ways along cp, four links to the stages beside, votes along pp
     assert large.groups <= 4 + 1 + 3 + 4 + 1
     assert large.agreement.count <= 12 and large.agreement.nbytes < 1500
@@ -80,7 +89,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
         "autopar.runtime.simulated_start.simulate_start", lambda mesh, ranks: replace(large, groups=ranks)
     )
     assert main(["start", "--mesh", LARGE, "--ranks", "7"]) == 0
-    assert "16384 ranks\ngroups of a rank      7 in" in capsys.readouterr().out
+    assert "2048 ranks\ngroups of a rank      7 in" in capsys.readouterr().out
     assert str(Mesh.parse(LARGE)) == LARGE
 
 

@@ -75,7 +75,7 @@ def both(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[Any], list[Any]]]:
 
 def spell_out(monkeypatch: pytest.MonkeyPatch, *kept: Any) -> None:
     """AOTAutograd writes these as what they are made of; we call them."""
-    dispatch = record._Calls.__torch_dispatch__
+    dispatch = record._CallList.__torch_dispatch__
 
     def spelled(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in kept:
@@ -83,7 +83,7 @@ def spell_out(monkeypatch: pytest.MonkeyPatch, *kept: Any) -> None:
         with self:
             return func.decompose(*args, **(kwargs or {}))
 
-    monkeypatch.setattr(record._Calls, "__torch_dispatch__", spelled)
+    monkeypatch.setattr(record._CallList, "__torch_dispatch__", spelled)
 
 
 FEW = ("llama", "t5")

@@ -29,9 +29,9 @@ class CallRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "prim":
             return func(*args, **(kwargs or {}))  # what device a tensor is on
-        named = self.named((args, kwargs or {}))
+        named, by_name = self.named((args, kwargs or {}))
         out = func(*args, **(kwargs or {}))
-        self.note(func, *named, out)
+        self.note(func, named, by_name, out)
         return out
 
     def named(self, values: Any) -> Any:

@@ -95,7 +95,7 @@ class Recorded:
         return [None if v is None else self.likes[v.number] for v in values]  # type: ignore[misc]
 
 
-class _Calls(CallRecorder):
+class _CallList(CallRecorder):
     """The calls as a list, of numbered values."""
 
     def __init__(self, given: Sequence[Tensor]) -> None:
@@ -156,7 +156,7 @@ def record(
     """
     given = [like.fake(MODE).requires_grad_(wanted) for like, wanted in zip(operands, needs, strict=True)]
     arriving = [like.fake(MODE) for like in tangents or () if like is not None]
-    recorder = _Calls([*given, *arriving])
+    recorder = _CallList([*given, *arriving])
     with torch.inference_mode(False), torch.enable_grad(), MODE, recorder:
         results, several = _flat(run(*given))
         forward = len(recorder.calls)

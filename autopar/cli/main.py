@@ -16,6 +16,7 @@ Results go to stdout, progress and errors to stderr. Exit code 0: fine; 1: verif
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Sequence
 
@@ -34,6 +35,7 @@ COMMANDS = (PLAN, SHOW, VERIFY, SCHEDULE, ATTENTION, START, CACHE, DEMO)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; see the module. Returns the exit code."""
+    gc.set_threshold(50_000, 20, 100)  # torch's modules and graphs are many objects, and most of them stay
     try:
         args = _parser().parse_args(arguments)
         code: int = args.run(args)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from autopar.ir.mesh import TokenSlice
 from autopar.passes.slice_sizes import LENGTH, START, sample_slices, symbolic
@@ -29,7 +30,7 @@ def samples_of(plan: Plan, train: bool) -> tuple[TokenSlice, ...]:
 
 def merged(stages: Sequence[Stage], slices: Sequence[TokenSlice], caches: Sequence[Cache]) -> Stage:
     """The stage for every slice, from those of the sample slices. ``caches``: of all stages."""
-    first, made = stages[0], {}
+    first, made = stages[0], dict[str, Any]()
     for name in COMPUTE_GRAPHS:
         steps = [getattr(s, name) for s in stages]
         if steps[0] is not None:

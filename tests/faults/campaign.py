@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import functools
+import gc
 import multiprocessing
 import os
 import random
@@ -205,6 +206,7 @@ def _alive_with_parent() -> None:
     os.setsid()  # of its own: a stopped process is continued when the shell that started all of them goes away
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     torch.set_num_threads(1)
+    gc.freeze()  # looking through what is inherited would copy it
 
 
 def _host(port: int) -> None:

@@ -19,5 +19,5 @@ def test_cases_cover_what_can_happen() -> None:
 
 def test_no_fault_ends_in_a_hang_a_nameless_error_or_a_torn_checkpoint() -> None:
     busy = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))  # others at work: ranks come late to what they agree on
-    results = run(make_cases(SEED, COUNT), at_once=4, slack=2.0, timeout=TIMEOUT * min(busy, 3.0))
+    results = run(make_cases(SEED, COUNT), at_once=6, slack=2.0, timeout=TIMEOUT * min(busy, 3.0))
     assert not [f"{r.case}: {r.problems}" for r in results if r.problems]
