@@ -13,8 +13,9 @@ from dataclasses import fields
 from typing import Any
 
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
+from autopar.adapters.operators import OpOverload
 from autopar.ir.graph import placeholders
 from autopar.runtime.bind import axes_of
 from autopar.runtime.contents import words_of
@@ -69,8 +70,15 @@ def _text(part: Any) -> str:
     if isinstance(part, GraphModule):
         values = [node.meta.get("val") for node in placeholders(part)]
         shapes = [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in values]
-        return f"{shapes} {part.code}"
+        return "\n".join([str(shapes), *map(_line, part.graph.nodes)])  # its code would be compiled, too
     return repr(part)
+
+
+def _line(node: Node) -> str:
+    target = node.target
+    if not isinstance(target, (str, OpOverload)):
+        target = f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}"
+    return f"{node.name} {node.op} {target} {node.args} {node.kwargs}"
 
 
 def _digest(text: str) -> str:

@@ -29,32 +29,35 @@ class Stopped(Exception):
 
 
 class Switch:
-    """What all ranks share: letters in order per line, such as (source, target, way)."""
+    """What all ranks share: letters in order per line, such as (source, target, way). A rank works while it has the
+    ``turn``, and gives it away where it waits: ranks that all run at once get into each other's way."""
 
     def __init__(self, patience: float) -> None:
-        self.changed, self.patience = threading.Condition(), patience
+        self.turn, self.patience = threading.Lock(), patience
         self.lines: dict[object, deque[list[Tensor]]] = {}
+        self.waiting: dict[object, threading.Condition] = {}
         self.failed = False
 
     def put(self, line: object, letter: list[Tensor]) -> None:
-        with self.changed:
-            self.lines.setdefault(line, deque()).append(letter)
-            self.changed.notify_all()
+        self.lines.setdefault(line, deque()).append(letter)
+        if line in self.waiting:
+            self.waiting[line].notify_all()
 
     def get(self, line: object) -> list[Tensor]:
         """The next letter of a line. Raises TimeoutError if none comes."""
-        with self.changed:
-            come = self.changed.wait_for(lambda: self.failed or self.lines.get(line), self.patience)
-            if self.failed:
-                raise Stopped
-            if not come:
-                raise TimeoutError(f"deadlock: nothing comes on {line}")
-            return self.lines[line].popleft()
+        if not self.failed and not self.lines.get(line):
+            come = self.waiting.setdefault(line, threading.Condition(self.turn))
+            come.wait_for(lambda: self.failed or self.lines.get(line), self.patience)
+        if self.failed:
+            raise Stopped
+        if not self.lines.get(line):
+            raise TimeoutError(f"deadlock: nothing comes on {line}")
+        return self.lines[line].popleft()
 
     def fail(self) -> None:
-        with self.changed:
-            self.failed = True
-            self.changed.notify_all()
+        self.failed = True
+        for waiting in self.waiting.values():
+            waiting.notify_all()
 
 
 @dataclass
@@ -184,12 +187,13 @@ def run(size: int, fn: Callable[[ThreadComm], T], patience: float = PATIENCE) ->
     errors: dict[int, Exception] = {}
 
     def work(comm: ThreadComm) -> None:
-        try:
-            results[comm.rank] = fn(comm)
-            assert not comm.waiting, f"rank {comm.rank} did not wait for {comm.waiting} exchanges"
-        except Exception as error:
-            errors[comm.rank] = error
-            switch.fail()
+        with switch.turn:
+            try:
+                results[comm.rank] = fn(comm)
+                assert not comm.waiting, f"rank {comm.rank} did not wait for {comm.waiting} exchanges"
+            except Exception as error:
+                errors[comm.rank] = error
+                switch.fail()
 
     threads = [threading.Thread(target=work, args=(comm,), daemon=True) for comm in comms]
     for thread in threads:
