@@ -78,7 +78,9 @@ def test_a_dead_and_a_stuck_rank_are_named() -> None:
         run_ranks(2, stall_on, 0, timeout=1)
 
 
-def test_ranks_that_compute_get_more_time() -> None:
+def test_ranks_that_compute_get_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.ranks.LOOK", 1.0)
+    monkeypatch.setattr("tests.ranks.IDLE", 0.05)
     assert run_ranks(2, compute, 2.0, timeout=1.5) == ["done", "done"]
     with pytest.raises(
         RankError, match=r"(?s)rank 0 was still running after \d+ s, in which the ranks computed.*compute"
