@@ -37,8 +37,8 @@ CELLS: dict[str, tuple[str, dict[str, int], dict[str, Any], int]] = {
 
 def compiled(cell: str) -> Compiled:
     name, mesh, options, _ = CELLS[cell]
-    options = dict(options)
-    model, batch = tiny(name, layers=8, dropout=options.pop("dropout", 0.0))
+    options, layers = dict(options), 8 if cell in ("plain", "chunks") else 4  # two in a part of the first
+    model, batch = tiny(name, layers=layers, dropout=options.pop("dropout", 0.0))
     return compile_model(model, batch, Mesh.of(**mesh), Options(**options))
 
 
