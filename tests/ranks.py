@@ -108,6 +108,15 @@ def rank_outcomes(
     return outcomes
 
 
+def refusal(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """The words of a ValueError, on a rank, too: nothing may have been sent."""
+    try:
+        call(*args, **kwargs)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
 _POOLS: dict[int, _Pool] = {}
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_aggregate
 
 from autopar.adapters.fake import new_mode
 from autopar.ir.conversions import conversion_of, is_conversion
@@ -110,17 +111,9 @@ def results_of(sample: Sample, tensors: Sequence[Tensor]) -> list[Tensor]:
         return made[leaf.step][leaf.index] if isinstance(leaf, Ref) else known.get(id(leaf), leaf)
 
     for step in sample.steps:
-        out = step.target(*_map(step.args, fill), **_map(dict(step.kwargs), fill))
+        out = step.target(*map_aggregate(step.args, fill), **map_aggregate(dict(step.kwargs), fill))
         made.append(list(out) if isinstance(out, (tuple, list)) else [out])
     return [r for i, results in enumerate(made) if i not in sample.private for r in results]
-
-
-def _map(value: Any, function: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return type(value)(_map(v, function) for v in value)
-    if isinstance(value, dict):
-        return {k: _map(v, function) for k, v in value.items()}
-    return function(value)
 
 
 def graph_of(sample: Sample) -> GraphModule:
@@ -147,7 +140,7 @@ def _add_step(graph: Graph, step: Step, operands: dict[int, Node], made: list[li
     def fill(leaf: Any) -> Any:
         return made[leaf.step][leaf.index] if isinstance(leaf, Ref) else operands.get(id(leaf), leaf)
 
-    node = graph.call_function(step.target, _map(step.args, fill), _map(dict(step.kwargs), fill))
+    node = graph.call_function(step.target, map_aggregate(step.args, fill), map_aggregate(dict(step.kwargs), fill))
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     with mode:
         node.meta["val"] = val = step.target(*args, **kwargs)

@@ -23,7 +23,7 @@ from autopar.options import Options
 from autopar.plan import Plan
 from tests.harness import check_model
 from tests.plain_models import EXACT, gap, gradients
-from tests.ranks import run_ranks
+from tests.ranks import refusal, run_ranks
 
 S, B, D = 6, 8, 8
 
@@ -174,14 +174,6 @@ def test_sequence_first_models_are_exact(mesh: str, count: int) -> None:
 # --- on ranks -----------------------------------------------------------------------------------------------
 
 
-def error_of(call: Any, *args: Any, **kwargs: Any) -> str:
-    try:
-        call(*args, **kwargs)
-    except ValueError as error:
-        return str(error)
-    return "no error"
-
-
 def table_of_as_many_rows() -> list[str]:
     """Whether the rows of the table are those of the batch is for the user to say, unless what ranks are given does."""
     torch.manual_seed(0)
@@ -193,7 +185,7 @@ def table_of_as_many_rows() -> list[str]:
     def step(batch: dict[str, Tensor], **how: Any) -> float:
         return float(autopar.parallelize(model, mesh, example_batch=mine, **how).train_step(**batch))
 
-    refused = error_of(step, mine)
+    refused = refusal(step, mine)
     assert abs(step(mine, batch_dims={"table": None}) - float(model(x=x, table=table[:4]))) < EXACT
     parts = {**mine, "table": table.chunk(2)[rank]}
     assert abs(step(parts) - float(model(x=x, table=table))) < EXACT
@@ -232,10 +224,10 @@ def sequence_first(tp: int) -> list[str]:
     odd = {**mine, "x": torch.where(x.isnan(), 1.0, x) if rank == 2 * tp - 1 else x}
     ragged = {**mine, "x": mine["x"][:, : 4 - rank // tp], "y": mine["y"][: 4 - rank // tp]}
     empty = {**mine, "x": mine["x"][:, :0], "y": mine["y"][:0]}
-    out = [error_of(parallel.train_step, **batch) for batch in (table, nans, odd)]
+    out = [refusal(parallel.train_step, **batch) for batch in (table, nans, odd)]
     parallel.eval_step(**mine)  # what follows is not expected
-    out += [error_of(parallel.train_step, **batch) for batch in (ragged, empty)]
-    return [*out, error_of(loose.train_step, **table)]
+    out += [refusal(parallel.train_step, **batch) for batch in (ragged, empty)]
+    return [*out, refusal(loose.train_step, **table)]
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,17 +14,9 @@ import autopar
 from autopar.adapters.dtensor import local_of
 from autopar.runtime.inputs import by_name
 from tests.plain_models import EXACT, Net, build, gap, gradients, images, numbers, part, put
-from tests.ranks import run_ranks
+from tests.ranks import refusal, run_ranks
 
 SIZES = {"dp": 2}
-
-
-def refused(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except ValueError as error:
-        return str(error)
-    return "no error"
 
 
 def as_alone(parallel: autopar.ParallelModule, alone: nn.Module, batch: dict[str, Tensor]) -> None:
@@ -79,12 +70,12 @@ def parameters() -> None:
     other = replaced.grad
     replaced.grad = DTensor.from_local(torch.zeros(16, 12, dtype=torch.float64), replaced.device_mesh, run_check=False)
     held = local_of(parallel.head.bias.grad).clone()
-    text = refused(lambda: parallel.train_step(**part(batch, SIZES)))
+    text = refusal(lambda: parallel.train_step(**part(batch, SIZES)))
     assert ".grad of parameter first.weight must be a DTensor that is cut like it" in text
     assert torch.equal(local_of(parallel.head.bias.grad), held), "nothing is changed"
     replaced.grad = other
     kept, parallel.head.weight.data = parallel.head.weight.data, parallel.head.weight.data * 2
-    text = refused(lambda: parallel.train_step(**part(batch, SIZES)))
+    text = refusal(lambda: parallel.train_step(**part(batch, SIZES)))
     assert ".data of parameter head.weight was set, which does not reach" in text
     parallel.head.weight.data = kept
 
@@ -150,7 +141,7 @@ def test_arguments_go_by_the_forward_of_now() -> None:
     one, two = torch.zeros(1), torch.zeros(2)
     model, kind = Named(), type("Copy", (Named,), {"forward": copy.copy(Named.forward)})
     assert list(by_name(model, (one, two), {"scale": 2.0})) == ["x", "target", "scale"]
-    assert "needs target" in refused(lambda: by_name(model, (one,), {}))
+    assert "needs target" in refusal(lambda: by_name(model, (one,), {}))
     model.forward = functools.partial(other, model)  # on the instance
     assert by_name(model, (one, two), {}) == {"target": one, "x": two}
     del model.forward
@@ -162,14 +153,14 @@ def test_arguments_go_by_the_forward_of_now() -> None:
         return x
 
     kind.forward = forward
-    assert "needs target" in refused(lambda: by_name(kind(), (one,), {}))
+    assert "needs target" in refusal(lambda: by_name(kind(), (one,), {}))
     forward.__defaults__ = (two,)  # the same function
     assert by_name(kind(), (one,), {}) == {"x": one}
     for value in (torch.zeros(2), [two], {}):  # of any kind; one after the other may lie at the same place
         forward.__defaults__ = (value,)
         assert by_name(kind(), (one,), {}) == {"x": one}
         forward.__defaults__ = None
-        assert "needs target" in refused(lambda: by_name(kind(), (one,), {}))
+        assert "needs target" in refusal(lambda: by_name(kind(), (one,), {}))
 
     def by_keyword(self: Any, x: Tensor, *, scale: Any = [1]) -> Tensor:  # noqa: B006
         return x
@@ -177,7 +168,7 @@ def test_arguments_go_by_the_forward_of_now() -> None:
     kind.forward = by_keyword
     assert by_name(kind(), (one,), {}) == {"x": one}
     by_keyword.__kwdefaults__.clear()
-    assert "needs scale" in refused(lambda: by_name(kind(), (one,), {}))
+    assert "needs scale" in refusal(lambda: by_name(kind(), (one,), {}))
     kind.forward = forward
     forward.__wrapped__ = other  # type: ignore[attr-defined] # whose signature counts
     assert by_name(kind(), (one, two), {}) == {"target": one, "x": two}

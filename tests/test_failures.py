@@ -17,7 +17,7 @@ import autopar
 from autopar import Plan
 from autopar.models.tiny import TINY
 from autopar.runtime import failures
-from tests.ranks import Outcome, close_pools, rank_outcomes, run_ranks
+from tests.ranks import Outcome, close_pools, rank_outcomes, refusal, run_ranks
 
 TIMEOUT = 6.0  # seconds until a collective without its peers fails
 
@@ -89,15 +89,6 @@ def llama_step(sizes: dict[str, int], seq: int, options: dict[str, Any]) -> floa
     mesh = autopar.init_mesh("cpu", TIMEOUT, **sizes)
     parallel = autopar.parallelize(TINY["llama"].build(), mesh, exact=True, **options)
     return float(parallel.train_step(**TINY["llama"].batch(2, seq)))
-
-
-def refusal(fn: Any, *args: Any) -> str:
-    """On a rank: the ValueError's text; nothing may have been sent."""
-    try:
-        fn(*args)
-    except ValueError as error:
-        return str(error)
-    return "no error"
 
 
 def refused(ranks: int, pattern: str, fn: Any, *args: Any) -> None:

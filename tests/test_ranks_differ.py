@@ -24,16 +24,7 @@ from autopar.runtime.last_words import found_at_end
 from autopar.runtime.rendezvous import differences
 from autopar.steps.graphs import Compiled
 from tests.plain_models import EXACT, Metric, Net, Normed, Tied, build, gap, gradients, numbers, part, put, tokens
-from tests.ranks import run_ranks
-
-
-def message(call: Any, *args: Any, **kwargs: Any) -> str:
-    try:
-        call(*args, **kwargs)
-    except ValueError as error:
-        return str(error)
-    return "no error"
-
+from tests.ranks import refusal, run_ranks
 
 # --- words of contents ------------------------------------------------------------------------------------
 
@@ -96,25 +87,25 @@ def weights_differ() -> list[str]:
     def put(model: nn.Module, **how: Any) -> Any:
         return autopar.parallelize(model, mesh, example_batch=part(batch, {"dp": 2, "tp": 2}), **how)
 
-    found = [message(put, seeded(Net, rank // 2)), message(put, build(Net), seed=rank // 3)]
+    found = [refusal(put, seeded(Net, rank // 2)), refusal(put, build(Net), seed=rank // 3)]
     bent = build(Net)
     with torch.no_grad():
         bent.head.bias[3] += 1e-12 * (rank == 1)
-    found.append(message(put, bent))
+    found.append(refusal(put, bent))
     stats = build(Normed)
     stats.norm.running_mean[2] = rank
     images = {"images": torch.randn(2, 3, 5, 5, dtype=torch.float64), "labels": torch.zeros(2, dtype=torch.int64)}
-    found.append(message(autopar.parallelize, stats, mesh, example_batch=images))
+    found.append(refusal(autopar.parallelize, stats, mesh, example_batch=images))
     with torch.device("meta" if rank == 3 else "cpu"):
         partly = Net().double()
     torch.manual_seed(0)
-    found.append(message(put, partly))
-    found.append(message(put, Net().to("meta"), sync=True))
+    found.append(refusal(put, partly))
+    found.append(refusal(put, Net().to("meta"), sync=True))
 
-    found.append(message(put, build(Metric if rank == 2 else Tied)))
+    found.append(refusal(put, build(Metric if rank == 2 else Tied)))
 
     module = put(build(Net).to("meta"))
-    found.append(message(module.load_state_dict, seeded(Net, rank).state_dict()))
+    found.append(refusal(module.load_state_dict, seeded(Net, rank).state_dict()))
     module.load_state_dict(build(Net).state_dict())
     return found
 
@@ -184,18 +175,18 @@ def calls_differ(sizes: dict[str, int], folder: str) -> dict[str, str]:
     module.train_step(**mine)
     before, state = module.full_gradients(), module.full_state_dict()
     found = {
-        "max_norm": message(module.clip_grad_norm_, 0.1 if last else 0.01),
-        "norm_type": message(module.clip_grad_norm_, 0.1, 1.0 if last else 2.0),
-        "full_gradients": message(module.full_gradients if last else module.full_state_dict),
-        "folder": message(module.save_pretrained, f"{folder}/{last}"),
-        "first.bias: rank 1: nothing": message(
+        "max_norm": refusal(module.clip_grad_norm_, 0.1 if last else 0.01),
+        "norm_type": refusal(module.clip_grad_norm_, 0.1, 1.0 if last else 2.0),
+        "full_gradients": refusal(module.full_gradients if last else module.full_state_dict),
+        "folder": refusal(module.save_pretrained, f"{folder}/{last}"),
+        "first.bias: rank 1: nothing": refusal(
             module.load_state_dict, {n: x + 1 for n, x in state.items() if not (last and n == "first.bias")}, False
         ),
     }
     call = module.train_step if last else module.eval_step
-    found["found the call: rank 1: train_step; against rank 0: eval_step"] = message(call, **mine)
+    found["found the call: rank 1: train_step; against rank 0: eval_step"] = refusal(call, **mine)
     kept, module.first.bias.grad = module.first.bias.grad, None if last else module.first.bias.grad
-    found["first.bias: rank 1: nothing; "] = message(module.full_gradients)
+    found["first.bias: rank 1: nothing; "] = refusal(module.full_gradients)
     module.first.bias.grad = kept
     assert not any(Path(folder).iterdir())
     assert all(torch.equal(x, before[n]) for n, x in module.full_gradients().items())
@@ -217,7 +208,7 @@ def compared_later() -> list[str]:
     other = {name: x + dist.get_rank() if x.is_floating_point() else x for name, x in mine.items()}
     with patch.object(batch_watch, "_arrives", lambda x: True):
         given = [other, mine, other, mine, mine, other, mine]
-        return [message(module.train_step, **batch) for batch in given] + [message(module.eval_step, **mine)]
+        return [refusal(module.train_step, **batch) for batch in given] + [refusal(module.eval_step, **mine)]
 
 
 def test_batches_on_an_accelerator_are_compared_without_waiting() -> None:
@@ -244,8 +235,8 @@ def compared_by_other_calls(folder: str) -> dict[str, list[str]]:
     with patch.object(batch_watch, "_arrives", lambda x: True):
         module.eval_step(**mine)
         for name, call in calls.items():
-            said = [message(module.train_step, **given) for given in (mine, other)]
-            found[name] = [*said, message(call), message(call)]
+            said = [refusal(module.train_step, **given) for given in (mine, other)]
+            found[name] = [*said, refusal(call), refusal(call)]
     return found
 
 
@@ -362,7 +353,7 @@ def one_compiles_otherwise(sizes: dict[str, int], options: dict[str, Any], pipel
             return mine
 
         module._cache._compiler = compiler
-        found[name] = message(module.train_step, **mine)
+        found[name] = refusal(module.train_step, **mine)
         assert not module.traffic() and all(p.grad is None for p in module.parameters())
     module._cache._compiler = lambda *args, **how: made[0]
     module.train_step(**mine)
