@@ -16,18 +16,22 @@ if TYPE_CHECKING:
     from autopar.api import parallelize
     from autopar.options import Options
     from autopar.plan import Plan
+    from autopar.precision import Precision
     from autopar.runtime.failures import reporting
     from autopar.runtime.groups import init_mesh
     from autopar.runtime.launch import launch
     from autopar.runtime.module import ParallelModule
+    from autopar.runtime.scaler import GradScaler
     from autopar.runtime.simulated_start import simulate_start
     from autopar.verification import verify
 
 __version__ = "0.1.0"
 __all__ = [
+    "GradScaler",
     "Options",
     "ParallelModule",
     "Plan",
+    "Precision",
     "init_mesh",
     "launch",
     "parallelize",
@@ -37,9 +41,11 @@ __all__ = [
 ]
 
 _HOME = {
+    "GradScaler": "autopar.runtime.scaler",
     "Options": "autopar.options",
     "ParallelModule": "autopar.runtime.module",
     "Plan": "autopar.plan",
+    "Precision": "autopar.precision",
     "init_mesh": "autopar.runtime.groups",
     "launch": "autopar.runtime.launch",
     "parallelize": "autopar.api",

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.adapters.fake import skeleton_of
 from autopar.cache.stored_steps import stored_plan, stored_step
-from autopar.capture import adapter_for
+from autopar.capture import adapter_for, model_dtypes
 from autopar.compile.parameters import for_whole_batch
 from autopar.compile.shared_capture import SharedCapture
 from autopar.options import DECLARED, Options
@@ -93,10 +93,10 @@ def parallelize(
         values = {name: None if p.is_meta else p for name, p in model.named_parameters(remove_duplicate=False)}
         buffers, given = _buffers(model, may_lack=sync and groups.rank > 0)
         _check_weights(model, values | given, groups, sync)
-        skeleton = skeleton_of(model)
-        batch = _example(model, example_batch)
         if plan is not None and not options:
             chosen = plan.options
+        skeleton = skeleton_of(model, model_dtypes(model, chosen.precision).stored)
+        batch = _example(model, example_batch)
         shared = SharedCapture()
         made, specs = for_whole_batch(
             lambda whole: stored_plan(skeleton, whole, groups.mesh, chosen, plan, exact=exact, shared=shared),

@@ -36,11 +36,13 @@ from autopar.adapters.lazy import graph_module, lazy_code
 from autopar.adapters.module_changes import changes_as_values
 from autopar.adapters.set_order import sets_in_order
 from autopar.exact import LiftFloat32
+from autopar.ir.compute_dtypes import Dtypes, cast_around, dtypes_of, stored_by_name
 from autopar.ir.dtype_checks import check_dtypes
 from autopar.ir.own_backward import check_contained
 from autopar.ir.recipe import Recipe
 from autopar.ir.signature import ConstantLeaf, InputSpec, OutputSpec, Signature
 from autopar.ops.ctc import functional_ctc_loss
+from autopar.precision import Precision
 
 __all__ = ["ADAPTERS", "Adapter", "InputSpec", "LiftFloat32", "OutputSpec", "Signature", "adapter_for", "capture"]
 
@@ -76,6 +78,10 @@ class Adapter(Protocol):
         """Path of an input tensor -> which of its dims is the batch, None for one that is no part of it."""
         ...
 
+    def in_float32(self, model: nn.Module) -> list[str]:
+        """Parts of the names of parameters that stay in float32 where the others compute in half precision."""
+        ...
+
     def buffers(self, model: nn.Module) -> dict[str, Tensor]:
         """Values of the buffers that no checkpoint holds, for a model on the meta device."""
         ...
@@ -97,6 +103,12 @@ def adapter_for(model: nn.Module) -> Adapter | None:
     return next((adapter for adapter in ADAPTERS if adapter.matches(model)), None)
 
 
+def model_dtypes(model: nn.Module, precision: Precision) -> Dtypes:
+    """What a policy makes of a model, of which its library may want parts in float32."""
+    adapter = adapter_for(model) if precision.compute else None
+    return dtypes_of(model, precision, adapter.in_float32(model) if adapter is not None else ())
+
+
 @resting_collector()
 @lazy_code()
 def capture(
@@ -106,6 +118,7 @@ def capture(
     train: bool | None = None,
     exact: bool = False,
     autocast: torch.dtype | None = None,
+    precision: Precision | None = None,
     memo: bool = True,
 ) -> GraphModule:
     """The global graph of ``model(**batch)``.
@@ -115,15 +128,17 @@ def capture(
     included; it is not modified and its parameters are not copied. ``train`` puts every module into this mode (dropout,
     batch norm); by default each has the mode that it has.
     ``exact`` lifts float32 islands to float64, see `autopar.exact`; give it a float64 model and batch. ``autocast`` is
-    the dtype of a `torch.autocast` around the forward; its casts become part of the graph. Modules that are called
-    alike are traced once, unless ``memo`` is False (`autopar.adapters.block_memo`); the graph is the same.
+    the dtype of a `torch.autocast` around the forward; its casts become part of the graph. ``precision``: the
+    dtypes to compute in; parameters are taken in these, and ``meta["stored_dtypes"]`` says how they are held.
+    Modules that are called alike are traced once, unless ``memo`` is False (`autopar.adapters.block_memo`); the graph is
+    the same.
 
     Raises ValueError that names the operator and line which cannot be captured.
     """
     if memo:
         with contextlib.suppress(TraceAnew):
-            return _captured(model, batch, train, exact, autocast, memo=True)
-    return _captured(model, batch, train, exact, autocast, memo=False)
+            return _captured(model, batch, train, exact, autocast, precision or Precision(), memo=True)
+    return _captured(model, batch, train, exact, autocast, precision or Precision(), memo=False)
 
 
 def _captured(
@@ -132,10 +147,11 @@ def _captured(
     train: bool | None,
     exact: bool,
     autocast: torch.dtype | None,
+    precision: Precision,
     memo: bool,
 ) -> GraphModule:
-    mode = new_mode()
-    replica = structure_copy(model, mode)
+    mode, dtypes = new_mode(), model_dtypes(model, precision)
+    replica = structure_copy(model, mode, dtypes.used)
     if train is not None:
         replica.train(train)
     adapter = adapter_for(model)
@@ -143,6 +159,7 @@ def _captured(
     if adapter is not None:
         replica = adapter.prepare(replica)
         arguments = adapter.arguments(replica, batch)
+    cast_around(replica, dtypes)
     leaves, spec = flatten(arguments)
     fakes = [fake_like(leaf, mode) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     with contextlib.ExitStack() as stack:
@@ -163,6 +180,9 @@ def _captured(
         _refuse_running_values(program, changed)
         _refuse_overlaps(program, dict(replica.named_parameters()), owned_by(model).overlaps)
     gm = _finish(program, replica, arguments)
+    stored = stored_by_name(model, dtypes)
+    held = (s for s in gm.meta["signature"].inputs if s.kind == "parameter" and s.name in stored)
+    gm.meta["stored_dtypes"] = {s.node: stored[s.name] for s in held}
     gm.meta["batch_dims"] = adapter.batch_dims(replica, arguments) if adapter is not None else {}
     return gm
 

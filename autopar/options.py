@@ -13,6 +13,7 @@ from typing import Any
 
 from autopar.attention.algorithm_table import ALGORITHMS
 from autopar.attention.layouts import LAYOUTS
+from autopar.precision import PRECISIONS, Precision, a_precision
 from autopar.schedule.request import SCHEDULES
 from autopar.values import a_text, byte_count, dims_by_name, number_or_lengths, one_of, texts, whole_number, yes_or_no
 
@@ -117,6 +118,13 @@ class Options:
     )  # fmt: skip
     sequence_parallel: bool = _option(False, FLAG, "cut the residual stream along the sequence over tp", axes=("tp",))
     micro_batches: int = _option(1, POSITIVE, "gradient accumulation steps of a train_step, which also fill a pipeline")
+    precision: Precision = _option(  # noqa: RUF009  (frozen)
+        PRECISIONS["none"],
+        ValueKind(a_precision, shown=f"{{{','.join(PRECISIONS)}}}"),
+        "dtypes of parameters as stored and as used, and of sums of gradients; a name or an autopar.Precision",
+        "as the model is",
+        names=PRECISIONS,
+    )
     whole_ops: tuple[str, ...] = _option(
         (), NAMES, "operators that run on whole values, with or without a rule: aten.foo.default", "none"
     )
@@ -175,8 +183,8 @@ class Options:
 
     @property
     def gathers_once(self) -> bool:
-        """Whether cut parameters are gathered once per step (else for each use)."""
-        return self.gathers == "step" or (self.gathers == "auto" and self.zero < 3)
+        """Whether cut parameters are gathered, and cast, once per step (else for each use)."""
+        return self.gathers == "step" or (self.gathers == "auto" and self.zero in (1, 2))
 
     @property
     def reduces_once(self) -> bool:

@@ -29,17 +29,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule, Node
 
 from autopar.adapters.export import flatten, unflatten
-from autopar.adapters.fake import skeleton_of, twin_of
+from autopar.adapters.fake import copy_with, skeleton_of, twin_of
 from autopar.api import load_adapters, parallelize
-from autopar.capture import adapter_for
+from autopar.capture import adapter_for, model_dtypes
 from autopar.compile.parameters import known_batch_dims, plan_model
 from autopar.exact import LiftFloat32
 from autopar.ir.batch import part_of_batch, tensors_of
+from autopar.ir.compute_dtypes import cast_around
 from autopar.ir.mesh import Mesh
 from autopar.ops.eager_random import shared_random
 from autopar.ops.traits import aliases
 from autopar.options import Options
 from autopar.plan import AxisShare
+from autopar.precision import Precision, a_precision
 from autopar.runtime.arguments import check_model
 from autopar.runtime.failures import reporting
 from autopar.runtime.groups import mesh_of
@@ -169,6 +171,7 @@ def verify(
             their dtype.
         rtol, atol: an error may reach ``max(rtol * max|reference|, atol)``, per tensor.
         options: anything that `parallelize` takes: zero, sequence_parallel, micro_batches, plan, backend, seed ...
+            With a ``precision`` one process computes in it, too; an exact comparison leaves out its casts.
 
     The tolerance relates to the largest value of each tensor, not to each element: a sum whose true value is zero has
     no relative accuracy. Raises ValueError as `parallelize` does. Collective.
@@ -183,6 +186,10 @@ def verify(
     for name, value in (("rtol", rtol), ("atol", atol)):
         if value is not None:
             number(name, value, 0.0)
+    load_adapters(model)
+    policy = a_precision("precision", options.get("precision", "none"))
+    if exact and policy.compute:
+        options["precision"] = dataclasses.replace(policy, compute="float64", stored="float64", reduce="float64")
     copied, whole = _prepared(model, batch, exact)
     sizes = mesh_of(mesh)
     part = _part(copied, whole, sizes, dist.get_rank(), options)
@@ -193,7 +200,8 @@ def verify(
     found = parallel.full_gradients()
     loss = sum(float(x) for x in (losses if isinstance(losses, tuple) else (losses,)))
     own = {name: s.name for s in parallel.parameter_specs for name in (s.name, *s.aliases)}
-    reference_loss, expected = reference(copied, whole, exact=exact, seed=step_seed(seed, 1))
+    alone = copied if exact else computing_in(copied, policy)
+    reference_loss, expected = reference(alone, whole, exact=exact, seed=step_seed(seed, 1))
     expected = {own[name]: g for name, g in expected.items()}
 
     def limits(dtype: torch.dtype) -> tuple[float, float]:
@@ -239,6 +247,18 @@ def reference(
     gradients = {n: None if p.grad is None else p.grad.detach().cpu().clone() for n, p in model.named_parameters()}
     model.zero_grad()
     return float(total.detach()), gradients
+
+
+def computing_in(model: nn.Module, policy: Precision) -> nn.Module:
+    """A copy that computes in the dtypes of a policy, eagerly: its parameters have them."""
+    dtypes = model_dtypes(model, policy)
+    tensors: dict[int, Tensor] = {}
+    for x in (*model.parameters(), *model.buffers()):
+        made = x.detach().to(dtypes.used.get(id(x), x.dtype), copy=True)
+        tensors[id(x)] = nn.Parameter(made, x.requires_grad) if isinstance(x, nn.Parameter) else made
+    copied = copy_with(model, tensors)
+    cast_around(copied, dtypes)
+    return copied
 
 
 def _prepared(model: nn.Module, batch: Mapping[str, Any], exact: bool) -> tuple[nn.Module, dict[str, Any]]:

@@ -38,7 +38,9 @@ from autopar.rules import RULES
 from autopar.schedule.request import SCHEDULES
 
 DOCS = Path(__file__).resolve().parent
-PAGES = tuple(DOCS / f"{name}.md" for name in ("walkthrough", "adding", "pipelines", "context_parallel", "memory"))
+PAGES = tuple(
+    DOCS / f"{name}.md" for name in ("walkthrough", "adding", "pipelines", "context_parallel", "memory", "precision")
+)
 
 _FENCED = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

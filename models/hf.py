@@ -116,6 +116,16 @@ class TransformersAdapter:
                 setattr(module, "gradient_checkpointing", False)  # noqa: B010  (typed as a tensor or module)
         return model
 
+    def in_float32(self, model: nn.Module) -> list[str]:
+        """What its classes ask for: always, or of float16 alone, which some of them mean by half precision."""
+        asked = [
+            name
+            for module in model.modules()
+            for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+            for name in getattr(module, attribute, None) or ()
+        ]
+        return sorted(set(asked))
+
     def arguments(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The batch; never with a cache, always with a ModelOutput."""
         known = inspect.signature(model.forward).parameters

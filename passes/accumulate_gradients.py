@@ -17,60 +17,63 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
+from autopar.ir.gradient_dtypes import added_in
 from autopar.ir.graph import add_placeholder, copy_graph, insert_call, is_call, output_node, outputs, remove_dead_code
-from autopar.ops.traits import PASSING, SUMS
 from autopar.passes.own_gradients import own_gradients
+from autopar.passes.widen_reductions import CAST, behind_sums
+from autopar.precision import Precision
 from autopar.steps.graphs import StepGraph
 from autopar.steps.value_names import earlier_sum, of
 
 aten = torch.ops.aten
 
 
-def split_accumulation(backward: StepGraph) -> tuple[StepGraph, StepGraph]:
+def split_accumulation(backward: StepGraph, precision: Precision) -> tuple[StepGraph, StepGraph]:
     """(BW, BWR): see the module's docstring. The graph is left as it is."""
     own = StepGraph(_local(copy_graph(backward.graph)), backward.inputs, backward.outputs)
-    last = _last(copy_graph(backward.graph))
+    last = _last(copy_graph(backward.graph), precision)
     sums = [earlier_sum(of(name)) for name in backward.outputs if name is not None]
     return own, StepGraph(last, [*backward.inputs, *sums], backward.outputs)
 
 
-def own_gradient(gradient: Node) -> Node:
-    """This rank's own gradient, behind the sums over ranks that end in ``gradient`` and in nothing else: what is added
-    in front of a sum is added to all that comes of it."""
-    own = x = gradient
-    while is_call(x, *SUMS, *PASSING) and isinstance(x.args[0], Node) and len(x.users) == 1:
-        if is_call(x, *SUMS):
-            own = x.args[0]
-        x = x.args[0]
-    return own
-
-
 def _local(gm: GraphModule) -> GraphModule:
     out = output_node(gm)
-    out.args = (tuple(own_gradient(g) if isinstance(g, Node) else None for g in outputs(gm)),)
+    out.args = (tuple(behind_sums(g)[0] if isinstance(g, Node) else None for g in outputs(gm)),)
     remove_dead_code(gm)
     own_gradients(gm)
     return gm
 
 
-def _last(gm: GraphModule) -> GraphModule:
+def _last(gm: GraphModule, precision: Precision) -> GraphModule:
     out = output_node(gm)
     gradients = list(out.args[0])  # type: ignore[arg-type]
     after = [n for n in gm.graph.nodes if n.op == "placeholder"][-1]
     for i, gradient in enumerate(gradients):
         if not isinstance(gradient, Node):
             continue
-        own = own_gradient(gradient)
+        own, chain = behind_sums(gradient)
+        val = own.meta["val"]
+        val = val.to(added_in(val.dtype, gradient.meta["val"].dtype, precision))
         after = add_placeholder(gm.graph, f"earlier_{i}", after)
-        after.meta["val"] = own.meta["val"]
-        total = insert_call(own.next, aten.add.Tensor, (own, after), like=own, val=own.meta["val"])
-        if gradient is own:
-            gradients[i] = total
-            continue
-        user = gradient  # the sum that takes this rank's own gradient
-        while user.args[0] is not own:
-            user = user.args[0]  # type: ignore[assignment]
-        user.update_arg(0, total)
+        after.meta["val"] = val
+        total = insert_call(own.next, aten.add.Tensor, (own, after), like=own, val=val)
+        gradients[i] = _instead(own, chain, total)
     out.args = (tuple(gradients),)
     gm.recompile()
     return gm
+
+
+def _instead(own: Node, chain: list[Node], total: Node) -> Node:
+    """What ``chain`` makes of a sum with earlier gradients where it took ``own``."""
+    dtype = total.meta["val"].dtype
+    if chain and is_call(chain[0], CAST) and chain[0].meta["val"].dtype == dtype:
+        first, *chain = chain
+        if chain:
+            chain[0].update_arg(0, total)
+            total.graph.erase_node(first)
+    elif chain and not is_call(chain[0], CAST) and dtype != own.meta["val"].dtype:
+        how, val = {"dtype": own.meta["val"].dtype}, own.meta["val"]
+        chain[0].update_arg(0, insert_call(total.next, CAST, (total,), how, like=own, val=val))
+    elif chain:
+        chain[0].update_arg(0, total)
+    return chain[-1] if chain else total

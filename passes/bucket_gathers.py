@@ -24,6 +24,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.operators import OpOverload
+from autopar.ir.conversions import uncast
 from autopar.ir.graph import arguments, insert_call, is_call, nbytes, output_node, shape
 from autopar.options import Options
 from autopar.rewrite.compilation import Compilation
@@ -68,7 +69,7 @@ def _runs(gm: GraphModule) -> list[list[Chain]]:
             continue
         chain = _chain(node, GATHER)
         inner = any(is_call(user, GATHER) for user in node.users)
-        if not inner and _source(chain).op == "placeholder" and _is_small(chain, _source(chain)):
+        if not inner and uncast(_source(chain)).op == "placeholder" and _is_small(chain, _source(chain)):
             _add(found, open_runs, chain)
     return [chains for chains in found if len(chains) > 1]
 

@@ -33,18 +33,24 @@ from autopar.steps.value_names import grad, is_a, of, saved, stash
 aten = torch.ops.aten
 
 
-def differentiate(gm: GraphModule, results: Mapping[str, str], fixed: Iterable[str], split: bool = False) -> Stage:
+def differentiate(
+    gm: GraphModule,
+    results: Mapping[str, str],
+    fixed: Iterable[str],
+    split: bool = False,
+    sums: Mapping[str, torch.dtype] | None = None,
+) -> Stage:
     """The step graphs of one part of a model.
 
     results: name of each output, in order -> its kind: "loss", "sent", "mutation" or "output". fixed: names of the
     placeholders that are parameters, buffers or constants. Gradients are made for every placeholder that has one; they
-    start from losses and from what is sent. split: make B and W as well.
+    start from losses and from what is sent. split: make B and W as well. sums: see `Joint`.
     """
     names, values = list(results), outputs(gm)
     live = [i for i, v in enumerate(values) if isinstance(v, Node) and has_gradient(v)]
     active = [i for i in live if results[names[i]] in ("loss", "sent")]
     own_outputs(gm, active)
-    joint = _joint(gm, active, fixed)
+    joint = _joint(gm, active, fixed, sums or {})
     graph = joint.forward(keep=())
     forward = StepGraph(graph, _inputs_of(graph, joint), [*names, *(saved(n.name) for n in joint.saved)])
     stage = Stage(forward, losses=[n for n, kind in results.items() if kind == "loss"])
@@ -128,14 +134,14 @@ def lowered(gm: GraphModule) -> GraphModule:
     """A graph that nobody differentiates, in the operators of step graphs."""
     specs = placeholders(gm)
     own_outputs(gm, [])
-    return Joint(gm, [False for _ in specs], ()).forward()
+    return Joint(gm, [False for _ in specs], (), {}).forward()
 
 
-def _joint(gm: GraphModule, active: list[int], fixed: Iterable[str]) -> Joint:
+def _joint(gm: GraphModule, active: list[int], fixed: Iterable[str], sums: Mapping[str, torch.dtype]) -> Joint:
     """Gradients are wanted of every placeholder that has one and that an active output depends on."""
     values = outputs(gm)
     reached = ancestors([values[i] for i in active])
-    return Joint(gm, [has_gradient(n) and n in reached for n in placeholders(gm)], fixed)
+    return Joint(gm, [has_gradient(n) and n in reached for n in placeholders(gm)], fixed, sums)
 
 
 def own_outputs(gm: GraphModule, active: list[int]) -> None:

@@ -3,6 +3,7 @@
 from autopar.passes import attention as attention  # fills the table of algorithms
 from autopar.passes.bucket_gathers import BucketGathers
 from autopar.passes.bucket_gradients import BucketGradients
+from autopar.passes.cast_parameters import CastParameters
 from autopar.passes.derive_rules import DeriveRules
 from autopar.passes.expand_kv_heads import ExpandKvHeads
 from autopar.passes.localize_shapes import LocalizeShapes
@@ -17,7 +18,7 @@ from autopar.passes.slice_early import SliceEarly
 from autopar.passes.split_biases import SplitBiases
 from autopar.rewrite.pass_manager import Pass
 
-GLOBAL_PASSES: tuple[Pass, ...] = (Normalize(), ExpandKvHeads(), DeriveRules())
+GLOBAL_PASSES: tuple[Pass, ...] = (Normalize(), CastParameters(), ExpandKvHeads(), DeriveRules())
 PLACEMENT_PASSES: tuple[Pass, ...] = (
     SplitBiases(),
     PlaceTokenSlices(),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.lazy import graph_module
@@ -19,6 +20,7 @@ from autopar.ir.graph import add_placeholder, ancestors, copy_node, is_call, out
 from autopar.ops.traits import is_cheap, is_view
 from autopar.passes.own_gradients import own_gradients
 from autopar.passes.trace_joint import joint_graph
+from autopar.passes.widen_reductions import widen_reductions
 from autopar.steps.graphs import StepGraph
 from autopar.steps.value_names import is_a
 
@@ -31,11 +33,16 @@ class Joint:
     the backward needs of the forward, in order.
     """
 
-    def __init__(self, gm: GraphModule, wanted: Sequence[bool], fixed: Iterable[str]) -> None:
-        """``wanted``: per placeholder, whether its gradient is. ``fixed``: names of parameters, buffers, constants."""
+    def __init__(
+        self, gm: GraphModule, wanted: Sequence[bool], fixed: Iterable[str], sums: Mapping[str, torch.dtype]
+    ) -> None:
+        """``wanted``: per placeholder, whether its gradient is. ``fixed``: names of parameters, buffers, constants.
+        ``sums``: placeholder -> what its gradient is summed over ranks in."""
         names = [n.name for n in placeholders(gm)]
         joint = joint_graph(gm, wanted)
         nodes, count = placeholders(joint), len(outputs(gm))
+        if any(wanted):
+            widen_reductions(joint, [None] * count + [sums.get(name) for name in names])
         self.names = names
         self.primals = dict(zip(nodes, names, strict=False))
         self.tangents = nodes[len(names) :]

@@ -19,27 +19,29 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.lazy import graph_module
-from autopar.ir.conversions import exchange, is_conversion
+from autopar.ir.conversions import exchange, is_cast_input, is_conversion
+from autopar.ir.gradient_dtypes import added_in, summed_in
 from autopar.ir.graph import add_placeholder, copy_graph, insert_call, output_node, outputs, placeholders
 from autopar.ir.placement import conversion, dual, parse_placement
 from autopar.passes.differentiate import lowered
 from autopar.passes.own_gradients import own_gradients
+from autopar.precision import Precision
 from autopar.steps.graphs import StepGraph
 from autopar.steps.value_names import earlier_sum, grad, of
 
 
 def chain_of(node: Node) -> list[Node]:
-    """The conversions between a parameter and one of its used values, parameter's side first."""
+    """What is between a parameter and one of its used values, its cast and its conversions, parameter's side first."""
     found: list[Node] = []
-    while is_conversion(node):
+    while is_conversion(node) or is_cast_input(node):
         found.append(node)
         node = node.args[0]  # type: ignore[assignment]
     return found[::-1]
 
 
 def moves(node: Node) -> bool:
-    """Whether a conversion does anything to the value."""
-    return conversion(*map(parse_placement, map(str, node.args[3:5]))) != "none"
+    """Whether a conversion, or a cast, does anything to the value."""
+    return not is_conversion(node) or conversion(*map(parse_placement, map(str, node.args[3:5]))) != "none"
 
 
 def gather_graph(used: Mapping[Node, Node]) -> tuple[StepGraph | None, dict[str, str]]:
@@ -61,8 +63,12 @@ def gather_graph(used: Mapping[Node, Node]) -> tuple[StepGraph | None, dict[str,
     return StepGraph(lowered(gm), inputs, [u.name for u in moved]), aliases
 
 
-def reduce_graph(used: Mapping[Node, Node], available: Iterable[str | None]) -> StepGraph | None:
-    """R. ``available``: names of the gradients that there are (``grad:`` of used nodes)."""
+def reduce_graph(
+    used: Mapping[Node, Node], available: Iterable[str | None], precision: Precision, added: bool
+) -> StepGraph | None:
+    """R. ``available``: names of the gradients that there are (``grad:`` of used nodes). They come in the dtype of the
+    used values; ``added``: added up over micro-batches, `added_in` another one. They leave in what they are
+    `summed_in`."""
     known = set(available)
     targets: dict[Node, list[Node]] = {}
     for u, parameter in used.items():
@@ -75,14 +81,15 @@ def reduce_graph(used: Mapping[Node, Node], available: Iterable[str | None]) -> 
     given: dict[Node, Node] = {}
     for u in (u for us in targets.values() for u in us):
         given[u] = add_placeholder(graph, f"grad_{u.name}")
-        val = u.meta["val"]
-        given[u].meta = {"val": val.new_empty(val.shape), "has_gradient": False}
+        val, stored = u.meta["val"], used[u].meta["val"].dtype
+        dtype = added_in(val.dtype, stored, precision) if added else val.dtype
+        given[u].meta = {"val": val.new_empty(val.shape, dtype=dtype), "has_gradient": False}
         inputs.append(grad(u.name))
     end = graph.output(())
-    for us in targets.values():
-        total = None
+    for p, us in targets.items():
+        total, dtype = None, summed_in(p.meta["val"].dtype, precision)
         for u in us:
-            reduced = _transposed(end, given[u], u)
+            reduced = _transposed(end, given[u], u, dtype)
             total = reduced if total is None else insert_call(end, torch.ops.aten.add.Tensor, (total, reduced))
         results.append(total)
     end.args = (tuple(results),)
@@ -92,9 +99,12 @@ def reduce_graph(used: Mapping[Node, Node], available: Iterable[str | None]) -> 
     return StepGraph(gm, inputs, [grad(p.name) for p in targets])
 
 
-def _transposed(end: Node, gradient: Node, used: Node) -> Node:
-    """The gradient through the transposes of a chain, last conversion first; calls are made before ``end``."""
-    for node in reversed(chain_of(used)):
+def _transposed(end: Node, gradient: Node, used: Node, dtype: torch.dtype) -> Node:
+    """The gradient through the transposes of a chain, last conversion first, in a dtype; calls are made before
+    ``end``."""
+    if gradient.meta["val"].dtype != dtype:
+        gradient = insert_call(end, torch.ops.aten._to_copy.default, (gradient,), {"dtype": dtype})
+    for node in filter(is_conversion, reversed(chain_of(used))):
         _, axis, size, src, dst = node.args
         back = str(dual(parse_placement(str(dst)))), str(dual(parse_placement(str(src))))
         gradient = insert_call(end, exchange, (gradient, axis, size, *back))
@@ -106,14 +116,15 @@ def inline_reductions(step: StepGraph, reduce: StepGraph, last: bool = False) ->
     ``last``: it is the last of a step, and first adds the ``sum:`` of what the earlier ones have made of each. The
     graph is left as it is."""
     gm, inputs = copy_graph(step.graph), list(step.inputs)
+    given = dict(zip(reduce.inputs, placeholders(reduce.graph), strict=True))
     made = [(name, x, i in gm.meta.get("owned", ())) for i, (name, x) in enumerate(zip(step.outputs, outputs(gm)))]
     if last:
         for i, (name, own, owned) in enumerate(made):
             if name is not None and isinstance(own, Node):
-                made[i] = name, _with_earlier(gm, name, own), owned
+                made[i] = name, _with_earlier(gm, name, own, given.get(name)), owned
                 inputs.append(earlier_sum(of(name)))
     own_of = {name: x for name, x, _ in made}
-    copies = {node: own_of[name] for name, node in zip(reduce.inputs, placeholders(reduce.graph), strict=True)}
+    copies = {node: own_of[name] for name, node in given.items()}
     for node in reduce.graph.graph.nodes:
         if node.op == "call_function":
             with gm.graph.inserting_after(max(copies[x] for x in node.all_input_nodes)):
@@ -126,10 +137,10 @@ def inline_reductions(step: StepGraph, reduce: StepGraph, last: bool = False) ->
     return StepGraph(gm, inputs, [name for name, _, _ in made])
 
 
-def _with_earlier(gm: GraphModule, name: str, own: Node) -> Node:
-    """A gradient added to what earlier micro-batches have made of it."""
-    earlier = add_placeholder(gm.graph, f"earlier_{of(name)}", placeholders(gm)[-1], like=own)
-    total: Node = insert_call(own.next, torch.ops.aten.add.Tensor, (own, earlier), like=own, val=own.meta["val"])
+def _with_earlier(gm: GraphModule, name: str, own: Node, like: Node | None) -> Node:
+    """A gradient added to what earlier micro-batches have made of it, in the dtype of ``like``."""
+    earlier = add_placeholder(gm.graph, f"earlier_{of(name)}", placeholders(gm)[-1], like=like or own)
+    total: Node = insert_call(own.next, torch.ops.aten.add.Tensor, (own, earlier), like=own, val=earlier.meta["val"])
     return total
 
 

@@ -17,6 +17,7 @@ from typing import ClassVar
 
 from torch.fx import GraphModule, Node
 
+from autopar.ir.conversions import is_cast_input
 from autopar.rewrite.compilation import Compilation
 from autopar.rewrite.tidy_checks import gathers_by_layer, is_parameter_gather
 
@@ -33,7 +34,8 @@ class PrefetchGathers:
         groups = gathers_by_layer(gm)
         anchors = [_first_compute(group[0]) for group in groups]
         for i, group in enumerate(groups):
-            for node in group:
+            casts = (x for node in group for x in node.all_input_nodes if is_cast_input(x))
+            for node in (*dict.fromkeys(casts), *group):  # casts first: gathers stand side by side
                 anchors[max(i - 1, 0)].prepend(node)
         gm.recompile()
         return gm
@@ -41,6 +43,6 @@ class PrefetchGathers:
 
 def _first_compute(node: Node) -> Node:
     """The first node behind a gather that is none."""
-    while is_parameter_gather(node):
+    while is_parameter_gather(node) or is_cast_input(node):
         node = node.next
     return node

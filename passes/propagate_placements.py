@@ -21,7 +21,7 @@ from typing import ClassVar
 
 from torch.fx import GraphModule, Node
 
-from autopar.ir.conversions import convert
+from autopar.ir.conversions import convert, is_cast_input, uncast
 from autopar.ir.graph import (
     describe,
     has_gradient,
@@ -159,8 +159,8 @@ class _PlacementSweep:
             self.weights.add(node)
         if any(x in self.made for x in operands):
             self.made.add(node)
-        if node.target is operator.getitem:
-            set_results(node, self.axis, operand_placements(node, self.axis))
+        if node.target is operator.getitem or (is_cast_input(node) and operands[0] in self.weights):
+            set_results(node, self.axis, operand_placements(node, self.axis))  # a weight is cast as it is stored
             return
         if node.target in (HOLE, OWN_BACKWARD, RESULT):
             self._visit_backward(node)
@@ -289,7 +289,8 @@ class _PlacementSweep:
     # --- placements and conversions of operands -----------------------------------------------------------
 
     def _used(self, x: Node) -> Placement | None:
-        spec = self.specs.get(x.name) if x.op == "placeholder" else None
+        source = uncast(x)
+        spec = self.specs.get(source.name) if source.op == "placeholder" else None
         return self.plan.parameter(spec.name, self.axis).used if spec is not None and spec.kind == "parameter" else None
 
     def _effective(self, x: Node) -> Placement:

@@ -16,6 +16,7 @@ from typing import ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
+from autopar.ir.conversions import uncast
 from autopar.ir.graph import arguments, insert_call, is_call, set_argument, shape
 from autopar.ir.meta import names_of_parameters
 from autopar.ir.placement import Placement, Shard
@@ -41,6 +42,7 @@ class SplitBiases:
             if not is_call(node, aten.linear.default, *CONVOLUTIONS) or arguments(node)["bias"] is None:
                 continue
             weight, transposed = _behind_transpose(node)
+            weight = uncast(weight)
             placed = (
                 [ctx.plan.parameter(names[weight.name], a).used for a in ctx.mesh.cut_order]
                 if weight.name in names

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,9 @@ from autopar.runtime.sharded_tensor import cuts_of
 from autopar.runtime.state import is_alike, local_tensor
 from autopar.values import number, refuse
 
+if TYPE_CHECKING:
+    from autopar.runtime.scaler import GradScaler
+
 
 def clip_gradients(
     parameters: Mapping[str, nn.Parameter],
@@ -32,12 +36,14 @@ def clip_gradients(
     max_norm: float,
     norm_type: float = 2.0,
     owed: Sequence[Claim] = (),
+    scaler: GradScaler | None = None,
 ) -> Tensor:
     """Scale the gradients of this rank's parameters such that the norm of all gradients is at most ``max_norm``.
 
-    ``owed``: what earlier steps have left to be compared. Returns the norm before, the same on all ranks (float64). A
-    tied weight that several stages hold counts once. Collective. Raises ValueError for a ``max_norm`` below 0, for
-    norms that are none, and for a ``.grad`` that is not cut like its parameter.
+    ``owed``: what earlier steps have left to be compared. ``scaler``: its scale is taken off in the same pass, and it
+    is told whether all is finite. Returns the norm before, the same on all ranks (float64). A tied weight that several
+    stages hold counts once. Collective. Raises ValueError for a ``max_norm`` below 0, for norms that are none, and for
+    a ``.grad`` that is not cut like its parameter.
     """
     max_norm, norm_type = number("max_norm", max_norm, 0.0), number("norm_type", norm_type)
     if norm_type <= 0.0:
@@ -47,8 +53,19 @@ def clip_gradients(
     _check_layouts(parameters, gradients)
     pieces = {name: local_tensor(gradient) for name, gradient in gradients.items()}
     total = _total_norm(pieces, list(specs), groups, norm_type)
-    scale_all(list(pieces.values()), torch.clamp(max_norm / (total + 1e-6), max=1.0))
+    scale = scaler.scale_to_take_off() if scaler is not None else None
+    if scaler is None or scale is None:
+        scale_all(list(pieces.values()), torch.clamp(max_norm / (total + 1e-6), max=1.0))
+        return total
+    total /= scale
+    scaler.taken_off(total)
+    scale_all(list(pieces.values()), torch.clamp(max_norm / (total + 1e-6), max=1.0) / scale)
     return total
+
+
+def over_world(value: Tensor, groups: Groups) -> Tensor:
+    """The largest of all ranks. Collective."""
+    return _over_ranks(value, groups, [axis for axis, size in groups.mesh.axes if size > 1], "max")
 
 
 def _check_layouts(parameters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor]) -> None:

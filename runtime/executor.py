@@ -28,7 +28,7 @@ from autopar.ops.watch import take_notes
 from autopar.runtime.bind import BACKENDS, Bound, bind
 from autopar.runtime.comm import Ledger, Traffic, add_ledgers, ledger_between
 from autopar.runtime.cuda_graphs import RecordedStep, why_not
-from autopar.runtime.feed import Feed
+from autopar.runtime.feed import SCALE, Feed
 from autopar.runtime.groups import Groups
 from autopar.runtime.point_to_point import AXIS, Channels
 from autopar.runtime.stage_exchange import StageExchange
@@ -85,6 +85,8 @@ class Executor:
         self.feed = Feed(compiled, groups.device)
         self.specs, self.micro_batches = self.feed.specs, self.feed.micro_batches
         held = compiled.constants
+        by_name = {spec.name: spec.dtype for spec in compiled.parameters}
+        self._stored = {node: by_name[s.name] for node, s in self.specs.items() if s.kind == "parameter"}
         self.constants = {name: x if x.is_meta else x.to(groups.device) for name, x in held.items()}
         self.seeds = [spec.name for spec in self.specs.values() if spec.kind == "seed"]
         self.timeline: list[tuple[Action, float, float]] = []
@@ -102,7 +104,7 @@ class Executor:
         groups.warm_up({*axes, *self._exchange.axes})
         self.program: Program = make_program(
             pipeline, self.order, groups.coordinate.get(AXIS, 0), self._bind, self.feed, self.channels, groups.device,
-            compiled.prologue, self._exchange.results,
+            compiled.prologue, self._exchange.results, compiled.plan.options.precision,
         )  # fmt: skip
         entries = self.program.entries
         kinds = [entry.action.kind if entry.action is not None else "" for entry in entries]
@@ -122,12 +124,13 @@ class Executor:
 
     def _recorder(self) -> RecordedStep:
         mine = graphs_of_rank(self.compiled.pipeline, self.compiled.prologue, self.groups.coordinate.get(AXIS, 0))
+        scales = [SCALE] if any(name.startswith(SCALE) for _, name, _ in self.program.loads) else []
         loaded = (self.specs.get(name) for _, name, _ in self.program.loads)
         kinds = {spec.name: spec.kind for spec in loaded if spec is not None and spec.kind not in MADE}
         return RecordedStep(
             self._step,
             [name for name, kind in kinds.items() if kind not in GIVEN],
-            [name for name, kind in kinds.items() if kind in GIVEN],
+            [*(name for name, kind in kinds.items() if kind in GIVEN), *scales],
             self._sent,
             reason=why_not((gm for gm, _ in mine.values()), self.groups.device),
             world=not self._alone and self.groups.device.type == "cuda",
@@ -213,7 +216,12 @@ class Executor:
             raise
 
     def _gradients(self, slots: list[Any]) -> dict[str, Tensor]:
-        return {name: slots[i] for name, i in self.program.gradients.items() if slots[i] is not None}
+        """In the dtypes of their parameters, whatever they were summed in."""
+        found = {}
+        for name, i in self.program.gradients.items():
+            if slots[i] is not None:
+                found[name] = slots[i] = slots[i].to(self._stored[name])
+        return found
 
     def _kept(self, slots: list[Any]) -> dict[str, Any]:
         """What left the model."""

@@ -17,6 +17,8 @@ from torch import Tensor
 from autopar.ir.placement import Placement, Shard
 from autopar.steps.graphs import Compiled
 
+SCALE = "loss scale"  # what gradients of losses start from
+
 
 class Feed:
     """Values by placeholder. ``specs``: placeholder -> InputSpec."""
@@ -25,6 +27,12 @@ class Feed:
         self.specs = {spec.node: spec for spec in compiled.signature.inputs}
         self.micro_batches = compiled.plan.options.micro_batches
         self._inputs, self._device = compiled.plan.inputs, device
+        self._one = torch.ones((), device=device)
+
+    @staticmethod
+    def scale(dtype: torch.dtype) -> str:
+        """The name of the gradient of a loss of some dtype."""
+        return f"{SCALE}{str(dtype).removeprefix('torch.')}"
 
     def varies(self, name: str) -> bool:
         """Whether a placeholder takes another value in every micro-batch."""
@@ -40,6 +48,8 @@ class Feed:
 
     def value(self, name: str, values: Mapping[str, Tensor], micro_batch: int) -> Any:
         """``values`` holds state by original name, inputs by path, and what the step made by node."""
+        if name.startswith(SCALE):
+            return values.get(SCALE, self._one).to(getattr(torch, name.removeprefix(SCALE)))
         spec = self.specs.get(name)
         if spec is None or (spec.kind == "total" and name in values):
             return values[name]

@@ -65,12 +65,13 @@ def total(values: list[Any]) -> list[Tensor]:
     return [out]
 
 
-def accumulate(owned: Sequence[bool]) -> Callable[[list[Any]], list[Tensor]]:
+def accumulate(owned: Sequence[bool], dtypes: Sequence[torch.dtype | None] = ()) -> Callable[[list[Any]], list[Tensor]]:
     """Takes sums (None: nothing yet) and as many addends; adds in place, so the first addend becomes the sum.
 
-    owned: whether an addend has storage of its own; else it is copied.
+    owned: whether an addend has storage of its own; else it is copied. dtypes: of the sums, where they are not those of
+    the addends.
     """
-    count = len(owned)
+    count, dtypes = len(owned), dtypes or [None] * len(owned)
 
     def add_up(values: list[Any]) -> list[Tensor]:
         sums, addends = values[:count], values[count:]
@@ -78,9 +79,11 @@ def accumulate(owned: Sequence[bool]) -> Callable[[list[Any]], list[Tensor]]:
             add_all(sums, addends)  # one call: there are many small ones
             return sums
         out = []
-        for so_far, more, own in zip(sums, addends, owned, strict=True):
+        for so_far, more, own, dtype in zip(sums, addends, owned, dtypes, strict=True):
             if so_far is not None:
                 out.append(so_far.add_(more))
+            elif dtype not in (None, more.dtype):
+                out.append(more.to(dtype))
             else:
                 out.append(more if own else more.clone())
         return out

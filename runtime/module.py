@@ -26,10 +26,12 @@ from autopar.runtime.comm import Ledger
 from autopar.runtime.differentiable import Forward, attach, refuse_gradients
 from autopar.runtime.executor import Executor, per_rank
 from autopar.runtime.failures import reporting
+from autopar.runtime.feed import SCALE
 from autopar.runtime.groups import Groups
 from autopar.runtime.inputs import by_name, check_values
 from autopar.runtime.note_watch import NoteWatch
 from autopar.runtime.results import rebuild_outputs
+from autopar.runtime.scaler import GradScaler
 from autopar.runtime.stateful import Stateful
 from autopar.runtime.step_cache import Compiler, Kind, StepCache
 from autopar.runtime.transfers import to_device
@@ -73,6 +75,8 @@ class ParallelModule(Stateful):
         self._groups, self._seed = groups, seed
         self._steps = state.StepCount(groups)
         self._watch, self._observers = NoteWatch(groups), Observers()
+        self._scaler: GradScaler | None = None
+        self._one = torch.ones((), device=groups.device)
         self._tangents: tuple[str, ...] = ()  # outputs beside the losses that somebody has differentiated
         self._loaded = sync or all(values.get(s.name) is not None for s in specs)
         # with pipeline stages: what this rank's stages use; steps write to buffers
@@ -179,6 +183,7 @@ class ParallelModule(Stateful):
                 )
             _need_gradients()
             _no_anomalies()
+            self._need_scaler()
             executor, values = self._prepare(args, batch, Kind(True, ()), surroundings)
             if not executor.compiled.losses:
                 raise ValueError(
@@ -200,6 +205,8 @@ class ParallelModule(Stateful):
             if reason := self._cannot_differentiate():
                 raise ValueError(reason)
             _no_anomalies()
+            if torch.is_grad_enabled():
+                self._need_scaler()
             kind = Kind(True, None, self._tangents)
             executor, values = self._prepare(args, batch, kind, surroundings)
             with self._watch.step(self.training_steps):
@@ -258,7 +265,19 @@ class ParallelModule(Stateful):
         """
         with reporting("clip_grad_norm_"):
             return clip_gradients(
-                self._tree.own, self._tree.specs, self._groups, max_norm, norm_type, self._cache.owed()
+                self._tree.own, self._tree.specs, self._groups, max_norm, norm_type, self._cache.owed(), self._scaler
+            )
+
+    def take_scaler(self, scaler: GradScaler) -> Groups:
+        """Scale the losses of ``train_step`` by it from now on: see `autopar.GradScaler`, which calls this."""
+        self._scaler = scaler
+        return self._groups
+
+    def _need_scaler(self) -> None:
+        if self._scaler is None and self.plan.options.precision.compute == "float16":
+            raise ValueError(
+                "precision: gradients in float16 vanish without a scaled loss; make scaler = autopar.GradScaler(model) "
+                "before the first step, and step with scaler.step(optimizer), or compute in bfloat16"
             )
 
     def _prepare(
@@ -281,6 +300,7 @@ class ParallelModule(Stateful):
             plain = value if type(value) is Tensor else value.as_subclass(Tensor)  # results would be of the subclass
             values[name] = to_device(plain, self._groups.device)  # contiguous: the step is compiled for that
         seed = step_seed(self._seed, self.training_steps)
+        values[SCALE] = self._scaler.seed if self._scaler is not None else self._one
         values |= {name: torch.full((), seed, device=self._groups.device) for name in executor.seeds}  # without a copy
         return executor, values
 

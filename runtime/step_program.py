@@ -12,13 +12,14 @@ All names are resolved here, once. Every kind of action has one method: see `han
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from autopar.ir.graph import outputs, placeholders
+from autopar.precision import PRECISIONS, Precision
 from autopar.runtime.bind import Bound
 from autopar.runtime.feed import Feed
 from autopar.runtime.instructions import (
@@ -37,7 +38,7 @@ from autopar.runtime.point_to_point import Channels, acknowledged
 from autopar.runtime.step_values import Unit, Values, unit_of
 from autopar.schedule.order import Action, Hop, Order
 from autopar.steps.graphs import Cache, Pipeline, Prologue, StepGraph
-from autopar.steps.of_rank import backwards, graph_of
+from autopar.steps.of_rank import backwards, graph_of, sum_dtypes
 from autopar.steps.value_names import grad, is_a, of
 
 Bind = Callable[[StepGraph], Bound]
@@ -94,17 +95,26 @@ def make_program(
     device: torch.device,
     prologue: Prologue | None = None,
     results: Collection[str] = (),
+    precision: Precision = PRECISIONS["none"],
 ) -> Program:
     """``order``: lowered, without empty transfers. ``rank``: coordinate on the pp axis. ``bind``: makes a graph
-    runnable. ``results``: outputs of F to keep, of the last micro-batch."""
-    return _Builder(Values(pipeline, order, rank, feed, prologue), bind, channels, device, results).program()
+    runnable. ``results``: outputs of F to keep, of the last micro-batch. ``precision``: says what gradients of
+    micro-batches are added up in."""
+    values = Values(pipeline, order, rank, feed, prologue)
+    return _Builder(values, bind, channels, device, results, precision).program()
 
 
 class _Builder:
     def __init__(
-        self, values: Values, bind: Bind, channels: Channels, device: torch.device, results: Collection[str]
+        self,
+        values: Values,
+        bind: Bind,
+        channels: Channels,
+        device: torch.device,
+        results: Collection[str],
+        precision: Precision,
     ) -> None:
-        self.values, self.channels, self.device = values, channels, device
+        self.values, self.channels, self.device, self.precision = values, channels, device, precision
         self.slot, self.part, self.routes, self.order = values.slot, values.part, values.routes, values.order
         self._bind = bind
         self.bound: dict[int, Bound] = {}
@@ -161,8 +171,15 @@ class _Builder:
         writes = [NOWHERE if place[-1] is None else self.slot(*place) for place in places]
         self.run(entry, graph, reads, writes)
 
-    def _add(self, entry: Entry, addends: list[int], sums: list[int], owned: list[bool] | None = None) -> None:
-        entry.does.append(Instruction(accumulate(owned or [False] * len(sums)), [*sums, *addends], sums))
+    def _add(
+        self,
+        entry: Entry,
+        addends: list[int],
+        sums: list[int],
+        owned: list[bool] | None = None,
+        dtypes: Sequence[torch.dtype | None] = (),
+    ) -> None:
+        entry.does.append(Instruction(accumulate(owned or [False] * len(sums), dtypes), [*sums, *addends], sums))
 
     def _before_all(self, entry: Entry) -> None:
         """Totals over all micro-batches, and what is the same for all of them."""
@@ -268,16 +285,20 @@ class _Builder:
             entry.does.append(Instruction(total, sources, [tangent]))
         elif is_a(value, "output"):
             self.tangents.setdefault(value, []).append(tangent)
-            self.values.constants[tangent] = self._one(unit, value)
+            like = self._like(unit, value)
+            if like.dim():
+                self.values.constants[tangent] = torch.ones(tuple(like.shape), dtype=like.dtype, device=self.device)
+            else:
+                self.values.loads.append((tangent, Feed.scale(like.dtype), 0))
         elif not sources:
             hop = next(h for h in self.routes.hops if h.value == value)
             entry.does.append(Instruction(filled(_shape(hop, unit), hop.dtype, self.device), [], [tangent]))
 
-    def _one(self, unit: Unit, value: str) -> torch.Tensor:
-        """The gradient of a loss by itself."""
+    def _like(self, unit: Unit, value: str) -> torch.Tensor:
+        """The (fake) value of an output."""
         forward = self.part(unit[0]).forward
         made: torch.Tensor = outputs(forward.graph)[forward.outputs.index(value)].meta["val"]
-        return torch.ones(tuple(made.shape), dtype=made.dtype, device=self.device)
+        return made
 
     def _add_gradients(self, entry: Entry, unit: Unit, graph: StepGraph) -> None:
         """Gradients of parameters and of earlier slices add up."""
@@ -291,7 +312,8 @@ class _Builder:
             alone = {graph.outputs[i] for i in graph.graph.meta.get("owned", ())}
             owned = [n in alone for n in names]
             sums = [self.slot("sum", unit[0], n) for n in names]
-            self._add(entry, [self.slot("unit", *unit, n) for n in names], sums, owned)
+            dtypes = sum_dtypes(self.part(unit[0]), self.precision)
+            self._add(entry, [self.slot("unit", *unit, n) for n in names], sums, owned, [dtypes[n] for n in names])
 
     # --- transfers ----------------------------------------------------------------------------------------
 

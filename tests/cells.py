@@ -55,7 +55,8 @@ class Cell:
     options: Options = DEFAULTS
 
     def __str__(self) -> str:
-        given = dataclasses.asdict(self.options)
+        names = [f.name for f in dataclasses.fields(Options)]
+        given = {name: getattr(self.options, name) for name in names}
         changed = (f"{k}={v}" for k, v in given.items() if v != getattr(DEFAULTS, k))
         return " ".join([self.name, str(self.mesh), *changed])
 

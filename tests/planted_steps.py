@@ -16,6 +16,7 @@ import autopar.passes.normalize as normalize
 import autopar.passes.normalize.losses as losses
 from autopar.ir.graph import insert_call, output_node, outputs, remove_dead_code
 from autopar.passes.joint import Joint
+from autopar.precision import Precision
 from autopar.steps.graphs import StepGraph
 from tests.planted import (
     calls,
@@ -210,14 +211,14 @@ for _name, _stop, _where, _change in (
 
 # --- accumulation -------------------------------------------------------------------------------------------
 
-_split, _own = accumulation.split_accumulation, accumulation.own_gradient
+_split = accumulation.split_accumulation
 
 
 def _last(change: Callable[[GraphModule], None]) -> Callable[[pytest.MonkeyPatch], None]:
     """A mistake in the backward of the last micro-batch."""
 
-    def split(backward: StepGraph) -> tuple[StepGraph, StepGraph]:
-        local, last = _split(backward)
+    def split(backward: StepGraph, precision: Precision) -> tuple[StepGraph, StepGraph]:
+        local, last = _split(backward, precision)
         change(last.graph)
         return local, last
 
@@ -250,7 +251,7 @@ def _reduced_each(planted: pytest.MonkeyPatch) -> None:
 
     def local(gm: GraphModule) -> GraphModule:
         with planted.context() as inner:
-            inner.setattr(accumulation, "own_gradient", lambda g: g)
+            inner.setattr(accumulation, "behind_sums", lambda g: (g, []))
             return _local(gm)
 
     planted.setattr(accumulation, "_local", local)

@@ -25,7 +25,7 @@ DOCUMENTED = {"torch._check"}
 # Who may import whom: a room (or a file beside the rooms) imports itself and what stands on lower floors.
 FLOORS: tuple[set[str], ...] = (
     {"adapters", "registry", "exact", "values"},
-    {"ops", "schedule"},
+    {"ops", "schedule", "precision"},
     {"ir", "runtime.schedules"},  # schedules are data: the planner takes them out of the registry
     {"attention", "capture"},
     {"options"},

@@ -306,7 +306,7 @@ def test_outputs_are_differentiated_as_in_torch(zero: int) -> None:
 
 def test_names_stand_for_two_decisions() -> None:
     decided = {zero: (Options(zero=zero).gathers_once, Options(zero=zero).reduces_once) for zero in MODES}
-    assert decided == {0: (True, True), 1: (True, True), 2: (True, False), 3: (False, False)}
+    assert decided == {0: (False, True), 1: (True, True), 2: (True, False), 3: (False, False)}
     other = dataclasses.replace(Options(zero=3), gathers="step", reductions="step")
     assert other.gathers_once and other.reduces_once
 

@@ -41,33 +41,39 @@ def silent_fakes() -> Iterator[None]:
         logger.disabled = before
 
 
-def fake_like(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
-    """A new fake of the same shape, strides, dtype and requires_grad, on the CPU. Never shared between two inputs:
-    the exporter would specialise the graph to their being one tensor."""
+def fake_like(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> Tensor:
+    """A new fake of the same shape, strides, dtype (or another one) and requires_grad, on the CPU. Never shared between
+    two inputs: the exporter would specialise the graph to their being one tensor."""
+    dtype = dtype or tensor.dtype
     with mode:
         if tensor.is_contiguous():
-            out = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="cpu")
+            out = torch.empty(tuple(tensor.shape), dtype=dtype, device="cpu")
         else:
-            out = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="cpu")
+            out = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=dtype, device="cpu")
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(out, requires_grad=tensor.requires_grad)
     return out
 
 
-def structure_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """A deep copy in which each parameter and buffer is a fake; ties stay ties; no tensor is copied.
+def structure_copy(
+    model: nn.Module, mode: FakeTensorMode, dtypes: Mapping[int, torch.dtype] | None = None
+) -> nn.Module:
+    """A deep copy in which each parameter and buffer is a fake; ties stay ties; no tensor is copied. ``dtypes``: of
+    those that get another one, by the model's tensors' id.
 
     Raises ValueError if the module holds something that cannot be copied, or hooks that cannot be kept.
     """
     refuse_backward_hooks(model)
-    return _copied(model, {id(t): fake_like(t, mode) for t in _registered(model).values()})
+    chosen = dtypes or {}
+    return _copied(model, {id(t): fake_like(t, mode, chosen.get(id(t))) for t in _registered(model).values()})
 
 
-def skeleton_of(model: nn.Module) -> nn.Module:
-    """A deep copy without weights: parameters and buffers on the meta device, ties kept. Raises as `structure_copy`."""
+def skeleton_of(model: nn.Module, dtypes: Mapping[int, torch.dtype] | None = None) -> nn.Module:
+    """A deep copy without weights: parameters and buffers on the meta device, ties kept. ``dtypes``: as in
+    `structure_copy`, which it raises as."""
     tensors: dict[int, Tensor] = {}
     for tensor in _registered(model).values():
-        meta = torch.empty_like(tensor, device="meta")
+        meta = torch.empty_like(tensor, device="meta", dtype=(dtypes or {}).get(id(tensor)))
         tensors[id(tensor)] = nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
     refuse_backward_hooks(model)
     return copy_with(model, tensors)

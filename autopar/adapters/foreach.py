@@ -36,6 +36,12 @@ def scale_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
         torch._foreach_mul_([tensors[i] for i in members], factor.to(dtype))
 
 
+def unscale_all(tensors: Sequence[Tensor], found: Tensor, inverse: Tensor) -> None:
+    """tensors[i] *= inverse (of 0 dims), in place; ``found`` becomes 1 where one of them is not finite."""
+    for members in _by_dtype(tensors).values():
+        torch._amp_foreach_non_finite_check_and_unscale_([tensors[i] for i in members], found, inverse)
+
+
 def norms(tensors: Sequence[Tensor], p: float, dtype: torch.dtype | None = None) -> list[Tensor]:
     """The p-norm of each, of 0 dims, computed in ``dtype`` (default: its own); 0 of tensors without elements."""
     out: list[Any] = [None if x.numel() else x.new_zeros((), dtype=dtype) for x in tensors]

@@ -67,9 +67,10 @@ def compile_model(
     Raises: ValueError for a model that does not export, sizes that do not divide, ops without a rule.
     """
     start = time.perf_counter()
-    known_batch_dims(model, batch, options or Options(), fixed)  # for what it refuses
-    shared = shared or SharedCapture()
-    gm = shared.again(model, batch, train=None if train else False, exact=exact, autocast=autocast)
+    asked = options or (plan.options if plan is not None else Options())
+    known_batch_dims(model, batch, asked, fixed)  # for what it refuses
+    shared, precision = shared or SharedCapture(), asked.precision
+    gm = shared.again(model, batch, train=None if train else False, exact=exact, autocast=autocast, precision=precision)
     seconds = time.perf_counter() - start
     how: dict[str, Any] = {"plan": plan, "fixed": fixed, "outputs": outputs, "tangents": tangents}
     return compile_graph(gm, mesh, options, train=train, timings={"capture": seconds}, observers=observers, **how)

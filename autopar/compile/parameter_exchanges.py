@@ -19,6 +19,7 @@ from torch.fx import Node
 from autopar.options import Options
 from autopar.passes.accumulate_gradients import split_accumulation
 from autopar.passes.parameter_graphs import inline_gathers, inline_reductions, reduce_graph, with_gathers
+from autopar.precision import Precision
 from autopar.steps.graphs import Stage
 from autopar.steps.value_names import grad
 
@@ -34,14 +35,14 @@ def place_exchanges(stage: Stage, used: Mapping[Node, Node] | None, options: Opt
         if not options.gathers_once and stage.gather is not None:
             _gather_inside(stage)
         if not once:
-            _reduce_in_each(stage, used)
+            _reduce_in_each(stage, used, options.precision)
         elif last and stage.reduce is not None:
             _reduce_in_last(stage)
         if alone:
             stage.roots = _of_stored(stage.roots, used)
     elif last and once:
         assert stage.backward is not None
-        stage.backward, stage.backward_reduce = split_accumulation(stage.backward)
+        stage.backward, stage.backward_reduce = split_accumulation(stage.backward, options.precision)
     if last and options.micro_batches == 1:
         stage.backward, stage.backward_reduce = None, stage.backward
     if stage.gather is not None:
@@ -64,12 +65,12 @@ def _reduce_in_last(stage: Stage) -> None:
     stage.backward_reduce, stage.reduce = inline_reductions(stage.backward, stage.reduce, last=True), None
 
 
-def _reduce_in_each(stage: Stage, used: Mapping[Node, Node]) -> None:
+def _reduce_in_each(stage: Stage, used: Mapping[Node, Node], precision: Precision) -> None:
     """Where several graphs make gradients of one parameter, each sums its own."""
     stage.reduce = None
     for name in OF_EACH:
         step = getattr(stage, name)
-        reduce = reduce_graph(used, step.outputs) if step is not None else None
+        reduce = reduce_graph(used, step.outputs, precision, added=False) if step is not None else None
         if reduce is not None:
             setattr(stage, name, inline_reductions(step, reduce))
 

@@ -42,7 +42,8 @@ def plan_model(
     ``shared`` keeps the capture for it.
     """
     known_batch_dims(model, batch, options, fixed)  # for what it refuses
-    gm = _normalized((shared or SharedCapture()).first(model, batch, exact=exact), Compilation(mesh))
+    shared = shared or SharedCapture()
+    gm = _normalized(shared.first(model, batch, exact=exact, precision=options.precision), Compilation(mesh))
     plan = make_plan(gm, mesh, options, fixed, example=True)
     return plan, parameter_specs(gm, plan)
 

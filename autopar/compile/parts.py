@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+import torch
 from torch.fx import GraphModule, Node
 
 from autopar.compile.equal_parts import KnownParts
@@ -15,8 +16,10 @@ from autopar.compile.parameter_exchanges import place_exchanges
 from autopar.compile.slices import COMPUTE_GRAPHS, merged, sliced_hop
 from autopar.ir.conversions import is_conversion
 from autopar.ir.flow import Flow, flow_of
+from autopar.ir.gradient_dtypes import summed_in
 from autopar.ir.graph import placeholders
 from autopar.ir.mesh import TokenSlice
+from autopar.options import Options
 from autopar.passes.cut_stages import Cut, PartGraph, cut_stages, uncut
 from autopar.passes.differentiate import differentiate, lowered
 from autopar.passes.in_order import STEP_PASSES
@@ -25,6 +28,7 @@ from autopar.passes.parameter_graphs import gather_graph, reduce_graph
 from autopar.plan import Plan
 from autopar.planner.step_order import make_order
 from autopar.planner.units import parts_by_node, resolve
+from autopar.precision import Precision
 from autopar.rewrite.compilation import Compilation, timed
 from autopar.rewrite.pass_manager import PassManager
 from autopar.rewrite.step_checks import check_gradients, promise
@@ -57,7 +61,7 @@ def compile_pipeline(
     known, parts, checked = KnownParts(), [], []
     for k, same in enumerate(zip(*(cut.parts for cut in cuts), strict=True)):
         if slices:
-            samples = [_differentiated(part, train, True) for part in same]
+            samples = [_differentiated(part, plan.options, train, True) for part in same]
             checked.append(samples[0])  # types are of numbers; the merged graphs compute theirs
             parts.append(_finish(f"part{k}.", merged(samples, slices, graphs[0][1]), ctx, FIXED_GRAPHS))
             continue
@@ -104,30 +108,41 @@ def place(flow: Flow, cuts: tuple[str, ...]) -> dict[Node, int]:
 
 
 def _compile_part(k: int, part: PartGraph, cut: Cut, ctx: Compilation, train: bool) -> Stage:
-    assert ctx.plan is not None
+    plan = ctx.plan
+    assert plan is not None
     prefix = graph_name(len(cut.parts), k, "")
     if prefix:
         with ctx.within(prefix):
             ctx.observe("part", part.graph)
-    split = ctx.plan.pipeline is not None
-    stage = timed(ctx.timings, "differentiate", lambda: _differentiated(part, train, split))
-    place_exchanges(stage, part.used, ctx.plan.options, ctx.plan.pipeline is None)
+    split = plan.pipeline is not None
+    stage = timed(ctx.timings, "differentiate", lambda: _differentiated(part, plan.options, train, split))
+    place_exchanges(stage, part.used, plan.options, plan.pipeline is None)
     return _finish(prefix, stage, ctx, (*FIXED_GRAPHS, *COMPUTE_GRAPHS))
 
 
-def _differentiated(part: PartGraph, train: bool, split: bool) -> Stage:
+def _differentiated(part: PartGraph, options: Options, train: bool, split: bool) -> Stage:
     """The step graphs of a part; ``split``: B and W, too."""
     results = part.results if train else dict.fromkeys(part.results, "output")
-    stage = differentiate(part.graph, results, part.fixed, split=split)
+    sums = _sums(part, options.precision)
+    stage = differentiate(part.graph, results, part.fixed, split, sums)
     for step in backwards(stage):
-        check_gradients(step, part.graph)
+        check_gradients(step, part.graph, sums)
     stage.mutations, stage.parameters = part.mutations, part.parameters
     if part.used is not None:
         stage.gather, stage.aliases = gather_graph(part.used)
         made = stage.gather.outputs if stage.gather is not None else ()
         stage.gathered = {u.name: p.name for u, p in part.used.items() if u.name in made}
-        stage.reduce = reduce_graph(part.used, [name for step in backwards(stage) for name in step.outputs])
+        made = [name for step in backwards(stage) for name in step.outputs]
+        stage.reduce = reduce_graph(part.used, made, options.precision, added=True)
     return stage
+
+
+def _sums(part: PartGraph, precision: Precision) -> dict[str, torch.dtype]:
+    """Parameter -> what its gradient is summed in over ranks, where that is part of the backward."""
+    if part.used is not None:
+        return {}
+    held = {n.name: n.meta["val"].dtype for n in placeholders(part.graph) if n.name in part.fixed}
+    return {name: summed_in(dtype, precision) for name, dtype in held.items()}
 
 
 FIXED_GRAPHS = ("gather", "reduce")

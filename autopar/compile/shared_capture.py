@@ -18,6 +18,7 @@ from autopar.adapters.dispatch import modes_around
 from autopar.capture import capture
 from autopar.ir.batch import facts_of
 from autopar.ir.graph import copy_graph
+from autopar.precision import Precision
 
 
 class SharedCapture:
@@ -50,6 +51,7 @@ def _seen(
     train: bool | None = None,
     exact: bool = False,
     autocast: torch.dtype | None = None,
+    precision: Precision | None = None,
 ) -> tuple[Any, ...]:
     """What a capture sees beside the modules. Of modes around it nothing is known: no two such captures are alike."""
     return (
@@ -57,6 +59,7 @@ def _seen(
         train,
         exact,
         autocast,
+        precision or Precision(),
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_inference_mode_enabled(),

@@ -35,7 +35,7 @@ class Memory:
 
     parameters: stored pieces of all parameters. buffers: buffers and constants. inputs: its part of a step's batch.
     gradients: one per trainable parameter that the loss depends on, placed and typed like it.
-    optimizer: AdamW in single precision, see `optimizer_bytes`.
+    optimizer: AdamW, see `optimizer_bytes`.
     accumulated: with micro-batches, sums of this rank's own gradients before they are reduced over ranks, whole on dp;
     of gradients that each micro-batch reduces (zero=2 and 3) the pieces.
     saved: what F of one micro-batch keeps for B; with pipeline stages, the most that all micro-batches in flight keep.
@@ -82,7 +82,7 @@ def memories(compiled: Compiled) -> tuple[Memory, ...]:
 
 def _of_rank(compiled: Compiled, rank: int) -> Memory:
     """Of a rank at a coordinate of pp."""
-    found = walk_rank(compiled.pipeline, rank)
+    found = walk_rank(compiled.pipeline, rank, compiled.plan.options.precision)
     held = [p for p in compiled.parameters if rank in p.ranks]
     nodes = {s.name: s.node for s in compiled.signature.inputs if s.kind == "parameter"}
     trained = [p for p in held if p.requires_grad and nodes[p.name] in found.trained]
@@ -112,14 +112,9 @@ def _steady(compiled: Compiled, held: Iterable[ParameterSpec], trained: Iterable
 
 
 def optimizer_bytes(spec: ParameterSpec, mesh: Mesh) -> int:
-    """AdamW on one rank's piece: two moments in single precision, and a single precision master copy of a parameter
-    in half precision. 8 bytes per element of float32, 12 of bfloat16, 16 of float64.
-
-    (`torch.optim.AdamW` on parameters in half precision keeps both moments in half precision and no master copy: 4.)
-    """
-    size = spec.dtype.itemsize
-    count = spec.nbytes(mesh) // size
-    return count * (_MOMENTS * max(size, 4) + (4 if size < 4 else 0))
+    """`torch.optim.AdamW` on one rank's piece: two moments in the dtype that the parameter is stored in. 8 bytes per
+    element of float32, 4 of bfloat16, 16 of float64."""
+    return _MOMENTS * spec.nbytes(mesh)
 
 
 def _input_bytes(compiled: Compiled, inputs: Mapping[str, str], nodes: Mapping[str, Node]) -> int:

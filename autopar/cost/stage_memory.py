@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 
 from autopar.ir.graph import outputs, placeholders
 from autopar.ir.storages import bytes_of, peak_of_values, storage_bytes, storages
+from autopar.precision import PRECISIONS, Precision
 from autopar.schedule.order import PARAMETERS, TRANSFERS, Action, Order
 from autopar.steps.graphs import Pipeline, StepGraph
-from autopar.steps.of_rank import backwards, graph_of, lowered_order, slice_shares
+from autopar.steps.of_rank import backwards, graph_of, lowered_order, slice_shares, sum_dtypes
 from autopar.steps.value_names import is_a, of
 
 
@@ -37,10 +38,10 @@ class Walk:
     trained: set[str] = field(default_factory=set)
 
 
-def walk_rank(pipeline: Pipeline, rank: int) -> Walk:
-    """Run the actions of one coordinate on pp."""
+def walk_rank(pipeline: Pipeline, rank: int, precision: Precision = PRECISIONS["none"]) -> Walk:
+    """Run the actions of one coordinate on pp. ``precision``: says in what gradients of micro-batches are added up."""
     order = lowered_order(pipeline)
-    run = _RankWalk(pipeline, order, rank)
+    run = _RankWalk(pipeline, order, rank, precision)
     for action in order.ranks[rank]:
         if action.kind not in TRANSFERS:
             run.act(action)
@@ -97,8 +98,8 @@ class _Part:
 
 
 class _RankWalk:
-    def __init__(self, pipeline: Pipeline, order: Order, rank: int) -> None:
-        self.order, self.found = order, Walk()
+    def __init__(self, pipeline: Pipeline, order: Order, rank: int, precision: Precision) -> None:
+        self.order, self.found, self.precision = order, Walk(), precision
         self.pipeline, self.parts = pipeline, dict[int, _Part]()
         self.shares = slice_shares(pipeline)
         self.peaks: dict[tuple[int, str], tuple[int, int]] = {}
@@ -180,11 +181,12 @@ class _RankWalk:
         self.found.received = max(self.found.received, round(self.received))
 
     def gradients(self, part: _Part, graph: StepGraph) -> dict[str, int]:
-        """Bytes of the parameters' gradients that a backward makes."""
+        """Bytes of the sums of the parameters' gradients that a backward makes."""
         named = zip(graph.outputs, outputs(graph.graph), strict=True)
-        caches = {c.past for c in part.part.caches}
-        found = {n: x for n, x in named if x is not None and is_a(n, "grad")}
-        return {n: bytes_of([x]) for n, x in found.items() if of(n) not in part.received and of(n) not in caches}
+        others = {c.past for c in part.part.caches} | part.received
+        found = {n: x for n, x in named if x is not None and is_a(n, "grad") and of(n) not in others}
+        dtypes = sum_dtypes(part.part, self.precision)
+        return {n: bytes_of([x]) // x.meta["val"].itemsize * dtypes[n].itemsize for n, x in found.items()}
 
     def parameters(self, action: Action, part: _Part, graph: StepGraph | None) -> None:
         if graph is None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from autopar.ir.graph import is_call
 from autopar.ir.placement import Placement, Shard, conversion, parse_placement, rows_of_slice, transpose
 from autopar.ops import collectives  # noqa: F401  (registers the raw collectives)
 
@@ -50,6 +51,28 @@ def exchange_slice(x: torch.Tensor, length: int, start: int, total: int, src: st
 def is_conversion(node: Node) -> bool:
     """Whether a node is a typed conversion, of either level."""
     return node.op == "call_function" and node.target in (convert, exchange, exchange_slice)
+
+
+def is_cast_input(node: Node) -> bool:
+    """Whether a node casts an input of its graph to a narrower dtype, and nobody takes that as it was: so a parameter
+    is used that is stored in another dtype."""
+    if not is_call(node, torch.ops.aten._to_copy.default):
+        return False
+    source: Node = node.args[0]  # type: ignore[assignment]
+    return source.op == "placeholder" and all(is_narrower(user, source) for user in source.users)
+
+
+def is_narrower(node: Node, source: Node) -> bool:
+    """Whether a node is ``source`` in a narrower floating dtype."""
+    if not is_call(node, torch.ops.aten._to_copy.default) or node.args[0] is not source:
+        return False
+    new, old = node.meta["val"].dtype, source.meta["val"].dtype
+    return new.is_floating_point and old.is_floating_point and new.itemsize < old.itemsize
+
+
+def uncast(node: Node) -> Node:
+    """The input that a node casts, else the node."""
+    return node.args[0] if is_cast_input(node) else node  # type: ignore[return-value]
 
 
 def conversion_of(node: Node) -> tuple[str, Placement, Placement]:

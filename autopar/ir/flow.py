@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from torch.fx import GraphModule, Node
 
-from autopar.ir.conversions import conversion_of, is_conversion
+from autopar.ir.conversions import conversion_of, is_cast_input, is_conversion
 from autopar.ir.graph import placeholders
 from autopar.ir.meta import input_specs
 from autopar.ir.placement import Placement, Shard, conversion
@@ -75,10 +75,13 @@ def flow_of(gm: GraphModule, inputs: Mapping[str, Mapping[str, Placement]] | Non
 
 
 def _find_used(gm: GraphModule, flow: Flow) -> None:
-    """Parameters behind their conversions: a conversion of a parameter, or of a converted one, is no compute."""
+    """Parameters behind their conversions: a conversion of a parameter, or of a converted one, is no compute, and
+    neither is the cast of one that is stored in another dtype."""
     converted: dict[Node, Node] = {n: n for n in placeholders(gm) if flow.kinds[n.name] == "parameter"}
     for node in gm.graph.nodes:
-        if is_conversion(node) and node.args[0] in converted and _moves_whole(node):
+        if node.op != "call_function" or not node.args or node.args[0] not in converted:
+            continue
+        if is_cast_input(node) or (is_conversion(node) and _moves_whole(node)):
             converted[node] = converted[node.args[0]]
     for node, parameter in converted.items():
         if any(user not in converted for user in node.users):

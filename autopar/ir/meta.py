@@ -53,6 +53,7 @@ NODES = {
 GRAPHS = {
     "signature": "Signature: what goes in and comes out",
     "constants": "dict[str, Tensor]: values of the inputs of kind constant, by name",
+    "stored_dtypes": "dict[str, torch.dtype]: in which dtype parameters are held, by placeholder",
     "batch_dims": "dict[str, int | None]: inputs whose batch dim the user named",
     "unclear_batch_dims": "str: why several dims of the inputs may be the batch's, for messages",
     "results": "list[str]: names of the values that a prologue returns",

@@ -36,7 +36,7 @@ MEMORY_NOTES = {
     "buffers": "buffers and constants",
     "inputs": "its part of the batch of a step",
     "gradients": "one per parameter, placed and typed like it",
-    "optimizer": "AdamW: two fp32 moments, and an fp32 master copy of half precision parameters",
+    "optimizer": "AdamW: two moments, in the dtype of the parameters",
     "accumulated": "gradient sums of micro-batches, before they are reduced",
     "saved": "activations that F keeps for B: of one micro-batch, or of all in flight in a pipeline",
     "received": "of these, what other stages have sent",

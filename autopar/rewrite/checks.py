@@ -9,7 +9,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from autopar.adapters.operators import mutates
-from autopar.ir.conversions import conversion_of, is_conversion
+from autopar.ir.conversions import conversion_of, is_conversion, uncast
 from autopar.ir.graph import describe, global_shape, has_gradient, outputs, placeholders, placement, shape_on, values
 from autopar.ir.meta import input_specs, names_of_parameters
 from autopar.ir.placement import INVARIANT, PARTIAL, REPLICATE, Invariant, Placement, Shard, check_shard, conversion
@@ -138,9 +138,9 @@ def check_planned_shards(gm: GraphModule, ctx: Compilation) -> None:
     assert ctx.plan is not None
     names = names_of_parameters(gm)
     for node in gm.graph.nodes:
-        if is_conversion(node) and node.args[0].name in names:
+        if is_conversion(node) and (source := uncast(node.args[0])).name in names:
             axis, src, dst = conversion_of(node)
-            name = names[node.args[0].name]
+            name = names[source.name]
             if axis in ("tp", "ep") and isinstance(src, Shard) and ctx.plan.parameter(name, axis).used == src != dst:
                 user = next(iter(node.users))
                 raise ValueError(

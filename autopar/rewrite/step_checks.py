@@ -10,6 +10,7 @@ summed, gathered or exchanged over an axis.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,13 +96,14 @@ def _check_order(gm: GraphModule) -> None:
             raise StepError(f"output {i} of a step is its input {value.name}")
 
 
-def check_gradients(backward: StepGraph, local: GraphModule) -> None:
+def check_gradients(backward: StepGraph, local: GraphModule, dtypes: Mapping[str, torch.dtype]) -> None:
     """The gradients that a backward returns have the local shapes and dtypes of the inputs of the graph that was
-    differentiated."""
+    differentiated, or those of ``dtypes``."""
     inputs: dict[str, Any] = {n.name: n for n in placeholders(local)}
     for name, have in zip(backward.outputs, _results(backward.graph), strict=True):
         if is_a(name, "grad"):
-            expected = _type(inputs[of(name)])
+            shape, dtype = _type(inputs[of(name)]) or ((), torch.float32)
+            expected = shape, dtypes.get(of(name), dtype)
             if have != expected:
                 raise StepError(f"the gradient of {of(name)} is {_shown(have)}, the value is {_shown(expected)}")
 

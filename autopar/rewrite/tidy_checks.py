@@ -7,6 +7,7 @@ import itertools
 import torch
 from torch.fx import GraphModule, Node
 
+from autopar.ir.conversions import uncast
 from autopar.ir.graph import describe, is_call, layer_of
 from autopar.rewrite.compilation import Compilation
 from autopar.rewrite.step_checks import StepError
@@ -30,11 +31,11 @@ def check_gathers_together(gm: GraphModule, ctx: Compilation) -> None:
 
 
 def is_parameter_gather(node: Node) -> bool:
-    """An all-gather of a placeholder, or of a placeholder that another gather made whole."""
+    """An all-gather of a placeholder, cast or not, or of a placeholder that another gather made whole."""
     if not is_call(node, torch.ops.autopar.all_gather.default):
         return False
     source = node.args[0]
-    return isinstance(source, Node) and (source.op == "placeholder" or is_parameter_gather(source))
+    return isinstance(source, Node) and (uncast(source).op == "placeholder" or is_parameter_gather(source))
 
 
 def gathers_by_layer(gm: GraphModule) -> list[list[Node]]:

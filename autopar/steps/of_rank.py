@@ -12,12 +12,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.lazy import graph_module
+from autopar.ir.gradient_dtypes import added_in
 from autopar.ir.graph import ancestors, outputs, placeholders
 from autopar.ir.mesh import Mesh
 from autopar.ir.parameter import ParameterSpec
+from autopar.precision import Precision
 from autopar.schedule.lowering import lower
 from autopar.schedule.order import BACKWARD, TRANSFERS, Hop, Order
 from autopar.steps.graphs import Pipeline, Prologue, Stage, StepGraph
@@ -43,6 +45,21 @@ def backwards(part: Stage) -> list[StepGraph]:
 def graph_of(part: Stage, kind: str) -> StepGraph | None:
     """The step graph that an action of a kind runs."""
     found: StepGraph | None = getattr(part, GRAPHS[kind])
+    return found
+
+
+def sum_dtypes(part: Stage, precision: Precision) -> dict[str, torch.dtype]:
+    """Gradient of a parameter -> the dtype in which those of micro-batches are added up: what takes the sum says it,
+    if anything does."""
+    taken = part.reduce or part.backward_reduce
+    sums = zip(taken.inputs, placeholders(taken.unnamed)) if taken is not None else ()
+    known = {grad(of(name)) if is_a(name, "sum") else name: x.meta["val"].dtype for name, x in sums}
+    found: dict[str, torch.dtype] = {}
+    for step in (graph for kind in ("BW", "B", "W") if (graph := graph_of(part, kind)) is not None):
+        for name, x in zip(step.outputs, outputs(step.unnamed), strict=True):
+            if name is not None and is_a(name, "grad") and isinstance(x, Node):
+                own = x.meta["val"].dtype
+                found[name] = known.get(name) or added_in(own, own, precision)
     return found
 
 

@@ -260,7 +260,7 @@ def test_what_is_saved_grows_with_the_slice_alone() -> None:
     for start in (4, 8):
         local, _ = sliced(gm, TokenSlice(5, start, S), make_plan(gm, Mesh.of()))
         fixed = [s.node for s in local.meta["signature"].inputs if s.kind == "parameter"]
-        joint = Joint(local, [has_gradient(n) for n in placeholders(local)], fixed)
+        joint = Joint(local, [has_gradient(n) for n in placeholders(local)], fixed, {})
         sizes.append([tuple(n.meta["val"].shape) for n in joint.saved])
     assert sizes[0] == sizes[1]
 

@@ -1,0 +1,148 @@
+"""The dtypes of a policy (`autopar.precision`) on a model: which each parameter is stored and used in, and what is cast
+around its modules.
+
+    dtypes = dtypes_of(model, policy, kept)      kept: what the model's library wants in float32, by parts of names
+    copy   = structure_copy(model, mode, dtypes.used)
+    cast_around(copy, dtypes)                    what goes into the model, and in and out of modules that are kept
+
+Casts of parameters are no part of the copy: capture notes how they are stored, and `cast_parameters` casts them.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.adapters.export import flatten, unflatten
+from autopar.precision import Precision
+
+# their kernels take inputs of half precision beside weights and statistics of float32
+_IN_FLOAT32 = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+@dataclass
+class Dtypes:
+    """stored, used: of parameters, by id. kept: path of a module -> what it computes in."""
+
+    policy: Precision
+    stored: dict[int, torch.dtype] = field(default_factory=dict)
+    used: dict[int, torch.dtype] = field(default_factory=dict)
+    kept: dict[str, torch.dtype] = field(default_factory=dict)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """bfloat16 -> torch.bfloat16."""
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+def dtypes_of(model: nn.Module, policy: Precision, kept: Iterable[str] = ()) -> Dtypes:
+    """What a policy makes of a model.
+
+    Raises ValueError where it keeps modules that there are not, or keeps one of several that share a parameter.
+    """
+    found = Dtypes(policy)
+    if not policy.compute:
+        return found
+    inner = torch_dtype(policy.compute)
+    found.kept = dict.fromkeys(_named(model, policy.keep), _kept_in(policy, torch.float32))
+    by_library = re.compile("|".join(rf"(^|\.){re.escape(name)}($|\.)" for name in kept) or "$^")
+    owners = {(f"{path}." if path else "") + name: m for path, m in model.named_modules() for name in m._parameters}
+    names: dict[int, list[str]] = {}
+    tensors = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in tensors.items():
+        names.setdefault(id(parameter), []).append(name)
+    for name, parameter in tensors.items():
+        if not parameter.is_floating_point():
+            continue
+        inside = [_is_within(n, found.kept) for n in names[id(parameter)]]
+        if any(inside) and not all(inside):
+            raise ValueError(
+                f"precision: {' and '.join(names[id(parameter)])} are one parameter, and keep="
+                f"{list(policy.keep)} names only a part of what uses it; keep all or none of it"
+            )
+        asked = isinstance(owners.get(name), _IN_FLOAT32) or bool(by_library.search(name))
+        stored = torch_dtype(policy.stored) if policy.stored else parameter.dtype
+        if any(inside) or (asked and inner.itemsize < torch.float32.itemsize):
+            found.stored[id(parameter)] = found.used[id(parameter)] = _kept_in(policy, stored)
+        else:
+            found.stored[id(parameter)], found.used[id(parameter)] = stored, inner
+    return found
+
+
+def _kept_in(policy: Precision, stored: torch.dtype) -> torch.dtype:
+    """Float32, or what parameters are stored in if that is wider."""
+    return torch.promote_types(torch_dtype(policy.stored) if policy.stored else stored, torch.float32)
+
+
+def _named(model: nn.Module, keep: Iterable[str]) -> Iterator[str]:
+    """Paths of modules that are named by path, by the end of their path, or by class; not of those within others."""
+    seen: list[str] = []
+    for name in keep:
+        found = [
+            path
+            for path, m in model.named_modules()
+            if path and (path == name or path.endswith(f".{name}") or type(m).__name__ == name)
+        ]
+        if not found:
+            classes = sorted({type(m).__name__ for path, m in model.named_modules() if path})
+            raise ValueError(
+                f"precision: keep names no module of the model, found {name!r}; give a path, the end of one, or a "
+                f"class: {', '.join(classes[:8])}"
+            )
+        for path in found:
+            if not _is_within(f"{path}.", seen):
+                seen.append(path)
+                yield path
+
+
+def _is_within(name: str, paths: Collection[str]) -> bool:
+    return any(name.startswith(f"{path}.") for path in paths)
+
+
+def cast_around(copy: nn.Module, dtypes: Dtypes) -> None:
+    """Changes a structure copy: floating inputs are cast to what it computes in, what goes into modules that are kept
+    to theirs, and what comes out back."""
+    policy = dtypes.policy
+    if not policy.compute:
+        return
+    inner = torch_dtype(policy.compute)
+    for path, dtype in dtypes.kept.items():
+        module = copy.get_submodule(path)
+        module.forward = _between(module.forward, dtype, inner)
+    copy.forward = _with_inputs(copy.forward, inner, policy.keep_inputs)
+
+
+def _with_inputs(forward: Callable[..., Any], dtype: torch.dtype, left: Collection[str]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return forward(*_cast(args, dtype), **{n: x if n in left else _cast(x, dtype) for n, x in kwargs.items()})
+
+    return run
+
+
+def _between(forward: Callable[..., Any], inner: torch.dtype, outer: torch.dtype) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return _cast(forward(*_cast(args, inner), **_cast(kwargs, inner)), outer)
+
+    return run
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    """Floating tensors among nested values."""
+
+    leaves, spec = flatten(values)
+    return unflatten([x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in leaves], spec)
+
+
+def stored_by_name(model: nn.Module, dtypes: Dtypes) -> dict[str, torch.dtype]:
+    """What parameters are stored in, by every name that they have."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: dtypes.stored[id(p)] for name, p in named if id(p) in dtypes.stored}

@@ -1,0 +1,51 @@
+"""cast_parameters: parameters that are stored in another dtype than they are used in.
+
+Consumes    a captured graph whose ``meta["stored_dtypes"]`` says in which dtype a parameter is held.
+Guarantees  the placeholder of such a parameter has that dtype, and stands for the stored one; right before its first
+            use it is cast. What is differentiated is the stored one, so its gradient comes back through the cast.
+Leaves      other casts; where the cast stands among the exchanges over ranks (`propagate_placements`: it is used as the
+            parameter is, so a piece is cast before it is gathered).
+
+    linear(x, w: bfloat16)    -->    w: float32; w_c = _to_copy(w, dtype=bfloat16); linear(x, w_c)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.fx import GraphModule
+
+from autopar.ir.graph import insert_call, placeholders
+from autopar.rewrite.compilation import Compilation
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class CastParameters:
+    """See the module's docstring."""
+
+    name: ClassVar[str] = "cast_parameters"
+    requires: ClassVar[tuple[str, ...]] = ("functional",)
+    ensures: ClassVar[tuple[str, ...]] = ()
+
+    def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
+        stored = gm.meta.pop("stored_dtypes", {})
+        order = {node: i for i, node in enumerate(gm.graph.nodes)}
+        for node in placeholders(gm):
+            val = node.meta["val"]
+            held = stored.get(node.name)
+            if held is None or held == val.dtype:
+                continue
+            node.meta["val"] = val.to(held)
+            users = [user for user in node.users if user in order]
+            if users:
+                first = min(users, key=order.__getitem__)
+                cast = insert_call(
+                    first, aten._to_copy.default, (node,), {"dtype": val.dtype}, val=val, name=f"{node.name}_cast"
+                )
+                node.replace_all_uses_with(cast, delete_user_cb=lambda user, cast=cast: user is not cast)  # type: ignore[misc]
+        gm.recompile()
+        return gm

@@ -1,0 +1,418 @@
+"""precision=: parameters stored in one dtype, used in another, gradients summed in a third."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.fx import Node
+
+import autopar
+from autopar.capture import capture
+from autopar.compile.model import compile_model
+from autopar.cost.step_traffic import step_communication
+from autopar.ir.compute_dtypes import torch_dtype
+from autopar.ir.graph import outputs, placeholders
+from autopar.ir.mesh import Mesh
+from autopar.models.tiny import TINY
+from autopar.ops.traits import SUMS
+from autopar.options import Options
+from autopar.passes.widen_reductions import behind_sums
+from autopar.plan import Plan
+from autopar.precision import PRECISIONS, Precision
+from autopar.rewrite.tidy_checks import is_parameter_gather
+from autopar.steps.graphs import Compiled
+from autopar.steps.of_rank import GRAPHS, graph_of
+from autopar.steps.value_names import is_a, of
+from autopar.verification import computing_in, reference
+from tests.ranks import run_ranks
+
+SINGLE = Precision("float32", "float64", "float64")  # its errors are so small that a wrong sum stands out
+Found = dict[str, Any]
+
+
+def made(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    entry = TINY[name]
+    return entry.build(dropout=0.0), entry.batch(8, 16)
+
+
+def mean_error(found: dict[str, Tensor], expected: dict[str, Tensor | None]) -> float:
+    """Mean over the parameters of the relative error of their gradients."""
+    assert found.keys() == {name for name, x in expected.items() if x is not None}
+    errors = [float((found[n].double() - x).norm() / x.norm()) for n, x in expected.items() if x is not None]
+    return sum(errors) / len(errors)
+
+
+def step(name: str, sizes: dict[str, int], policy: Precision, options: dict[str, Any]) -> Found:
+    """On a rank: errors of gradients against float64, here and in one process of the policy; dtypes."""
+    model, batch = made(name)
+    _, exact = reference(model, batch, exact=True)
+    loss_alone, alone = reference(computing_in(model, policy), batch, exact=False)
+    mesh = autopar.init_mesh("cpu", 30.0, **sizes)
+    at = mesh.get_local_rank("dp") if "dp" in sizes else 0
+    part = {k: v.chunk(sizes.get("dp", 1))[at] for k, v in batch.items()}
+    parallel = autopar.parallelize(model, mesh, example_batch=part, precision=policy, **options)
+    loss = parallel.train_step(**part)
+    gradients = parallel.full_gradients()
+    held = {str(p.dtype) for p in parallel.parameters()} | {str(p.grad.dtype) for p in parallel.parameters()}
+    bytes_of = {f"{axis} {kind}": t.bytes for (axis, kind), t in parallel.traffic().items()}
+    return {
+        "error": mean_error(gradients, exact),
+        "alone": mean_error({n: g for n, g in alone.items() if g is not None}, exact),
+        "loss": abs(float(loss) - loss_alone) / loss_alone, "dtypes": held, "bytes": bytes_of,
+    }  # fmt: skip
+
+
+CASES: list[tuple[str, dict[str, int], dict[str, Any]]] = [
+    ("llama", {"dp": 2}, {"zero": 0}),
+    ("llama", {"dp": 2}, {"zero": 1, "micro_batches": 2}),
+    ("llama", {"dp": 2}, {"zero": 3, "micro_batches": 2}),
+    ("gpt2", {"dp": 2, "tp": 2}, {"zero": 2, "micro_batches": 2}),
+    ("llama", {"dp": 2, "tp": 2}, {"zero": 3, "sequence_parallel": True}),
+    ("llama", {"dp": 2, "cp": 2}, {"zero": 3}),
+    ("llama", {"dp": 2, "pp": 2}, {"zero": 0, "micro_batches": 4, "schedule": "zb_h1"}),
+    ("llama", {"dp": 2, "pp": 2}, {"zero": 3, "micro_batches": 4, "schedule": "1f1b"}),
+    ("t5", {"pp": 2, "tp": 2}, {"micro_batches": 2, "schedule": "1f1b"}),
+    ("mixtral", {"dp": 2}, {"zero": 3}),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes", "options"), CASES, ids=str)
+def test_gradients_are_as_good_as_those_of_one_process(
+    name: str, sizes: dict[str, int], options: dict[str, Any]
+) -> None:
+    count = 1
+    for size in sizes.values():
+        count *= size
+    for policy in (SINGLE, PRECISIONS["bf16"]):
+        for found in run_ranks(count, step, name, sizes, policy, options, timeout=120):
+            assert found["error"] <= 1.1 * found["alone"], found
+            assert found["loss"] < (1e-5 if policy is SINGLE else 1e-2), found
+            assert found["dtypes"] == {f"torch.{policy.stored}"}
+
+
+# --- sums ---------------------------------------------------------------------------------------------------
+
+
+class Witness(nn.Module):
+    """The gradient of its weights is the mean of x: of 1 and 1 + 2^-6 it has 8 bits, their half sum has not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.matrix = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale).float().sum() + (x @ self.matrix).float().sum()
+
+
+VALUES = (1.0, 2.0**-10)  # in bfloat16 their sum is 1.0
+
+
+def witnessed(sizes: dict[str, int], policy: str, options: dict[str, Any]) -> list[float]:
+    """On a rank: the gradients that have to be 1 + 2^-10, of a vector and of a matrix."""
+    x = torch.tensor(VALUES).repeat_interleave(1)[:, None].expand(2, 4).contiguous()
+    part = x.chunk(sizes.get("dp", 1))[dist.get_rank() if "dp" in sizes else 0]
+    mesh = autopar.init_mesh("cpu", 30.0, **sizes)
+    parallel = autopar.parallelize(Witness(), mesh, example_batch={"x": part}, precision=policy, **options)
+    parallel.train_step(x=part)
+    found = parallel.full_gradients()
+    return [float(found["scale"][0]), float(found["matrix"][0, 0])]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ({"dp": 2}, {}),
+        ({"dp": 2}, {"zero": 3}),
+        ({"dp": 2}, {"zero": 1}),
+        ({"dp": 1}, {"micro_batches": 2}),
+    ],
+    ids=str,
+)
+def test_sums_keep_what_half_precision_would_lose(sizes: dict[str, int], options: dict[str, Any]) -> None:
+    for policy in ("bf16", Precision("bfloat16", "float32", "bfloat16")):
+        for found in run_ranks(max(sizes.values()), witnessed, sizes, policy, options):
+            kept = policy == "bf16" or sizes["dp"] == 1  # over micro-batches always
+            assert found == [1.0 + 2.0**-10 if kept else 1.0] * 2, (policy, found)
+
+
+def sums_and_gathers(made: Compiled) -> tuple[set[torch.dtype], set[torch.dtype]]:
+    """Dtypes of sums over ranks that end in gradients of parameters, and of gathers of parameters."""
+    sums, gathers = set(), set()
+    names = {s.node for s in made.signature.inputs if s.kind == "parameter"}
+    for part in made.pipeline.parts:
+        for kind in GRAPHS:
+            step = graph_of(part, kind)
+            if step is None:
+                continue
+            for name, x in zip(step.outputs, outputs(step.graph), strict=True):
+                if name is not None and is_a(name, "grad") and of(name) in names and isinstance(x, Node):
+                    _, chain = behind_sums(x)
+                    sums |= {n.meta["val"].dtype for n in chain if n.target in SUMS}
+            gathers |= {n.meta["val"].dtype for n in step.graph.graph.nodes if is_parameter_gather(n)}
+    return sums, gathers
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16_pure", Precision("float16", "float32", "float16")], ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        (Mesh.of(dp=2, tp=2), {"zero": 3, "sequence_parallel": True}),
+        (Mesh.of(dp=2, tp=2), {"zero": 0, "sequence_parallel": True, "micro_batches": 2}),
+        (Mesh.of(dp=2, cp=2), {"zero": 2, "micro_batches": 2}),
+        (Mesh.of(dp=2, pp=2, tp=2), {"zero": 1, "micro_batches": 4, "sequence_parallel": True}),
+    ],
+    ids=str,
+)
+def test_sums_over_every_axis(mesh: Mesh, options: dict[str, Any], policy: Any) -> None:
+    """In the dtype of the policy, parameters are gathered in the one they are used in. With buckets of no size, so that
+    chains can be followed."""
+    model, batch = made("llama")
+    found = compile_model(model.float(), batch, mesh, Options(precision=policy, bucket_bytes=0, **options))
+    chosen = found.plan.options.precision
+    sums, gathers = sums_and_gathers(found)
+    assert sums == {torch_dtype(chosen.reduce)}
+    assert gathers == ({torch_dtype(chosen.compute)} if options["zero"] else set())
+
+
+def test_bytes_are_those_of_the_dtypes() -> None:
+    """Gathers move half of what they move in float32, sums as much."""
+    model, batch = made("llama")
+    found = {}
+    for policy in ("none", "bf16"):
+        options = Options(zero=3, precision=policy, micro_batches=2)  # type: ignore[arg-type]
+        volumes = step_communication(compile_model(model.float(), batch, Mesh.of(dp=2), options))
+        found[policy] = {kind: v.bytes for (_, kind), v in volumes.items()}
+    assert found["bf16"]["all_gather"] * 2 == found["none"]["all_gather"]
+    assert found["bf16"]["reduce_scatter"] == found["none"]["reduce_scatter"]
+
+
+# --- what is kept -------------------------------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    """A batch norm, a buffer, a norm that may be kept, a tied pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.batch_norm, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.LayerNorm(8)
+        self.table, self.head = nn.Embedding(6, 8), nn.Linear(8, 6, bias=False)
+        self.head.weight = self.table.weight
+        self.register_buffer("shift", torch.rand(8))
+        self.shift: Tensor
+
+    def forward(self, x: Tensor, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        h = self.batch_norm(self.inner(x)) + self.table(tokens)
+        h = self.norm(h) + self.shift.to(h.dtype)
+        return {"loss": nn.functional.mse_loss(self.head(h).float(), labels), "h": h}
+
+
+def mixed_batch() -> dict[str, Tensor]:
+    return {"x": torch.rand(8, 8), "tokens": torch.arange(8) % 6, "labels": torch.rand(8, 6)}
+
+
+def dtypes_in(policy: Precision) -> dict[str, torch.dtype]:
+    """Of parameters as they are used (prefix "used"), and as they are stored; of inputs of the loss."""
+    gm = capture(Mixed(), mixed_batch(), precision=policy)
+    specs = {s.node: s.name for s in gm.meta["signature"].inputs}
+    found = {f"used {specs[n.name]}": n.meta["val"].dtype for n in placeholders(gm)}
+    return found | {specs[node]: dtype for node, dtype in gm.meta["stored_dtypes"].items()}
+
+
+def test_buffers_norms_of_batches_and_what_is_named_are_kept() -> None:
+    half, single = torch.bfloat16, torch.float32
+    found = dtypes_in(PRECISIONS["bf16_pure"])
+    assert found["used inner.weight"] == found["inner.weight"] == half
+    assert found["used batch_norm.weight"] == found["batch_norm.weight"] == single
+    assert found["used shift"] == found["used batch_norm.running_mean"] == found["used labels"] == single
+    kept = dtypes_in(Precision("bfloat16", "bfloat16", "float32", keep=("LayerNorm",)))
+    assert kept["used norm.weight"] == kept["norm.weight"] == single and found["used norm.weight"] == half
+
+
+def test_a_kept_module_computes_in_float32() -> None:
+    gm = capture(Mixed(), mixed_batch(), precision=Precision("bfloat16", "float32", "float32", keep=("norm",)))
+    (norm,) = [n for n in gm.graph.nodes if "layer_norm" in str(n.target)]
+    assert norm.meta["val"].dtype == torch.float32
+    assert [x.meta["val"].dtype for x in outputs(gm)][1] == torch.bfloat16, "and what comes out is cast back"
+    model = computing_in(Mixed(), Precision("bfloat16", "float32", "float32", keep=("norm",)))
+    assert model(**mixed_batch())["h"].dtype == torch.bfloat16
+
+
+def test_what_transformers_keeps_is_kept() -> None:
+    model, batch = made("t5")
+    autopar.api.load_adapters(model)
+    gm = capture(model.float(), batch, precision=PRECISIONS["bf16"])
+    nodes, specs = placeholders(gm), gm.meta["signature"].inputs
+    used = {spec.name: node.meta["val"].dtype for spec, node in zip(specs, nodes, strict=True)}
+    assert {dtype for name, dtype in used.items() if name.endswith(".wo.weight")} == {torch.float32}
+    assert used["shared.weight"] == torch.bfloat16
+
+
+def test_the_models_own_dtype_is_left_alone() -> None:
+    """model.bfloat16() without a policy: all as before."""
+    model, batch = made("llama")
+    found = compile_model(model.bfloat16(), batch, Mesh.of(dp=2), Options(zero=3, bucket_bytes=0))
+    assert sums_and_gathers(found) == ({torch.bfloat16}, {torch.bfloat16})
+
+
+# --- bad input ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (lambda: Options(precision="bf32"), "precision: expected 'none', 'bf16'.*found 'bf32'"),  # type: ignore[arg-type]
+        (lambda: Options(precision=3), "precision: expected a text, found 3"),  # type: ignore[arg-type]
+        (lambda: Precision("int8"), "precision.compute: expected one of 'bfloat16'"),
+        (lambda: Precision(reduce="float32"), "says nothing without a dtype to compute in"),
+        (lambda: Precision("float16", "float16"), "lose the updates of an optimizer"),
+        (lambda: dtypes_in(Precision("bfloat16", keep=("attention",))), "names no module.*'attention'.*BatchNorm1d"),
+        (lambda: dtypes_in(Precision("bfloat16", keep=("head",))), "table.weight and head.weight are one parameter"),
+        (lambda: Precision("bfloat16", keep="norm"), r"precision.keep: expected a tuple of names"),  # type: ignore[arg-type]
+    ],
+)  # fmt: skip
+def test_policies_that_say_nothing_are_refused(given: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        given()
+
+
+def without_scaler() -> list[str]:
+    torch.manual_seed(0)
+    x = torch.rand(4, 8)
+    parallel = autopar.parallelize(
+        Overflowing(), autopar.init_mesh("cpu", 30.0, dp=2), example_batch={"x": x}, precision="fp16"
+    )
+    said = []
+    for run in (lambda: parallel.train_step(x=x), lambda: parallel(x=x)):
+        try:
+            run()
+        except ValueError as error:
+            said.append(str(error))
+    with torch.no_grad():
+        parallel(x=x)
+    return said
+
+
+def test_float16_needs_a_scaler() -> None:
+    for said in run_ranks(2, without_scaler):
+        assert len(said) == 2 and all("make scaler = autopar.GradScaler(model)" in text for text in said)
+
+
+def test_a_plan_remembers_its_precision() -> None:
+    model, batch = made("llama")
+    policy = Precision("bfloat16", "float32", "float32", keep=("norm",))
+    plan = compile_model(model.float(), batch, Mesh.of(dp=2), Options(precision=policy)).plan
+    assert Plan.from_json(plan.to_json()).options.precision == policy
+
+
+# --- float16 ------------------------------------------------------------------------------------------------
+
+
+class Overflowing(nn.Module):
+    """Two layers (stages) whose gradients overflow where ``x`` has a huge value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).relu()).float().square().mean()
+
+
+def scaled_loop(sizes: dict[str, int], options: dict[str, Any], clip: bool, by_hand: bool) -> Found:
+    """Four steps on a rank, of which the third overflows on one dp rank."""
+    torch.manual_seed(0)
+    model = Overflowing()
+    mesh = autopar.init_mesh("cpu", 30.0, **sizes)
+    at = mesh.get_local_rank("dp") if "dp" in sizes else 0
+    batches = scaled_batches()
+    parts = [x.chunk(sizes.get("dp", 1))[at] for x in batches]
+    parallel = autopar.parallelize(model, mesh, example_batch={"x": parts[0]}, precision="fp16", **options)
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.01)
+    scaler = autopar.GradScaler(parallel, init_scale=2.0**10, growth_interval=2)
+    scales, stepped, losses = [], [], []
+    for x in parts:
+        if by_hand:
+            loss = parallel(x=x)
+            scaler.scale(loss).backward()
+        else:
+            loss = parallel.train_step(x=x)
+        if clip:
+            parallel.clip_grad_norm_(0.05)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+        stepped.append(scaler.stepped)
+        losses.append(float(loss))
+    steps = {float(s["step"]) for s in optimizer.state.values()}
+    return {"scales": scales, "stepped": stepped, "steps": steps, "losses": losses, "state": parallel.full_state_dict()}
+
+
+def scaled_batches() -> list[Tensor]:
+    made = torch.Generator().manual_seed(1)
+    found = [torch.rand(8, 8, generator=made) for _ in range(4)]
+    found[2][5] = 6e4  # of the second dp rank
+    return found
+
+
+def scaled_alone(clip: bool) -> Found:
+    """The same loop by torch, in one process."""
+    torch.manual_seed(0)
+    model = Overflowing()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    scales = []
+    for x in scaled_batches():
+        half = computing_in(model, PRECISIONS["fp16"])
+        scaler.scale(half(x=x)).backward()
+        for p, h in zip(model.parameters(), half.parameters(), strict=True):
+            assert h.grad is not None
+            p.grad = h.grad.float()
+        if clip:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return {"scales": scales, "state": model.state_dict()}
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize(
+    ("sizes", "options", "by_hand"),
+    [
+        ({"dp": 2}, {"zero": 3}, False),
+        ({"dp": 2}, {"zero": 1}, True),
+        ({"dp": 2, "pp": 2}, {"micro_batches": 2, "cuts": ("second",)}, False),
+    ],
+    ids=str,
+)
+def test_scaled_steps_are_those_of_torch(
+    sizes: dict[str, int], options: dict[str, Any], by_hand: bool, clip: bool
+) -> None:
+    expected = scaled_alone(clip)
+    for found in run_ranks(2 * sizes.get("pp", 1), scaled_loop, sizes, options, clip, by_hand):
+        assert found["scales"] == expected["scales"] == [1024.0, 2048.0, 1024.0, 1024.0]
+        assert found["stepped"] == [True, True, False, True] and found["steps"] == {3.0}
+        for name, x in expected["state"].items():
+            assert (found["state"][name] - x).abs().max() < 2e-3, name
+
+
+# --- verify -------------------------------------------------------------------------------------------------
+
+
+def verified(exact: bool) -> tuple[bool, str]:
+    model, batch = made("llama")
+    mesh = autopar.init_mesh("cpu", 30.0, dp=2, tp=2)
+    report = autopar.verify(model.float(), mesh, batch, exact=exact, precision="bf16", zero=3)
+    return report.passed, report.precision
+
+
+def test_verify_compares_in_the_precision() -> None:
+    for exact, words in ((True, "float64"), (False, "bfloat16")):
+        for passed, precision in run_ranks(4, verified, exact):
+            assert passed and words in precision
