@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from autopar.plan import Plan
     from autopar.precision import Precision
     from autopar.runtime.failures import reporting
-    from autopar.runtime.groups import init_mesh
+    from autopar.runtime.groups import data_part, init_mesh
     from autopar.runtime.launch import launch
     from autopar.runtime.module import ParallelModule
     from autopar.runtime.scaler import GradScaler
@@ -32,6 +32,7 @@ __all__ = [
     "ParallelModule",
     "Plan",
     "Precision",
+    "data_part",
     "init_mesh",
     "launch",
     "parallelize",
@@ -46,6 +47,7 @@ _HOME = {
     "ParallelModule": "autopar.runtime.module",
     "Plan": "autopar.plan",
     "Precision": "autopar.precision",
+    "data_part": "autopar.runtime.groups",
     "init_mesh": "autopar.runtime.groups",
     "launch": "autopar.runtime.launch",
     "parallelize": "autopar.api",

@@ -130,8 +130,8 @@ def capture(
     ``exact`` lifts float32 islands to float64, see `autopar.exact`; give it a float64 model and batch. ``autocast`` is
     the dtype of a `torch.autocast` around the forward; its casts become part of the graph. ``precision``: the
     dtypes to compute in; parameters are taken in these, and ``meta["stored_dtypes"]`` says how they are held.
-    Modules that are called alike are traced once, unless ``memo`` is False (`autopar.adapters.block_memo`); the graph is
-    the same.
+    Modules that are called alike are traced once, unless ``memo`` is False (`autopar.adapters.block_memo`): the graph
+    is the same.
 
     Raises ValueError that names the operator and line which cannot be captured.
     """

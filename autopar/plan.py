@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import DATA, Mesh
 from autopar.ir.meta import signature_of
 from autopar.ir.placement import (
     INVARIANT,
@@ -186,7 +186,7 @@ class Plan:
                     parameters[name][axis] = ParameterPlan(target, target, "the user's choice")
                 else:
                     inputs[name][axis] = target
-                    if axis == "dp" or self.mesh.size("dp") == 1:
+                    if axis in DATA or self.mesh.data_size == 1:
                         dims[name] = target.dim if isinstance(target, Shard) else None
         kept = {name: dict(axes) for name, axes in self.overrides.items()}
         for name, axes in changes.items():

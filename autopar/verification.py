@@ -281,12 +281,12 @@ def _part(
 ) -> dict[str, Any]:
     """This rank's dp part, along the batch dims that `parallelize` finds."""
     load_adapters(model)
-    skeleton, ranks, plan = skeleton_of(model), mesh.size("dp"), options.get("plan")
+    skeleton, ranks, plan = skeleton_of(model), mesh.data_size, options.get("plan")
     asked = Options(batch_dims=options.get("batch_dims", plan.options.batch_dims if plan is not None else ()))
     dims = known_batch_dims(skeleton, batch, asked, plan)
     if ranks > 1 and not set(tensors_of(batch)) <= set(dims):
         dims = dict(plan_model(skeleton, batch, Mesh.of(dp=ranks), asked, None)[0].batch_dims)
-    return part_of_batch(batch, dims, ranks, mesh.coordinate(rank).get("dp", 0))
+    return part_of_batch(batch, dims, ranks, mesh.data_part(mesh.coordinate(rank)))
 
 
 def _computed_in(graph: GraphModule) -> set[torch.dtype]:

@@ -14,6 +14,8 @@ Leaves      sums over ranks of activations, which every micro-batch needs; sums 
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch.fx import GraphModule, Node
 
@@ -28,30 +30,33 @@ from autopar.steps.value_names import earlier_sum, of
 aten = torch.ops.aten
 
 
-def split_accumulation(backward: StepGraph, precision: Precision) -> tuple[StepGraph, StepGraph]:
-    """(BW, BWR): see the module's docstring. The graph is left as it is."""
-    own = StepGraph(_local(copy_graph(backward.graph)), backward.inputs, backward.outputs)
-    last = _last(copy_graph(backward.graph), precision)
+def split_accumulation(
+    backward: StepGraph, precision: Precision, over: Collection[str] = ()
+) -> tuple[StepGraph, StepGraph]:
+    """(BW, BWR): see the module's docstring. ``over``: the axes whose sums wait for the last micro-batch (default:
+    all). The graph is left as it is."""
+    own = StepGraph(_local(copy_graph(backward.graph), over), backward.inputs, backward.outputs)
+    last = _last(copy_graph(backward.graph), precision, over)
     sums = [earlier_sum(of(name)) for name in backward.outputs if name is not None]
     return own, StepGraph(last, [*backward.inputs, *sums], backward.outputs)
 
 
-def _local(gm: GraphModule) -> GraphModule:
+def _local(gm: GraphModule, over: Collection[str]) -> GraphModule:
     out = output_node(gm)
-    out.args = (tuple(behind_sums(g)[0] if isinstance(g, Node) else None for g in outputs(gm)),)
+    out.args = (tuple(behind_sums(g, over)[0] if isinstance(g, Node) else None for g in outputs(gm)),)
     remove_dead_code(gm)
     own_gradients(gm)
     return gm
 
 
-def _last(gm: GraphModule, precision: Precision) -> GraphModule:
+def _last(gm: GraphModule, precision: Precision, over: Collection[str]) -> GraphModule:
     out = output_node(gm)
     gradients = list(out.args[0])  # type: ignore[arg-type]
     after = [n for n in gm.graph.nodes if n.op == "placeholder"][-1]
     for i, gradient in enumerate(gradients):
         if not isinstance(gradient, Node):
             continue
-        own, chain = behind_sums(gradient)
+        own, chain = behind_sums(gradient, over)
         val = own.meta["val"]
         val = val.to(added_in(val.dtype, gradient.meta["val"].dtype, precision))
         after = add_placeholder(gm.graph, f"earlier_{i}", after)

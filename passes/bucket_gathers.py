@@ -27,6 +27,7 @@ from autopar.adapters.operators import OpOverload
 from autopar.ir.conversions import uncast
 from autopar.ir.graph import arguments, insert_call, is_call, nbytes, output_node, shape
 from autopar.options import Options
+from autopar.passes.bucket_gradients import ends_in_output, move_users_to_end
 from autopar.rewrite.compilation import Compilation
 from autopar.rewrite.tidy_checks import is_parameter_gather
 
@@ -75,14 +76,15 @@ def _runs(gm: GraphModule) -> list[list[Chain]]:
 
 
 def _waves(gm: GraphModule, limit: int) -> list[list[Chain]]:
-    """Small gradients that are reduce-scattered between two places where parameters are gathered: a layer. At most
+    """Small gradients that are reduce-scattered between two places where parameters are gathered: a layer. (Over
+    replicas the pieces are summed behind that.) At most
     ``limit`` bytes of whole gradients, which all live until the last of them is made."""
     found: list[list[Chain]] = []
     open_waves: dict[object, list[Chain]] = {}
     for node in gm.graph.nodes:
         if is_parameter_gather(node) or node.meta.get("bucket"):
             open_waves = {}
-        elif is_call(node, SCATTER) and all(user.op == "output" for user in node.users):
+        elif is_call(node, SCATTER) and ends_in_output(node):
             chain = _chain(node, SCATTER)
             if _is_small(chain, node):
                 _add(found, open_waves, chain, limit)
@@ -140,7 +142,7 @@ def _join_scatters(gm: GraphModule, chains: list[Chain]) -> None:
     # copies: no gradient keeps the bucket alive, or is written to with another
     parts = _split(gm, end, piece, sizes, aten.split_with_sizes_copy.default)
     for i, chain in enumerate(chains):
-        _unpack(graph, end, parts, i, aten.view.default, chain)
+        move_users_to_end(_unpack(graph, end, parts, i, aten.view.default, chain), end)
 
 
 def _through(gm: GraphModule, before: Node, packed: Node, op: OpOverload, chain: Chain) -> Node:
@@ -153,7 +155,7 @@ def _through(gm: GraphModule, before: Node, packed: Node, op: OpOverload, chain:
     return packed
 
 
-def _unpack(graph: Graph, before: Node, parts: Node, i: int, op: OpOverload, chain: Chain) -> None:
+def _unpack(graph: Graph, before: Node, parts: Node, i: int, op: OpOverload, chain: Chain) -> Node:
     """The i-th part, in the shape of what the chain made, takes the chain's place."""
     last = chain[-1]
     part = insert_call(before, operator.getitem, (parts, i), like=last)
@@ -161,6 +163,7 @@ def _unpack(graph: Graph, before: Node, parts: Node, i: int, op: OpOverload, cha
     last.replace_all_uses_with(new)
     for node in reversed(chain):
         graph.erase_node(node)
+    return new
 
 
 def _packed(gm: GraphModule, before: Node, values: list[Node], rows: int) -> Node:

@@ -68,24 +68,34 @@ def _is_gradient_sum(node: Node) -> bool:
     """An all-reduce whose result does nothing but become a gradient, through further sums or reshapes."""
     if not is_call(node, torch.ops.autopar.all_reduce.default) or node.meta.get("bucket"):
         return False
-    return _ends_in_output(node)
+    return ends_in_output(node)
 
 
-def _ends_in_output(node: Node) -> bool:
+def ends_in_output(node: Node) -> bool:
+    """Whether a value does nothing but become results: through sums over ranks, reshapes, and sums with what is given
+    (what earlier micro-batches have made)."""
     passing = (torch.ops.autopar.all_reduce.default, *PASSING)
     return bool(node.users) and all(
-        u.op == "output" or (is_call(u, *passing) and _ends_in_output(u)) for u in node.users
+        u.op == "output" or ((is_call(u, *passing) or _adds_given(u)) and ends_in_output(u)) for u in node.users
     )
+
+
+def _adds_given(node: Node) -> bool:
+    return is_call(node, aten.add.Tensor) and len(_made_operands(node)) == 1
+
+
+def _made_operands(node: Node) -> list[Node]:
+    return [x for x in node.all_input_nodes if x.op != "placeholder"]
 
 
 def _waits_for(node: Node, others: set[Node]) -> bool:
     """Whether a chain of reshapes and sums leads from another member to this one."""
     x = node.args[0]
-    while isinstance(x, Node) and x.op == "call_function" and len(x.all_input_nodes) == 1:
+    while isinstance(x, Node) and x.op == "call_function" and len(made := _made_operands(x)) == 1:
         if x in others:
             return True
-        x = x.args[0]
-    return False
+        x = made[0]
+    return isinstance(x, Node) and x in others
 
 
 def _join(gm: GraphModule, members: list[Node]) -> None:
@@ -111,12 +121,12 @@ def _join(gm: GraphModule, members: list[Node]) -> None:
         new = insert_call(end, aten.view.default, (part, list(shape(m))), like=m, val=m.meta["val"])
         m.replace_all_uses_with(new)
         graph.erase_node(m)
-        _move_users_to_end(graph, new, end)
+        move_users_to_end(new, end)
 
 
-def _move_users_to_end(graph: torch.fx.Graph, node: Node, end: Node) -> None:
+def move_users_to_end(node: Node, end: Node) -> None:
     """What follows an unpacked gradient (a sum over the next axis) follows it in the order too."""
     for user in list(node.users):
         if user is not end:
             end.prepend(user)
-            _move_users_to_end(graph, user, end)
+            move_users_to_end(user, end)

@@ -13,13 +13,13 @@ G may also stand within the first F of a step, R within every backward, or withi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.lazy import graph_module
-from autopar.ir.conversions import exchange, is_cast_input, is_conversion
+from autopar.ir.conversions import conversion_of, exchange, is_cast_input, is_conversion
 from autopar.ir.gradient_dtypes import added_in, summed_in
 from autopar.ir.graph import add_placeholder, copy_graph, insert_call, output_node, outputs, placeholders
 from autopar.ir.placement import conversion, dual, parse_placement
@@ -64,11 +64,15 @@ def gather_graph(used: Mapping[Node, Node]) -> tuple[StepGraph | None, dict[str,
 
 
 def reduce_graph(
-    used: Mapping[Node, Node], available: Iterable[str | None], precision: Precision, added: bool
+    used: Mapping[Node, Node],
+    available: Iterable[str | None],
+    precision: Precision,
+    added: bool,
+    late: Collection[str] = (),
 ) -> StepGraph | None:
     """R. ``available``: names of the gradients that there are (``grad:`` of used nodes). They come in the dtype of the
     used values; ``added``: added up over micro-batches, `added_in` another one. They leave in what they are
-    `summed_in`."""
+    `summed_in`. ``late``: axes that are left for `late_reduce_graph`."""
     known = set(available)
     targets: dict[Node, list[Node]] = {}
     for u, parameter in used.items():
@@ -89,7 +93,7 @@ def reduce_graph(
     for p, us in targets.items():
         total, dtype = None, summed_in(p.meta["val"].dtype, precision)
         for u in us:
-            reduced = _transposed(end, given[u], u, dtype)
+            reduced = _transposed(end, given[u], [n for n in chain_of(u) if not over_any(n, late)], dtype)
             total = reduced if total is None else insert_call(end, torch.ops.aten.add.Tensor, (total, reduced))
         results.append(total)
     end.args = (tuple(results),)
@@ -99,12 +103,45 @@ def reduce_graph(
     return StepGraph(gm, inputs, [grad(p.name) for p in targets])
 
 
-def _transposed(end: Node, gradient: Node, used: Node, dtype: torch.dtype) -> Node:
+def late_reduce_graph(
+    used: Mapping[Node, Node], available: Iterable[str | None], precision: Precision, late: Collection[str]
+) -> StepGraph | None:
+    """R for what each micro-batch has summed over the other axes: ``grad:`` of stored parameters, added up -> the same,
+    summed over the axes ``late``, which are next to the parameter."""
+    known, graph = set(available), Graph()
+    chains = {p: [n for n in chain_of(u) if over_any(n, late)] for u, p in used.items() if grad(p.name) in known}
+    chains = {p: chain for p, chain in chains.items() if chain}
+    if not chains:
+        return None
+    given: dict[Node, Node] = {}
+    for p in chains:
+        val, dtype = p.meta["val"], summed_in(p.meta["val"].dtype, precision)
+        given[p] = add_placeholder(graph, f"grad_{p.name}")
+        given[p].meta = {
+            "val": val.new_empty(val.shape, dtype=added_in(dtype, dtype, precision)),
+            "has_gradient": False,
+        }
+    end = graph.output(())
+    dtypes = {p: summed_in(p.meta["val"].dtype, precision) for p in chains}
+    end.args = (tuple(_transposed(end, given[p], chain, dtypes[p]) for p, chain in chains.items()),)
+    gm = lowered(graph_module(graph, "Reduce"))
+    gm.meta["owned"] = list(range(len(chains)))
+    own_gradients(gm)
+    names = [grad(p.name) for p in chains]
+    return StepGraph(gm, names, [*names])
+
+
+def over_any(node: Node, axes: Collection[str]) -> bool:
+    """Whether a link of a chain is a conversion on one of the axes."""
+    return is_conversion(node) and conversion_of(node)[0] in axes
+
+
+def _transposed(end: Node, gradient: Node, chain: Sequence[Node], dtype: torch.dtype) -> Node:
     """The gradient through the transposes of a chain, last conversion first, in a dtype; calls are made before
     ``end``."""
     if gradient.meta["val"].dtype != dtype:
         gradient = insert_call(end, torch.ops.aten._to_copy.default, (gradient,), {"dtype": dtype})
-    for node in filter(is_conversion, reversed(chain_of(used))):
+    for node in filter(is_conversion, reversed(chain)):
         _, axis, size, src, dst = node.args
         back = str(dual(parse_placement(str(dst)))), str(dual(parse_placement(str(src))))
         gradient = insert_call(end, exchange, (gradient, axis, size, *back))

@@ -34,6 +34,7 @@ from autopar.ir.graph import (
     tensor_operands,
     values,
 )
+from autopar.ir.mesh import DATA
 from autopar.ir.meta import inherit, input_specs, signature_of
 from autopar.ir.own_backward import parts_of_token
 from autopar.ir.placement import (
@@ -68,7 +69,7 @@ from autopar.rules.follow import stream_labels
 
 # Axes that cut the batch or its tokens: weights are whole for use there, and activations decide. On tp and ep weights
 # decide.
-BATCH_AXES = ("dp", "mb", "cp")
+BATCH_AXES = (*DATA, "mb", "cp")
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from autopar.ir.batch import tensors_of
+from autopar.ir.mesh import DATA
 from autopar.ir.placement import Placements, Shard
 from autopar.runtime.agreement import Claim, everywhere
 from autopar.runtime.contents import start_words, words_of
@@ -49,14 +50,15 @@ class BatchWatch:
     _next: _Underway | None = None
 
     def claims(self, batch: Mapping[str, Any], inputs: Mapping[str, Placements], at_once: bool = False) -> list[Claim]:
-        """Ranks with the same coordinate on dp hold the same of inputs that dp cuts (``inputs``: their placements), and
+        """Ranks with the same coordinates on dp and rp hold the same of inputs that these cut (``inputs``: their
+        placements), and
         all ranks the same of the others: each computes with its own copy. Any dtype counts, bit by bit.
 
         Where no two ranks must hold the same, nothing is hashed. ``at_once``: nothing is left for the next call.
         """
         tensors = {name: x for name, x in tensors_of(batch).items() if name in inputs}
-        ranks = self.groups.mesh.size("dp")
-        uncut = [n for n in tensors if ranks > 1 and not isinstance(inputs[n].get("dp"), Shard)]
+        cutting = [axis for axis in DATA if self.groups.mesh.size(axis) > 1]
+        uncut = [n for n in tensors if cutting and not isinstance(inputs[n].get(cutting[0]), Shard)]
         shared = [n for n in tensors if n not in uncut] if self._others() else []
         later = [n for n in (*shared, *uncut) if _arrives(tensors[n]) and not at_once]
         words = words_of({n: tensors[n] for n in (*shared, *uncut) if n not in later}) | dict.fromkeys(later, LATER)
@@ -101,7 +103,7 @@ class BatchWatch:
         (ask_at_end if last is not None and (last.shared or last.uncut) else no_longer_ask)(self)
 
     def _others(self) -> tuple[str, ...]:
-        return tuple(axis for axis, size in self.groups.mesh.axes if axis != "dp" and size > 1)
+        return tuple(axis for axis, size in self.groups.mesh.axes if axis not in DATA and size > 1)
 
     def _claims(self, shared: list[str], uncut: list[str], words: Mapping[str, str], when: str = "") -> list[Claim]:
         others = self._others()

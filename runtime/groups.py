@@ -141,6 +141,16 @@ def _parts_of(axis: str, count: int) -> list[range]:
     return [range(first, first + n) for first in range(0, count, n)]
 
 
+def data_part(mesh: DeviceMesh) -> tuple[int, int]:
+    """(which part of the batch this rank is given, how many parts there are): over dp, and over rp within that. Ranks
+    that differ in other axes are given the same part.
+
+    ``batch.chunk(parts)[part]``, or a DistributedSampler of rank ``part`` and ``num_replicas=parts``.
+    """
+    sizes = mesh_of(mesh)
+    return sizes.data_part(sizes.coordinate(dist.get_rank())), sizes.data_size
+
+
 def mesh_of(device_mesh: DeviceMesh) -> Mesh:
     """Names and sizes of a DeviceMesh. Raises ValueError for what is none, dims without axis names, axes over which
     nothing is cut, or ranks in another order."""

@@ -133,8 +133,8 @@ def called(cell: Cell) -> list[Errors]:
 def _called(cell: Cell) -> Errors:
     known = subject(cell.name)
     mesh = autopar.init_mesh("cpu", 30.0, **cell.mesh.sizes)
-    at = cell.mesh.coordinate(dist.get_rank()).get("dp", 0)
-    part = {k: v.chunk(cell.mesh.size("dp"))[at] for k, v in known.batch.items()}
+    at = cell.mesh.data_part(cell.mesh.coordinate(dist.get_rank()))
+    part = {k: v.chunk(cell.mesh.data_size)[at] for k, v in known.batch.items()}
     chosen = {f.name: getattr(cell.options, f.name) for f in dataclasses.fields(Options)}
     with _given(cell):
         parallel = autopar.parallelize(known.model, mesh, exact=True, example_batch=part, **chosen)

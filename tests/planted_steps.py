@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -16,7 +16,6 @@ import autopar.passes.normalize as normalize
 import autopar.passes.normalize.losses as losses
 from autopar.ir.graph import insert_call, output_node, outputs, remove_dead_code
 from autopar.passes.joint import Joint
-from autopar.precision import Precision
 from autopar.steps.graphs import StepGraph
 from tests.planted import (
     calls,
@@ -217,8 +216,8 @@ _split = accumulation.split_accumulation
 def _last(change: Callable[[GraphModule], None]) -> Callable[[pytest.MonkeyPatch], None]:
     """A mistake in the backward of the last micro-batch."""
 
-    def split(backward: StepGraph, precision: Precision) -> tuple[StepGraph, StepGraph]:
-        local, last = _split(backward, precision)
+    def split(backward: StepGraph, *how: Any) -> tuple[StepGraph, StepGraph]:
+        local, last = _split(backward, *how)
         change(last.graph)
         return local, last
 
@@ -249,10 +248,10 @@ def _reduced_each(planted: pytest.MonkeyPatch) -> None:
     """Every micro-batch's gradients are summed over the ranks, and their sums again."""
     _local = accumulation._local
 
-    def local(gm: GraphModule) -> GraphModule:
+    def local(gm: GraphModule, over: Collection[str]) -> GraphModule:
         with planted.context() as inner:
-            inner.setattr(accumulation, "behind_sums", lambda g: (g, []))
-            return _local(gm)
+            inner.setattr(accumulation, "behind_sums", lambda g, over: (g, []))
+            return _local(gm, over)
 
     planted.setattr(accumulation, "_local", local)
 

@@ -49,7 +49,24 @@ FEW = [
     Cell("llama", Mesh.of(dp=2), Options(zero=1, gathers="layer", reductions="micro_batch", micro_batches=2)),
     Cell("llama", Mesh.of(dp=2), Options(zero=3, gathers="step", reductions="step", micro_batches=2)),
 ]
-expect(FEW)
+# Replicas (rp) of a dp group, each mode, with and without micro-batches, stages and other axes.
+HYBRID = [
+    *(
+        Cell("llama", Mesh.of(rp=2, dp=2), Options(zero=zero, micro_batches=count))
+        for zero in MODES
+        for count in (1, 2)
+    ),
+    Cell("gpt2", Mesh.of(rp=2, dp=2), Options(zero=3, micro_batches=2)),
+    Cell("llama", Mesh.of(rp=2, tp=2), Options(sequence_parallel=True, micro_batches=2)),
+    Cell("llama", Mesh.of(pp=2, rp=2), Options(micro_batches=4, schedule="zb_h1")),
+    Cell("llama", Mesh.of(rp=2, cp=2), Options(zero=2, micro_batches=2)),
+]
+EIGHT = Mesh.of(pp=2, rp=2, dp=2)
+LARGE = [
+    *(Cell("llama", EIGHT, Options(zero=zero, micro_batches=2, schedule="gpipe")) for zero in MODES),
+    *(Cell("llama", Mesh.of(rp=2, dp=2, tp=2), Options(zero=zero, micro_batches=2)) for zero in MODES),
+]  # fmt: skip
+expect([*FEW, *HYBRID])
 
 
 @pytest.mark.parametrize("cell", FEW, ids=str)
@@ -60,6 +77,17 @@ def test_equals_one_process(cell: Cell) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("cell", [c for c in ALL if c not in FEW], ids=str)
 def test_all_equal_one_process(cell: Cell) -> None:
+    check(called(cell))
+
+
+@pytest.mark.parametrize("cell", HYBRID, ids=str)
+def test_replicas_equal_one_process(cell: Cell) -> None:
+    check(called(cell))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cell", LARGE, ids=str)
+def test_replicas_on_eight_ranks_equal_one_process(cell: Cell) -> None:
     check(called(cell))
 
 
@@ -109,6 +137,22 @@ def test_bytes_are_those_of_the_formulas(ranks: int, count: int) -> None:
             assert found["all_gather"] == (share * cut if zero else 0)
         else:
             assert share * cut * count <= found["all_gather"] <= 2 * share * cut * count
+
+
+@pytest.mark.parametrize(("replicas", "ranks", "count"), [(2, 2, 1), (2, 2, 2), (2, 4, 1), (4, 2, 1)])
+def test_replicas_sum_pieces_once_per_step(replicas: int, ranks: int, count: int) -> None:
+    """Over rp 2(R-1)/R of a piece, whatever the micro-batches; over dp what there is without replicas."""
+    outer, inner = (replicas - 1) / replicas, (ranks - 1) / ranks
+    for zero in (1, 2, 3):
+        made = compile_cell(
+            Cell("one-layer llama", Mesh.of(rp=replicas, dp=ranks), Options(zero=zero, micro_batches=count))
+        )
+        cut, whole = cut_and_whole(made)
+        scalars = 64 * count
+        assert abs(sent(made, "rp", replicas)["all_reduce"] - 2 * outer * (cut / ranks + whole)) < scalars
+        found = sent(made, "dp", ranks)
+        assert found["reduce_scatter"] == inner * cut * (count if zero > 1 else 1)
+        assert sum(sent(made, "rp", replicas).values()) == sent(made, "rp", replicas)["all_reduce"]
 
 
 def test_zero_cuts_nothing_that_does_not_divide() -> None:
@@ -213,17 +257,19 @@ def odd_batch() -> dict[str, Tensor]:
     return {name: torch.randint(0, 12, (8, 4), generator=made) for name in ("tokens", "target")}
 
 
-def odd_loop(zero: int, count: int, accumulate: int) -> dict[str, Tensor]:
-    """Three steps of AdamW, each of ``accumulate`` batches."""
+def odd_loop(zero: int, count: int, accumulate: int, replicas: int = 1) -> dict[str, Tensor]:
+    """Three steps of AdamW, each of ``accumulate`` batches, with clipped gradients."""
     torch.manual_seed(0)
     model = Odd().double()
-    mesh = autopar.init_mesh("cpu", 30.0, dp=2)
-    mine = {k: v.chunk(2)[torch.distributed.get_rank()] for k, v in odd_batch().items()}
+    mesh = autopar.init_mesh("cpu", 30.0, rp=replicas, dp=2)
+    part, parts = autopar.data_part(mesh)
+    mine = {k: v.chunk(parts)[part] for k, v in odd_batch().items()}
     parallel = autopar.parallelize(model, mesh, example_batch=mine, zero=zero, micro_batches=count)
     optimizer = torch.optim.AdamW([p for p in parallel.parameters() if p.requires_grad], lr=0.05)
     for _ in range(3):
         for _ in range(accumulate):
             parallel.train_step(**mine)
+        parallel.clip_grad_norm_(0.5)
         optimizer.step()
         optimizer.zero_grad()
     return dict(parallel.full_state_dict())
@@ -236,6 +282,7 @@ def one_process(accumulate: int) -> dict[str, Tensor]:
     for _ in range(3):
         for _ in range(accumulate):
             sum(model(**odd_batch()).values()).backward()  # type: ignore[union-attr]
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
     return model.state_dict()
@@ -246,7 +293,8 @@ def one_process(accumulate: int) -> dict[str, Tensor]:
 def test_odd_models_and_sums_over_steps(zero: int, count: int) -> None:
     accumulate = 2 if zero in (1, 2) else 1
     expected = one_process(accumulate)
-    for found in run_ranks(2, odd_loop, zero, count, accumulate):
+    replicas = 2 if (zero, count) in ((1, 2), (3, 1), (3, 2)) else 1
+    for found in run_ranks(2 * replicas, odd_loop, zero, count, accumulate, replicas):
         for name, x in expected.items():
             assert (found[name] - x).abs().max() < 1e-10, name
 

@@ -34,7 +34,7 @@ def compile_config(args: argparse.Namespace, observers: Sequence[Observer]) -> t
     mesh, options = asked_mesh(args.mesh), asked_options(args)
     hf = configs()
     model = hf.build(hf.load_config(args.config), hf.dtype_named(args.dtype))
-    rows = args.batch or mesh.size("dp") * options.micro_batches
+    rows = args.batch or mesh.data_size * options.micro_batches
     batch = hf.batch_of(model, rows, args.seq)
     shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in batch.items())
     compiled = compile_model(model, batch, mesh, options, outputs=(), observers=observers)

@@ -6,43 +6,54 @@
     2       the first F      every backward
     3       every graph      every backward
 
+What every backward sums it sums over dp (and tp, cp); over replicas (rp) pieces are summed once per step, as with 0 and
+1: in the last backward, or in R. The outer sum then moves 2(R-1)/R of a piece (Zhao et al. 2023, PyTorch FSDP, 3.2.2).
+
 Before this a part has G and R, where what is between stored and used parameters was cut out of it; else all of it is in
 F and in the backward already, which makes it again: then only its sums are taken apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from torch.fx import Node
 
-from autopar.options import Options
 from autopar.passes.accumulate_gradients import split_accumulation
-from autopar.passes.parameter_graphs import inline_gathers, inline_reductions, reduce_graph, with_gathers
+from autopar.passes.parameter_graphs import (
+    inline_gathers,
+    inline_reductions,
+    late_reduce_graph,
+    reduce_graph,
+    with_gathers,
+)
+from autopar.plan import Plan
 from autopar.precision import Precision
 from autopar.steps.graphs import Stage
 from autopar.steps.value_names import grad
 
+LATE = ("rp",)  # axes over which the pieces of gradients are summed
 OF_EACH = ("backward", "backward_input", "backward_weight")  # the backwards of every micro-batch
 
 
-def place_exchanges(stage: Stage, used: Mapping[Node, Node] | None, options: Options, alone: bool) -> None:
-    """``used``: used node -> its parameter, where G and R were cut out. ``alone``: there are no other parts, so that it
-    is known which backward is the last."""
+def place_exchanges(stage: Stage, used: Mapping[Node, Node] | None, plan: Plan) -> None:
+    """``used``: used node -> its parameter, where G and R were cut out."""
+    options, alone = plan.options, plan.pipeline is None  # without other parts it is known which backward is the last
     last = alone and stage.backward is not None
     once = options.reduces_once and options.micro_batches > 1
+    late = [axis for axis in LATE if plan.mesh.size(axis) > 1 and options.micro_batches > 1 and not once]
     if used is not None:
         if not options.gathers_once and stage.gather is not None:
             _gather_inside(stage)
         if not once:
-            _reduce_in_each(stage, used, options.precision)
-        elif last and stage.reduce is not None:
+            _reduce_in_each(stage, used, options.precision, late)
+        if last and stage.reduce is not None:
             _reduce_in_last(stage)
         if alone:
             stage.roots = _of_stored(stage.roots, used)
-    elif last and once:
+    elif last and (once or late):
         assert stage.backward is not None
-        stage.backward, stage.backward_reduce = split_accumulation(stage.backward, options.precision)
+        stage.backward, stage.backward_reduce = split_accumulation(stage.backward, options.precision, late)
     if last and options.micro_batches == 1:
         stage.backward, stage.backward_reduce = None, stage.backward
     if stage.gather is not None:
@@ -65,14 +76,16 @@ def _reduce_in_last(stage: Stage) -> None:
     stage.backward_reduce, stage.reduce = inline_reductions(stage.backward, stage.reduce, last=True), None
 
 
-def _reduce_in_each(stage: Stage, used: Mapping[Node, Node], precision: Precision) -> None:
+def _reduce_in_each(stage: Stage, used: Mapping[Node, Node], precision: Precision, late: Collection[str]) -> None:
     """Where several graphs make gradients of one parameter, each sums its own."""
-    stage.reduce = None
+    made: dict[str | None, None] = {}
     for name in OF_EACH:
         step = getattr(stage, name)
-        reduce = reduce_graph(used, step.outputs, precision, added=False) if step is not None else None
+        reduce = reduce_graph(used, step.outputs, precision, False, late) if step is not None else None
         if reduce is not None:
             setattr(stage, name, inline_reductions(step, reduce))
+            made |= dict.fromkeys(reduce.outputs)
+    stage.reduce = late_reduce_graph(used, made, precision, late) if late else None
 
 
 def _of_stored(roots: Mapping[str, list[str]], used: Mapping[Node, Node]) -> dict[str, list[str]]:

@@ -65,7 +65,7 @@ def for_whole_batch(
     The whole is made along likely batch dims; if its plan says that they are others, it is made anew. For a model
     whose inputs an adapter knows, or a plan that knows them, that does not happen.
     """
-    ranks, known = mesh.size("dp"), known_batch_dims(model, batch, options, fixed)
+    ranks, known = mesh.data_size, known_batch_dims(model, batch, options, fixed)
     shapes = {name: tuple(x.shape) for name, x in tensors_of(batch).items()}
     dims, tried = likely_dims(shapes, known), []
     while dims not in tried:

@@ -116,7 +116,7 @@ def _compile_part(k: int, part: PartGraph, cut: Cut, ctx: Compilation, train: bo
             ctx.observe("part", part.graph)
     split = plan.pipeline is not None
     stage = timed(ctx.timings, "differentiate", lambda: _differentiated(part, plan.options, train, split))
-    place_exchanges(stage, part.used, plan.options, plan.pipeline is None)
+    place_exchanges(stage, part.used, plan)
     return _finish(prefix, stage, ctx, (*FIXED_GRAPHS, *COMPUTE_GRAPHS))
 
 

@@ -15,9 +15,10 @@ from autopar.ir.placement import Pieces
 # Outer to inner: neighbours on the innermost axis are neighbours in rank, so tp lands on the fastest links.
 # "mb" and "sl" are no axes of ranks: micro-batches are pieces of the batch in time, token slices pieces of the
 # sequence; they are typed like any other axis. A slice is cut first: it is consecutive tokens of the whole.
-AXES = ("pp", "mb", "dp", "cp", "ep", "tp", "sl")
+AXES = ("pp", "mb", "rp", "dp", "cp", "ep", "tp", "sl")
 IN_TIME = ("mb", "sl")
-PLANNED = ("pp", "dp", "cp", "tp")  # the axes that a user may ask for: nothing is cut over ep yet
+DATA = ("dp", "rp")  # whose ranks have other samples, as they cut the batch; rp: replicas of all that dp cuts
+PLANNED = ("pp", "rp", "dp", "cp", "tp")  # the axes that a user may ask for: nothing is cut over ep yet
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,18 @@ class Mesh:
         if axis == "sl":
             return Fraction(self.slice.total, self.slice.length) if self.slice else 1
         return self.size(axis)
+
+    @property
+    def data_size(self) -> int:
+        """Into how many parts the ranks cut the batch."""
+        return math.prod(map(self.size, DATA))
+
+    def data_part(self, coordinate: Mapping[str, int]) -> int:
+        """Which part of the batch a rank has: dp cuts it first, then rp."""
+        part = 0
+        for axis in DATA:
+            part = part * self.size(axis) + coordinate.get(axis, 0)
+        return part
 
     @property
     def world_size(self) -> int:

@@ -12,7 +12,7 @@ from autopar.cost.axis_shares import axis_shares
 from autopar.cost.topology import Topologies
 from autopar.ir.batch import BatchDims
 from autopar.ir.graph import global_shape
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import DATA, Mesh
 from autopar.ir.meta import input_specs
 from autopar.ir.placement import INVARIANT, REPLICATE, Pieces, Placement, Shard, nested_shape
 from autopar.ir.signature import InputSpec
@@ -70,7 +70,7 @@ def make_plan(
         notes += _refusals(parameters, chosen.refused, {name: len(global_shape(n)) for n, name in names.items()})
         if options.sequence_parallel:
             streams = find_streams(gm, chosen.contractions, mesh, "tp", context.chunks(mesh.size("cp")))
-    for axis in ("cp", "dp"):  # as they cut: cp before dp
+    for axis in ("cp", "dp", "rp"):  # as they cut: cp before dp
         for node, name in names.items() if mesh.size(axis) > 1 else ():
             p = _data_parallel(node, parameters[name], options, mesh, axis)
             parameters[name][axis] = p if fixed is None else fixed.parameter(name, axis)
@@ -91,7 +91,7 @@ def make_plan(
         check_fits(plan, gm)
     if mesh.size("pp") > 1:
         plan = _with_pipeline(plan, gm, asked, fixed, sliced=train and not example)
-    unclear = gm.meta.get("unclear_batch_dims", []) if example and mesh.size("dp") > 1 else []
+    unclear = gm.meta.get("unclear_batch_dims", []) if example and mesh.data_size > 1 else []
     plan = _with_notes(plan, [(f"input {name}", UNCLEAR) for name in unclear])
     return dataclasses.replace(plan, shares=axis_shares(gm, plan))
 
@@ -162,7 +162,9 @@ def _data_parallel(
     node: Node, axes: Mapping[str, ParameterPlan], options: Options, mesh: Mesh, axis: str
 ) -> ParameterPlan:
     """On an axis whose ranks have other samples or tokens. DDP: whole, the gradient is all-reduced. ZeRO: cut along the
-    first dim that divides, gathered for use."""
+    first dim that divides, gathered for use. Over replicas (rp) never: these hold the same pieces."""
+    if axis == "rp":
+        return ParameterPlan(INVARIANT, REPLICATE, "the same on all replicas; gradients are summed")
     if options.zero == 0:
         return ParameterPlan(INVARIANT, REPLICATE, "whole; gradients are summed")
     if len(global_shape(node)) < 2:
@@ -183,9 +185,10 @@ def _earlier(mesh: Mesh, axis: str) -> dict[str, Pieces]:
 
 
 def _inputs(gm: GraphModule, mesh: Mesh, micro_batches: int, dims: BatchDims) -> dict[str, dict[str, Placement]]:
-    """The batch is cut along its dim, over dp and then over micro-batches."""
+    """The batch is cut along its dim, over dp, over rp, and then over micro-batches."""
     tensors = {s.name: n for n, s in _nodes(gm) if s.kind == "input"}
-    cuts = {axis: size for axis, size in (("dp", mesh.size("dp")), ("mb", micro_batches)) if size > 1}
+    sizes = {axis: mesh.size(axis) for axis in DATA} | {"mb": micro_batches}
+    cuts = {axis: size for axis, size in sizes.items() if size > 1}
     pieces = math.prod(cuts.values())
     out: dict[str, dict[str, Placement]] = {}
     for name, node in tensors.items():
@@ -194,16 +197,21 @@ def _inputs(gm: GraphModule, mesh: Mesh, micro_batches: int, dims: BatchDims) ->
         if rows % pieces or not rows:
             raise ValueError(
                 f"data_parallel: the batch of {rows} (dim {dim} of input {name}) does not divide into {pieces} pieces "
-                f"(axis 'dp' of size {mesh.size('dp')}, {micro_batches} micro-batches); use a batch of "
+                f"({_of_ranks(mesh)}, {micro_batches} micro-batches); use a batch of "
                 f"{max(-(-rows // pieces), 1) * pieces}"
             )
         out[name] = dict.fromkeys(cuts, Shard(dim)) if dim is not None else {}
     return out
 
 
+def _of_ranks(mesh: Mesh) -> str:
+    named = [f"axis {axis!r} of size {mesh.size(axis)}" for axis in reversed(DATA) if axis in mesh.sizes]
+    return ", ".join(named) or "axis 'dp' of size 1"
+
+
 def _batch_dims(gm: GraphModule, mesh: Mesh, options: Options, fixed: Plan | None) -> dict[str, int | None]:
     """Which dim of each input is the batch; nothing where nothing cuts it."""
-    if mesh.size("dp") == options.micro_batches == 1:
+    if mesh.data_size == options.micro_batches == 1:
         return {}
     return decide_batch_dims(gm, options, fixed)
 

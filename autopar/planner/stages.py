@@ -90,7 +90,7 @@ class _Planner:
                 if chunks == 1:
                     raise
                 continue
-            shares = math.prod(self.mesh.size(axis) for axis in ("dp", "tp")) * self.options.micro_batches
+            shares = self.mesh.data_size * self.mesh.size("tp") * self.options.micro_batches
             t = tuple(time / shares for time in times)
             links = Topologies.parse(self.options.topology).given("pp")
             comm = links.seconds("send", sent / shares * self.mesh.size("tp"), ranks) if links is not None else 0.0
@@ -146,7 +146,7 @@ class _Planner:
         every operation makes as activations: an estimate from above."""
         seen: set[str] = set()
         out = []
-        shares = self.mesh.size("dp") * self.options.micro_batches
+        shares = self.mesh.data_size * self.options.micro_batches
         for unit in units:
             names = {self.names[x.name] for n in unit.nodes for x in self._parameters_behind(n)} - seen
             seen |= names

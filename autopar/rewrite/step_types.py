@@ -35,16 +35,17 @@ def check_step_types(parts: Sequence[Stage], local: GraphModule, mesh: Mesh) -> 
     axes = {a: n for a, n in mesh.sizes.items() if n > 1 and a != "pp" and a not in IN_TIME}
     promised, flow = _promised(local, tuple(axes)), _Carry(axes)
     for index, part in enumerate(parts):
-        known = dict(promised)
+        known, taken = dict(promised), part.reduce.inputs if part.reduce is not None else []
         for kind in IN_ORDER:
             step = graph_of(part, kind)
             if step is None:
                 continue
             made = flow.through(step, known)
+            left = {n: made.pop(n) for n in taken if n in made} if kind in ("BW", "B", "W") else {}
             if kind != "BW" or part.backward_reduce is None:  # else these are this rank's own gradients
                 _check_promise(f"{GRAPHS[kind]} of part {index}", axes, made, promised)
-            sums = {earlier_sum(of(name)): state for name, state in made.items() if is_a(name, "grad")}
-            known = {**made, **sums, **known}
+            sums = {earlier_sum(of(name)): state for name, state in {**made, **left}.items() if is_a(name, "grad")}
+            known = {**made, **sums, **known, **left}
 
 
 def _promised(local: GraphModule, axes: Sequence[str]) -> dict[str, State]:
