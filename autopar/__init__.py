@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from autopar.options import Options
     from autopar.plan import Plan
     from autopar.precision import Precision
+    from autopar.runtime.ema import ema
     from autopar.runtime.failures import reporting
     from autopar.runtime.groups import data_part, init_mesh
     from autopar.runtime.launch import launch
@@ -33,6 +34,7 @@ __all__ = [
     "Plan",
     "Precision",
     "data_part",
+    "ema",
     "init_mesh",
     "launch",
     "parallelize",
@@ -48,6 +50,7 @@ _HOME = {
     "Plan": "autopar.plan",
     "Precision": "autopar.precision",
     "data_part": "autopar.runtime.groups",
+    "ema": "autopar.runtime.ema",
     "init_mesh": "autopar.runtime.groups",
     "launch": "autopar.runtime.launch",
     "parallelize": "autopar.api",

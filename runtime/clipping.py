@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +24,6 @@ from autopar.runtime.sharded_tensor import cuts_of
 from autopar.runtime.state import is_alike, local_tensor
 from autopar.values import number, refuse
 
-if TYPE_CHECKING:
-    from autopar.runtime.scaler import GradScaler
-
 
 def clip_gradients(
     parameters: Mapping[str, nn.Parameter],
@@ -36,14 +32,14 @@ def clip_gradients(
     max_norm: float,
     norm_type: float = 2.0,
     owed: Sequence[Claim] = (),
-    scaler: GradScaler | None = None,
+    scale: Tensor | None = None,
 ) -> Tensor:
     """Scale the gradients of this rank's parameters such that the norm of all gradients is at most ``max_norm``.
 
-    ``owed``: what earlier steps have left to be compared. ``scaler``: its scale is taken off in the same pass, and it
-    is told whether all is finite. Returns the norm before, the same on all ranks (float64). A tied weight that several
-    stages hold counts once. Collective. Raises ValueError for a ``max_norm`` below 0, for norms that are none, and for
-    a ``.grad`` that is not cut like its parameter.
+    ``owed``: what earlier steps have left to be compared. ``scale``: what all gradients are multiplied by so far,
+    which is taken off in the same pass. Returns the norm before, the same on all ranks (float64). A tied weight that
+    several stages hold counts once. Collective. Raises ValueError for a ``max_norm`` below 0, for norms that are none,
+    and for a ``.grad`` that is not cut like its parameter.
     """
     max_norm, norm_type = number("max_norm", max_norm, 0.0), number("norm_type", norm_type)
     if norm_type <= 0.0:
@@ -53,13 +49,9 @@ def clip_gradients(
     _check_layouts(parameters, gradients)
     pieces = {name: local_tensor(gradient) for name, gradient in gradients.items()}
     total = _total_norm(pieces, list(specs), groups, norm_type)
-    scale = scaler.scale_to_take_off() if scaler is not None else None
-    if scaler is None or scale is None:
-        scale_all(list(pieces.values()), torch.clamp(max_norm / (total + 1e-6), max=1.0))
-        return total
-    total /= scale
-    scaler.taken_off(total)
-    scale_all(list(pieces.values()), torch.clamp(max_norm / (total + 1e-6), max=1.0) / scale)
+    total = total if scale is None else total / scale
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    scale_all(list(pieces.values()), factor if scale is None else factor / scale)
     return total
 
 

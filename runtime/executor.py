@@ -86,7 +86,7 @@ class Executor:
         self.specs, self.micro_batches = self.feed.specs, self.feed.micro_batches
         held = compiled.constants
         by_name = {spec.name: spec.dtype for spec in compiled.parameters}
-        self._stored = {node: by_name[s.name] for node, s in self.specs.items() if s.kind == "parameter"}
+        self._stored = {node: by_name[s.name] for node, s in self.specs.items() if s.name in by_name}
         self.constants = {name: x if x.is_meta else x.to(groups.device) for name, x in held.items()}
         self.seeds = [spec.name for spec in self.specs.values() if spec.kind == "seed"]
         self.timeline: list[tuple[Action, float, float]] = []
@@ -220,7 +220,7 @@ class Executor:
         found = {}
         for name, i in self.program.gradients.items():
             if slots[i] is not None:
-                found[name] = slots[i] = slots[i].to(self._stored[name])
+                found[name] = slots[i] = slots[i].to(self._stored.get(name, slots[i].dtype))
         return found
 
     def _kept(self, slots: list[Any]) -> dict[str, Any]:

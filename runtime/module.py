@@ -36,6 +36,7 @@ from autopar.runtime.stateful import Stateful
 from autopar.runtime.step_cache import Compiler, Kind, StepCache
 from autopar.runtime.transfers import to_device
 from autopar.runtime.tree import Tree
+from autopar.runtime.whole_matrices import watch_optimizers
 from autopar.steps.graphs import Compiled
 from autopar.values import a_path
 
@@ -86,6 +87,7 @@ class ParallelModule(Stateful):
             self.__dict__[name] = tree.root.__dict__[name]  # this module stands for the root
         self._cache = StepCache(compiler, tree, plan, groups, backend, micro_batches, check_batches)
         self._tree = tree
+        watch_optimizers(tree.own.values(), groups.mesh.size("pp"))
 
     # --- what it is ---------------------------------------------------------------------------------------
 
@@ -264,9 +266,13 @@ class ParallelModule(Stateful):
         norm. A tied weight that several stages hold counts once. Collective.
         """
         with reporting("clip_grad_norm_"):
-            return clip_gradients(
-                self._tree.own, self._tree.specs, self._groups, max_norm, norm_type, self._cache.owed(), self._scaler
+            scale = self._scaler.scale_to_take_off() if self._scaler is not None else None
+            norm = clip_gradients(
+                self._tree.own, self._tree.specs, self._groups, max_norm, norm_type, self._cache.owed(), scale
             )
+            if self._scaler is not None and scale is not None:
+                self._scaler.taken_off(norm)
+            return norm
 
     def take_scaler(self, scaler: GradScaler) -> Groups:
         """Scale the losses of ``train_step`` by it from now on: see `autopar.GradScaler`, which calls this."""

@@ -12,7 +12,7 @@ hooks do not count. (Micikevicius et al. 2018, Mixed precision training, 3.2.)
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,11 +23,17 @@ from autopar.adapters.foreach import unscale_all
 from autopar.runtime.agreement import agree_on_arguments
 from autopar.runtime.clipping import over_world
 from autopar.runtime.failures import reporting
+from autopar.runtime.groups import Groups
 from autopar.runtime.state import local_tensor
 from autopar.values import number, whole_number, yes_or_no
 
-if TYPE_CHECKING:
-    from autopar.runtime.module import ParallelModule
+
+class Scaled(Protocol):
+    """A model whose steps can be scaled."""
+
+    def take_scaler(self, scaler: GradScaler) -> Groups:
+        """Scale by it from now on."""
+        ...
 
 
 class GradScaler:
@@ -44,7 +50,7 @@ class GradScaler:
 
     def __init__(
         self,
-        model: ParallelModule,
+        model: Scaled,
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,

@@ -239,6 +239,15 @@ def _name(x: ShardedTensor) -> str:
     return f"a ShardedTensor of shape {tuple(x.shape)} cut by {shown or 'nothing'}"
 
 
+def shards_of(x: DTensor) -> Cuts:
+    """The shards of a DTensor, in cut order (inner axes first)."""
+    if isinstance(x, ShardedTensor):
+        return x.cuts
+    named = zip(x.device_mesh.mesh_dim_names or (), x.placements, strict=True)
+    cut = {axis: Shard(p.dim) for axis, p in named if isinstance(p, TorchShard)}
+    return cuts_of(cut, {axis: x.device_mesh.get_group(axis).size() for axis in cut})
+
+
 def reduction_groups(x: DTensor) -> Sequence[dist.ProcessGroup]:
     """The groups over which the pieces of a DTensor differ."""
     if isinstance(x, ShardedTensor):

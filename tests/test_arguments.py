@@ -132,9 +132,9 @@ def bad_calls() -> None:
             "size": "mesh: axis 'dp' needs a whole number as its size, found '1'",
             "fraction": "mesh: axis 'dp' needs a whole number as its size, found 1.0",
             "bool": "mesh: axis 'dp' needs a whole number as its size, found True",
-            "axis": "mesh: unknown axis 'tensor'; the axes are pp, dp, cp, tp",
-            "experts": "mesh: nothing is cut over axis 'ep', found ep=1; the axes are pp, dp, cp, tp",
-            "in time": "mesh: nothing is cut over axis 'mb', found mb=1; the axes are pp, dp, cp, tp",
+            "axis": "mesh: unknown axis 'tensor'; the axes are pp, rp, dp, cp, tp",
+            "experts": "mesh: nothing is cut over axis 'ep', found ep=1; the axes are pp, rp, dp, cp, tp",
+            "in time": "mesh: nothing is cut over axis 'mb', found mb=1; the axes are pp, rp, dp, cp, tp",
         },
     )
 
@@ -153,6 +153,8 @@ OPTIONS: list[tuple[str, Any, str]] = [
     ("micro_batches", torch.tensor(2), "expected a whole number of at least 1, found a Tensor"),
     ("sequence_parallel", "no", "expected True or False, found 'no'"),
     ("sequence_parallel", 1, "expected True or False, found 1"),
+    ("precision", torch.bfloat16, "expected a text, found a dtype"),
+    ("precision", "half", "expected 'none', 'bf16', 'bf16_pure', 'fp16', or an autopar.Precision, found 'half'"),
     ("whole_ops", "aten.sinc.default", r"expected a tuple of names such as \('aten.sinc.default',\)"),
     ("whole_ops", [1], "expected a tuple of names"),
     ("bucket_bytes", "25MB", "expected a whole number of at least 0, found '25MB'"),
@@ -180,7 +182,7 @@ READ: dict[str, tuple[str, Any]] = {  # of the command line
     "zero": ("3", 3), "micro_batches": ("4", 4), "whole_ops": ("aten.sinc.default", ("aten.sinc.default",)),
     "bucket_bytes": ("1e6", 10**6), "schedule": ("zb_h1", "zb_h1"), "cuts": ("a, b", ("a", "b")), "chunks": ("2", 2),
     "slices": ("9,7", (9, 7)), "gathers": ("layer", "layer"), "reductions": ("step", "step"),
-    "memory_limit": ("80e9", 80 * 10**9),
+    "memory_limit": ("80e9", 80 * 10**9), "precision": ("bf16", PRECISIONS["bf16"]),
     "attention": ("ring+token_ring", "ring+token_ring"), "layout": ("zigzag", "zigzag"),
     "topology": ("cp=ring", "cp=ring"), "batch_dims": ("x=1,past.0=none", (("past.0", None), ("x", 1))),
 }  # fmt: skip

@@ -36,6 +36,12 @@ def scale_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
         torch._foreach_mul_([tensors[i] for i in members], factor.to(dtype))
 
 
+def lerp_all(averages: Sequence[Tensor], values: Sequence[Tensor], weight: float) -> None:
+    """averages[i] += weight * (values[i] - averages[i]), in place and in the dtypes of the averages."""
+    for dtype, members in _by_dtype(averages).items():
+        torch._foreach_lerp_([averages[i] for i in members], [values[i].to(dtype) for i in members], weight)
+
+
 def unscale_all(tensors: Sequence[Tensor], found: Tensor, inverse: Tensor) -> None:
     """tensors[i] *= inverse (of 0 dims), in place; ``found`` becomes 1 where one of them is not finite."""
     for members in _by_dtype(tensors).values():

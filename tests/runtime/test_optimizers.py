@@ -1,0 +1,217 @@
+"""Every optimizer of torch, Adafactor of transformers and Muon on pieces of parameters: five steps are those of one
+process. An exponential moving average."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import autopar
+from autopar.exact import LiftFloat32
+from autopar.models.tiny import TINY
+from tests.ranks import run_ranks
+
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+BY_NAME = ("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Rprop", "SGD")
+STEPS = 5
+
+
+def of_torch(name: str, **options: Any) -> Make:
+    return lambda parameters: getattr(torch.optim, name)(parameters, lr=0.01, **options)
+
+
+def muon(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=0.01)
+
+
+def of_transformers(**options: Any) -> Make:
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        from transformers.optimization import Adafactor
+
+        return Adafactor(parameters, **options)
+
+    return make
+
+
+OPTIMIZERS: dict[str, Make] = {
+    **{name: of_torch(name) for name in BY_NAME},
+    "RMSprop": of_torch("RMSprop", eps=1e-3),  # its division by almost nothing lets roundings grow
+    "Adam amsgrad": of_torch("Adam", amsgrad=True),
+    "AdamW foreach": of_torch("AdamW", foreach=True),
+    "AdamW fused": of_torch("AdamW", fused=True),
+    "Adagrad foreach": of_torch("Adagrad", foreach=True),
+    "Adagrad fused": of_torch("Adagrad", fused=True),
+    "SGD foreach": of_torch("SGD", momentum=0.9, foreach=True),
+    "SGD fused": of_torch("SGD", momentum=0.9, nesterov=True, fused=True),
+    "Muon": muon,
+    "Adafactor of transformers": of_transformers(lr=0.01, relative_step=False, eps=(1e-6, 1e-3)),
+    "Adafactor, relative steps": of_transformers(relative_step=True, scale_parameter=True, warmup_init=True),
+}  # fmt: skip
+MESHES: list[tuple[dict[str, int], dict[str, Any]]] = [
+    ({"dp": 2, "tp": 2}, {"zero": 3}),  # cut by one axis, and by two along one dim
+    ({"pp": 2, "dp": 2}, {"zero": 1, "micro_batches": 2}),
+]
+
+
+def trained(model: nn.Module, make: Make, step: Callable[[], Any]) -> torch.optim.Optimizer:
+    optimizer = make([*model.parameters()])
+    for _ in range(STEPS):
+        step()
+        optimizer.step()
+        model.zero_grad()  # Muon's own takes matrices only
+    return optimizer
+
+
+def alone(name: str) -> dict[str, Tensor]:
+    model, batch = TINY["llama"].build(dropout=0.0), TINY["llama"].batch(8, 16)
+
+    def step() -> None:
+        with LiftFloat32():
+            model(**batch).loss.backward()
+
+    trained(model, OPTIMIZERS[name], step)
+    return model.state_dict()
+
+
+def on_ranks(sizes: dict[str, int], options: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Weights after the steps of each optimizer, which begin with the same; and the layout of its states."""
+    model, batch = TINY["llama"].build(dropout=0.0), TINY["llama"].batch(8, 16)
+    mesh = autopar.init_mesh("cpu", 60.0, **sizes)
+    part, parts = autopar.data_part(mesh)
+    mine = {k: v.chunk(parts)[part] for k, v in batch.items()}
+    parallel = autopar.parallelize(model, mesh, exact=True, example_batch=mine, **options)
+    start, found = {n: x.clone() for n, x in parallel.full_state_dict().items()}, {}
+    for name in names:
+        parallel.load_state_dict(start)
+        optimizer = trained(parallel, OPTIMIZERS[name], lambda: parallel.train_step(**mine))
+        laid = [
+            type(x) is type(p) and x.shape == p.shape
+            for p, state in optimizer.state.items()
+            for x in state.values()
+            if isinstance(x, Tensor) and x.shape == p.shape and p.dim() > 1
+        ]
+        found[name] = dict(parallel.full_state_dict()), all(laid)
+    return found
+
+
+@pytest.mark.parametrize(("sizes", "options"), MESHES, ids=str)
+def test_steps_are_those_of_one_process(sizes: dict[str, int], options: dict[str, Any]) -> None:
+    expected = {name: alone(name) for name in OPTIMIZERS}
+    for found in run_ranks(4, on_ranks, sizes, options, [*OPTIMIZERS], timeout=200):
+        for name, (state, laid_out) in found.items():
+            worst = max(float((state[n] - x).abs().max()) for n, x in expected[name].items() if n in state)
+            assert worst < 1e-10, (name, worst)
+            assert laid_out, f"states of {name} are not cut like their parameters"
+
+
+# --- what stands around a step ------------------------------------------------------------------------------
+
+
+class Matrices(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).relu()).square().mean()  # type: ignore[no-any-return]
+
+
+def around_a_step(**sizes: int) -> dict[str, Any]:
+    """Hooks, closures and gradients of an optimizer that gets whole matrices."""
+    torch.manual_seed(0)
+    x = torch.rand(8, 8)
+    parallel = autopar.parallelize(
+        Matrices(), autopar.init_mesh("cpu", 30.0, **sizes), example_batch={"x": x}, zero=3 if "dp" in sizes else 0
+    )
+    optimizer = torch.optim.Muon(parallel.parameters(), lr=0.1)
+    hooks: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: hooks.append("before"))
+    optimizer.register_step_post_hook(lambda *_: hooks.append("after"))
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        return parallel.train_step(x=x)
+
+    loss = optimizer.step(closure)
+    gradients = [p.grad is not None for p in parallel.parameters()]
+    second = optimizer.step(closure)
+    steps = [p for p in optimizer.state if not isinstance(p, DTensor)]
+    return {"hooks": hooks, "losses": [float(loss), float(second)], "gradients": gradients, "others": len(steps)}
+
+
+def test_hooks_closures_and_gradients_are_as_in_torch() -> None:
+    for found in run_ranks(2, around_a_step_of_two):
+        assert found["hooks"] == ["before", "after"] * 2
+        assert found["losses"][1] < found["losses"][0]
+        assert found["gradients"] == [True, True] and found["others"] == 0
+
+
+def around_a_step_of_two() -> dict[str, Any]:
+    return around_a_step(dp=2)
+
+
+def lbfgs_on_stages() -> str:
+    x = torch.rand(8, 8)
+    mesh = autopar.init_mesh("cpu", 30.0, pp=2)
+    parallel = autopar.parallelize(Matrices(), mesh, example_batch={"x": x}, micro_batches=2, cuts=("second",))
+    optimizer = torch.optim.LBFGS(parallel.parameters())
+    parallel.train_step(x=x)
+    try:
+        optimizer.step(lambda: 0.0)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_one_problem_of_all_parameters_is_refused_on_stages() -> None:
+    for said in run_ranks(2, lbfgs_on_stages):
+        assert "LBFGS solves one problem of all parameters, found stages" in said
+
+
+# --- averages -----------------------------------------------------------------------------------------------
+
+
+def averaged(sizes: dict[str, int], zero: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    x = torch.rand(8, 8)
+    parallel = autopar.parallelize(
+        Matrices().bfloat16(), autopar.init_mesh("cpu", 30.0, **sizes), example_batch={"x": x.bfloat16()}, zero=zero
+    )
+    average = autopar.ema(parallel, decay=0.5)
+    start = {n: v.float() for n, v in parallel.full_state_dict().items()}
+    with torch.no_grad():
+        for p in parallel.parameters():
+            p.add_(1.0)
+    average.update()
+    now = {n: v.float() for n, v in parallel.full_state_dict().items()}
+    with average.applied():
+        inside = {n: v.float() for n, v in parallel.full_state_dict().items()}
+    after = {n: v.float() for n, v in parallel.full_state_dict().items()}
+    state = average.state_dict()
+    other = autopar.ema(parallel, decay=0.5)
+    other.load_state_dict(state)
+    dtypes = {v.dtype for k, v in state.items() if k.startswith("ema.")}
+    same = all(torch.equal(a, b) for a, b in zip(average._averages.values(), other._averages.values(), strict=True))
+    wrong = [
+        n for n, x in start.items()
+        if (inside[n] - (x + now[n]) / 2).abs().max() > 2e-2 or not torch.equal(after[n], now[n])
+    ]  # fmt: skip
+    return {"wrong": wrong, "dtypes": dtypes, "loaded": same and other.updates == 1}
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_averages_follow_and_are_put_in_place(zero: int) -> None:
+    for found in run_ranks(2, averaged, {"dp": 2}, zero):
+        assert found == {"wrong": [], "dtypes": {torch.float32}, "loaded": True}
+
+
+def test_bad_averages_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"ema: needs a model made by autopar.parallelize, found a Linear"):
+        autopar.ema(nn.Linear(2, 2), 0.9)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="decay: expected a number between 0 and 1"):
+        autopar.ema(nn.Linear(2, 2), 1.5)  # type: ignore[arg-type]
