@@ -19,6 +19,7 @@ from autopar.cli.shared_arguments import add_model
 from autopar.ir.mesh import Mesh
 from autopar.options import DECLARED
 from autopar.plan import Plan
+from autopar.precision import PRECISIONS
 from tests.plain_models import EXACT, Net, Tied, build, gap, gradients, numbers, part, tokens
 from tests.ranks import run_ranks
 
