@@ -5,25 +5,23 @@
     z = add(x, y)                                 x = finish(pending); z = add(x, y)
 
 A collective starts where its node stands and is waited for right before its first user, so independent work in between
-overlaps with it; reduce-scatters of gradients, whose user is the end of the graph, earlier (`_WaitPlaces`). Attention
-over cut sequences runs its exchanges within its node (`autopar.runtime.attention_comm`).
+overlaps with it; reduce-scatters of gradients, whose user is the end of the graph, earlier (`autopar.ir.waits`).
+Attention over cut sequences runs its exchanges within its node (`autopar.runtime.attention_comm`).
 The function takes ONE list of inputs and empties it: a saved activation dies after its last use.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
 
 from autopar.adapters.operators import OpOverload, argument_defaults, name_of
-from autopar.ir.graph import is_call, nbytes
-from autopar.ops.traits import COLLECTIVES, LOCAL, aliases
+from autopar.ir.waits import WaitPlaces, is_temporary
+from autopar.ops.traits import COLLECTIVES, LOCAL
 from autopar.runtime import comm
 from autopar.runtime.attention_comm import OPERATORS, Comms
 from autopar.runtime.calls import shorten
@@ -141,7 +139,7 @@ class _Calls(Protocol):
 
 
 def _lower(gm: GraphModule, calls: _Calls) -> GraphModule:
-    graph, waits = Graph(), _WaitPlaces(gm)
+    graph, waits = Graph(), WaitPlaces(gm)
     new: dict[Node, Node] = {}
 
     def wait(collectives: list[Node]) -> None:
@@ -163,47 +161,6 @@ def _lower(gm: GraphModule, calls: _Calls) -> GraphModule:
     graph.set_codegen(_BoxedCode())
     graph.lint()
     return GraphModule(gm, graph)
-
-
-class _WaitPlaces:
-    """Where collectives of a graph are waited for: right before their first user, reduce-scatters earlier.
-
-    Gradients leave a graph at its end, and until a reduce-scatter is waited for, NCCL keeps the whole gradient that it
-    was given. So those on their way keep no more than twice the largest: the oldest are waited for once more start.
-    """
-
-    def __init__(self, gm: GraphModule) -> None:
-        self._place = {node: i for i, node in enumerate(gm.graph.nodes)}
-        self._due: dict[Node, list[Node]] = {}  # first user -> collectives it waits for
-        self._finished: set[Node] = set()
-        self._kept: dict[Node, int] = {}  # reduce-scatters on their way -> bytes, the oldest first
-        self._most = 2 * max((self._bytes(node) for node in gm.graph.nodes), default=0)
-
-    @staticmethod
-    def _bytes(node: Node) -> int:
-        """That a reduce-scatter keeps; 0 of any other node."""
-        scatters = is_call(node, torch.ops.autopar.reduce_scatter.default)
-        return nbytes(named_arguments(node)["x"]) if scatters else 0
-
-    def started(self, node: Node) -> list[Node]:
-        """A collective has started; those to wait for now."""
-        first = min(node.users, key=self._place.__getitem__)
-        self._due.setdefault(first, []).append(node)
-        if size := self._bytes(node):
-            self._kept[node] = size
-        early = []
-        while sum(self._kept.values()) > self._most:
-            early.append(next(iter(self._kept)))
-            del self._kept[early[-1]]
-        self._finished.update(early)
-        return early
-
-    def before(self, node: Node) -> list[Node]:
-        """Those to wait for before a node."""
-        found = [collective for collective in self._due.pop(node, []) if collective not in self._finished]
-        for collective in found:
-            self._kept.pop(collective, None)
-        return found
 
 
 class _BoxedCode(CodeGen):
@@ -258,7 +215,7 @@ def _start_of(node: Node, groups: Groups) -> Callable[..., Any]:
     given = {k: v for k, v in named_arguments(node).items() if k not in ("x", "size")}
     kind = kind_of(node)
     if kind == "all_reduce":
-        return comm.all_reduce(groups, node.name, in_place=_is_temporary(named_arguments(node)["x"], node), **given)
+        return comm.all_reduce(groups, node.name, in_place=is_temporary(named_arguments(node)["x"], node), **given)
     make: dict[str, Callable[..., comm.Start]] = {
         "all_gather": comm.all_gather,
         "reduce_scatter": comm.reduce_scatter,
@@ -281,23 +238,3 @@ def lambda_named(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
     """A function with a readable name in generated code."""
     fn.__name__ = fn.__qualname__ = name
     return fn
-
-
-def _is_temporary(x: Node, user: Node) -> bool:
-    """Whether ``user`` may overwrite x: nobody else sees its storage, and it is no input of the graph."""
-    while True:
-        if x.op != "call_function" or list(x.users) != [user]:
-            return False
-        if x.target is operator.getitem:  # of several fresh results, or of views: the producer says
-            source = x.args[0]
-            return isinstance(source, Node) and not _returns_alias(source)
-        if not _returns_alias(x):
-            return True
-        operands = x.all_input_nodes
-        if len(operands) != 1:
-            return False
-        x, user = operands[0], x
-
-
-def _returns_alias(node: Node) -> bool:
-    return not isinstance(node.target, OpOverload) or aliases(node.target)

@@ -27,7 +27,6 @@ class Feed:
         self.specs = {spec.node: spec for spec in compiled.signature.inputs}
         self.micro_batches = compiled.plan.options.micro_batches
         self._inputs, self._device = compiled.plan.inputs, device
-        self._one = torch.ones((), device=device)
 
     @staticmethod
     def scale(dtype: torch.dtype) -> str:
@@ -49,7 +48,8 @@ class Feed:
     def value(self, name: str, values: Mapping[str, Tensor], micro_batch: int) -> Any:
         """``values`` holds state by original name, inputs by path, and what the step made by node."""
         if name.startswith(SCALE):
-            return values.get(SCALE, self._one).to(getattr(torch, name.removeprefix(SCALE)))
+            dtype, scale = getattr(torch, name.removeprefix(SCALE)), values.get(SCALE)
+            return torch.ones((), dtype=dtype, device=self._device) if scale is None else scale.to(dtype)
         spec = self.specs.get(name)
         if spec is None or (spec.kind == "total" and name in values):
             return values[name]

@@ -313,7 +313,7 @@ class _Builder:
             owned = [n in alone for n in names]
             sums = [self.slot("sum", unit[0], n) for n in names]
             dtypes = sum_dtypes(self.part(unit[0]), self.precision)
-            self._add(entry, [self.slot("unit", *unit, n) for n in names], sums, owned, [dtypes[n] for n in names])
+            self._add(entry, [self.slot("unit", *unit, n) for n in names], sums, owned, [dtypes.get(n) for n in names])
 
     # --- transfers ----------------------------------------------------------------------------------------
 

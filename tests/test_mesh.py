@@ -26,7 +26,7 @@ def test_parse_and_print() -> None:
     [
         ("dp", "expected name=size pairs"),
         ("dp=x", "expected name=size"),
-        ("data=2", "unknown axis 'data'; the axes are pp, dp"),
+        ("data=2", "unknown axis 'data'; the axes are pp, rp, dp"),
         ("dp=0", "size of at least 1"),
         ("dp=2,dp=2", "named twice"),
     ],

@@ -1,7 +1,8 @@
 """What a graph's values take: the storages behind them, and how they live and die when it runs node by node.
 
-A value lives from its node to the last use of any view of it. Left out are workspace inside of an operator, the
-allocator's rounding, and that an all-reduce may overwrite its operand.
+A value lives from its node to the last use of any view of it. An all-reduce overwrites its operand where it may.
+Operators that are written in Python have a workspace beside what they return. Left out are that of torch's own, the
+allocator's rounding, and what exchanges on their way still read.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from autopar.ir.graph import arguments, is_call, output_node, outputs, placeholders
+from autopar.ir.waits import is_temporary
+from autopar.ops import cross_entropy as cross_entropy
 from autopar.ops import traits
+from autopar.ops import vocabulary as vocabulary  # registers what is named here
 
 Storage = tuple[Node, int]  # the node that allocates it, and which of its results it is
 
@@ -35,14 +39,17 @@ def _results(node: Node) -> list[Any]:
     return list(val) if isinstance(val, (tuple, list)) else [val]
 
 
-def storages(gm: GraphModule) -> dict[Node, tuple[Storage, ...]]:
-    """Node -> the storage behind each of its results. A view has that of its base."""
+def storages(gm: GraphModule, in_place: bool = False) -> dict[Node, tuple[Storage, ...]]:
+    """Node -> the storage behind each of its results. A view has that of its base. ``in_place``: so has an all-reduce
+    that may overwrite its operand, as it does when it runs."""
     found: dict[Node, tuple[Storage, ...]] = {}
     for node in gm.graph.nodes:
         if node.op == "output":
             continue
         if is_call(node, operator.getitem):
             found[node] = (found[node.args[0]][node.args[1]],)
+        elif in_place and is_call(node, torch.ops.autopar.all_reduce.default) and is_temporary(node.args[0], node):
+            found[node] = found[node.args[0]]
         elif (base := _base(node)) is not None:
             found[node] = found[base][:1] * len(_results(node))
         else:
@@ -73,6 +80,28 @@ def _dtype(node: Node) -> Any:
 def shares_storage(node: Node) -> bool:
     """Whether a call allocates nothing."""
     return is_call(node, operator.getitem) or _base(node) is not None
+
+
+def workspace(node: Node) -> int:
+    """Bytes that an operator of ours holds at once beside its operands and results: the logits that its losses compute
+    with are of float32 at least."""
+    target = node.target
+    if target not in _OF_LOGITS:
+        return 0
+    logits: torch.Tensor = arguments(node)["logits"].meta["val"]
+    wide = logits.numel() * max(logits.dtype.itemsize, torch.float32.itemsize)
+    copy = wide if logits.dtype.itemsize < torch.float32.itemsize else 0
+    return copy + _OF_LOGITS[target] * wide
+
+
+ours = torch.ops.autopar
+_OF_LOGITS = {  # how often, apart from a copy in float32
+    ours.cross_entropy.default: 0,
+    ours.cross_entropy_backward.default: 0,
+    ours.piece_max.default: 0,
+    ours.piece_sums.default: 1,
+    ours.piece_backward.default: 0,
+}
 
 
 def shared_outputs(gm: GraphModule, owned: Iterable[int]) -> list[int]:
@@ -109,12 +138,14 @@ def peak_of_values(gm: GraphModule, held: Collection[str]) -> int:
 
     ``held``: names of placeholders that somebody else keeps; they count nothing.
     """
-    behind = storages(gm)
+    behind = storages(gm, in_place=True)
+    order = {node: i for i, node in enumerate(gm.graph.nodes)}
     last: dict[Storage, Node] = {}
     for node in gm.graph.nodes:
         for x in (node, *node.all_input_nodes):
             for storage in behind.get(x, ()):
-                last[storage] = node
+                if storage not in last or order[node] > order[last[storage]]:
+                    last[storage] = node
     end = output_node(gm)
     dying: dict[Node, list[Storage]] = {}
     for storage, node in last.items():
@@ -125,7 +156,7 @@ def peak_of_values(gm: GraphModule, held: Collection[str]) -> int:
     for node in gm.graph.nodes:
         if node.op == "call_function":
             live += sum(_bytes_of(s) for s in behind[node] if s[0] is node)
-            most = max(most, live)
+            most = max(most, live + workspace(node))
         if node is not end:
             live -= sum(_bytes_of(s) for s in dying.get(node, ()))
     return most

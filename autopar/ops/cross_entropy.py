@@ -51,7 +51,7 @@ def cross_entropy_backward(
     grad: Tensor, logits: Tensor, target: Tensor, lse: Tensor, ignore_index: int, label_smoothing: float
 ) -> Tensor:
     """grad [N] of the losses -> gradient of the logits [N, C]: grad * (softmax - (1 - s) * onehot - s / C)."""
-    out = torch.exp(logits.to(lse.dtype) - lse.unsqueeze(-1))
+    out = torch.sub(logits, lse.unsqueeze(-1)).exp_()  # in the dtype of lse, and no larger than one copy
     ignored = target == ignore_index
     index = target.masked_fill(ignored, 0).long().unsqueeze(-1)
     if label_smoothing:

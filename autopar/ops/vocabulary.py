@@ -115,7 +115,7 @@ def piece_sums(logits: Tensor, index: Tensor, top: Tensor, classes: int) -> Tens
     x = logits.to(top.dtype)
     inside = (index >= 0) & (index < x.shape[-1])
     chosen = x.gather(-1, index.clamp(0, x.shape[-1] - 1).unsqueeze(-1)).squeeze(-1).masked_fill(~inside, 0.0)
-    return torch.stack([torch.exp(x - top.unsqueeze(-1)).sum(-1), chosen, x.sum(-1) / classes])
+    return torch.stack([(x - top.unsqueeze(-1)).exp_().sum(-1), chosen, x.sum(-1) / classes])
 
 
 @piece_sums.register_fake
@@ -128,7 +128,7 @@ def piece_backward(
     grad: Tensor, logits: Tensor, index: Tensor, lse: Tensor, label_smoothing: float, classes: int
 ) -> Tensor:
     """Gradient of the rank's logits: grad * (softmax - (1 - s) * onehot - s / classes)."""
-    out = torch.exp(logits.to(lse.dtype) - lse.unsqueeze(-1))
+    out = torch.sub(logits, lse.unsqueeze(-1)).exp_()
     inside = (index >= 0) & (index < out.shape[-1])
     if label_smoothing:
         out -= label_smoothing / classes

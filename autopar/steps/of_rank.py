@@ -52,15 +52,19 @@ def sum_dtypes(part: Stage, precision: Precision) -> dict[str, torch.dtype]:
     """Gradient of a parameter -> the dtype in which those of micro-batches are added up: what takes the sum says it,
     if anything does."""
     taken = part.reduce or part.backward_reduce
-    sums = zip(taken.inputs, placeholders(taken.unnamed)) if taken is not None else ()
-    known = {grad(of(name)) if is_a(name, "sum") else name: x.meta["val"].dtype for name, x in sums}
-    found: dict[str, torch.dtype] = {}
-    for step in (graph for kind in ("BW", "B", "W") if (graph := graph_of(part, kind)) is not None):
-        for name, x in zip(step.outputs, outputs(step.unnamed), strict=True):
-            if name is not None and is_a(name, "grad") and isinstance(x, Node):
-                own = x.meta["val"].dtype
-                found[name] = known.get(name) or added_in(own, own, precision)
-    return found
+    known = {
+        grad(of(name)) if is_a(name, "sum") else name: dtype
+        for name, dtype in (_dtypes(taken.inputs, placeholders(taken.unnamed)) if taken is not None else ())
+    }
+    made = [step for kind in ("BW", "B", "W") if (step := graph_of(part, kind)) is not None]
+    owns = {name: dtype for step in made for name, dtype in _dtypes(step.outputs, outputs(step.unnamed))}
+    return {name: known.get(name) or added_in(own, own, precision) for name, own in owns.items() if is_a(name, "grad")}
+
+
+def _dtypes(names: Sequence[str | None], values: Sequence[Any]) -> Iterator[tuple[str, torch.dtype]]:
+    for name, x in zip(names, values, strict=True):
+        if name is not None and isinstance(x, Node) and isinstance(x.meta.get("val"), torch.Tensor):
+            yield name, x.meta["val"].dtype
 
 
 def lowered_order(pipeline: Pipeline) -> Order:

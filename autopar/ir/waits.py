@@ -1,0 +1,77 @@
+"""When the collectives of a step graph are waited for, which may overwrite what they are given: so, what they hold.
+
+A collective starts at its place in the graph, and is waited for at another. The executor (`autopar.runtime.bind`) asks
+here, and the walk of what is alive (`autopar.ir.storages`).
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import GraphModule, Node
+
+from autopar.adapters.operators import OpOverload
+from autopar.ir.graph import arguments, is_call, nbytes
+from autopar.ops.traits import aliases
+
+
+class WaitPlaces:
+    """Where collectives of a graph are waited for: right before their first user, reduce-scatters earlier.
+
+    Gradients leave a graph at its end, and until a reduce-scatter is waited for, NCCL keeps the whole gradient that it
+    was given. So those on their way keep no more than twice the largest: the oldest are waited for once more start.
+    """
+
+    def __init__(self, gm: GraphModule) -> None:
+        self._place = {node: i for i, node in enumerate(gm.graph.nodes)}
+        self._due: dict[Node, list[Node]] = {}  # first user -> collectives it waits for
+        self._finished: set[Node] = set()
+        self._kept: dict[Node, int] = {}  # reduce-scatters on their way -> bytes, the oldest first
+        self._most = 2 * max((self._bytes(node) for node in gm.graph.nodes), default=0)
+
+    @staticmethod
+    def _bytes(node: Node) -> int:
+        """That a reduce-scatter keeps; 0 of any other node."""
+        scatters = is_call(node, torch.ops.autopar.reduce_scatter.default)
+        return nbytes(arguments(node)["x"]) if scatters else 0
+
+    def started(self, node: Node) -> list[Node]:
+        """A collective has started; those to wait for now."""
+        first = min(node.users, key=self._place.__getitem__)
+        self._due.setdefault(first, []).append(node)
+        if size := self._bytes(node):
+            self._kept[node] = size
+        early = []
+        while sum(self._kept.values()) > self._most:
+            early.append(next(iter(self._kept)))
+            del self._kept[early[-1]]
+        self._finished.update(early)
+        return early
+
+    def before(self, node: Node) -> list[Node]:
+        """Those to wait for before a node."""
+        found = [collective for collective in self._due.pop(node, []) if collective not in self._finished]
+        for collective in found:
+            self._kept.pop(collective, None)
+        return found
+
+
+def is_temporary(x: Node, user: Node) -> bool:
+    """Whether ``user`` may overwrite x: nobody else sees its storage, and it is no input of the graph."""
+    while True:
+        if x.op != "call_function" or list(x.users) != [user]:
+            return False
+        if x.target is operator.getitem:  # of several fresh results, or of views: the producer says
+            source = x.args[0]
+            return isinstance(source, Node) and not _returns_alias(source)
+        if not _returns_alias(x):
+            return True
+        operands = x.all_input_nodes
+        if len(operands) != 1:
+            return False
+        x, user = operands[0], x
+
+
+def _returns_alias(node: Node) -> bool:
+    return not isinstance(node.target, OpOverload) or aliases(node.target)
