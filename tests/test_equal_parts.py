@@ -35,15 +35,25 @@ CELLS: dict[str, tuple[str, dict[str, int], dict[str, Any], int]] = {
 }
 
 
-def compiled(cell: str) -> Compiled:
+def compiled(cell: str, layers: int) -> Compiled:
     name, mesh, options, _ = CELLS[cell]
-    options, layers = dict(options), 8 if cell in ("plain", "chunks") else 4  # two in a part of the first
+    options = dict(options)
     model, batch = tiny(name, layers=layers, dropout=options.pop("dropout", 0.0))
     return compile_model(model, batch, Mesh.of(**mesh), Options(**options))
 
 
+TWICE = ("plain", "chunks")  # these have eight layers, two in each part of the first; the others one in each
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell not in TWICE])
+def test_copies_of_two_layers(cell: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    test_copies(cell, monkeypatch, 8)
+
+
 @pytest.mark.parametrize("cell", CELLS)
-def test_copies(cell: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies(cell: str, monkeypatch: pytest.MonkeyPatch, layers: int = 0) -> None:
+    layers = layers or (8 if cell in TWICE else 4)
     copied: list[Stage] = []
     copy = equal_parts._copied
 
@@ -52,10 +62,10 @@ def test_copies(cell: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return copied[-1]
 
     monkeypatch.setattr(equal_parts, "_copied", noted)
-    found = compiled(cell)
+    found = compiled(cell, layers)
     assert len(copied) == CELLS[cell][-1]
     monkeypatch.setattr(KnownParts, "stage", lambda self, part, make: make())
-    each = compiled(cell)
+    each = compiled(cell, layers)
     made = [step for part in copied for step in steps_of(part)]
     assert not any("graph" in vars(step) for step in made), "a copy is made by who asks for it"
     assert all(step.unnamed in graphs_of_all(found.pipeline, None) and step.unnamed is not step.graph for step in made)
