@@ -8,11 +8,12 @@ ParallelModule(...)                             each rank takes its pieces
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from autopar.cache.stored_steps import stored_plan, stored_step
 from autopar.capture import adapter_for, model_dtypes
 from autopar.compile.parameters import for_whole_batch
 from autopar.compile.shared_capture import SharedCapture
+from autopar.ir.batch import facts_of, with_constants
 from autopar.options import DECLARED, Options
 from autopar.plan import Plan
 from autopar.report.dump import check_writable, dumper_for
@@ -35,6 +37,8 @@ from autopar.runtime.inputs import by_name, check_values
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.old_optimizers import note_parameters
 from autopar.steps.graphs import Compiled
+
+T = TypeVar("T")
 
 
 def parallelize(
@@ -96,11 +100,14 @@ def parallelize(
         if plan is not None and not options:
             chosen = plan.options
         skeleton = skeleton_of(model, model_dtypes(model, chosen.precision).stored)
-        batch = _example(model, example_batch)
+        examples = [with_constants(batch, chosen.constants) for batch in examples_of(model, example_batch)]
         shared = SharedCapture()
-        made, specs = for_whole_batch(
-            lambda whole: stored_plan(skeleton, whole, groups.mesh, chosen, plan, exact=exact, shared=shared),
-            lambda found: found[0], skeleton, batch, groups.mesh, chosen, plan,
+        made, specs = planned_with(
+            examples, model, example_batch is None,
+            lambda batch: for_whole_batch(
+                lambda whole: stored_plan(skeleton, whole, groups.mesh, chosen, plan, exact=exact, shared=shared),
+                lambda found: found[0], skeleton, batch, groups.mesh, chosen, plan,
+            ),
         )  # fmt: skip
         agree_on_plan(groups, made)
         compiler = _compiler(groups, chosen, exact, dump, shared)
@@ -155,20 +162,40 @@ def load_adapters(model: nn.Module) -> None:
         importlib.import_module("autopar.models.hf")
 
 
-def _example(model: nn.Module, given: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """A batch of one rank to plan parameters with."""
+def examples_of(model: nn.Module, given: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    """Batches of one rank to plan parameters with: the user's, or such as an adapter makes, of which one will do."""
     if given is not None:
         named = by_name(model, (), given)
         check_values(named, differentiated=False, shapes_only=True)
-        return named
+        return [named]
     adapter = adapter_for(model)
-    batch = adapter.example_batch(model) if adapter is not None else None
-    if batch is None:
+    batches = adapter.example_batches(model) if adapter is not None else []
+    if not batches:
         raise ValueError(
             f"parallelize: needs to know the inputs of {type(model).__name__} to plan its parameters; "
             f"pass example_batch={{...}}, the keyword arguments of its forward"
         )
-    return batch
+    return list(batches)
+
+
+def planned_with(
+    examples: Sequence[Mapping[str, Any]], model: nn.Module, guessed: bool, plan: Callable[[Mapping[str, Any]], T]
+) -> T:
+    """The plan with the first example that the model runs with. ``guessed``: nobody has said that it does."""
+    for example in examples[:-1]:
+        with contextlib.suppress(ValueError):
+            return plan(example)
+    try:
+        return plan(examples[-1])
+    except ValueError as error:
+        if not guessed or "with these inputs" not in str(error):  # but for what the forward does
+            raise
+        tried = "; ".join(", ".join(facts_of(example)) for example in examples)
+        raise ValueError(
+            f"parallelize: needs to know the inputs of {type(model).__name__} to plan its parameters, found none that "
+            f"its forward runs with (tried {tried}): {error}; pass example_batch={{...}}, the keyword arguments of its "
+            "forward"
+        ) from error
 
 
 def _check_weights(model: nn.Module, given: Mapping[str, Tensor | None], groups: Groups, sync: bool) -> None:

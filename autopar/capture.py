@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -36,6 +37,7 @@ from autopar.adapters.lazy import graph_module, lazy_code
 from autopar.adapters.module_changes import changes_as_values
 from autopar.adapters.set_order import sets_in_order
 from autopar.exact import LiftFloat32
+from autopar.ir.batch import constants_of
 from autopar.ir.compute_dtypes import Dtypes, cast_around, dtypes_of, stored_by_name
 from autopar.ir.dtype_checks import check_dtypes
 from autopar.ir.own_backward import check_contained
@@ -70,8 +72,9 @@ class Adapter(Protocol):
         """Entered around an eager float64 run of the user's model that a parallel run is compared with."""
         ...
 
-    def example_batch(self, model: nn.Module) -> dict[str, Any] | None:
-        """A small batch with labels, for planning before the first real batch; None if the inputs are unknown."""
+    def example_batches(self, model: nn.Module) -> list[dict[str, Any]]:
+        """Small batches with labels, for planning before the first real batch, the fullest first: the first that the
+        model runs with is taken. None if the inputs are unknown."""
         ...
 
     def batch_dims(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, int | None]:
@@ -124,9 +127,9 @@ def capture(
     """The global graph of ``model(**batch)``.
 
     ``batch`` holds tensors (shape and dtype matter, the values do not; real, fake or meta), nested tuples, lists and
-    dicts of them, and Python constants, which are specialised into the graph. The model may be anywhere, meta
-    included; it is not modified and its parameters are not copied. ``train`` puts every module into this mode (dropout,
-    batch norm); by default each has the mode that it has.
+    dicts of them, and constants (Python's, and `ConstantTensor`), which are specialised into the graph. The model may
+    be anywhere, meta included; it is not modified and its parameters are not copied. ``train`` puts every module into
+    this mode (dropout, batch norm); by default each has the mode that it has.
     ``exact`` lifts float32 islands to float64, see `autopar.exact`; give it a float64 model and batch. ``autocast`` is
     the dtype of a `torch.autocast` around the forward; its casts become part of the graph. ``precision``: the
     dtypes to compute in; parameters are taken in these, and ``meta["stored_dtypes"]`` says how they are held.
@@ -160,6 +163,8 @@ def _captured(
         replica = adapter.prepare(replica)
         arguments = adapter.arguments(replica, batch)
     cast_around(replica, dtypes)
+    constants = constants_of(arguments)
+    arguments = {name: value for name, value in arguments.items() if name not in constants}
     leaves, spec = flatten(arguments)
     fakes = [fake_like(leaf, mode) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     with contextlib.ExitStack() as stack:
@@ -167,6 +172,8 @@ def _captured(
             stack.enter_context(adapter.context(batch))
         if exact:
             stack.enter_context(_lifted_forward(replica))
+        if constants:
+            stack.enter_context(_given(replica, constants))
         stack.enter_context(sets_in_order(replica))
         stack.enter_context(unchecked_distributions())
         watch = stack.enter_context(FunctionWatch(replica, owned_by(model), _INSTEAD))
@@ -202,6 +209,24 @@ def _lifted_forward(replica: nn.Module) -> Iterator[None]:
         yield
     finally:
         del replica.forward
+
+
+@contextlib.contextmanager
+def _given(replica: nn.Module, constants: Mapping[str, Any]) -> Iterator[None]:
+    """Within: the forward is called with these besides, which are no inputs of the graph."""
+    forward = replica.forward
+    signature = inspect.signature(forward)
+
+    def with_them(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs, **constants)
+
+    left = [p for name, p in signature.parameters.items() if name not in constants]
+    with_them.__signature__ = signature.replace(parameters=left)  # type: ignore[attr-defined]
+    replica.forward = with_them
+    try:
+        yield
+    finally:
+        replica.forward = forward
 
 
 def _refuse_running_values(program: ExportedProgram, changed: Collection[str]) -> None:

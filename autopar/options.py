@@ -180,6 +180,11 @@ class Options:
         "by path (past.0)",
         "found in the graph",
     )
+    constants: tuple[str, ...] = _option(
+        (), NAMES,
+        "small inputs whose values the graph may depend on, such as sizes of grids; like shapes, other values compile "
+        "again, and all ranks have the same", "none",
+    )  # fmt: skip
 
     @property
     def gathers_once(self) -> bool:

@@ -41,6 +41,7 @@ from autopar.ops.eager_random import shared_random
 from autopar.ops.traits import aliases
 from autopar.options import Options
 from autopar.plan import AxisShare
+from autopar.planner.batch_dims import likely_dims
 from autopar.precision import Precision, a_precision
 from autopar.runtime.arguments import check_model
 from autopar.runtime.failures import reporting
@@ -282,10 +283,12 @@ def _part(
     """This rank's dp part, along the batch dims that `parallelize` finds."""
     load_adapters(model)
     skeleton, ranks, plan = skeleton_of(model), mesh.data_size, options.get("plan")
-    asked = Options(batch_dims=options.get("batch_dims", plan.options.batch_dims if plan is not None else ()))
-    dims = known_batch_dims(skeleton, batch, asked, plan)
-    if ranks > 1 and not set(tensors_of(batch)) <= set(dims):
-        dims = dict(plan_model(skeleton, batch, Mesh.of(dp=ranks), asked, None)[0].batch_dims)
+    before = plan.options if plan is not None else Options()
+    asked = Options(**{name: options.get(name, getattr(before, name)) for name in ("batch_dims", "constants")})
+    dims, tensors = known_batch_dims(skeleton, batch, asked, plan), tensors_of(batch)
+    if ranks > 1 and not set(tensors) <= set(dims):
+        likely = likely_dims({name: tuple(x.shape) for name, x in tensors.items()}, dims)
+        dims = likely | dict(plan_model(skeleton, batch, Mesh.of(dp=ranks), asked, None)[0].batch_dims)
     return part_of_batch(batch, dims, ranks, mesh.data_part(mesh.coordinate(rank)))
 
 

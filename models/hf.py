@@ -24,8 +24,9 @@ from transformers.integrations.moe import ExpertsInterface
 
 from autopar.capture import ADAPTERS
 from autopar.ir.recipe import Recipe, as_they_are
-from autopar.models.hf_batches import batch_dims, example_batch
+from autopar.models.hf_batches import batch_dims
 from autopar.models.hf_checkpoints import recipes_to_load, recipes_to_save
+from autopar.models.hf_examples import example_batches
 from autopar.models.hf_masks import OWN_MASKS, MaskFacts, facts_handed_inward, mask_facts, positions_from_user
 
 NAME = "autopar"
@@ -110,7 +111,7 @@ class TransformersAdapter:
         for module in model.modules():
             config = _config(module)
             if config is not None:
-                own = {type(config), type(config.get_text_config())}
+                own = {type(config), type(_of_text(config))}
                 _configure(config, not looked_up.isdisjoint(own) if looked_up else _registered(module))
             if getattr(module, "gradient_checkpointing", False):
                 setattr(module, "gradient_checkpointing", False)  # noqa: B010  (typed as a tensor or module)
@@ -142,8 +143,8 @@ class TransformersAdapter:
     def reference(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         return exact_experts(model)
 
-    def example_batch(self, model: nn.Module) -> dict[str, Any] | None:
-        return example_batch(model)
+    def example_batches(self, model: nn.Module) -> list[dict[str, Any]]:
+        return example_batches(model)
 
     def batch_dims(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, int | None]:
         return batch_dims(model, batch)
@@ -185,6 +186,14 @@ def _parents(model: nn.Module, path: str) -> list[nn.Module]:
 def _config(module: nn.Module) -> Any:
     found = getattr(module, "config", None)
     return found if isinstance(found, transformers.PreTrainedConfig) else None
+
+
+def _of_text(config: Any) -> Any:
+    """The config of the tokens; of several the decoder's."""
+    try:
+        return config.get_text_config()
+    except ValueError:
+        return config.get_text_config(decoder=True)
 
 
 def _registered(module: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from autopar.models import hf as hf  # registers the adapter
-from autopar.models.hf_batches import example_batch
+from autopar.models.hf_examples import example_batches
 from autopar.values import parse
 
 # Tried in order for a config that names no class: a BERT is in the lists of masked and of causal models.
@@ -137,7 +137,7 @@ def batch_of(model: PreTrainedModel, batch: int, seq: int, device: str = "meta")
     Raises ValueError for models whose inputs are neither tokens, images nor audio, and for sequences that are
     longer than a table of positions.
     """
-    found = example_batch(model)
+    found = next((batch for batch in example_batches(model) if _all_tensors(batch)), None)
     if found is None:
         name = type(model).__name__
         raise ValueError(f"config: cannot tell the inputs of {name}; it takes no tokens, images or audio")
@@ -147,6 +147,10 @@ def batch_of(model: PreTrainedModel, batch: int, seq: int, device: str = "meta")
         for name, value in found.items()
     }
     return {name: torch.zeros(shape, dtype=found[name].dtype, device=device) for name, shape in shapes.items()}
+
+
+def _all_tensors(batch: dict[str, Any]) -> bool:
+    return all(isinstance(x, Tensor) for x in batch.values())
 
 
 def _check_positions(config: PreTrainedConfig, seq: int) -> None:

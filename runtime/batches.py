@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autopar.adapters.export import flatten, unflatten
-from autopar.ir.batch import tensors_of
+from autopar.ir.batch import ConstantTensor, tensors_of
 from autopar.plan import UNCLEAR, Plan
 from autopar.runtime.agreement import Claim, all_alike, everywhere
 from autopar.runtime.contents import words_of
@@ -36,7 +36,8 @@ def claim_shapes(groups: Groups, batch: Mapping[str, Any], further: Mapping[str,
     must be the same on all ranks, by name."""
     leaves = tensors_of(batch)
     facts = {name: f"{tuple(x.shape)} {x.dtype}" for name, x in leaves.items()}
-    facts |= {name: repr(value) for name, value in batch.items() if isinstance(value, (bool, int, float, str))}
+    told = (bool, int, float, str, ConstantTensor)
+    facts |= {name: repr(value) for name, value in batch.items() if isinstance(value, told)}
     return Claim(
         everywhere(groups),
         facts | {name: str(value) for name, value in further.items()},

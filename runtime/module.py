@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.adapters.hooks import Observers, has_forward_hooks
-from autopar.ir.batch import tensors_of
+from autopar.ir.batch import tensors_of, with_constants
 from autopar.ir.parameter import ParameterSpec
 from autopar.plan import Plan
 from autopar.runtime import state
@@ -296,6 +296,7 @@ class ParallelModule(Stateful):
             )
         named = by_name(self._tree.root, args, batch)
         check_values(named, differentiated=kind.train)
+        named = with_constants(named, self._cache.plan.options.constants)
         # masks depend on the number of the step
         executor = self._cache.runner(kind, named, surroundings, self.training_steps + 1 if kind.train else None)
         values = {**self._tree.pieces(), **self._tree.buffers(), **executor.constants}

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from autopar.capture import capture
+from autopar.ir.batch import with_constants
 from autopar.ir.graph import copy_graph
 from autopar.models.tiny import TINY
 from autopar.runtime.module import step_seed
@@ -49,7 +50,8 @@ class Subject:
 def subject(name: str) -> Subject:
     """A model by its name; see the head of this file."""
     model, batch = make(name)
-    return Subject(model, batch, capture(model, batch, exact=True), eager(model, batch, SEED))
+    given = with_constants(batch, CONSTANTS.get(name, ()))
+    return Subject(model, batch, capture(model, given, exact=True), eager(model, batch, SEED))
 
 
 def make(name: str) -> Made:
@@ -109,6 +111,7 @@ def _two_losses() -> Made:
     return TwoLosses().double(), {"ids": ids, "labels": labels, "target": torch.rand(ROWS, TOKENS, 4).double()}
 
 
+CONSTANTS: dict[str, tuple[str, ...]] = {}  # subject -> inputs whose values decide its graph
 SPECIAL: dict[str, Callable[[], Made]] = {
     "mlp": _mlp,
     "cnn": _cnn,

@@ -36,6 +36,7 @@ from autopar.adapters.block_facts import (
     surroundings,
 )
 from autopar.adapters.block_template import Template, template_of_call
+from autopar.adapters.known_values import answers
 
 _ENOUGH = 3  # modules that are alike: the first and the last are traced
 
@@ -123,9 +124,11 @@ class BlockMemo:
             _read(module, block.differing & known.numbers.keys())
             with torch._C.DisableTorchFunction():
                 return known.template.copy(tracer, call.tensors.found)
+        before = answers()
         with noticed_reads(module, block.differing) as read:
             made, template = template_of_call(tracer, call.tensors.found, lambda: forward(*args, **kwargs))
-        new = template() if call.is_still(_call(module, args, kwargs)) else None
+        still = call.is_still(_call(module, args, kwargs)) and answers() == before  # values are no facts of a call
+        new = template() if still else None
         if known is not None:
             if known.template.copies and (new is None or new.text() != known.template.text()):
                 raise TraceAnew

@@ -38,6 +38,7 @@ _NO_GRAD_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
 _NOISE = (torch.ops.aten._assert_tensor_metadata.default,)
 _VALUE_CHECKS = (torch.ops.aten._assert_scalar.default, torch.ops.aten._assert_async.msg)
 _PLAIN = (TypeError, AttributeError, IndexError)  # their words tell all
+_CONSTANTS = 'name the small input that decides it: constants=("name",)'
 _ATTRIBUTE = re.compile(r"'(\w+)' object has no attribute '(\w+)'")
 _TORCH = str(Path(torch.__file__).parent)
 
@@ -105,12 +106,13 @@ def _refuse_sizes_of_values(graph: Graph) -> None:
         if node.target is torch.ops.aten.item.default and node.users:
             raise ValueError(
                 f"capture: {line_of(node)}: item() takes a number out of a tensor, which differs between steps and "
-                "ranks; compute with the tensor itself (detached, where no gradient is meant)"
+                f"ranks; compute with the tensor itself (detached, where no gradient is meant), or {_CONSTANTS}"
             )
         if isinstance(value, Tensor) and free_unbacked_symbols(value):
             raise ValueError(
                 f"capture: {line_of(node)}: the size of the result depends on values; the shapes of the batch must "
-                "decide all sizes: use torch.where or a mask; for experts, grouped_mm and not a loop over counts"
+                "decide all sizes: use torch.where or a mask; for experts, grouped_mm and not a loop over counts; or "
+                f"{_CONSTANTS}"
             )
 
 
@@ -152,7 +154,7 @@ def _reason(error: BaseException) -> str:
 def _way_out(error: BaseException) -> str:
     text = f"{type(error).__name__} {error}"
     if "DataDependent" in text or "data-dependent" in text or "item()" in text:
-        return "; the line branches on a tensor's value: write it with torch.where or masks"
+        return f"; the line branches on a tensor's value: write it with torch.where or masks, or {_CONSTANTS}"
     return "; the model must run under torch.export(strict=False) with these inputs"
 
 

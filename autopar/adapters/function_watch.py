@@ -5,11 +5,13 @@ a real tensor with a gradient, or one of the model's own   it entered behind the
 h.register_hook(f), h.retain_grad(), x.backward()          act on a backward that is not this one
 w.data                                                     read as w.detach(): the same value, in the graph
 if t: raise ...                                            checks of values, and what may run always (`guards`)
+lengths.tolist(), x[mask]                                  answered where no input has a part (`known_values`)
 """
 
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
@@ -17,11 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
 
 from autopar.adapters.fake import MARKS, Owned
 from autopar.adapters.guards import answered
+from autopar.adapters.known_values import REAL, KnownValues, is_real
 from autopar.adapters.rebuild import path_of
 
 _TORCH = Path(torch.__file__).parent
@@ -40,7 +42,7 @@ class FunctionWatch(TorchFunctionMode):
     ``instead``: what is called in place of some functions. Raises Refused in the line at fault. ``refused`` keeps the
     first one, for a forward that catches exceptions.
     ``running``: whether the forward does, for the export calls functions of its own before and after. ``said``: what is
-    to be said of branches that were not asked for values, and the like.
+    to be said of branches that were not asked for values, and the like. ``known``: values that it may ask for.
     """
 
     def __init__(
@@ -50,14 +52,14 @@ class FunctionWatch(TorchFunctionMode):
         self._instead = instead
         self._replica, self._owned = replica, owned
         self._places = dict(_places(replica))
+        self.known = KnownValues()
         self.refused: Refused | None = None
         self.said: dict[str, None] = {}
         self.running = False
-        replica.register_forward_pre_hook(lambda *_: self._set(True), prepend=True)
-        replica.register_forward_hook(lambda *_: self._set(False), always_call=True)
-
-    def _set(self, running: bool) -> None:
-        self.running = running
+        number = id(self)  # what hooks hold counts as the module's own
+        _WATCHES[number] = self
+        replica.register_forward_pre_hook(lambda *_: _set_running(number, True), prepend=True)
+        replica.register_forward_hook(lambda *_: _set_running(number, False), always_call=True)
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -69,14 +71,20 @@ class FunctionWatch(TorchFunctionMode):
         args, kwargs = tuple(self._seen(x) for x in args), {name: self._seen(x) for name, x in kwargs.items()}
         if func in _REFUSED and (frame := caller()) is not None and is_outside(frame):
             self._refuse(_REFUSED[func])
-        if func == _DATA and type(args[0]) not in _REAL:
+        if func == _DATA and type(args[0]) not in REAL:
             return args[0].detach()
-        if func in _TRUTH and not any(type(x) in _REAL for x in args) and (frame := caller()) is not None:
+        if known := self.known.answer(func, args, kwargs):
+            return known[0]
+        if func in _TRUTH and not any(type(x) in REAL for x in args) and (frame := caller()) is not None:
             answer = answered(frame) if is_outside(frame) else None
             if answer is not None:
                 self.said |= {answer[1]: None} if answer[1] else {}
                 return answer[0]
-        return self._instead.get(func, func)(*args, **kwargs)
+        func, args, kwargs = self.known.with_places(func, args, kwargs)
+        written = self.known.before_write(func, args, kwargs)
+        made = self._instead.get(func, func)(*args, **kwargs)
+        self.known.note(func, args, kwargs, made, written)
+        return made
 
     def _seen(self, x: Any) -> Any:
         """An argument, with what the export has put into the module in place of a tensor that a closure holds."""
@@ -87,7 +95,7 @@ class FunctionWatch(TorchFunctionMode):
         if id(x) in self._places:
             entries, name = self._places[id(x)]
             return entries[name]
-        if type(x) in _REAL and not is_functorch_wrapped_tensor(x):
+        if is_real(x):
             self._look_at(x)
         return x
 
@@ -117,6 +125,13 @@ class FunctionWatch(TorchFunctionMode):
         raise self.refused
 
 
+_WATCHES: weakref.WeakValueDictionary[int, FunctionWatch] = weakref.WeakValueDictionary()
+
+
+def _set_running(number: int, running: bool) -> None:
+    _WATCHES[number].running = running
+
+
 def _places(replica: nn.Module) -> Iterator[tuple[int, tuple[dict[str, Any], str]]]:
     """(id of a tensor, where its module keeps it)."""
     for module in replica.modules():
@@ -140,7 +155,6 @@ def is_outside(frame: FrameType) -> bool:
     return not (file.is_relative_to(_TORCH) or file.is_relative_to(_OURS))
 
 
-_REAL = (Tensor, nn.Parameter)
 _ATTRIBUTES: Any = Tensor  # whose attributes are descriptors
 _DATA: Callable[..., Any] = _ATTRIBUTES.data.__get__
 _TRUTH = (Tensor.__bool__, torch.equal, Tensor.equal, torch.allclose, Tensor.allclose)

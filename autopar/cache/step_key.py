@@ -24,7 +24,7 @@ from autopar.cache.libraries import changed_autopar, is_foreign, own_digest, ren
 from autopar.cache.reached import Reached
 from autopar.cache.values_reached import CannotTell
 from autopar.capture import ADAPTERS, adapter_for
-from autopar.ir.batch import facts_of, tensors_of
+from autopar.ir.batch import ConstantTensor, facts_of, tensors_of
 from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
 from autopar.rules.core import CORE
@@ -76,6 +76,8 @@ def _add_batch(reached: Reached, batch: Mapping[str, Any]) -> None:
 def _without_tensors(value: Any) -> Any:
     if isinstance(value, Tensor):
         return "tensor"
+    if isinstance(value, ConstantTensor):
+        return repr(value)
     if type(value) in (list, tuple):
         return type(value)(map(_without_tensors, value))
     if type(value) is dict:

@@ -20,6 +20,7 @@ from autopar.compile.shared_capture import SharedCapture
 from autopar.compile.slices import samples_of
 from autopar.cost.axis_shares import axis_shares
 from autopar.cost.memory import most_static
+from autopar.ir.batch import with_constants
 from autopar.ir.graph import copy_graph, has_gradient, mark_gradients, output_node, remove_dead_code
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
@@ -69,6 +70,7 @@ def compile_model(
     start = time.perf_counter()
     asked = options or (plan.options if plan is not None else Options())
     known_batch_dims(model, batch, asked, fixed)  # for what it refuses
+    batch = with_constants(batch, asked.constants)
     shared, precision = shared or SharedCapture(), asked.precision
     gm = shared.again(model, batch, train=None if train else False, exact=exact, autocast=autocast, precision=precision)
     seconds = time.perf_counter() - start

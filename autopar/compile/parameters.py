@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from autopar.capture import adapter_for, capture
 from autopar.compile.shared_capture import SharedCapture
-from autopar.ir.batch import tensors_of, whole_batch
+from autopar.ir.batch import tensors_of, whole_batch, with_constants, without_constants
 from autopar.ir.graph import mark_gradients
 from autopar.ir.mesh import Mesh
 from autopar.ir.meta import signature_of
@@ -42,6 +42,7 @@ def plan_model(
     ``shared`` keeps the capture for it.
     """
     known_batch_dims(model, batch, options, fixed)  # for what it refuses
+    batch = with_constants(batch, options.constants)
     shared = shared or SharedCapture()
     gm = _normalized(shared.first(model, batch, exact=exact, precision=options.precision), Compilation(mesh))
     plan = make_plan(gm, mesh, options, fixed, example=True)
@@ -66,7 +67,7 @@ def for_whole_batch(
     whose inputs an adapter knows, or a plan that knows them, that does not happen.
     """
     ranks, known = mesh.data_size, known_batch_dims(model, batch, options, fixed)
-    shapes = {name: tuple(x.shape) for name, x in tensors_of(batch).items()}
+    shapes = {name: tuple(x.shape) for name, x in tensors_of(without_constants(batch)).items()}
     dims, tried = likely_dims(shapes, known), []
     while dims not in tried:
         tried.append(dims)
@@ -94,8 +95,12 @@ def known_batch_dims(
 ) -> dict[str, int | None]:
     """Batch dims of a batch's tensors that need no evidence (`autopar.planner.batch_dims.known_dims`). Raises
     ValueError for names that are no inputs (one that the forward takes may be absent), and dims that are not there."""
+    batch = without_constants(batch)
     tensors, takes = tensors_of(batch), inspect.signature(model.forward).parameters
     anything = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+    for name in options.constants:
+        if name not in batch and name not in takes and not anything:
+            raise ValueError(f"constants: no input {name!r}; the inputs of the batch are {', '.join(batch)}")
     for name, _ in options.batch_dims:
         first = name.partition(".")[0]
         if name not in tensors and (first in batch or (first not in takes and not anything)):

@@ -3,11 +3,15 @@
 Every rank of a dp coordinate passes its part of the whole batch; a step is compiled for the whole. Dims are by path of
 the input ({"x": 1, "past.0": 0, "table": None}), None for an input that is no part of the batch: all ranks pass the
 same. Which dims they are is decided in `autopar.planner.batch_dims`.
+
+Inputs that the user names as ``constants`` are no tensors of the batch: their values decide the graph, as numbers and
+texts do, and are compared as these are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import hashlib
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +20,61 @@ from torch import Tensor
 from autopar.adapters.export import flatten, one_level, paths, unflatten
 
 BatchDims = Mapping[str, int | None]
+
+
+_SHOWN = 32  # values of a constant in messages and facts; of more, a digest
+
+
+class ConstantTensor:
+    """A tensor whose values decide the graph: equal to others of the same dtype, shape and values."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values.detach().cpu().contiguous()
+        few = self.values.numel() <= _SHOWN
+        self._told = str(self.values.tolist()) if few else _digest(self.values)
+
+    def __repr__(self) -> str:
+        return f"constant {described(self.values)} {self._told}"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ConstantTensor) and repr(self) == repr(other)
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+
+def _digest(x: Tensor) -> str:
+    return hashlib.sha256(x.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def with_constants(batch: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """The batch with the tensors of some inputs as constants. Raises ValueError for those that have no values."""
+
+    def constant(name: str, x: Any) -> Any:
+        if isinstance(x, Tensor) and x.is_meta:
+            raise ValueError(f"constants: the values of input {name} decide the graph, found it on the meta device")
+        return ConstantTensor(x) if isinstance(x, Tensor) else x
+
+    out = dict(batch)
+    for name in names:
+        if name in batch:
+            leaves, spec = flatten(batch[name])
+            out[name] = unflatten([constant(name, x) for x in leaves], spec)
+    return out
+
+
+def without_constants(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch with all tensors as tensors."""
+    leaves, spec = flatten(dict(batch))
+    out: dict[str, Any] = unflatten([x.values if isinstance(x, ConstantTensor) else x for x in leaves], spec)
+    return out
+
+
+def constants_of(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs that are constants, with their values."""
+    held = {name: [x for _, x in paths({name: value})] for name, value in batch.items()}
+    names = [name for name, leaves in held.items() if any(isinstance(x, ConstantTensor) for x in leaves)]
+    return without_constants({name: batch[name] for name in names})
 
 
 def tensors_of(batch: Any) -> dict[str, Tensor]:
@@ -49,7 +108,12 @@ def map_tensors(batch: Any, change: Callable[[str, Tensor], Tensor]) -> Any:
 
 
 def whole_batch(batch: Mapping[str, Any], dims: BatchDims, ranks: int) -> dict[str, Any]:
-    """The batch of all dp ranks as shapes on the meta device, from that of one of them."""
+    """The batch of all dp ranks as shapes on the meta device, from that of one of them. Constants are repeated: all
+    ranks have the same."""
+
+    def repeated(name: str, x: ConstantTensor) -> ConstantTensor:
+        dim = dims.get(name)
+        return x if dim is None or ranks == 1 else ConstantTensor(torch.cat([x.values] * ranks, dim))
 
     def widened(name: str, x: Tensor) -> Tensor:
         shape, dim = list(x.shape), dims.get(name)
@@ -57,7 +121,9 @@ def whole_batch(batch: Mapping[str, Any], dims: BatchDims, ranks: int) -> dict[s
             shape[dim] *= ranks
         return torch.empty(shape, dtype=x.dtype, device="meta")
 
-    out: dict[str, Any] = map_tensors(dict(batch), widened)
+    _, spec = flatten(out := map_tensors(dict(batch), widened))
+    leaves = [repeated(path, x) if isinstance(x, ConstantTensor) else x for path, x in paths(out)]
+    out = unflatten(leaves, spec)
     return out
 
 

@@ -40,6 +40,7 @@ NODES = {
     "derived": "DerivedRule | NoRule: what was found out about a call that the table of rules does not know",
     # answers kept, of questions that cost
     "kind": "str: of the input that a placeholder is, while the graph is normalised",
+    "value": "Tensor: of a constant of the model, while the graph is normalised",
     "triangle": "float | None: what a mask adds above the diagonal, if it is a triangle",
     "filled triangle": "bool: whether a mask is true above the diagonal and nowhere else",
     "nonlinear": "bool: whether the operator's own backward is not linear in the gradient",

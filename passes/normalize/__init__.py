@@ -25,7 +25,17 @@ from torch.fx import GraphModule, Node
 
 from autopar.ir.graph import mark_gradients, placeholders, remove_dead_code
 from autopar.ir.meta import input_specs
-from autopar.passes.normalize import attention_calls, bags, losses, norms, picked_rows, products, shapes, spellings
+from autopar.passes.normalize import (
+    attention_calls,
+    bags,
+    losses,
+    norms,
+    picked_rows,
+    products,
+    shapes,
+    spellings,
+    strided,
+)
 from autopar.passes.normalize.composites import take_apart
 from autopar.passes.normalize.number_draws import hold_unused_draws, number_draws, release_draws
 from autopar.passes.normalize.written_out import written_out
@@ -58,14 +68,19 @@ class Normalize:
         specs = input_specs(gm)
         for node in placeholders(gm):
             node.meta["kind"] = specs[node.name].kind
+            if specs[node.name].kind == "constant":
+                node.meta["value"] = gm.meta["constants"][specs[node.name].name]
         trainable = [name for name, spec in specs.items() if spec.requires_grad]
         unused = hold_unused_draws(gm)
+        _to_fixpoint(gm, trainable, strided.TABLE)  # while values lie in memory as the model has them
         take_apart(gm, REWRITES)
         _to_fixpoint(gm, trainable, REWRITES)
         _to_fixpoint(gm, trainable, {torch.ops.aten.matmul.default: written_out})
         shapes.slices_to_split(gm.graph)
         number_draws(gm)
         release_draws(gm, unused)
+        for node in placeholders(gm):
+            node.meta.pop("value", None)
         remove_dead_code(gm)
         gm.graph.lint()
         gm.recompile()

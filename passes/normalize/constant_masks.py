@@ -49,6 +49,9 @@ def constant(mask: Node) -> Tensor | None:
         return None
     values: dict[Node, Any] = {}
     for node in nodes:
+        if node.op == "placeholder":
+            values[node] = node.meta["value"]
+            continue
         args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
         if "device" in kwargs:
             kwargs = {**kwargs, "device": torch.device("cpu")}
@@ -63,6 +66,9 @@ def _behind(mask: Node) -> list[Node] | None:
     for node in reach([mask]):
         value = node.meta.get("val")
         small = isinstance(value, Tensor) and value.numel() <= LARGEST
+        if node.op == "placeholder" and "value" in node.meta and small:
+            found.append(node)
+            continue
         if node.op != "call_function" or not small or is_random(node.target):
             return None
         found.append(node)

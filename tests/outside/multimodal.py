@@ -245,7 +245,7 @@ def _videomae() -> Made:
 TABLE: dict[str, tuple[Callable[[], Made], bool]] = {
     "llava": (_llava, True),
     "paligemma": (_paligemma, True),
-    "qwen2-vl": (_qwen2_vl, False),
+    "qwen2-vl": (_qwen2_vl, True),
     "blip": (_blip, True),
     "git": (_git, True),
     "siglip": (_siglip, False),
@@ -255,5 +255,6 @@ TABLE: dict[str, tuple[Callable[[], Made], bool]] = {
     "sam": (_sam, False),
     "videomae": (_videomae, False),
 }
+CONSTANTS = {"qwen2-vl": ("image_grid_thw", "mm_token_type_ids")}
 for _name, (_build, _tokens) in TABLE.items():
-    entry("transformers", _name, "transformers", tokens=_tokens)(_build)
+    entry("transformers", _name, "transformers", _tokens, CONSTANTS.get(_name, ()))(_build)

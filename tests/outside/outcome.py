@@ -17,9 +17,10 @@ from autopar.steps.graphs import Compiled
 from tests.cells import Cell, called, check, compiled
 from tests.harness import Run
 from tests.outside.all_models import MODELS
-from tests.subjects import SEED, SPECIAL, subject
+from tests.subjects import CONSTANTS, SEED, SPECIAL, subject
 
 SPECIAL.update({name: model.make for name, model in MODELS.items()})
+CONSTANTS.update({name: model.constants for name, model in MODELS.items()})
 
 MESHES: dict[str, tuple[dict[str, int], dict[str, int]]] = {
     "tp": ({"dp": 2, "tp": 2}, {"zero": 3}),
@@ -47,10 +48,10 @@ def meshes_of(name: str) -> list[str]:
 
 def outcome(name: str, mesh: str) -> Outcome:
     """Raises AssertionError for wrong numbers, and whatever is no refusal."""
-    sizes, options = MESHES[mesh]
-    found = _outcome(Cell(name, Mesh.of(**sizes), Options(**options)))
+    (sizes, options), constants = MESHES[mesh], MODELS[name].constants
+    found = _outcome(Cell(name, Mesh.of(**sizes), Options(constants=constants, **options)))
     if "micro_batches" in options and found.words.startswith(MEET):
-        return dataclasses.replace(_outcome(Cell(name, Mesh.of(**sizes))), parts=1)
+        return dataclasses.replace(_outcome(Cell(name, Mesh.of(**sizes), Options(constants=constants))), parts=1)
     return found
 
 

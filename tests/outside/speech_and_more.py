@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tests.outside.hf_parts import BART, BERT, SPEECH, conf, hf, labelled
 from tests.outside.zoo_of_others import ROWS, Made, classes, draw, entry
@@ -45,8 +46,15 @@ def _speecht5() -> Made:
     return hf("SpeechT5ForTextToSpeech", config, batch)
 
 
+def _with_global_tokens(count: int) -> dict[str, Tensor]:
+    batch = labelled()
+    marked = torch.arange(16) < count
+    return {**batch, "global_attention_mask": marked.long().expand(ROWS, 16).contiguous()}
+
+
 def _longformer() -> Made:
-    return hf("LongformerForMaskedLM", conf("LongformerConfig", attention_window=4, **BERT), labelled())
+    config = conf("LongformerConfig", attention_window=4, **BERT)
+    return hf("LongformerForMaskedLM", config, _with_global_tokens(2))
 
 
 def _bigbird() -> Made:
@@ -75,7 +83,7 @@ def _led() -> Made:
             max_decoder_position_embeddings=64,
             **BART,
         ),
-        labelled(),
+        _with_global_tokens(1),
     )
 
 
@@ -203,5 +211,6 @@ TABLE: dict[str, tuple[Callable[[], Made], bool]] = {
     "time series transformer": (lambda: _informer("TimeSeriesTransformer"), False),
     "decision transformer": (_decision, False),
 }
+CONSTANTS = dict.fromkeys(("longformer", "led"), ("global_attention_mask",))
 for _name, (_build, _tokens) in TABLE.items():
-    entry("transformers", _name, "transformers", tokens=_tokens)(_build)
+    entry("transformers", _name, "transformers", _tokens, CONSTANTS.get(_name, ()))(_build)

@@ -22,13 +22,14 @@ Made = tuple[nn.Module, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Outside:
-    """A model of others. ``group`` is where the table puts it."""
+    """A model of others. ``group`` is where the table puts it; ``constants``: inputs whose values decide the graph."""
 
     name: str
     group: str
     build: Callable[[], Made]
     needs: str = ""
     tokens: bool = False
+    constants: tuple[str, ...] = ()
 
     def make(self) -> Made:
         """A fresh model in train mode, and its whole batch."""
@@ -47,13 +48,15 @@ class Outside:
 MODELS: dict[str, Outside] = {}
 
 
-def entry(group: str, name: str, needs: str = "", tokens: bool = False) -> Callable[[Callable[[], Made]], Any]:
+def entry(
+    group: str, name: str, needs: str = "", tokens: bool = False, constants: tuple[str, ...] = ()
+) -> Callable[[Callable[[], Made]], Any]:
     """Enter a builder."""
 
     def put(build: Callable[[], Made]) -> Callable[[], Made]:
         full = f"{group} {name}"
         assert full not in MODELS, full
-        MODELS[full] = Outside(full, group, build, needs, tokens)
+        MODELS[full] = Outside(full, group, build, needs, tokens, constants)
         return build
 
     return put

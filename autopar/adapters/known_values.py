@@ -1,0 +1,289 @@
+"""Values that a traced forward may ask for: those in which no input and no weight has a part.
+
+    grid = <a constant of the user's>               a real tensor: its values are part of the graph
+    lengths = (grid[:, 1] * grid[:, 2]).tolist()    asked for: computed from what led to it, outside of the trace
+    mask = torch.ones(2, 8); if mask.all(): ...     what a factory makes is known, too
+    x[mask]                                         a mask that is known is as good as the places where it holds
+
+What leads to a fake tensor is noted, function by function, and run on real tensors when somebody asks, and no sooner.
+A tensor that somebody has written to is not known any more, but for what is written by functions on known values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from autopar.adapters.dispatch import without_modes
+
+MOST = 2**22  # elements of a value that is computed
+REAL = (Tensor, nn.Parameter)
+_METHODS: Any = Tensor
+_FACTORIES = {
+    torch.arange, torch.zeros, torch.ones, torch.full, torch.tensor, torch.as_tensor, torch.eye, torch.linspace,
+    torch.tril_indices, torch.triu_indices,
+}  # fmt: skip
+_OF_SHAPES = {
+    torch.zeros_like, torch.ones_like, torch.full_like, _METHODS.new_zeros, _METHODS.new_ones, _METHODS.new_full,
+}  # fmt: skip  # of their first argument they take the shape alone
+_ASKED = {
+    _METHODS.item, _METHODS.tolist, _METHODS.__bool__, _METHODS.__int__, _METHODS.__float__, _METHODS.__index__,
+    _METHODS.numpy, torch.is_nonzero, _METHODS.is_nonzero, torch.equal, _METHODS.equal, torch.allclose,
+    _METHODS.allclose,
+}  # fmt: skip  # what Python gets
+_SIZED = {
+    torch.nonzero, _METHODS.nonzero, torch.argwhere, _METHODS.argwhere, torch.unique, _METHODS.unique,
+    torch.unique_consecutive, _METHODS.unique_consecutive, torch.masked_select, _METHODS.masked_select,
+    torch.bincount, _METHODS.bincount, torch.repeat_interleave, _METHODS.repeat_interleave, torch.where,
+    _METHODS.__getitem__,
+}  # fmt: skip  # whose results have a size that values may decide
+_SIZES_FROM = {
+    **dict.fromkeys((torch.arange, torch.zeros, torch.ones, torch.full, torch.eye, torch.empty), 0),
+    **dict.fromkeys((*_OF_SHAPES, _METHODS.new_empty, _METHODS.view, _METHODS.reshape, torch.reshape), 1),
+    **dict.fromkeys((_METHODS.expand, _METHODS.repeat, _METHODS.narrow, torch.narrow, torch.split, _METHODS.split), 1),
+}  # functions, and behind which of their arguments sizes stand
+_FROM_LISTS = (torch.tensor, torch.as_tensor)
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
+_REPEATS = (torch.repeat_interleave, _METHODS.repeat_interleave)
+_INDEXED = (_METHODS.__getitem__, _METHODS.__setitem__)
+_IN_PLACE = {f"__{name}__" for name in ("setitem", "iadd", "isub", "imul", "itruediv", "iand", "ior", "ixor")}
+
+Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
+Written = tuple[Tensor, Tensor]  # and its values
+
+
+@dataclass
+class _Origin:
+    """How a tensor was made: result number ``index`` of a call, or a ``value`` that was computed. ``versions``: of the
+    operands then; ``version``: its own."""
+
+    version: int
+    function: Callable[..., Any] | None = None
+    arguments: Arguments = ((), {})
+    versions: tuple[int, ...] = ()
+    index: int = 0
+    value: Tensor | None = None
+
+
+_given_away = 0
+
+
+def answers() -> int:
+    """How often a value was given away so far, so that a graph depends on it."""
+    return _given_away
+
+
+def _count() -> None:
+    global _given_away
+    _given_away += 1
+
+
+class KnownValues:
+    """Of one traced forward."""
+
+    def __init__(self) -> None:
+        self._origins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    # --- asking -------------------------------------------------------------------------------------------
+
+    def answer(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """(what a call returns that needs values, ) if they are known; () for any other call."""
+        if function in _ASKED or (function in _SIZED and self._has_open_size(function, args, kwargs)):
+            given = self._real((args, kwargs))
+            if given is not None and (found := _run(function, given)) is not None:
+                _count()
+                return found
+        return ()
+
+    def with_places(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """A call whose masks and counts are known, spelled with places: x[mask] as x[places], repeat_interleave as
+        index_select, new_zeros(count) as new_zeros(3), tensor([count]) as tensor([3]). Any other call as it is."""
+        if function in _FROM_LISTS and args and isinstance(args[0], (list, tuple)):
+            return function, (self._with_numbers(args[0], any_dtype=True), *args[1:]), kwargs
+        if function in _SIZES_FROM and any(isinstance(x, Tensor) for x in pytree.tree_leaves((args, kwargs))):
+            first = _SIZES_FROM[function]
+            return function, (*args[:first], *self._with_numbers(args[first:])), self._with_numbers(kwargs)
+        if function in _INDEXED:
+            indices = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(map(_is_mask, indices)):
+                places = [self._places(i) for i in indices]
+                if all(p is not None for p in places):
+                    _count()
+                    return function, (args[0], tuple(x for p in places for x in p or ()), *args[2:]), kwargs
+        if function in _REPEATS and len(args) > 1 and isinstance(args[1], Tensor):
+            counts, dim = self.value(args[1]), args[2] if len(args) > 2 else kwargs.get("dim")
+            if counts is not None and dim is not None and not is_real(args[0]):
+                _count()
+                with without_modes():
+                    rows = torch.arange(len(counts)).repeat_interleave(counts)
+                return torch.index_select, (args[0], dim, rows), {}
+        return function, args, kwargs
+
+    def _with_numbers(self, arguments: Any, any_dtype: bool = False) -> Any:
+        """With whole numbers, or any, in the place of tensors that are known to hold one."""
+        leaves, spec = pytree.tree_flatten(arguments)
+        for i, x in enumerate(leaves):
+            if isinstance(x, Tensor) and not x.dim() and (any_dtype or x.dtype in _WHOLE):
+                value = self.value(x)
+                if value is not None:
+                    _count()
+                    leaves[i] = value.item()
+        return pytree.tree_unflatten(leaves, spec)
+
+    def _places(self, index: Any) -> tuple[Any, ...] | None:
+        if not _is_mask(index):
+            return (index,)
+        mask = self.value(index)
+        if mask is None:
+            return None
+        with without_modes():
+            return mask.nonzero(as_tuple=True)
+
+    def _has_open_size(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        if function is _METHODS.__getitem__:
+            return any(map(_is_mask, args[1] if isinstance(args[1], tuple) else (args[1],)))
+        if function is torch.where:
+            return len(args) + len(kwargs) == 1
+        return function not in _REPEATS or (len(args) > 1 and isinstance(args[1], Tensor)) or len(args) == 1
+
+    def value(self, x: Tensor) -> Tensor | None:
+        """The values of a tensor, if they are known: a real tensor. Nobody may change it."""
+        if is_real(x):
+            return x
+        origin = self._origins.get(x)
+        if origin is None or origin.version != x._version:
+            return None
+        if origin.value is None and origin.function is not None:
+            origin.value = self._computed(origin)
+        return origin.value
+
+    def _computed(self, origin: _Origin) -> Tensor | None:
+        operands = _tensors(origin.arguments)
+        if any(not is_real(x) and x._version != v for x, v in zip(operands, origin.versions, strict=True)):
+            return None
+        of_shape = origin.function in _OF_SHAPES
+        given = self._real(origin.arguments, shapes=1 if of_shape else 0)
+        found = _run(origin.function, given) if given is not None else None
+        made = pytree.tree_leaves(found[0])[origin.index] if found else None
+        return made if isinstance(made, Tensor) and made.numel() <= MOST else None
+
+    def _real(self, arguments: Any, shapes: int = 0) -> Any:
+        """Arguments with values; None if one is not known. Of the first ``shapes`` only the shape has to be."""
+        leaves, spec = pytree.tree_flatten(arguments)
+        seen = 0
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                seen += 1
+                if seen <= shapes:
+                    with without_modes():
+                        leaves[i] = torch.empty(leaf.shape, dtype=leaf.dtype)
+                elif (value := self.value(leaf)) is None:
+                    return None
+                else:
+                    leaves[i] = value
+            elif isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+                return None
+        return pytree.tree_unflatten(leaves, spec)
+
+    # --- noting -------------------------------------------------------------------------------------------
+
+    def before_write(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Written]:
+        """What the tensor that a function is about to write to will hold, and all that lie in the same memory; empty if
+        that is not known."""
+        x = args[0] if args else None
+        if not _writes(function) or not isinstance(x, Tensor) or is_real(x) or x not in self._origins:
+            return []
+        base = _base(x)
+        for made, origin in list(self._origins.items()):
+            if origin.value is None and any(_base(o) is base for o in _tensors(origin.arguments)):
+                self.value(made)  # of what x holds now
+        given, whole = self._real((args, kwargs)), self.value(base)
+        if given is None or whole is None:
+            return []
+        with without_modes():
+            whole = whole.clone()
+        own = self._view(x, base, whole)
+        views = [(v, self._view(v, base, whole)) for v in list(self._origins) if _base(v) is base]
+        if own is None or not _run(function, ((own, *given[0][1:]), given[1])):
+            return []
+        return [(v, value) for v, value in views if value is not None]
+
+    def _view(self, x: Tensor, base: Tensor, whole: Tensor) -> Tensor | None:
+        """A view of ``whole`` that is to it what x is to its base."""
+        origin = self._origins.get(x)
+        if x is base or origin is None or origin.function is None:
+            return whole if x is base else None
+        (args, kwargs), index = origin.arguments, origin.index
+        inner = self._view(args[0], base, whole) if args and isinstance(args[0], Tensor) else None
+        rest = self._real((args[1:], kwargs))
+        if inner is None or rest is None:
+            return None
+        found = _run(origin.function, ((inner, *rest[0]), rest[1]))
+        own = pytree.tree_leaves(found)[index] if found else None
+        return own if isinstance(own, Tensor) and own._base is not None else None
+
+    def note(
+        self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any, written: list[Written]
+    ) -> None:
+        """What a call has made, and what it has ``written`` (of `before_write`)."""
+        if _writes(function):
+            for x, value in written:
+                self._origins[x] = replace(self._origins[x], version=x._version, value=value)
+            return
+        results = [x for x in pytree.tree_leaves(made) if isinstance(x, Tensor) and not is_real(x)]
+        operands = _tensors((args, kwargs))
+        free = function in _FACTORIES and not operands
+        if not results or "out" in kwargs or not (free or (operands and self._may_know(function, operands))):
+            return
+        versions = tuple(x._version for x in operands)
+        for i, x in enumerate(pytree.tree_leaves(made)):
+            if isinstance(x, Tensor) and not is_real(x) and not x.requires_grad and not any(x is o for o in operands):
+                self._origins[x] = _Origin(x._version, function, (args, kwargs), versions, i)
+
+    def _may_know(self, function: Any, operands: list[Tensor]) -> bool:
+        needed = operands[1:] if function in _OF_SHAPES else operands
+        return all(is_real(x) or x in self._origins for x in needed)
+
+
+def is_real(x: Any) -> bool:
+    """Whether a tensor has values of its own: neither a fake one nor one within vmap."""
+    return type(x) in REAL and not is_functorch_wrapped_tensor(x)
+
+
+def _base(x: Tensor) -> Tensor:
+    return x._base if x._base is not None else x
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype == torch.bool
+
+
+def _writes(function: Any) -> bool:
+    name = getattr(function, "__name__", "")
+    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+
+
+def _tensors(arguments: Any) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(arguments) if isinstance(x, Tensor)]
+
+
+def _run(function: Any, given: Arguments) -> tuple[Any, ...]:
+    """(what a function returns on real tensors, ); () if it fails there, or draws numbers."""
+    args, kwargs = given
+    state = torch.random.get_rng_state()
+    with without_modes(), torch.no_grad(), contextlib.suppress(Exception):
+        found = function(*args, **kwargs)
+        if torch.equal(state, torch.random.get_rng_state()):
+            return (found,)
+        torch.random.set_rng_state(state)
+    return ()
