@@ -32,10 +32,10 @@ _PER_TOKEN = (
     "LM", "LMHeadModel", "ForTokenClassification", "ForConditionalGeneration", "ForCTC", "EncoderDecoderModel",
 )  # fmt: skip
 _PER_PIXEL = ("ForSemanticSegmentation",)
-Maker = Callable[["_Facts"], Tensor | None]
+Maker = Callable[["_ModelFacts"], Tensor | None]
 
 
-class _Facts:
+class _ModelFacts:
     """A model's config, and those within it."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -66,7 +66,7 @@ class _Facts:
 def example_batches(model: nn.Module) -> list[dict[str, Any]]:
     """Keyword arguments on the CPU, the fullest first, labels included where they are known; none for models whose
     inputs are not."""
-    facts = _Facts(model)
+    facts = _ModelFacts(model)
     if facts.config is None:
         return []
     made = [inputs for inputs in _inputs(facts, model) if inputs is not None]
@@ -74,7 +74,7 @@ def example_batches(model: nn.Module) -> list[dict[str, Any]]:
     return [*batches, *made[-1:]] if made and batches[-1].keys() != made[-1].keys() else batches
 
 
-def _inputs(facts: _Facts, model: nn.Module) -> Iterator[dict[str, Any] | None]:
+def _inputs(facts: _ModelFacts, model: nn.Module) -> Iterator[dict[str, Any] | None]:
     """What may go in, without labels."""
     takes, main = facts.takes, getattr(model, "main_input_name", "input_ids")
     main = main if isinstance(main, str) and main in takes else next((n for n in MAKERS if n in takes), "")
@@ -87,13 +87,13 @@ def _inputs(facts: _Facts, model: nn.Module) -> Iterator[dict[str, Any] | None]:
     yield _made(facts, least)
 
 
-def _made(facts: _Facts, names: Collection[str]) -> dict[str, Any] | None:
+def _made(facts: _ModelFacts, names: Collection[str]) -> dict[str, Any] | None:
     """None where one is not known."""
     made = {name: MAKERS[name](facts) if name in MAKERS else None for name in names}
     return made if made and all(x is not None for x in made.values()) else None
 
 
-def _with_labels(facts: _Facts, batch: dict[str, Any]) -> dict[str, Any]:
+def _with_labels(facts: _ModelFacts, batch: dict[str, Any]) -> dict[str, Any]:
     """With what makes it a loss; for a decoder without labels with its tokens."""
     if "return_loss" in facts.takes and {"input_ids", "pixel_values"} <= batch.keys():
         return {**batch, "return_loss": True}
@@ -102,7 +102,7 @@ def _with_labels(facts: _Facts, batch: dict[str, Any]) -> dict[str, Any]:
     return {**batch, **labels, **({"decoder_input_ids": facts.ids(LENGTH)} if decodes else {})}
 
 
-def _labels(facts: _Facts, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+def _labels(facts: _ModelFacts, batch: Mapping[str, Any]) -> dict[str, Tensor]:
     """By what the class is for; empty where labels are lists, or unknown."""
     takes, name = facts.takes, facts.name
     if "start_positions" in takes:
@@ -126,18 +126,18 @@ _VISION = ("", "vision_config", "backbone_config", "image_config", "vision", "en
 _AUDIO = ("", "audio_config", "audio_encoder_config", "encoder_config", "speech_config")
 
 
-def _length(facts: _Facts) -> int:
+def _length(facts: _ModelFacts) -> int:
     """Short, and within a table of positions."""
     limit = facts.get("max_position_embeddings")
     return min(LENGTH, limit) if isinstance(limit, int) and limit > 0 else LENGTH
 
 
-def _tokens(facts: _Facts) -> Tensor:
+def _tokens(facts: _ModelFacts) -> Tensor:
     choices = (CHOICES,) if facts.name.endswith("ForMultipleChoice") else ()
     return facts.ids(*choices, _length(facts))
 
 
-def _pixels(facts: _Facts) -> Tensor | None:
+def _pixels(facts: _ModelFacts) -> Tensor | None:
     size = facts.get("image_size", "crop_size", "img_size", within=_VISION)
     height, width = (size, size) if isinstance(size, int) else tuple(size)[:2] if size is not None else (224, 224)
     channels = facts.get("num_channels", "in_channels", "in_chans", within=_VISION)
@@ -146,7 +146,7 @@ def _pixels(facts: _Facts) -> Tensor | None:
     return facts.numbers(*video, channels if isinstance(channels, int) else 3, height, width)
 
 
-def _waveform(facts: _Facts) -> Tensor | None:
+def _waveform(facts: _ModelFacts) -> Tensor | None:
     """Samples, as many as make some frames; frames of a spectrogram where there are no convolutions."""
     strides, kernels = facts.get("conv_stride"), facts.get("conv_kernel")
     if strides is not None and kernels is not None:
@@ -159,7 +159,7 @@ def _waveform(facts: _Facts) -> Tensor | None:
     return facts.numbers(channels or 1, math.prod(ratios) * LENGTH if ratios else 16000)
 
 
-def _spectrogram(facts: _Facts) -> Tensor | None:
+def _spectrogram(facts: _ModelFacts) -> Tensor | None:
     """[mel, frames] as whisper has them; [frames, features] as others do."""
     projected = facts.get("feature_projection_input_dim", "input_feat_per_channel", within=_AUDIO)
     if projected is not None:
@@ -168,13 +168,13 @@ def _spectrogram(facts: _Facts) -> Tensor | None:
     return facts.numbers(bins, 2 * positions) if bins and positions else facts.numbers(16 * LENGTH, bins)
 
 
-def _past(facts: _Facts) -> int:
+def _past(facts: _ModelFacts) -> int:
     """Steps of the past: the context, and the longest lag before it."""
     return (facts.get("context_length", "prediction_length") or 4 * LENGTH) + max(facts.get("lags_sequence") or [0])
 
 
-def _series(steps: Callable[[_Facts], int]) -> Maker:
-    def made(facts: _Facts) -> Tensor | None:
+def _series(steps: Callable[[_ModelFacts], int]) -> Maker:
+    def made(facts: _ModelFacts) -> Tensor | None:
         channels = facts.get("num_input_channels", "input_size")
         alone = "num_input_channels" not in vars(facts.config) and channels == 1
         return facts.numbers(steps(facts)) if alone else facts.numbers(steps(facts), channels)
@@ -182,11 +182,11 @@ def _series(steps: Callable[[_Facts], int]) -> Maker:
     return made
 
 
-def _time_features(steps: Callable[[_Facts], int]) -> Maker:
+def _time_features(steps: Callable[[_ModelFacts], int]) -> Maker:
     return lambda facts: torch.zeros(ROWS, steps(facts), facts.get("num_time_features") or 0, dtype=facts.dtype)
 
 
-def _future(facts: _Facts) -> int:
+def _future(facts: _ModelFacts) -> int:
     return facts.get("prediction_length") or LENGTH
 
 

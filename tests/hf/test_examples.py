@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.hf.every_class import ASKS, NOT_BUILT, PAGE, PLANNED, class_names, outcome
+from tests.hf.every_class import ASKS, PLANNED, class_names, outcome
 
 SOME = [
     "CLIPModel",  # tokens and images, a loss by return_loss
@@ -38,6 +38,5 @@ def test_where_that_fails_it_asks(name: str, told: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", class_names())
 def test_every_class(name: str) -> None:
-    """Nothing but a plan, or what the page says: the question, or a refusal."""
-    told = outcome(name) not in (PLANNED, NOT_BUILT)
-    assert told == (f"| {name} |" in PAGE.read_text(encoding="utf-8")), "run python -m tests.hf.every_class"
+    """Nothing but a plan, the question, or a refusal of what the forward does: anything else is raised."""
+    assert outcome(name)
