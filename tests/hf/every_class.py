@@ -111,7 +111,7 @@ def _reasons(found: dict[str, str]) -> Iterator[str]:
         if words not in (PLANNED, NOT_BUILT):
             where = re.search(r"\.py:\d+ in [\w<>]+, (`.*?`): (.*?)(;|$)", words.replace("\n", " "))
             why = f"{where[1]}: {where[2]}" if where else "its inputs are not known" if ASKS in words else words
-            why = re.sub(r"/\S*/", "", why).replace("|", "\\|")
+            why = re.sub(r"/\S*/", "", why).replace("|", "\\|").replace("](", "] (")  # no table, no link
             yield f"| {name} | {'asks' if ASKS in words else 'refused'} | {why[:200]} |"
 
 
