@@ -16,8 +16,9 @@ the types of the placed graph have refused it.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +89,12 @@ def is_unknown(held: Held) -> bool:
     return ANY in held or all(isinstance(x, Joined) for x in held)
 
 
+def is_vague(held: Held) -> bool:
+    """Whether it is a piece of which nobody knows how many rows follow one another, however it is read: where that
+    matters (a dim of size one may stand between rows), nothing can be said of it."""
+    return all(isinstance(x, tuple) and x[1] == 0 for x in held)
+
+
 def may_be(found: Held, expected: Held) -> bool:
     """Whether a value may be what it should be."""
     if is_unknown(found) or is_unknown(expected) or found & expected:
@@ -142,19 +149,20 @@ def _factors(dims: Iterable[Any]) -> list[str]:
 
 def _cuts(rule: Rule, used: Used) -> list[tuple[frozenset[str], dict[str, Rows]]]:
     """(factors that are cut together, rows of each) of every way to read the operands as pieces."""
-    met: dict[frozenset[str], dict[str, set[Rows]]] = {}
+    met: dict[frozenset[str], dict[str, dict[int, set[Rows]]]] = {}
     fits: dict[int, set[frozenset[str]]] = {}
     for i, dims, held in used:
         for cut in held:
             if isinstance(cut, tuple):
                 for factor, rows in _factors_at(rule, dims[cut[0]], cut[1]):
                     group = _together(rule, factor)
-                    met.setdefault(group, {}).setdefault(factor, set()).add(rows)
+                    met.setdefault(group, {}).setdefault(factor, {}).setdefault(i, set()).add(rows)
                     fits.setdefault(i, set()).add(group)
     return [
-        (group, {f: _common(rows) for f, rows in found.items()})
+        (group, dict(zip(found, rows, strict=True)))
         for group, found in met.items()
         if all(_fits(rule, i, held, group, group in fits.get(i, ())) for i, _, held in used)
+        for rows in itertools.product(*map(_common, found.values()))
     ]
 
 
@@ -174,9 +182,13 @@ def _together(rule: Rule, factor: str) -> frozenset[str]:
     return frozenset({factor, *(part for cat in cats if factor in cat.parts for part in cat.parts)})
 
 
-def _common(rows: set[Rows]) -> Rows:
-    known = rows - {None}
-    return None if not known else known.pop() if len(known) == 1 else 0
+def _common(by_operand: Mapping[int, set[Rows]]) -> list[Rows]:
+    """Rows of a factor that all operands may have, each of which may be read in several ways; where they are not one,
+    not known as well."""
+    told = [known for rows in by_operand.values() if (known := rows - {None})]
+    if not told:
+        return [None]
+    return [*set.intersection(*told)] if len(set.union(*told)) == 1 else [*set.intersection(*told) - {0}, 0]
 
 
 def _factors_at(rule: Rule, dim: Any, rows: Rows) -> list[tuple[str, Rows]]:

@@ -22,6 +22,7 @@ from autopar.rules.held import (
     LocalCall,
     constant_held,
     is_unknown,
+    is_vague,
     rows_in_piece,
     through,
     viewed,
@@ -66,6 +67,8 @@ def _results(node: Node, axis: str, size: int, operands: list[Held], shapes: lis
     if build is split_rule and (parts := _parted(call, operands[0])):
         return parts
     made = through(build(call), operands, strict=build in STRICT)
+    if not all(made) and all(held == WHOLE or is_vague(held) for held in operands):
+        return [UNKNOWN] * len(shapes)
     if build is cat_rule and len(set(operands)) > 1:
         return [_joined(call, operands, made[0])]
     if is_call(node, aten.bmm.default) and call.shape("self")[2] == 1 and PART in made[0]:
