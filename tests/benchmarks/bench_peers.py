@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,7 +24,8 @@ from meter import Meter
 
 import autopar
 
-MAKE: dict[str, Callable[[Workload], peers.Runner]] = {
+Make = Callable[[Workload], peers.Runner]
+MAKE: dict[str, Make] = {
     "DDP": peers.ddp,
     "autopar dp": partial(peers.ours, axis="dp"),
     "FSDP2": peers.fsdp2,
@@ -41,7 +43,7 @@ OPPONENTS = {
     "autopar tp": ("parallelize_module", "transformers tp_plan"),
     "autopar tp, sequence parallel": ("parallelize_module, sequence + loss parallel",),
 }
-LOSS_LIMIT, GRADIENT_LIMIT = 1e-5, 1e-4  # float32, relative to the largest entry
+LIMITS = 1e-5, 1e-4  # of the loss and of gradients in float32, relative to the largest entry
 
 
 @dataclass
@@ -68,22 +70,28 @@ def main() -> None:
     before = load()
     arguments = (workload, names, chosen.rounds)
     found: dict[str, Outcome] = autopar.launch(_work, nproc=2, args=arguments, timeout=300, device="cpu")[0]
-    text = _report(found, chosen.rounds, before)
+    text = report(found, chosen.rounds, before, OPPONENTS)
     print(text) if chosen.only or chosen.small else publish("peers", text)
 
 
 def _work(workload: Workload, names: list[str], rounds: int) -> dict[str, Outcome]:
+    return measured(MAKE, workload, names, rounds, LIMITS)
+
+
+def measured(
+    make: Mapping[str, Make], workload: Workload, names: list[str], rounds: int, limits: tuple[float, float]
+) -> dict[str, Outcome]:
     """On each rank: prepare, check, measure, time."""
     torch.set_num_threads(1)
-    autopar.init_mesh(dp=dist.get_world_size() if dist.is_initialized() else 2, timeout=300)
+    autopar.init_mesh(dp=int(os.environ["WORLD_SIZE"]), timeout=300)
     reference = peers.single(workload)
     whole = float(reference.step())
     gradients = {n: g.clone() for n, g in reference.gradients().items()}
     outcomes: dict[str, Outcome] = {}
     runners: dict[str, peers.Runner] = {}
     for name in names:
-        runner = runners[name] = MAKE[name](workload)
-        outcomes[name] = _checked(name, runner, whole, gradients)
+        runner = runners[name] = make[name](workload)
+        outcomes[name] = _checked(name, runner, whole, gradients, limits)
         outcomes[name].sent, outcomes[name].calls, outcomes[name].peak = _metered(name, runner)
         runner.model.zero_grad(set_to_none=True)
     outcomes["one process"] = Outcome(peak=_metered("one process", reference)[2])
@@ -95,7 +103,9 @@ def _work(workload: Workload, names: list[str], rounds: int) -> dict[str, Outcom
     return outcomes
 
 
-def _checked(name: str, runner: peers.Runner, whole: float, gradients: dict[str, torch.Tensor]) -> Outcome:
+def _checked(
+    name: str, runner: peers.Runner, whole: float, gradients: dict[str, torch.Tensor], limits: tuple[float, float]
+) -> Outcome:
     loss = runner.step().clone()
     if runner.mean_loss:
         dist.all_reduce(loss)
@@ -105,7 +115,7 @@ def _checked(name: str, runner: peers.Runner, whole: float, gradients: dict[str,
     assert not odd, f"{name}: gradients of {odd[:4]} are missing or too many"
     errors = [float((found[n] - g).abs().max() / g.abs().max()) for n, g in gradients.items()]
     out = Outcome(abs(float(loss) - whole) / whole, slowest(max(errors)))
-    assert out.loss_error < LOSS_LIMIT and out.gradient_error < GRADIENT_LIMIT, f"{name}: {out}"
+    assert out.loss_error < limits[0] and out.gradient_error < limits[1], f"{name}: {out}"
     return out
 
 
@@ -132,21 +142,28 @@ def _ledger(runner: peers.Runner) -> dict[str, int] | None:
     return out
 
 
-def _report(found: dict[str, Outcome], rounds: int, before: str) -> str:
+def report(found: dict[str, Outcome], rounds: int, before: str, opponents: Mapping[str, Sequence[str]]) -> str:
+    """The table; ``opponents``: our rows -> the peers that each is compared with."""
     reference = found["one process"]
-    rows = [_row(name, outcome, reference.times, found) for name, outcome in found.items()]
+    rows = [_row(name, outcome, reference.times, found, opponents) for name, outcome in found.items()]
     rows.sort(key=lambda row: row[0] != "one process")
     head = ["", "s, min", "to one process: min", "median", "processor", "to the best peer: min", "median", "processor"]
     head += ["MB sent", "calls", "peak MB", "gradient error"]
     return f"{rounds} rounds; {before} before, {load().split(' on ')[0]} after.\n\n{table(head, rows)}"
 
 
-def _row(name: str, outcome: Outcome, reference: Times, found: dict[str, Outcome]) -> list[str]:
-    against = [ratio(outcome.times, found[peer].times) for peer in OPPONENTS.get(name, ()) if peer in found]
+def _row(
+    name: str,
+    outcome: Outcome,
+    reference: Times,
+    found: dict[str, Outcome],
+    opponents: Mapping[str, Sequence[str]],
+) -> list[str]:
+    against = [ratio(outcome.times, found[peer].times) for peer in opponents.get(name, ()) if peer in found]
     best = [f"{max(column):.2f}" for column in zip(*against)] if against else [""] * 3
     kinds = ", ".join(f"{kind} {outcome.calls[kind]}" for kind in sorted(outcome.calls))
     return [
-        f"**{name}**" if name in OPPONENTS else name,
+        f"**{name}**" if name in opponents else name,
         f"{min(outcome.times.wall):.2f}",
         *(f"{x:.2f}" for x in ratio(outcome.times, reference)),
         *best,

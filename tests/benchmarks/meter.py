@@ -77,7 +77,7 @@ class Meter(TorchDispatchMode):
         kind, position, times = COLLECTIVES[name]  # an operator that is not here must not pass unseen
         whole = out if position is None else args[position]
         size = sum(t.numel() * t.element_size() for t in tree_leaves(whole) if isinstance(t, Tensor))
-        ranks = dist.get_world_size()
+        ranks = _ranks_of(args)
         self.calls[kind] += 1
         self.sent[kind] += times * size * (ranks - 1) // ranks
 
@@ -104,3 +104,13 @@ def _plain(values: Any) -> Iterator[Tensor]:
         if isinstance(value, Tensor):
             # inside DTensor and AsyncCollectiveTensor
             yield getattr(value, "_local_tensor", getattr(value, "elem", value))
+
+
+def _ranks_of(args: Any) -> int:
+    """How many ranks take part: those of the group among the arguments."""
+    for x in args:
+        if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type()):
+            return int(dist.ProcessGroup.unbox(x).size())
+        if isinstance(x, str) and x in dist.distributed_c10d._world.pg_names.values():
+            return int(dist.distributed_c10d._resolve_process_group(x).size())
+    return dist.get_world_size()

@@ -1,0 +1,120 @@
+"""Whole training steps of peers and of ours: forward and backward of several micro-batches, then AdamW.
+
+A step's gradients are those of before the optimizer's step; they stay until the next step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import Workload
+from peers import Runner, _part, _whole_gradients
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import autopar
+
+RATE = 1e-5
+
+
+def steps(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: dict[str, Tensor],
+    count: int,
+    last: Callable[[bool], contextlib.AbstractContextManager[Any]] = lambda _: contextlib.nullcontext(),
+) -> Callable[[], Tensor]:
+    """``last(is_last)``: around a micro-batch."""
+    pieces = [{k: v.chunk(count)[i] for k, v in batch.items()} for i in range(count)]
+
+    def step() -> Tensor:
+        model.zero_grad(set_to_none=True)
+        total = torch.zeros(())
+        for i, piece in enumerate(pieces):
+            with last(i == count - 1):
+                loss = model(**piece).loss / count
+                loss.backward()
+            total += loss.detach().float()
+        optimizer.step()
+        return total
+
+    return step
+
+
+def ddp(work: Workload, count: int, zero: bool = False, dtype: torch.dtype | None = None) -> Runner:
+    """DistributedDataParallel, which sums after the last micro-batch; ``zero``: with ZeroRedundancyOptimizer."""
+    model = DistributedDataParallel(work.model(), gradient_as_bucket_view=True)
+    optimizer: Any = (
+        ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=RATE)
+        if zero
+        else torch.optim.AdamW(model.parameters(), lr=RATE)
+    )
+
+    @contextlib.contextmanager
+    def last(is_last: bool) -> Any:
+        with (
+            contextlib.nullcontext() if is_last else model.no_sync(),
+            torch.autocast("cpu", dtype, enabled=dtype is not None),
+        ):
+            yield
+
+    step = steps(model, optimizer, _part(work.tokens()), count, last)
+    return Runner(model, step, _whole_gradients(model, "module."), mean_loss=True)
+
+
+def fsdp2(
+    work: Workload,
+    count: int,
+    each: bool = True,
+    reshard: bool = True,
+    dtype: torch.dtype | None = None,
+    replicas: int = 1,
+) -> Runner:
+    """fully_shard of every layer and of the root. ``each``: gradients are reduce-scattered after every micro-batch,
+    else after the last. ``replicas``: hybrid sharding."""
+    model: Any = work.model()
+    ranks = dist.get_world_size()
+    shape, names = (ranks // replicas,), ("dp",)
+    mesh = init_device_mesh("cpu", (replicas, *shape), mesh_dim_names=("rp", *names)) if replicas > 1 else (
+        init_device_mesh("cpu", shape, mesh_dim_names=names)
+    )  # fmt: skip
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else MixedPrecisionPolicy()
+    for layer in (*model.model.layers, model):
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+
+    @contextlib.contextmanager
+    def last(is_last: bool) -> Any:
+        if not each:
+            model.set_requires_gradient_sync(is_last)
+        elif replicas > 1:
+            model.set_requires_all_reduce(is_last)
+        yield
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    step = steps(model, optimizer, _part(work.tokens()), count, last)
+    return Runner(model, step, _whole_gradients(model), mean_loss=True)
+
+
+def ours(work: Workload, count: int, replicas: int = 1, **options: Any) -> Runner:
+    """autopar over dp, or over rp and dp."""
+    sizes = {"rp": replicas} if replicas > 1 else {}
+    mesh = autopar.init_mesh(**sizes, dp=dist.get_world_size() // replicas)
+    model = autopar.parallelize(work.model(), mesh, micro_batches=count, **options)
+    part, parts = autopar.data_part(mesh)
+    batch = {k: v.chunk(parts)[part] for k, v in work.tokens().items()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+
+    def step() -> Tensor:
+        model.zero_grad(set_to_none=True)
+        loss = model.train_step(**batch).detach()
+        optimizer.step()
+        return loss
+
+    return Runner(model, step, model.full_gradients)
