@@ -89,6 +89,11 @@ def parallelize(
             check_batches=check_batches,
         )  # fmt: skip
         check_writable(dump)
+        if exact and chosen.precision.compute not in ("", "float64"):
+            raise ValueError(
+                f"exact: lifts everything to float64, found precision={chosen.precision!r}, which computes in "
+                f"{chosen.precision.compute}; leave one of them out"
+            )
         agree_on_call(
             groups,
             options | {"seed": seed, "exact": exact, "backend": backend, "sync": sync, "check_batches": check_batches},

@@ -87,7 +87,7 @@ class ParallelModule(Stateful):
             self.__dict__[name] = tree.root.__dict__[name]  # this module stands for the root
         self._cache = StepCache(compiler, tree, plan, groups, backend, micro_batches, check_batches)
         self._tree = tree
-        watch_optimizers(tree.own.values(), groups.mesh.size("pp"))
+        watch_optimizers(state.parameter_mesh(groups), groups.mesh.size("pp"))
 
     # --- what it is ---------------------------------------------------------------------------------------
 

@@ -15,11 +15,12 @@ those whose kernels DTensor does not know: they get the pieces as plain tensors.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -44,15 +45,19 @@ WHOLE = {
 PLAIN = {"Rprop"}  # elementwise, but by index
 _TOGETHER = {"LBFGS"}  # one problem of all parameters
 
-_STAGES = WeakIdKeyDictionary()  # our parameters -> how many stages there are
+_STAGES: dict[DeviceMesh, int] = {}  # meshes of our parameters -> how many stages there are
 _HELD = WeakIdKeyDictionary()  # optimizer -> gradients that its own step must not see
 
 
-def watch_optimizers(parameters: Iterable[Tensor], stages: int) -> None:
-    """Parameters on a mesh, of whose optimizers those that need it get whole matrices from now on."""
-    for parameter in parameters:
-        _STAGES[parameter] = stages
+def watch_optimizers(mesh: DeviceMesh, stages: int) -> None:
+    """Of the optimizers of parameters on a mesh those that need it get whole matrices from now on. (Nothing is kept of
+    the parameters: torch exchanges no tensor in place that somebody has a weak reference to, as ``model.to`` does.)"""
+    _STAGES[mesh] = stages
     _watching()
+
+
+def _is_ours(p: Tensor) -> bool:
+    return isinstance(p, DTensor) and p.device_mesh in _STAGES
 
 
 @functools.cache
@@ -61,7 +66,7 @@ def _watching() -> Any:
 
 
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    ours = [p for group in optimizer.param_groups for p in group["params"] if p in _STAGES]
+    ours = [p for group in optimizer.param_groups for p in group["params"] if _is_ours(p)]
     if not ours:
         return None
     names = {cls.__name__ for cls in type(optimizer).__mro__}
@@ -94,9 +99,9 @@ def _unknown_kernels(optimizer: Optimizer, names: set[str], ours: list[Tensor]) 
     return fused and bool(names & {"SGD", "Adagrad"}) and any(type(p) is DTensor for p in ours)
 
 
-def _check_together(optimizer: Optimizer, ours: list[Tensor]) -> None:
+def _check_together(optimizer: Optimizer, ours: list[Any]) -> None:
     name = type(optimizer).__name__
-    if any(_STAGES[p] > 1 for p in ours):
+    if any(_STAGES[p.device_mesh] > 1 for p in ours):
         raise ValueError(
             f"optimizer: {name} solves one problem of all parameters, found stages that hold a part of them each; "
             "use a mesh without pp, or an optimizer that steps each parameter by itself"
@@ -120,7 +125,7 @@ def _step_each(optimizer: Optimizer, whole: bool) -> None:
         for group in groups:
             before = {name: value for name, value in group.items() if name != "params"}
             for p in group["params"]:
-                if p in _STAGES and p.grad is not None:
+                if _is_ours(p) and p.grad is not None:
                     only = {**before, "params": [_plain(p, p, whole)]}
                     optimizer.param_groups = [only]
                     _step_one(optimizer, p, only["params"][0], step, whole)

@@ -302,3 +302,52 @@ def test_verify_compares_in_the_precision() -> None:
     for exact, words in ((True, "float64"), (False, "bfloat16")):
         for passed, precision in run_ranks(4, verified, exact):
             assert passed and words in precision
+
+
+# --- what is around a step ----------------------------------------------------------------------------------
+
+
+class Small(nn.Module):
+    """A batch norm on half precision, and a slope that its result meets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.slope, self.head = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.PReLU(), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        h = self.slope(self.norm(self.conv(x))).mean((2, 3))
+        return nn.functional.cross_entropy(self.head(h), labels)
+
+
+def small(_: Any = None) -> Found:
+    torch.manual_seed(0)
+    model, batch = Small(), {"x": torch.rand(8, 3, 8, 8), "labels": torch.arange(8) % 4}
+    _, exact = reference(model.double(), {"x": batch["x"].double(), "labels": batch["labels"]})
+    model = model.float()
+    _, alone = reference(computing_in(model, PRECISIONS["bf16"]), batch, exact=False)
+    part = {k: v.chunk(2)[dist.get_rank()] for k, v in batch.items()}
+    mesh = autopar.init_mesh("cpu", 30.0, dp=2)
+    parallel = autopar.parallelize(model, mesh, example_batch=part, precision="bf16", zero=3)
+    parallel.train_step(**part)
+    del exact["conv.bias"], alone["conv.bias"]  # zero: the norm takes it off
+    found = {n: g for n, g in parallel.full_gradients().items() if n in exact}
+    one = mean_error({n: g for n, g in alone.items() if g is not None}, exact)
+    parallel.to(torch.bfloat16)
+    parallel.train_step(**part)
+    try:
+        autopar.parallelize(model, mesh, example_batch=part, precision="bf16", exact=True)
+        said = ""
+    except ValueError as error:
+        said = str(error)
+    return {
+        "error": mean_error(found, exact),
+        "alone": one,
+        "held": {p.dtype for p in parallel.parameters()},
+        "said": said,
+    }
+
+
+def test_batch_norms_dtypes_that_change_and_exactness() -> None:
+    for found in run_ranks(2, small):
+        assert found["error"] <= 1.1 * found["alone"], found
+        assert found["held"] == {torch.bfloat16} and "exact: lifts everything to float64" in found["said"]

@@ -33,9 +33,14 @@ def _channels(x: Node) -> tuple[list[int], list[int], int]:
     return dims, [shape[1] if d == 1 else 1 for d in range(len(shape))], math.prod(shape[d] for d in dims)
 
 
+def _wide(build: Build, x: Node) -> Node:
+    """In float32 at least, which torch's kernels compute in."""
+    return build.cast(x, torch.promote_types(value_of(x).dtype, torch.float32))
+
+
 def _from_batch(build: Build, known: dict[str, Any]) -> tuple[Node, Node, Node]:
     """(normalised x, mean [C], variance [C], biased)"""
-    x = known["input"]
+    x = _wide(build, known["input"])
     dims, shape, count = _channels(x)
     mean = build(aten.div.Tensor, build(aten.sum.dim_IntList, x, dims), count)
     centred = build(aten.sub.Tensor, x, build.reshape(mean, shape))
@@ -43,15 +48,16 @@ def _from_batch(build: Build, known: dict[str, Any]) -> tuple[Node, Node, Node]:
     variance = build(aten.div.Tensor, squares, count)
     scale = build(aten.rsqrt.default, build(aten.add.Tensor, variance, known["eps"]))
     out = build(aten.mul.Tensor, centred, build.reshape(scale, shape))
-    return _affine(build, out, known, shape), mean, variance
+    return build.cast(_affine(build, out, known, shape), value_of(known["input"]).dtype), mean, variance
 
 
 def _from_running(build: Build, known: dict[str, Any]) -> Node:
-    x = known["input"]
+    x = _wide(build, known["input"])
     _, shape, _ = _channels(x)
     centred = build(aten.sub.Tensor, x, build.reshape(known["running_mean"], shape))
     scale = build(aten.rsqrt.default, build(aten.add.Tensor, known["running_var"], known["eps"]))
-    return _affine(build, build(aten.mul.Tensor, centred, build.reshape(scale, shape)), known, shape)
+    out = _affine(build, build(aten.mul.Tensor, centred, build.reshape(scale, shape)), known, shape)
+    return build.cast(out, value_of(known["input"]).dtype)
 
 
 def _moved(build: Build, old: Node, new: Node, momentum: float) -> Node:
