@@ -51,7 +51,7 @@ def step(name: str, sizes: dict[str, int], policy: Precision, options: dict[str,
     model, batch = made(name)
     _, exact = reference(model, batch, exact=True)
     loss_alone, alone = reference(computing_in(model, policy), batch, exact=False)
-    mesh = autopar.init_mesh("cpu", 30.0, **sizes)
+    mesh = autopar.init_mesh("cpu", 60.0, **sizes)
     at = mesh.get_local_rank("dp") if "dp" in sizes else 0
     part = {k: v.chunk(sizes.get("dp", 1))[at] for k, v in batch.items()}
     parallel = autopar.parallelize(model, mesh, example_batch=part, precision=policy, **options)
@@ -117,7 +117,7 @@ def witnessed(sizes: dict[str, int], policy: str, options: dict[str, Any]) -> li
     """On a rank: the gradients that have to be 1 + 2^-10, of a vector and of a matrix."""
     x = torch.tensor(VALUES).repeat_interleave(1)[:, None].expand(2, 4).contiguous()
     part = x.chunk(sizes.get("dp", 1))[dist.get_rank() if "dp" in sizes else 0]
-    mesh = autopar.init_mesh("cpu", 30.0, **sizes)
+    mesh = autopar.init_mesh("cpu", 60.0, **sizes)
     parallel = autopar.parallelize(Witness(), mesh, example_batch={"x": part}, precision=policy, **options)
     parallel.train_step(x=part)
     found = parallel.full_gradients()
