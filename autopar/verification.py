@@ -188,9 +188,7 @@ def verify(
         if value is not None:
             number(name, value, 0.0)
     load_adapters(model)
-    policy = a_precision("precision", options.get("precision", "none"))
-    if exact and policy.compute:
-        options["precision"] = dataclasses.replace(policy, compute="float64", stored="float64", reduce="float64")
+    policy = _policy(options, exact)
     copied, whole = _prepared(model, batch, exact)
     sizes = mesh_of(mesh)
     part = _part(copied, whole, sizes, dist.get_rank(), options)
@@ -248,6 +246,15 @@ def reference(
     gradients = {n: None if p.grad is None else p.grad.detach().cpu().clone() for n, p in model.named_parameters()}
     model.zero_grad()
     return float(total.detach()), gradients
+
+
+def _policy(options: dict[str, Any], exact: bool) -> Precision:
+    """The dtypes that are asked for; an exact comparison is made without them, which it says to ``options``."""
+    plan = options.get("plan")
+    policy = a_precision("precision", options.get("precision", plan.options.precision if plan is not None else "none"))
+    if exact and "precision" in options and policy.compute:
+        options["precision"] = dataclasses.replace(policy, compute="float64", stored="float64", reduce="float64")
+    return policy
 
 
 def computing_in(model: nn.Module, policy: Precision) -> nn.Module:

@@ -93,14 +93,19 @@ def reduce_graph(
     for p, us in targets.items():
         total, dtype = None, summed_in(p.meta["val"].dtype, precision)
         for u in us:
-            reduced = _transposed(end, given[u], [n for n in chain_of(u) if not over_any(n, late)], dtype)
+            reduced = _transposed(end, given[u], [n for n in chain_of(u) if not _is_over(n, late)], dtype)
             total = reduced if total is None else insert_call(end, torch.ops.aten.add.Tensor, (total, reduced))
         results.append(total)
     end.args = (tuple(results),)
+    return _reduction(graph, inputs, [grad(p.name) for p in targets])
+
+
+def _reduction(graph: Graph, inputs: list[str], made: list[str]) -> StepGraph:
+    """A graph of gradients, each of which is alone in its storage."""
     gm = lowered(graph_module(graph, "Reduce"))
-    gm.meta["owned"] = list(range(len(targets)))
+    gm.meta["owned"] = list(range(len(made)))
     own_gradients(gm)
-    return StepGraph(gm, inputs, [grad(p.name) for p in targets])
+    return StepGraph(gm, inputs, list(made))
 
 
 def late_reduce_graph(
@@ -109,29 +114,24 @@ def late_reduce_graph(
     """R for what each micro-batch has summed over the other axes: ``grad:`` of stored parameters, added up -> the same,
     summed over the axes ``late``, which are next to the parameter."""
     known, graph = set(available), Graph()
-    chains = {p: [n for n in chain_of(u) if over_any(n, late)] for u, p in used.items() if grad(p.name) in known}
+    chains = {p: [n for n in chain_of(u) if _is_over(n, late)] for u, p in used.items() if grad(p.name) in known}
     chains = {p: chain for p, chain in chains.items() if chain}
     if not chains:
         return None
     given: dict[Node, Node] = {}
-    for p in chains:
-        val, dtype = p.meta["val"], summed_in(p.meta["val"].dtype, precision)
-        given[p] = add_placeholder(graph, f"grad_{p.name}")
-        given[p].meta = {
-            "val": val.new_empty(val.shape, dtype=added_in(dtype, dtype, precision)),
-            "has_gradient": False,
-        }
-    end = graph.output(())
     dtypes = {p: summed_in(p.meta["val"].dtype, precision) for p in chains}
+    for p, dtype in dtypes.items():
+        val = p.meta["val"]
+        given[p] = add_placeholder(graph, f"grad_{p.name}")
+        val = val.new_empty(val.shape, dtype=added_in(dtype, dtype, precision))
+        given[p].meta = {"val": val, "has_gradient": False}
+    end = graph.output(())
     end.args = (tuple(_transposed(end, given[p], chain, dtypes[p]) for p, chain in chains.items()),)
-    gm = lowered(graph_module(graph, "Reduce"))
-    gm.meta["owned"] = list(range(len(chains)))
-    own_gradients(gm)
     names = [grad(p.name) for p in chains]
-    return StepGraph(gm, names, [*names])
+    return _reduction(graph, names, names)
 
 
-def over_any(node: Node, axes: Collection[str]) -> bool:
+def _is_over(node: Node, axes: Collection[str]) -> bool:
     """Whether a link of a chain is a conversion on one of the axes."""
     return is_conversion(node) and conversion_of(node)[0] in axes
 

@@ -31,7 +31,7 @@ from autopar.ir.mesh import Mesh
 from autopar.models.tiny import TINY
 from autopar.report.human_numbers import human_bytes
 from autopar.runtime.comm import Ledger
-from autopar.runtime.groups import init_mesh
+from autopar.runtime.groups import data_part, init_mesh
 from autopar.runtime.launch import launch
 from autopar.runtime.state import local_tensor
 
@@ -90,9 +90,10 @@ def _settings(steps: int, mesh: str, zero: int, out: Path) -> Settings:
         if not size.isdigit():
             raise ValueError(f"--mesh needs axes and sizes such as dp=2,tp=2, found {mesh!r}")
         sizes[axis.strip()] = int(size)
-    dp = Mesh.of(**sizes).size("dp")  # names and sizes
-    if BATCH % dp:
-        raise ValueError(f"--mesh: the batch of {BATCH} does not divide over dp={dp}; choose 1, 2, 4 or 8")
+    parts = Mesh.of(**sizes).data_size  # names and sizes
+    if BATCH % parts:
+        axes = "rp times dp" if "rp" in sizes else "dp"
+        raise ValueError(f"--mesh: the batch of {BATCH} does not divide over {axes}={parts}; choose 1, 2, 4 or 8")
     return Settings(steps, sizes, zero, out)
 
 
@@ -183,7 +184,7 @@ def _on_mesh(settings: Settings) -> DemoRun:
         demo_model(), mesh, dump=str(settings.out / Path(REPORT).parent),
         zero=settings.zero, sequence_parallel=settings.mesh.get("tp", 1) > 1,
     )  # fmt: skip
-    parts, mine = settings.mesh.get("dp", 1), mesh.get_local_rank("dp") if "dp" in settings.mesh else 0
+    mine, parts = data_part(mesh)
 
     def step(batch: dict[str, Tensor]) -> Tensor:
         return model.train_step(**{k: v.chunk(parts)[mine] for k, v in batch.items()})
