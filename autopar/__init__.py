@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from autopar.runtime.failures import reporting
     from autopar.runtime.groups import data_part, init_mesh
     from autopar.runtime.launch import launch
+    from autopar.runtime.loading import load
     from autopar.runtime.module import ParallelModule
+    from autopar.runtime.saving import save
     from autopar.runtime.scaler import GradScaler
     from autopar.runtime.simulated_start import simulate_start
     from autopar.verification import verify
@@ -37,8 +39,10 @@ __all__ = [
     "ema",
     "init_mesh",
     "launch",
+    "load",
     "parallelize",
     "reporting",
+    "save",
     "simulate_start",
     "verify",
 ]
@@ -53,8 +57,10 @@ _HOME = {
     "ema": "autopar.runtime.ema",
     "init_mesh": "autopar.runtime.groups",
     "launch": "autopar.runtime.launch",
+    "load": "autopar.runtime.loading",
     "parallelize": "autopar.api",
     "reporting": "autopar.runtime.failures",
+    "save": "autopar.runtime.saving",
     "simulate_start": "autopar.runtime.simulated_start",
     "verify": "autopar.verification",
 }

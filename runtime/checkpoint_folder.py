@@ -105,20 +105,20 @@ class Draft:
             (self._beside / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
         changed = self._changed(configs)
         for name in os.listdir(self._beside):
-            _sync(self._beside / name)
+            sync_path(self._beside / name)
         if not single:
             for name in self._names:
                 os.rename(self._beside / name, self._folder / name)
         if CONFIG in changed and (self._folder / CONFIG).exists():
             self._name_in_config(head)
-        _sync(self._folder)
+        sync_path(self._folder)
         self._move(head)
         if not single:
             _remove(self._folder / SINGLE)
-        _sync(self._folder)
+        sync_path(self._folder)
         for name in sorted(changed, key=lambda n: n == CONFIG):  # config.json at last: it makes a new folder readable
             self._move(name)
-        _sync(self._folder)
+        sync_path(self._folder)
         self._remove_old()
         self.discard()
 
@@ -141,7 +141,7 @@ class Draft:
         new = json.loads((self._beside / CONFIG).read_text(encoding="utf-8"))
         _write_json(self._beside / f"{CONFIG}.next", {**new, WEIGHTS: name})
         for path in (self._folder / name, self._beside / f"{CONFIG}.next", self._folder):
-            _sync(path)
+            sync_path(path)
         os.replace(self._beside / f"{CONFIG}.next", self._folder / CONFIG)
 
     def discard(self) -> None:
@@ -183,7 +183,7 @@ def _write_json(path: Path, data: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _sync(path: Path) -> None:
+def sync_path(path: Path) -> None:
     """Wait until a file, or the list of a folder, is on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:

@@ -4,7 +4,8 @@
     average.update()                       after each optimizer step: one call for all pieces, no exchange
     with average.applied(): model.eval_step(**batch)       or model.save_pretrained(folder)
 
-Averages are in float32 or wider, whatever the parameters are. (Polyak and Juditsky 1992; `torch.optim.swa_utils`.)
+Averages are in float32 or wider, whatever the parameters are. `autopar.save` saves them with the model.
+(Polyak and Juditsky 1992; `torch.optim.swa_utils`.)
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.adapters.dtensor import local_of
 from autopar.adapters.foreach import copy_all, lerp_all
+from autopar.runtime.pending import about_to_write
 from autopar.runtime.whole_matrices import laid_out
 from autopar.values import number
 
@@ -42,6 +44,7 @@ class MovingAverage:
             )
         self._model = model
         self._averages = {name: _wide(x) for name, x in self._pieces().items()}
+        model.take_average(self)
 
     def _pieces(self) -> dict[str, Tensor]:
         named = self._model.named_parameters()
@@ -50,6 +53,7 @@ class MovingAverage:
     @torch.no_grad()
     def update(self, decay: float | None = None) -> None:
         """Take the parameters in, as they are after a step."""
+        about_to_write()
         pieces = self._pieces()
         weight = 1.0 - (self.decay if decay is None else _decay(decay))
         lerp_all([self._averages[name] for name in pieces], list(pieces.values()), weight)
@@ -58,6 +62,7 @@ class MovingAverage:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Within: the parameters of the model are the averages. What is trained there is lost."""
+        about_to_write()
         pieces = self._pieces()
         kept = [x.clone() for x in pieces.values()]
         with torch.no_grad():
@@ -70,9 +75,13 @@ class MovingAverage:
 
     def state_dict(self) -> dict[str, Any]:
         """Averages by name of the parameter under "ema.", laid out as these, for torch.distributed.checkpoint."""
-        named = dict(self._model.named_parameters())
-        found: dict[str, Any] = {f"ema.{n}": laid_out(named[n], x) for n, x in self._averages.items()}
+        found: dict[str, Any] = {f"ema.{n}": x for n, x in self.laid_out().items()}
         return found | {"ema_updates": torch.tensor(self.updates)}
+
+    def laid_out(self) -> dict[str, DTensor]:
+        """By name of the parameter, laid out as it is; they share the memory of the averages."""
+        named = dict(self._model.named_parameters())
+        return {n: laid_out(named[n], x) for n, x in self._averages.items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -80,6 +89,7 @@ class MovingAverage:
         missing = [name for name in self._averages if f"ema.{name}" not in state]
         if missing:
             raise ValueError(f"ema: the state has no average of {missing[0]!r}; give what state_dict() returned")
+        about_to_write()
         for name, x in self._averages.items():
             given = state[f"ema.{name}"]
             x.copy_(local_of(given) if isinstance(given, DTensor) else given)

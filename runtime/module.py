@@ -8,6 +8,7 @@ works on it.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from autopar.runtime.feed import SCALE
 from autopar.runtime.groups import Groups
 from autopar.runtime.inputs import by_name, check_values
 from autopar.runtime.note_watch import NoteWatch
+from autopar.runtime.pending import now, watch_steps
 from autopar.runtime.results import rebuild_outputs
 from autopar.runtime.scaler import GradScaler
 from autopar.runtime.stateful import Stateful
@@ -77,6 +79,8 @@ class ParallelModule(Stateful):
         self._steps = state.StepCount(groups)
         self._watch, self._observers = NoteWatch(groups), Observers()
         self._scaler: GradScaler | None = None
+        self._averages: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._last_use = 0
         self._one = torch.ones((), device=groups.device)
         self._tangents: tuple[str, ...] = ()  # outputs beside the losses that somebody has differentiated
         self._loaded = sync or all(values.get(s.name) is not None for s in specs)
@@ -88,13 +92,9 @@ class ParallelModule(Stateful):
         self._cache = StepCache(compiler, tree, plan, groups, backend, micro_batches, check_batches)
         self._tree = tree
         watch_optimizers(state.parameter_mesh(groups), groups.mesh.size("pp"))
+        watch_steps()
 
     # --- what it is ---------------------------------------------------------------------------------------
-
-    @property
-    def plan(self) -> Plan:
-        """The decisions: of the last compiled step, or of the parameters before the first one."""
-        return self._cache.runners[-1].compiled.plan if self._cache.runners else self._cache.plan
 
     @property
     def mesh(self) -> Any:
@@ -292,7 +292,7 @@ class ParallelModule(Stateful):
         if not self._loaded:
             raise ValueError(
                 "parallelize: the model came without weights (meta device); load them first with "
-                "load_pretrained(folder) or load_state_dict(state)"
+                "load_pretrained(folder), load_state_dict(state) or autopar.load(folder, model)"
             )
         named = by_name(self._tree.root, args, batch)
         check_values(named, differentiated=kind.train)
@@ -301,6 +301,7 @@ class ParallelModule(Stateful):
         executor = self._cache.runner(kind, named, surroundings, self.training_steps + 1 if kind.train else None)
         values = {**self._tree.pieces(), **self._tree.buffers(), **executor.constants}
         self.training_steps += kind.train
+        self._last_use = now() if kind.train else self._last_use
         given = tensors_of(named)
         self._watch.check_size(given, self.training_steps)
         for name, value in given.items():

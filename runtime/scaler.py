@@ -24,6 +24,7 @@ from autopar.runtime.agreement import agree_on_arguments
 from autopar.runtime.clipping import over_world
 from autopar.runtime.failures import reporting
 from autopar.runtime.groups import Groups
+from autopar.runtime.pending import note_step
 from autopar.runtime.state import local_tensor
 from autopar.values import number, whole_number, yes_or_no
 
@@ -108,7 +109,10 @@ class GradScaler:
         found = self._of(optimizer)
         skip = self._enabled and found is not None and bool(found)
         self._skipped = skip if self._skipped is None else self._skipped or skip
-        return None if skip else optimizer.step(**kwargs)
+        if skip:
+            note_step(optimizer)
+            return None
+        return optimizer.step(**kwargs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """The scale of the next step. Raises RuntimeError where no step was made since the last update."""
@@ -183,6 +187,11 @@ class GradScaler:
         self._interval, self._since = state_dict["growth_interval"], state_dict["_growth_tracker"]
 
     # --- for the model ------------------------------------------------------------------------------------
+
+    @property
+    def in_a_step(self) -> bool:
+        """Whether the scale has been taken off gradients, and `update` not been called yet."""
+        return self._enabled and (bool(self._found) or self._skipped is not None)
 
     @property
     def seed(self) -> Tensor:

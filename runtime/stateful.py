@@ -8,7 +8,9 @@ parallel.save_pretrained(folder)         files that transformers loads
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +19,42 @@ from torch import Tensor, nn
 
 from autopar.adapters.state_dict import EXTRA, IncompatibleKeys
 from autopar.capture import adapter_for
+from autopar.ir.parameter import ParameterSpec
+from autopar.plan import Plan
 from autopar.runtime import state
-from autopar.runtime.agreement import agree_on_arguments, agree_on_pieces
+from autopar.runtime.agreement import Claim, agree_on_arguments, agree_on_pieces
 from autopar.runtime.failures import reporting
 from autopar.runtime.groups import Groups
+from autopar.runtime.pending import about_to_write, now
 from autopar.runtime.safetensors_io import Recipes, load_pretrained, save_pretrained, saved_steps
+from autopar.runtime.scaler import GradScaler
 from autopar.runtime.step_cache import StepCache
 from autopar.runtime.tree import Tree
 from autopar.values import a_path, yes_or_no
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank holds of a model, for `autopar.save` and `autopar.load`.
+
+    own: its pieces of parameters by name; ``canonical``: any name of a parameter, tied ones too -> its name. buffers:
+    those that are saved. last_use: when the last training step began (`autopar.runtime.pending`). averages: of
+    `autopar.ema`, in the order in which they were made. owed: what earlier calls have left to be compared.
+    """
+
+    groups: Groups
+    own: dict[str, nn.Parameter]
+    specs: tuple[ParameterSpec, ...]
+    canonical: dict[str, str]
+    buffers: dict[str, Tensor]
+    loaded: bool
+    training_steps: int
+    seed: int
+    plan: Plan
+    scaler: GradScaler | None
+    averages: list[Any]
+    last_use: int
+    owed: list[Claim]
 
 
 class Stateful(nn.Module):
@@ -35,6 +65,48 @@ class Stateful(nn.Module):
     _groups: Groups
     _steps: state.StepCount
     _loaded: bool
+    _seed: int
+    _scaler: GradScaler | None
+    _averages: weakref.WeakValueDictionary[int, Any]
+    _last_use: int
+
+    @property
+    def plan(self) -> Plan:
+        """The decisions: of the last compiled step, or of the parameters before the first one."""
+        return self._cache.runners[-1].compiled.plan if self._cache.runners else self._cache.plan
+
+    def held(self) -> Held:
+        """Everything that a checkpoint is made of, as it is now."""
+        own, specs = self._tree.own, self._tree.specs
+        return Held(
+            self._groups,
+            own,
+            specs,
+            {name: s.name for s in specs for name in (s.name, *s.aliases)},
+            self._persistent(),
+            self._loaded,
+            self.training_steps,
+            self._seed,
+            self.plan,
+            self._scaler,
+            [average for _, average in sorted(self._averages.items())],
+            self._last_use,
+            self._cache.owed(),
+        )
+
+    def take_average(self, average: Any) -> None:
+        """Save it with the model from now on, as long as somebody has it: see `autopar.ema`, which calls this."""
+        self._averages[len(self._averages) and max(self._averages) + 1] = average
+
+    def begin_loading(self) -> None:
+        """Its parameters are of no use until `end_loading`."""
+        self._loaded = False
+
+    def end_loading(self, training_steps: int, seed: int, pending: bool) -> None:
+        """All is loaded; ``pending``: gradients too, with which no step has been made."""
+        self.training_steps, self._seed = training_steps, seed
+        self._last_use = now() if pending else 0
+        self._finish_loading("load")
 
     def full_state_dict(self, rank0_only: bool = False) -> dict[str, Tensor]:
         """Original name (tied names too) -> whole tensor on the CPU. Collective."""
@@ -70,6 +142,7 @@ class Stateful(nn.Module):
             )
         with reporting("load_state_dict"):
             state.check_tensors(state_dict)
+            about_to_write()
             yes_or_no("strict", strict)
             tensors, steps = state.split_steps(state_dict)
             own, specs = self._tree.own, self._tree.specs
@@ -120,6 +193,7 @@ class Stateful(nn.Module):
         ignore = getattr(skeleton, "_keys_to_ignore_on_load_unexpected", None) or ()
         with reporting("load_pretrained"):
             folder = a_path("folder", folder)
+            about_to_write()
             into = {name: state.local_tensor(p) for name, p in own.items()}
             load_pretrained(
                 folder, specs, self._groups, self._persistent(), prefix, tuple(ignore), into, self._recipes(load=True)

@@ -1,0 +1,276 @@
+"""`autopar.load`: a run goes on from a checkpoint of `autopar.save`, on any mesh.
+
+rank 0     which checkpoint: the folder itself, or its latest
+together   every rank compares it with what it has; nothing is changed before all agree that it fits
+together   reads what it needs, and puts it in place
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from autopar.runtime.agreement import agree_on_arguments
+from autopar.runtime.failures import reporting
+from autopar.runtime.groups import Groups
+from autopar.runtime.module import ParallelModule
+from autopar.runtime.optimizer_state import Restored, kind_of
+from autopar.runtime.pending import note_step
+from autopar.runtime.run_folder import CheckpointError, checkpoint_at, read_mark
+from autopar.runtime.saved_tensors import SavedTensors
+from autopar.runtime.saving import several, wait_for_save
+from autopar.runtime.state import other_kind
+from autopar.runtime.stateful import Held
+from autopar.runtime.together import by_first, together
+from autopar.runtime.value_tree import decoded
+from autopar.values import a_path
+
+_MOST_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was loaded: from which checkpoint, of which step, and what the user gave as ``extra``. ``plan`` is the one
+    of the run that saved it, ``mesh`` its axes."""
+
+    folder: Path
+    step: int
+    extra: dict[str, Any]
+    mesh: dict[str, int]
+    plan: dict[str, Any] = field(repr=False)
+
+
+def load(
+    folder: str | Path,
+    model: ParallelModule,
+    optimizer: Optimizer | Sequence[Optimizer] = (),
+    *,
+    scheduler: Any = (),
+    extra: Mapping[str, Any] | None = None,
+) -> Loaded:
+    """Load a checkpoint of `autopar.save`: the latest one of a run's folder, or the one that the folder is. Collective.
+
+    The mesh, ``zero``, the precision, the number of stages may be others than those of the run that saved it. Averages
+    of `autopar.ema` and the `autopar.GradScaler` that belong to the model are loaded with it.
+
+    Args:
+        optimizer, scheduler: as they were saved, in the same order; they need not have made a step. Without them their
+            states are not loaded.
+        extra: objects with ``load_state_dict``, such as data loaders, by the names under which they were saved.
+
+    Raises ValueError, on all ranks and before anything is changed, where there is no checkpoint, and for one that is
+    damaged, of a newer format, or of another model; CheckpointError where reading fails.
+    """
+    if not isinstance(model, ParallelModule):
+        raise ValueError(f"load: needs a model made by autopar.parallelize, found a {type(model).__name__}")
+    optimizers, schedulers = several("optimizer", optimizer), several("scheduler", scheduler)
+    with reporting("load"):
+        path, held = Path(os.path.abspath(a_path("folder", folder))), model.held()
+        groups = held.groups
+        given = {"optimizers": list(map(kind_of, optimizers)), "schedulers": len(schedulers)}
+        given |= {"folder": str(path), "extra": sorted(map(str, extra or {}))}
+        agree_on_arguments(groups, "load", given, owed=held.owed)
+        wait_for_save()
+        checkpoint = Path(by_first(groups, "load", functools.partial(_chosen, path)))
+        make = functools.partial(_Loading, checkpoint, held, optimizers, schedulers, extra or {})
+        loading = together(groups, "load", make)
+        model.begin_loading()
+        together(groups, "load", loading.read)
+        loading.put()
+        mark = loading.mark
+        model.end_loading(int(mark["training_steps"]), int(mark["seed"]), bool(loading.gradients))
+        if not loading.gradients:
+            for optimizer_ in optimizers:
+                note_step(optimizer_)
+    return Loaded(checkpoint, int(mark["step"]), loading.extra, mark["mesh"], mark["plan"])
+
+
+def _chosen(folder: Path) -> str:
+    found, warning = checkpoint_at(folder)
+    if warning:
+        warnings.warn(f"load: {warning}", stacklevel=2)
+    return str(found)
+
+
+class _Loading:
+    """One load on this rank: made, and so checked; `read`, which writes to tensors of the model; `put`."""
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        held: Held,
+        optimizers: Sequence[Optimizer],
+        schedulers: Sequence[Any],
+        stateful: Mapping[str, Any],
+    ) -> None:
+        self.mark = read_mark(checkpoint)
+        self._saved, self._held = SavedTensors(checkpoint, self.mark), held
+        self._schedulers, self._stateful = schedulers, stateful
+        try:
+            self._where = self._names()
+            self._targets = self._of_model() + self._of_averages()
+            self._restored = self._of_optimizers(optimizers)
+            self._scheduler_states = self._of_schedulers()
+            self.gradients = self._of_gradients()
+            self._parts = {told["part"]: told["tree"] for told in self.mark["extra"]}
+            self._check_extra()
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise ValueError(f"load: the mark of {checkpoint} is damaged: {error!r}; load an older one") from error
+        used = {key for key, _ in self._all_targets()}
+        missing = [key for key in used if key not in self._saved]
+        if missing:
+            raise ValueError(f"load: {checkpoint} has no tensor {missing[0]}: it is damaged; load an older one")
+        self._saved.check_files([*used, *(k for k in self._saved.under("") if k.startswith(("extra.", "scheduler.")))])
+
+    def _all_targets(self) -> Iterable[tuple[str, Tensor]]:
+        yield from self._targets
+        yield from self.gradients
+        for restored in self._restored:
+            yield from restored.targets
+
+    # --- does it fit? -----------------------------------------------------------------------------------------
+
+    def _names(self) -> dict[str, str]:
+        """Own name of each parameter -> its name in the checkpoint: a tied one may have any of its names. Raises
+        ValueError for a checkpoint of another model."""
+        told: dict[str, list[str]] = self.mark["parameters"]
+        known = {name: first for first, aliases in told.items() for name in (first, *aliases)}
+        where, problems, used = {}, [], set()
+        for spec in self._held.specs:
+            name = next((known[n] for n in (spec.name, *spec.aliases) if n in known), None)
+            if name is None:
+                problems.append(f"missing {spec.name}")
+                continue
+            where[spec.name] = name
+            used.add(name)
+            problems += self._unlike(f"model.{name}", tuple(spec.shape), spec.dtype)
+        problems += [f"unexpected {name}" for name in told if name not in used]
+        buffers = set(self.mark["buffers"])
+        for name, buffer in self._held.buffers.items():
+            if name not in buffers:
+                problems.append(f"missing {name}")
+            else:
+                problems += self._unlike(f"model.{name}", tuple(buffer.shape), buffer.dtype)
+        problems += [f"unexpected {name}" for name in sorted(buffers - self._held.buffers.keys())]
+        if problems:
+            listed = "; ".join(problems[:_MOST_SHOWN])
+            more = f"; and {len(problems) - _MOST_SHOWN} more" if len(problems) > _MOST_SHOWN else ""
+            raise ValueError(
+                f"load: the checkpoint is of another model: {listed}{more}; build the model that was saved"
+            )
+        return where
+
+    def _unlike(self, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[str]:
+        name, saved = key.removeprefix("model."), self._saved
+        if key not in saved:
+            return [f"missing {name}"]
+        if saved.shapes[key] != shape:
+            return [f"{name} has shape {saved.shapes[key]}, needs {shape}"]
+        return [f"{name} is {saved.dtypes[key]}, needs {dtype}"] if other_kind(saved.dtypes[key], dtype) else []
+
+    def _of_model(self) -> list[tuple[str, Tensor]]:
+        held = self._held
+        parameters = [(f"model.{self._where[name]}", p.detach()) for name, p in held.own.items()]
+        return parameters + [(f"model.{name}", buffer) for name, buffer in held.buffers.items()]
+
+    def _of_averages(self) -> list[tuple[str, Tensor]]:
+        told, averages = self.mark["averages"], self._held.averages
+        if len(averages) > len(told):
+            raise ValueError(
+                f"load: the model has {len(averages)} moving averages, the checkpoint {len(told)}; make further ones "
+                "with autopar.ema after loading, from what is loaded then"
+            )
+        where, canonical = self._where, self._held.canonical
+        return [
+            (f"average.{i}.{where[canonical[name]]}", x)
+            for i, average in enumerate(averages)
+            for name, x in average.laid_out().items()
+        ]
+
+    def _of_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Restored]:
+        told = self.mark["optimizers"]
+        if optimizers and len(optimizers) != len(told):
+            raise ValueError(f"load: the checkpoint has {len(told)} optimizers, found {len(optimizers)}; give as many")
+        device = self._held.groups.device
+        return [
+            Restored(optimizer, t, self._held.own, self._where, self._saved, device)
+            for optimizer, t in zip(optimizers, told)
+        ]
+
+    def _of_schedulers(self) -> list[Any]:
+        told = self.mark["schedulers"]
+        if self._schedulers and len(self._schedulers) != len(told):
+            raise ValueError(
+                f"load: the checkpoint has {len(told)} schedulers, found {len(self._schedulers)}; give as many"
+            )
+        return list(told) if self._schedulers else []
+
+    def _of_gradients(self) -> list[tuple[str, Tensor]]:
+        """Empty ones for those that the checkpoint has."""
+        found = []
+        for name, p in self._held.own.items():
+            if (key := f"gradients.{self._where[name]}") in self._saved:
+                found.append((key, torch.empty_like(p.detach())))
+        return found
+
+    def _check_extra(self) -> None:
+        parts = {n for n in self._parts if n is not None}
+        here = self._held.groups.mesh.data_size
+        if parts and len(parts) != here:
+            raise ValueError(
+                f"load: extra was saved by {len(parts)} parts of the batch, found {here}; save a position that is the "
+                "same on all ranks, such as the number of samples, or load on as many"
+            )
+        names = self._tree_of_extra()["dict"]
+        for name, x in self._stateful.items():
+            if name not in names:
+                raise ValueError(f"load: the checkpoint has no extra {name!r}, only {', '.join(names) or 'none'}")
+            if not callable(getattr(x, "load_state_dict", None)):
+                raise ValueError(
+                    f"load: extra {name!r} is a {type(x).__name__}, needs load_state_dict; values are in what load "
+                    "returns"
+                )
+
+    def _tree_of_extra(self) -> Any:
+        groups: Groups = self._held.groups
+        return self._parts[None] if None in self._parts else self._parts[groups.mesh.data_part(groups.coordinate)]
+
+    # --- reading ----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def read(self) -> None:
+        """Everything from the files: parameters and averages into their places, the rest beside."""
+        try:
+            self._saved.read(self._all_targets())
+            groups = self._held.groups
+            prefix = "extra" if None in self._parts else f"part.{groups.mesh.data_part(groups.coordinate)}"
+            self.extra = decoded(self._tree_of_extra(), lambda key: self._saved.tensor(f"{prefix}.{key}"))
+            self._states = [decoded(tree, self._saved.tensor) for tree in self._scheduler_states]
+        except (OSError, KeyError) as error:
+            raise CheckpointError(f"load: reading failed: {type(error).__name__}: {error}") from error
+
+    def put(self) -> None:
+        """What was read beside into its place."""
+        held = self._held
+        gradients = dict(self.gradients)
+        for name, p in held.own.items():
+            p.grad = gradients.get(f"gradients.{self._where[name]}")
+        for restored in self._restored:
+            restored.put()
+        for scheduler, state in zip(self._schedulers, self._states):
+            scheduler.load_state_dict(state)
+        if held.scaler is not None and self.mark["scaler"]:
+            held.scaler.load_state_dict(self.mark["scaler"])
+        for average, told in zip(held.averages, self.mark["averages"]):
+            average.updates = int(told["updates"])
+        for name, x in self._stateful.items():
+            x.load_state_dict(self.extra[name])

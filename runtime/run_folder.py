@@ -1,0 +1,208 @@
+"""The folder of a run: complete checkpoints, which of them is the latest, and one in the making.
+
+    run/step-00000100/            a checkpoint: files of tensors, and `checkpoint.json`, its mark
+    run/step-00000200/
+    run/latest                    "step-00000200": what is loaded
+    run/.saving-step-00000300/    in the making, or left by a save that was cut off
+
+A checkpoint becomes one in this order, each line synced before the next begins, so that a process may die between any
+two of them:
+
+    .saving-NAME/*.tensors        written by all ranks
+    .saving-NAME/checkpoint.json  the mark: a folder without it is no checkpoint
+    .saving-NAME -> NAME          one rename
+    latest.next -> latest         the moment: from now on it is the one that is loaded
+    older ones                    removed, if only some are kept: renamed to .saving-NAME first
+
+Rank 0 alone does this; no torch here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from autopar.runtime.checkpoint_folder import sync_path
+from autopar.values import parse
+
+MARK, LATEST, BESIDE = "checkpoint.json", "latest", ".saving-"
+FORMAT = 1
+_NAME = re.compile(r"step-(\d{8,})(-\d+)?")
+_LOCK = ".lock"
+_busy: set[Path] = set()  # folders that this process is saving into: its own locks do not stop it
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written, or read. The message names the rank."""
+
+
+class RunFolder:
+    """One save into the folder of a run, on the rank that does what is done once: `begin`, then `publish` or `discard`,
+    and `close`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._name = folder.resolve(), ""
+        self._held: IO[str] | None = None
+
+    def begin(self, step: int) -> Path:
+        """The empty folder to write into; what earlier saves have left is removed. Raises ValueError where another
+        process is saving into the same folder."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._take_lock()
+        for left in self.folder.iterdir():
+            if left.name.startswith((BESIDE, f"{LATEST}.")):
+                shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+        names = (f"step-{step:08d}" + (f"-{n}" if n > 1 else "") for n in itertools.count(1))
+        self._name = next(name for name in names if not os.path.lexists(self.folder / name))
+        self.draft.mkdir()
+        return self.draft
+
+    @property
+    def draft(self) -> Path:
+        """Where the checkpoint is made."""
+        return self.folder / f"{BESIDE}{self._name}"
+
+    @property
+    def target(self) -> Path:
+        """Where it will be."""
+        return self.folder / self._name
+
+    def publish(self, mark: Mapping[str, Any], keep: int | None) -> None:
+        """From now on the draft is the latest checkpoint; of older ones those that are more than ``keep`` go, and those
+        of the same step."""
+        order = 1 + max((n for n, _ in checkpoints_in(self.folder)), default=0)
+        _write_synced(self.draft / MARK, json.dumps({"format": FORMAT, "order": order, **mark}))
+        sync_path(self.draft)
+        os.rename(self.draft, self.target)
+        sync_path(self.folder)
+        _write_synced(self.folder / f"{LATEST}.next", f"{self._name}\n")
+        os.replace(self.folder / f"{LATEST}.next", self.folder / LATEST)
+        sync_path(self.folder)
+        with contextlib.suppress(OSError):  # what stays is removed by the next save
+            self._remove_old(keep)
+
+    def _remove_old(self, keep: int | None) -> None:
+        found = [name for _, name in checkpoints_in(self.folder)]
+        step = _step_in(self._name)
+        again = [name for name in found if _step_in(name) == step and name != self._name]
+        rest = [name for name in found if name not in again]
+        for name in again + (rest[:-keep] if keep else []):
+            going = self.folder / f"{BESIDE}{name}"  # a part of it must not look like one
+            os.rename(self.folder / name, going)
+            shutil.rmtree(going)
+
+    def discard(self) -> None:
+        """Remove what was written."""
+        shutil.rmtree(self.draft, ignore_errors=True)
+
+    def _take_lock(self) -> None:
+        path = self.folder / _LOCK
+        if self.folder in _busy:
+            raise ValueError(f"save: this process is saving into {self.folder} already; wait for it, or give another")
+        self._held = held = path.open("a+")
+        try:
+            fcntl.lockf(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            held.close()
+            self._held = None
+            raise ValueError(
+                f"save: another process is saving into {self.folder}; give every job a folder of its own"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        _busy.add(self.folder)
+
+    def close(self) -> None:
+        """Others may save into the folder."""
+        if self._held is not None:
+            self._held.close()  # unlocks
+            self._held = None
+            _busy.discard(self.folder)
+
+
+# --- reading ------------------------------------------------------------------------------------------------
+
+
+def checkpoints_in(folder: Path) -> list[tuple[int, str]]:
+    """(number, name) of the complete checkpoints of a run, in the order in which they were saved."""
+    found = []
+    for path in folder.iterdir():
+        if _NAME.fullmatch(path.name) and (path / MARK).is_file():
+            with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
+                found.append((int(parse((path / MARK).read_text(encoding="utf-8"))["order"]), path.name))
+    return sorted(found)
+
+
+def checkpoint_at(folder: Path) -> tuple[Path, str]:
+    """(the checkpoint that a folder is or whose latest is loaded, a warning or ""). Raises ValueError where there is
+    none."""
+    if (folder / MARK).is_file():
+        return folder, ""
+    if not folder.is_dir():
+        raise ValueError(f"load: needs a folder that autopar.save has written, found no folder {folder}")
+    said = ""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        said = (folder / LATEST).read_text(encoding="utf-8").strip()
+    if _NAME.fullmatch(said) and (folder / said / MARK).is_file():
+        return folder / said, ""
+    known = checkpoints_in(folder)
+    if not known:
+        half = [p.name for p in folder.iterdir() if p.name.startswith(BESIDE) or _NAME.fullmatch(p.name)]
+        what = f"only what a save left that was cut off ({half[0]})" if half else "none in it"
+        raise ValueError(f"load: needs a checkpoint that autopar.save has written, found {what}: {folder}")
+    name = known[-1][1]
+    return folder / name, f"{folder / LATEST} names no checkpoint ({said!r}), the last one that was saved is {name}"
+
+
+def read_mark(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint says of itself. Raises ValueError for one that is damaged, or of a newer format."""
+    try:
+        found = parse((checkpoint / MARK).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"load: {checkpoint / MARK} cannot be read: {error}; load an older checkpoint") from error
+    number = found.get("format") if isinstance(found, dict) else None
+    if not isinstance(number, int) or number < 1:
+        raise ValueError(f"load: {checkpoint / MARK} is no mark of a checkpoint; load an older one")
+    if number > FORMAT:
+        raise ValueError(
+            f"load: {checkpoint} has format {number}, this version of autopar knows up to {FORMAT}; install the "
+            "version that saved it, or a newer one"
+        )
+    assert isinstance(found, dict)
+    return found
+
+
+def read_shown(path: Path, patience: float = 10.0) -> Any:
+    """JSON that another rank has written and said so: file systems of several machines may show it later."""
+    end = time.monotonic() + patience
+    while True:
+        try:
+            return parse(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.05)
+
+
+# --- files --------------------------------------------------------------------------------------------------
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _step_in(name: str) -> int:
+    found = _NAME.fullmatch(name)
+    return int(found[1]) if found else -1

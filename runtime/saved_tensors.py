@@ -1,0 +1,298 @@
+"""The tensors of a checkpoint: which rank writes which pieces, how they lie in its file, how pieces are read back.
+
+    mine = written_here(entries, groups)         replicas of a piece share the writing, by bytes
+    pieces = pieces_of(mine)                     runs of consecutive positions, as distributed checkpoint plans them
+    head, index = layout(pieces, "rank-00003.tensors")
+    SavedTensors(checkpoint, mark).read([(key, tensor), ...])
+
+A file is a safetensors file: a head in JSON, then plain bytes. The mark of the checkpoint says of each tensor where its
+pieces are, so that a rank of any mesh reads the parts of those that it needs, and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import mmap
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, StorageReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+from autopar.adapters.autograd import version_of
+from autopar.adapters.dtensor import local_of
+from autopar.runtime.groups import Groups
+from autopar.runtime.run_folder import CheckpointError
+from autopar.runtime.value_tree import dtype_named
+
+SAFETENSORS = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor to save. ``cut``: the axes on which ranks hold different pieces. ``stage``: the coordinate on pp of the
+    ranks that write it; None: this rank does, alone."""
+
+    key: str
+    tensor: Tensor
+    cut: frozenset[str] = frozenset()
+    stage: int | None = 0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive positions of a tensor of the whole shape ``shape``, from ``start`` on; ``values`` is a view of what
+    this rank holds, ``source``, which had this version when the save began."""
+
+    key: str
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    values: Tensor
+    source: Tensor
+    version: int
+
+    def changed(self) -> bool:
+        """Whether somebody has written to it since."""
+        return version_of(self.source) != self.version
+
+
+def held_bytes(x: Tensor) -> int:
+    """Of what this rank holds of it."""
+    return (local_of(x) if isinstance(x, DTensor) else x).nbytes
+
+
+def written_here(entries: Iterable[Entry], groups: Groups) -> list[Entry]:
+    """Those that this rank writes. Ranks that hold the same pieces come to the same division without asking: from the
+    largest to the smallest, each goes to the replica that has least so far."""
+    stage = groups.coordinate.get("pp", 0)
+    shared = [e for e in entries if e.stage == stage]
+    axes = [axis for axis in groups.mesh.sizes if axis != "pp"]
+    load = torch.zeros([groups.mesh.size(axis) for axis in axes], dtype=torch.int64)
+    here = [groups.coordinate[axis] for axis in axes]
+    mine = [e for e in entries if e.stage is None]
+    for entry in sorted(shared, key=lambda e: (-held_bytes(e.tensor), e.key)):
+        cut = [i for i, axis in enumerate(axes) if axis in entry.cut]
+        per_replica = load.sum(cut) if cut else load
+        chosen = iter(torch.unravel_index(per_replica.argmin(), per_replica.shape))
+        place = [slice(None) if i in cut else int(next(chosen)) for i in range(len(axes))]
+        load[tuple(place)] += held_bytes(entry.tensor)
+        if all(at == slice(None) or at == mine_at for at, mine_at in zip(place, here, strict=True)):
+            mine.append(entry)
+    return mine
+
+
+def pieces_of(entries: Sequence[Entry]) -> list[Piece]:
+    """In the order of the file: wide dtypes first, so that each lies where its width asks."""
+    tensors = {e.key: e.tensor.detach() for e in entries}
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(tensors, is_coordinator=True)
+    found = []
+    for item in planner.create_local_plan().items:
+        assert item.tensor_data is not None, f"{item.index.fqn} is no tensor"
+        whole = tensors[item.index.fqn]
+        source = local_of(whole) if isinstance(whole, DTensor) else whole
+        values = planner.resolve_data(item)
+        assert isinstance(values, Tensor)
+        start = tuple(item.tensor_data.chunk.offsets)
+        found.append(Piece(item.index.fqn, tuple(whole.shape), start, values, source, version_of(source)))
+    return sorted(found, key=lambda p: (-p.values.itemsize, p.key, p.start))
+
+
+def layout(pieces: Sequence[Piece], file: str) -> tuple[bytes, dict[str, Any]]:
+    """(the head of a file that holds the pieces, what the mark says of it)."""
+    entries: dict[str, Any] = {}
+    ends, at = [], 0
+    for piece in pieces:
+        dtype, shape = SAFETENSORS.get(piece.values.dtype, "U8"), list(piece.values.shape)
+        if piece.values.dtype not in SAFETENSORS:  # it has no name for complex numbers
+            shape = [piece.values.nbytes]
+        whole = piece.values.shape == piece.shape
+        name = piece.key if whole else f"{piece.key}@{','.join(map(str, piece.start))}"
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at := at + piece.values.nbytes]}
+        ends.append(at)
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    head = struct.pack("<Q", len(text)) + text
+    tensors: dict[str, Any] = {}
+    for piece, end in zip(pieces, ends, strict=True):
+        dtype = str(piece.values.dtype).removeprefix("torch.")
+        told = tensors.setdefault(piece.key, {"dtype": dtype, "shape": list(piece.shape), "pieces": []})
+        start = len(head) + end - piece.values.nbytes
+        told["pieces"].append([file, start, list(piece.start), list(piece.values.shape)])
+    return head, {"files": {file: len(head) + at}, "tensors": tensors}
+
+
+def merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the mark says of all files. Raises CheckpointError where pieces do not make up a tensor."""
+    files: dict[str, int] = {}
+    tensors: dict[str, Any] = {}
+    for part in parts:
+        files |= part["files"]
+        for key, told in part["tensors"].items():
+            known = tensors.setdefault(key, {**told, "pieces": []})
+            known["pieces"] += told["pieces"]
+            if (known["dtype"], known["shape"]) != (told["dtype"], told["shape"]):
+                raise CheckpointError(f"save: ranks hold {key} in other dtypes or shapes: {known}, {told}"[:500])
+    for key, told in tensors.items():
+        held = sum(math.prod(sizes) for _, _, _, sizes in told["pieces"])
+        if held != math.prod(told["shape"]):
+            raise CheckpointError(f"save: {key} has {math.prod(told['shape'])} entries, {held} of them were written")
+    return {"files": files, "tensors": tensors}
+
+
+# --- reading ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Place:
+    file: str
+    at: int
+    sizes: tuple[int, ...]
+
+
+class SavedTensors(StorageReader):
+    """The tensors of a checkpoint by key, for the planners of distributed checkpoint too. Raises ValueError for a mark
+    that does not say what it should."""
+
+    def __init__(self, checkpoint: Path, mark: Mapping[str, Any]) -> None:
+        self._folder, self._used = checkpoint, set[str]()
+        try:
+            self.files: dict[str, int] = {str(name): int(size) for name, size in mark["files"].items()}
+            self._told: dict[str, Any] = dict(mark["tensors"])
+            self.dtypes = {key: dtype_named(told["dtype"]) for key, told in self._told.items()}
+            self.shapes = {key: tuple(map(int, told["shape"])) for key, told in self._told.items()}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"load: the mark of {checkpoint} says nothing of its tensors: {error!r}") from error
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._told
+
+    def under(self, prefix: str) -> list[str]:
+        """The keys that begin with a text."""
+        return [key for key in self._told if key.startswith(prefix)]
+
+    def check_files(self, keys: Iterable[str]) -> None:
+        """Raises ValueError for files of these tensors that are missing, or of another length than they had."""
+        for name in sorted({str(piece[0]) for key in keys for piece in self._told[key]["pieces"]}):
+            path = self._folder / name
+            if Path(name).name != name or name not in self.files:
+                raise ValueError(f"load: the mark of {self._folder} names {name!r}, which is none of its files")
+            found = path.stat().st_size if path.is_file() else None
+            if found != self.files[name]:
+                what = "is missing" if found is None else f"has {found} bytes, needs {self.files[name]}"
+                raise ValueError(f"load: {path} {what}: the checkpoint is damaged; load an older one")
+
+    def read(self, targets: Iterable[tuple[str, Tensor]]) -> None:
+        """Fill tensors, DTensors among them, each with what this rank holds of it; floats are cast. Not collective."""
+        left = list(targets)
+        while left:
+            now: dict[str, Tensor] = {}
+            again = []
+            for key, tensor in left:  # two tensors may take the values of one, that was tied
+                (again.append((key, tensor)) if key in now else now.update({key: tensor.detach()}))
+            left = again
+            planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+            planner.set_up_planner(now, self._metadata_of(now), is_coordinator=True)
+            self.read_data(planner.finish_plan(planner.create_local_plan()), planner)
+
+    def tensor(self, key: str, device: torch.device | str = "cpu") -> Tensor:
+        """A whole tensor."""
+        found = torch.empty(self.shapes[key], dtype=self.dtypes[key], device=device)
+        self.read([(key, found)])
+        return found
+
+    def _metadata_of(self, keys: Iterable[str]) -> Metadata:
+        known: dict[str, Any] = {}
+        places: dict[MetadataIndex, _Place] = {}
+        for key in keys:
+            chunks = []
+            for file, at, start, sizes in self._told[key]["pieces"]:
+                chunks.append(ChunkStorageMetadata(torch.Size(start), torch.Size(sizes)))
+                places[MetadataIndex(key, torch.Size(start))] = _Place(str(file), int(at), tuple(sizes))
+            properties = TensorProperties(dtype=self.dtypes[key])
+            known[key] = TensorStorageMetadata(properties, torch.Size(self.shapes[key]), chunks)
+        self._places = places
+        return Metadata(known, storage_data=places)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """What a plan asks for, each file opened once."""
+        by_file: dict[str, list[Any]] = {}
+        for item in plan.items:
+            by_file.setdefault(self._places[item.storage_index].file, []).append(item)
+        for name, items in by_file.items():
+            with _mapped(self._folder / name) as data:
+                for item in items:
+                    place = self._places[item.storage_index]
+                    stored = self._view(data, place, self.dtypes[item.storage_index.fqn])
+                    for dim, (start, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                        stored = stored.narrow(dim, start, size)
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(stored)
+                    planner.commit_tensor(item, target)
+                    del stored, target
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _view(self, data: mmap.mmap, place: _Place, dtype: torch.dtype) -> Tensor:
+        count = math.prod(place.sizes) * dtype.itemsize
+        if place.at < 0 or place.at + count > len(data):
+            raise ValueError(f"load: {self._folder / place.file} ends before a tensor that its mark names")
+        if count == 0:
+            return torch.empty(place.sizes, dtype=dtype)
+        return torch.frombuffer(data, dtype=torch.uint8, count=count, offset=place.at).view(dtype).view(place.sizes)
+
+    # --- what a storage reader of torch has, beside -----------------------------------------------------------
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """It reads one checkpoint."""
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """All tensors, for `torch.distributed.checkpoint.load(state, storage_reader=...)`."""
+        return self._metadata_of(self._told)
+
+    def set_up_storage_reader(self, *_: Any, **__: Any) -> None:
+        """Nothing is kept open."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Whether it may be a folder."""
+        return isinstance(checkpoint_id, (str, Path))
+
+
+@contextlib.contextmanager
+def _mapped(path: Path) -> Iterator[mmap.mmap]:
+    """Its bytes in memory as they are asked for. Views of them must be gone at the end."""
+    with path.open("rb") as file:
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        try:
+            yield data
+        finally:
+            with contextlib.suppress(BufferError):  # an error holds a view: it goes with the error
+                data.close()

@@ -1,0 +1,345 @@
+"""`autopar.save`: one call for everything that a run needs to go on, at once or while training goes on.
+
+    together   every rank finds out what it holds; what cannot be saved is refused on all
+    agree      step, options, plain states: what ranks hold alike
+    rank 0     a folder beside the checkpoints, under a lock
+    each rank  its share of the pieces into one file, synced            on a thread: asynchronous=True
+    rank 0     when all have: the mark, the rename, `latest`            on a thread: asynchronous=True
+
+What is written on a thread is copied there, before the next step of an optimizer changes it. Ranks tell each other
+through the store that they have written, so that no collective is in the way of the training.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from autopar.runtime.agreement import Claim, agree_on, agree_on_arguments, all_alike, everywhere
+from autopar.runtime.failure_board import FailureBoard
+from autopar.runtime.failures import board, reporting
+from autopar.runtime.groups import Groups
+from autopar.runtime.module import ParallelModule
+from autopar.runtime.notices import look
+from autopar.runtime.pending import before_writes
+from autopar.runtime.rendezvous import Rounds
+from autopar.runtime.run_folder import CheckpointError, RunFolder, read_shown
+from autopar.runtime.saved_parts import Parts, digest, parts_of
+from autopar.runtime.saved_tensors import layout, merged, pieces_of, written_here
+from autopar.runtime.staging import StagedFile, slots_of
+from autopar.runtime.stateful import Held
+from autopar.runtime.together import by_first, together
+from autopar.values import a_path, byte_count, whole_number, yes_or_no
+
+_in_flight: Saving | None = None
+
+
+def save(
+    folder: str | Path,
+    model: ParallelModule,
+    optimizer: Optimizer | Sequence[Optimizer] = (),
+    *,
+    scheduler: Any = (),
+    step: int | None = None,
+    extra: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+    asynchronous: bool = False,
+    host_memory: int | None = None,
+) -> Saving:
+    """Save a run into its folder, as the next of its checkpoints. Collective.
+
+    A checkpoint has the model's parameters, buffers, count of steps and seed; the state of optimizers under the names
+    of parameters; gradients with which no step has been made yet; the scale of `autopar.GradScaler` and averages of
+    `autopar.ema` that belong to the model; the plan. `autopar.load` reads it on any mesh.
+
+    Args:
+        folder: of the run, for this job alone; on a file system that all ranks share.
+        optimizer, scheduler: one or several.
+        step: by which the checkpoint is named; default: the model's count of training steps.
+        extra: what else belongs to the run: tensors, numbers, texts, lists and dicts of these, and objects that have a
+            ``state_dict``, such as data loaders. Alike on all ranks, or on all that are given the same part of the
+            batch.
+        keep: how many checkpoints are kept, the last ones; None: all.
+        asynchronous: return as soon as it is known what to write. Until all is copied the next step of an optimizer
+            waits; ``wait()`` of what is returned, or the next save or load, raises what went wrong.
+        host_memory: bytes for copies per rank; default: a half of what is free, shared by the ranks of a machine. With
+            less than the rank's share, the next step of an optimizer waits for what does not fit to be written.
+
+    Raises ValueError for what cannot be saved, CheckpointError where writing fails: on all ranks, and the checkpoint
+    before it stays as it is.
+    """
+    global _in_flight
+    if not isinstance(model, ParallelModule):
+        raise ValueError(f"save: needs a model made by autopar.parallelize, found a {type(model).__name__}")
+    optimizers, schedulers = several("optimizer", optimizer), several("scheduler", scheduler)
+    with reporting("save"):
+        path = Path(os.path.abspath(a_path("folder", folder)))
+        keep = None if keep is None else whole_number("keep", keep, 1)
+        limit = None if host_memory is None else byte_count("host_memory", host_memory)
+        yes_or_no("asynchronous", asynchronous)
+        held = model.held()
+        groups, chosen = held.groups, whole_number("step", held.training_steps if step is None else step)
+        options = {"asynchronous": asynchronous, "keep": keep, "extra": sorted(map(str, extra or {}))}
+        agree_on_arguments(groups, "save", options, owed=held.owed)
+        wait_for_save()
+        parts = together(groups, "save", lambda: _checked_parts(held, optimizers, schedulers, chosen, extra or {}))
+        _agree(groups, parts, str(path))
+        run = RunFolder(path)
+        file = f"rank-{groups.rank:05d}.safetensors"
+        try:
+            draft = Path(by_first(groups, "save", lambda: str(run.begin(chosen))))
+            copies = asynchronous or groups.device.type != "cpu"
+            pieces = pieces_of(written_here(parts.entries, groups))
+            head, index = layout(pieces, file)
+            slots = slots_of(limit, groups.device.type == "cuda") if copies else None
+            staged = together(groups, "save", lambda: StagedFile(draft / file, head, pieces, slots))
+        except BaseException:
+            _give_up(run, groups)
+            raise
+        told = {"index": index, "of_stage": parts.of_stage if _is_first_of_stage(groups) else {}, "extra": parts.extra}
+        made = Saving(groups, run, draft, staged, told, parts.common, keep)
+        _in_flight = made
+        if parts.unstable and asynchronous:
+            made.start()
+            made.wait_staged()  # the next backward would add to the gradients
+        elif asynchronous:
+            made.start()
+        else:
+            made.run()
+            wait_for_save()
+    return made
+
+
+def several(name: str, given: Any) -> list[Any]:
+    """One object, or a list of them, each with a ``state_dict``. Raises ValueError."""
+    found = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
+    for x in found:
+        if not callable(getattr(x, "state_dict", None)) or (name == "optimizer" and not isinstance(x, Optimizer)):
+            raise ValueError(f"{name}: needs one of torch, or several, found a {type(x).__name__}")
+    return found
+
+
+def _checked_parts(
+    held: Held, optimizers: Sequence[Optimizer], schedulers: Sequence[Any], step: int, extra: Mapping[str, Any]
+) -> Parts:
+    if not held.loaded:
+        raise ValueError(
+            "save: the model came without weights (meta device), there is nothing to save; load some first"
+        )
+    if held.scaler is not None and held.scaler.in_a_step:
+        raise ValueError("save: the scaler is between unscale_ and update; call scaler.update() before")
+    if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
+        raise ValueError("extra: needs names with values, such as {'loader': loader}")
+    return parts_of(held, optimizers, schedulers, step, extra)
+
+
+def _agree(groups: Groups, parts: Parts, folder: str) -> None:
+    """Ranks hold alike what only some of them write; and where they do not, it is known which ones do."""
+    common = {name: json.dumps(value, sort_keys=True) for name, value in parts.common.items()}
+    within = tuple(axis for axis in groups.mesh.sizes if axis != "pp")
+    claims = [
+        Claim(everywhere(groups), {"folder": folder, **common, "tensors": digest(None, parts.small)},
+              "save: every rank must save the same run", "call it alike on every rank"),
+        Claim(within, {"states": digest(parts.of_stage, parts.stage_small)},
+              "save: ranks that step the same parameters must have the same states of optimizers",
+              "step optimizers alike on every rank"),
+    ]  # fmt: skip
+    agree_on(groups, claims, "save")
+    told = digest(parts.extra, parts.extra_tensors)
+    if not parts.extra["dict"] or all_alike(groups, "save: extra", told):
+        parts.add_extra(None, writes=False)
+        parts.extra = {"part": None, "tree": parts.extra} if groups.rank == 0 else {}
+        return
+    data = {axis for axis in ("dp", "rp") if axis in groups.mesh.sizes}
+    others = tuple(axis for axis in groups.mesh.sizes if axis not in data)
+    need = "save: ranks that are given the same part of the batch must give the same extra"
+    agree_on(groups, [Claim(others, {"extra": told}, need, "give what is alike on these ranks")], "save: extra by part")
+    first = all(groups.coordinate[axis] == 0 for axis in others)
+    part = groups.mesh.data_part(groups.coordinate)
+    parts.add_extra(part, writes=first)
+    parts.extra = {"part": part, "tree": parts.extra} if first else {}
+
+
+def _is_first_of_stage(groups: Groups) -> bool:
+    return all(at == 0 for axis, at in groups.coordinate.items() if axis != "pp")
+
+
+def _give_up(run: RunFolder, groups: Groups) -> None:
+    if groups.rank == 0:
+        run.discard()
+        run.close()
+
+
+def wait_for_save() -> None:
+    """Until the save in flight, if there is one, is complete. Raises what became of it. Collective."""
+    global _in_flight
+    mine, _in_flight = _in_flight, None
+    if mine is not None:
+        mine.wait()
+
+
+def _wait_staged() -> None:
+    """Before parameters change: what is being saved has been copied."""
+    if _in_flight is not None:
+        _in_flight.wait_staged()
+
+
+before_writes(_wait_staged)
+
+
+class Saving:
+    """A save, perhaps in flight: what `autopar.save` returns. ``folder``: where the checkpoint is, or will be."""
+
+    def __init__(
+        self,
+        groups: Groups,
+        run: RunFolder,
+        draft: Path,
+        staged: StagedFile,
+        told: Mapping[str, Any],
+        common: Mapping[str, Any],
+        keep: int | None,
+    ) -> None:
+        self._groups, self._run, self._draft, self._staged = groups, run, draft, staged
+        self._told, self._common, self._keep = told, common, keep
+        self.folder = draft.parent / draft.name.removeprefix(".saving-")
+        self._board: FailureBoard = board()
+        self._rounds = groups.rounds.setdefault("saves", Rounds())
+        self._where = self._rounds.next(f"autopar/{groups.name}/saves")
+        self._before, self._rounds.left = self._rounds.left, [f"{self._where}/{x}" for x in ("ended", "failed", "done")]
+        self._thread: threading.Thread | None = None
+        self._outcome: str | None = None
+
+    # --- on each rank -----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Write on a thread, which the interpreter waits for at its end."""
+        self._thread = threading.Thread(target=self._run_alone, name="autopar-save")
+        self._thread.start()
+
+    def wait_staged(self) -> None:
+        """Until what is saved may change."""
+        self._staged.staged.wait()
+
+    @property
+    def done(self) -> bool:
+        """Whether this rank has written its share (rank 0: whether the checkpoint is complete)."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Until the checkpoint is complete. Raises CheckpointError, on all ranks, where it will not be: naming the rank
+        that failed. Collective."""
+        global _in_flight
+        if _in_flight is self:
+            _in_flight = None
+        if self._thread is not None:
+            self._thread.join()
+        if self._outcome is None:
+            self._outcome = self._ask(f"{self._where}/done")
+        if self._outcome != "done":
+            raise CheckpointError(f"save: {self._outcome}; the checkpoint before it is as it was")
+
+    def _run_alone(self) -> None:
+        try:
+            self.run()
+        except BaseException as error:  # wait() finds out; if nobody waits, this is the only word
+            print(f"autopar: saving {self.folder} failed on rank {self._groups.rank}: {error}", file=sys.stderr)
+
+    def run(self) -> None:
+        """Write this rank's share, and say so; rank 0 completes the checkpoint."""
+        said = ""
+        try:
+            self._staged.run()
+            text = json.dumps(self._told)
+            with (self._draft / f"rank-{self._groups.rank:05d}.json").open("x", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+        except Exception as error:
+            said = f"rank {self._groups.rank} could not write {self.folder.name}: {type(error).__name__}: {error}"
+        self._say(said)
+        if self._groups.rank == 0:
+            self._complete()
+
+    def _say(self, failure: str) -> None:
+        def tell(store: dist.Store) -> None:
+            if failure:
+                store.compare_set(f"{self._where}/failed", "", failure[:1000])
+            store.add(f"{self._where}/ended", 1)
+
+        self._board.ask(tell)
+
+    # --- on rank 0 --------------------------------------------------------------------------------------------
+
+    def _complete(self) -> None:
+        world = self._groups.mesh.world_size
+        try:
+            self._poll(lambda store: "all" if store.add(f"{self._where}/ended", 0) == world else "")
+            failure = self._board.ask(lambda store: look(store, f"{self._where}/failed"))
+            if not failure:
+                failure = self._publish()
+            outcome = failure or "done"
+            if failure:
+                self._run.discard()
+        except BaseException as error:
+            outcome = str(error)
+            raise
+        finally:
+            self._run.close()
+            self._board.ask(functools.partial(self._tell_outcome, outcome=outcome))
+
+    def _tell_outcome(self, store: dist.Store, outcome: str) -> None:
+        for key in self._before:  # all have waited for the save before this one
+            store.delete_key(key)
+        store.set(f"{self._where}/done", outcome)
+
+    def _publish(self) -> str:
+        try:
+            names = [f"rank-{r:05d}.json" for r in range(self._groups.mesh.world_size)]
+            told = [read_shown(self._draft / name) for name in names]
+            mark = {**_joined(told, self._common), **merged(part["index"] for part in told)}
+            for name in names:
+                (self._draft / name).unlink()
+            self._run.publish(mark, self._keep)
+        except Exception as error:
+            return f"rank 0 could not complete {self.folder.name}: {type(error).__name__}: {error}"
+        return ""
+
+    # --- waiting for others -----------------------------------------------------------------------------------
+
+    def _ask(self, key: str) -> str:
+        return self._poll(lambda store: look(store, key))
+
+    def _poll(self, question: Callable[[dist.Store], str]) -> str:
+        """Until there is an answer. Raises CollectiveError where ranks have failed."""
+        pause, next_look = 0.001, time.monotonic() + self._board.beat
+        while not (found := self._board.ask(question)):
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.05)
+            if time.monotonic() > next_look:
+                if self._board.trouble(range(self._groups.mesh.world_size)) and not self._board.ask(question):
+                    raise self._board.failed("saving", range(self._groups.mesh.world_size))
+                next_look = time.monotonic() + self._board.beat
+        return found
+
+
+def _joined(told: Sequence[Mapping[str, Any]], common: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of the run, of what all ranks tell."""
+    optimizers = []
+    for i, known in enumerate(common["optimizers"]):
+        of_stages = [t["of_stage"]["optimizers"][i] for t in told if t["of_stage"]]
+        names = [list(dict.fromkeys(n for g in group for n in g)) for group in zip(*(s["names"] for s in of_stages))]
+        states = {name: tree for s in of_stages for name, tree in s["states"].items()}
+        optimizers.append({**known, "names": names, "states": states})
+    extra = [t["extra"] for t in told if t["extra"]]
+    return {**common, "optimizers": optimizers, "extra": extra}

@@ -1,0 +1,100 @@
+"""Nested values as JSON with tensors beside it, and back: states of schedulers and loaders, options of optimizers.
+
+    tree = encoded(scheduler.state_dict(), put, "the scheduler")     put("the scheduler.last", tensor) -> its note
+    decoded(tree, get)                                               get(note) -> tensor
+
+Numbers, texts, None and lists stand for themselves; everything else is an object of one name that says what it is:
+``{"dict": {"lr": 0.1}}``, ``{"tuple": [0.9, 0.999]}``. So nothing is pickled, and nothing that is read runs code.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Put = Callable[[str, Tensor], Any]
+Get = Callable[[Any], Tensor]
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def encoded(value: Any, put: Put, at: str) -> Any:
+    """A value as JSON. ``put`` takes (where it stands, tensor) and gives a note in JSON for it; ``at``: where the value
+    stands, in words. Raises ValueError for what is neither plain nor has a ``state_dict``."""
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, Tensor):
+        return {"tensor": put(at, value)}
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        return {"array": put(at, torch.from_numpy(np.ascontiguousarray(value)))}
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+        return value.item()
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if isinstance(value, (bytes, bytearray)):
+        return {"bytes": base64.b64encode(value).decode()}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, Mapping):
+        return _mapping(value, put, at)
+    if type(value) is list:
+        return [encoded(x, put, f"{at}.{i}") for i, x in enumerate(value)]
+    if type(value) in (tuple, torch.Size):
+        return {"tuple": [encoded(x, put, f"{at}.{i}") for i, x in enumerate(value)]}
+    if type(value) in (set, frozenset):
+        return {type(value).__name__: [encoded(x, put, f"{at}.{i}") for i, x in enumerate(sorted(value, key=repr))]}
+    if callable(getattr(value, "state_dict", None)):
+        return encoded(value.state_dict(), put, at)
+    raise ValueError(
+        f"save: {at} is a {type(value).__name__}, needs tensors, numbers, texts, or lists and dicts of these; give an "
+        "object that has state_dict(), or what describes it"
+    )
+
+
+def _mapping(value: Mapping[Any, Any], put: Put, at: str) -> Any:
+    if isinstance(value, Counter):
+        return {"counter": [[encoded(k, put, f"{at}.{k}"), n] for k, n in value.items()]}
+    if all(type(k) is str for k in value):
+        return {"dict": {k: encoded(x, put, f"{at}.{k}") for k, x in value.items()}}
+    return {"items": [[encoded(k, put, at), encoded(x, put, f"{at}.{k}")] for k, x in value.items()]}
+
+
+def decoded(tree: Any, get: Get) -> Any:
+    """The value that was encoded; ``get`` takes the note of a tensor. Raises ValueError for what is no such tree."""
+    if isinstance(tree, list):
+        return [decoded(x, get) for x in tree]
+    if not isinstance(tree, dict):
+        return tree
+    (kind, inner), *more = tree.items() or [("nothing", None)]
+    if more or kind not in _DECODERS:
+        raise ValueError(f"needs one of {', '.join(_DECODERS)}, found {list(tree)[:3]}")
+    return _DECODERS[kind](inner, get)
+
+
+_DECODERS: dict[str, Callable[[Any, Get], Any]] = {
+    "tensor": lambda note, get: get(note),
+    "array": lambda note, get: get(note).numpy(),
+    "complex": lambda pair, get: complex(*pair),
+    "bytes": lambda text, get: base64.b64decode(text),
+    "dtype": lambda name, get: dtype_named(name),
+    "counter": lambda pairs, get: Counter({decoded(k, get): n for k, n in pairs}),
+    "dict": lambda items, get: {k: decoded(x, get) for k, x in items.items()},
+    "items": lambda pairs, get: {decoded(k, get): decoded(x, get) for k, x in pairs},
+    "tuple": lambda items, get: tuple(decoded(x, get) for x in items),
+    "set": lambda items, get: {decoded(x, get) for x in items},
+    "frozenset": lambda items, get: frozenset(decoded(x, get) for x in items),
+}
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype of torch of a name such as "bfloat16". Raises ValueError for what is none."""
+    found = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"needs the name of a dtype, found {name!r}")
+    return found
