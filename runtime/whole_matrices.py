@@ -4,7 +4,9 @@
 
         for each parameter:  weight, gradient and states of its shape are gathered; the optimizer steps this one;
                              the piece and the pieces of its states are kept
-        then the optimizer's own step finds no gradients, and does nothing
+
+torch calls the hooks of a step with the optimizer, and the step itself with a stand-in: that does the above when it is
+asked for its groups, and then has none. So hooks run before and after, and an error of theirs leaves all as it is.
 
 So the update is that of one process, bit for bit, and no more than one matrix is whole at a time. (On DTensors as such
 Muon's products round in another order, in bfloat16, and Adafactor stops.) States of other shapes, such as Adafactor's
@@ -23,8 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.adapters.dtensor import local_of
 from autopar.runtime.sharded_tensor import ShardedTensor, boxes, shards_of
@@ -46,7 +47,6 @@ PLAIN = {"Rprop"}  # elementwise, but by index
 _TOGETHER = {"LBFGS"}  # one problem of all parameters
 
 _STAGES: dict[DeviceMesh, int] = {}  # meshes of our parameters -> how many stages there are
-_HELD = WeakIdKeyDictionary()  # optimizer -> gradients that its own step must not see
 
 
 def watch_optimizers(mesh: DeviceMesh, stages: int) -> None:
@@ -62,7 +62,7 @@ def _is_ours(p: Tensor) -> bool:
 
 @functools.cache
 def _watching() -> Any:
-    return register_optimizer_step_pre_hook(_before), register_optimizer_step_post_hook(_after)
+    return register_optimizer_step_pre_hook(_before)
 
 
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -80,17 +80,36 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
         with torch.enable_grad():
             loss = closure()
         args, kwargs = (optimizer, lambda: loss), {k: v for k, v in kwargs.items() if k != "closure"}
-    _step_each(optimizer, whole)
-    _HELD[optimizer] = held = []
-    for p in ours:
-        held.append((p, p.grad))
-        p.grad = None
-    return args, kwargs
+    return (_stand_in(optimizer, whole), *args[1:]), kwargs
 
 
-def _after(optimizer: Optimizer, *_: Any) -> None:
-    for p, gradient in _HELD.pop(optimizer, ()):
-        p.grad = gradient
+def _stand_in(optimizer: Optimizer, whole: bool) -> Optimizer:
+    """An optimizer of the same kind for one call of its step. Its attributes are those of ``optimizer``, but for the
+    groups: who reads them first has our parameters stepped, and finds those that are none of ours."""
+    left: list[dict[str, Any]] = []
+
+    def groups(_: Any) -> list[dict[str, Any]]:
+        if not left:
+            _step_each(optimizer, whole)
+            left.extend(_Others(group) for group in optimizer.param_groups)
+        return [group for group in left if group["params"]]
+
+    kind = type(type(optimizer).__name__, (type(optimizer),), {"param_groups": property(groups)})
+    made: Optimizer = object.__new__(kind)
+    made.__dict__ = optimizer.__dict__
+    return made
+
+
+class _Others(dict[str, Any]):
+    """A group without our parameters; what is written to it is written to the group."""
+
+    def __init__(self, group: dict[str, Any]) -> None:
+        super().__init__(group, params=[p for p in group["params"] if not _is_ours(p)])
+        self._group = group
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        self._group[name] = value
 
 
 def _unknown_kernels(optimizer: Optimizer, names: set[str], ours: list[Tensor]) -> bool:

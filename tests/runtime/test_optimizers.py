@@ -144,6 +144,47 @@ def around_a_step(**sizes: int) -> dict[str, Any]:
     return {"hooks": hooks, "losses": [float(loss), float(second)], "gradients": gradients, "others": len(steps)}
 
 
+def hooks_that_matter() -> list[Any]:
+    """A hook that takes the gradients away before a step, and one that raises behind it; an optimizer with a further
+    parameter."""
+    torch.manual_seed(0)
+    x = torch.rand(8, 8)
+    mesh = autopar.init_mesh("cpu", 30.0, dp=2)
+    parallel = autopar.parallelize(Matrices(), mesh, example_batch={"x": x}, zero=3)
+    other = nn.Parameter(torch.ones(2, 2))
+    optimizer = torch.optim.Muon([*parallel.parameters(), other], lr=0.1)
+    parallel.train_step(x=x)
+    other.grad = torch.ones(2, 2)
+    gradients = [p.grad.clone() for p in parallel.parameters()]  # type: ignore[union-attr]
+
+    def zeroed(*_: Any) -> None:
+        for p in parallel.parameters():
+            p.grad.zero_()  # type: ignore[union-attr]
+
+    def broken(*_: Any) -> None:
+        raise KeyError("behind the step")
+
+    before = {n: v.clone() for n, v in parallel.full_state_dict().items()}
+    hook = optimizer.register_step_pre_hook(zeroed)
+    optimizer.step()
+    hook.remove()
+    now, decayed = parallel.full_state_dict(), 1 - 0.1 * 0.1  # by Muon's weight decay alone
+    acted = all(torch.allclose(now[n], before[n] * decayed) for n in before)
+    for p, gradient in zip(parallel.parameters(), gradients, strict=True):
+        p.grad = gradient
+    optimizer.register_step_post_hook(broken)
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            optimizer.step()
+    kept = [torch.equal(p.grad, g) for p, g in zip(parallel.parameters(), gradients, strict=True)]  # type: ignore[arg-type]
+    return [acted, float(other.detach().sum()), kept, len(optimizer.param_groups[0]["params"])]
+
+
+def test_hooks_act_and_their_errors_lose_nothing() -> None:
+    for acted, others, kept, count in run_ranks(2, hooks_that_matter):
+        assert acted and others < 3.9 and kept == [True, True] and count == 3
+
+
 def test_hooks_closures_and_gradients_are_as_in_torch() -> None:
     for found in run_ranks(2, around_a_step_of_two):
         assert found["hooks"] == ["before", "after"] * 2

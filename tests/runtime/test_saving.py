@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
+from autopar.runtime import staging
 from tests.ranks import run_ranks
-from tests.runs import Run, Sizes, averages, undisturbed
+from tests.runs import Run, Sizes, Tied, averages, undisturbed
 
 EXACT = 1e-10
 MESHES: list[tuple[Sizes, dict[str, Any]]] = [
@@ -50,3 +54,60 @@ def test_a_run_moves_over_meshes(tmp_path: Path) -> None:
         found += legs[0][0]
     assert found == pytest.approx(expected, abs=EXACT)
     assert same(legs[0][1], average)
+
+
+# --- while training goes on ---------------------------------------------------------------------------------
+
+
+def written(checkpoint: Path) -> dict[str, Any]:
+    """All of a checkpoint: bytes of its files, and what its mark says of the run."""
+    mark = json.loads((checkpoint / "checkpoint.json").read_text())
+    del mark["order"]
+    return {**{p.name: p.read_bytes() for p in sorted(checkpoint.glob("*.safetensors"))}, "mark": mark}
+
+
+def beside(folder: str, wave: int, slow: float) -> tuple[bool, float, list[float]]:
+    """The same state saved at once and on a thread, while the run makes two more steps. ``wave``: bytes of a slot, of
+    which there are two; ``slow``: seconds for each write."""
+    write = staging.StagedFile._write
+
+    def slowly(self: Any, data: memoryview) -> None:
+        time.sleep(slow)
+        write(self, data)
+
+    with patch.object(staging, "WAVE", wave), patch.object(staging.StagedFile, "_write", slowly):
+        staging.slots_of.cache_clear()
+        run = Run({"dp": 2}, zero=1)
+        losses = [run.step(), run.step()]
+        now = run.save(f"{folder}/now")
+        later = run.save(f"{folder}/later", asynchronous=True, host_memory=0)
+        flying = not later.done
+        losses += [run.step(), run.step()]
+        later.wait()
+        staging.slots_of.cache_clear()
+    return flying and written(now.folder) == written(later.folder), run.average.updates, losses
+
+
+@pytest.mark.parametrize(("wave", "slow"), [(2**20, 0.02), (96, 0.002)], ids=["all fits", "in waves"])
+def test_what_is_written_beside_the_training_is_the_same(tmp_path: Path, wave: int, slow: float) -> None:
+    expected, _ = run_ranks(1, undisturbed, 4)[0]
+    for same_bytes, updates, losses in run_ranks(2, beside, str(tmp_path), wave, slow):
+        assert same_bytes and updates == 4
+        assert losses == pytest.approx(expected, abs=EXACT)
+
+
+def shares(folder: str) -> dict[str, int]:
+    """Bytes of the files of a mesh with replicas."""
+    run = Run({"rp": 2, "dp": 2}, zero=3)
+    run.step()
+    return {p.name: p.stat().st_size for p in run.save(folder).folder.glob("*.safetensors")}
+
+
+def test_replicas_share_the_writing(tmp_path: Path) -> None:
+    """Pieces, moments and averages are held twice, vectors four times; each is written once, and nobody is idle."""
+    sizes = run_ranks(4, shares, str(tmp_path))[0]
+    heads = sum(int.from_bytes((tmp_path / "step-00000001" / name).read_bytes()[:8], "little") + 8 for name in sizes)
+    parameters = sum(p.numel() for p in Tied().parameters())
+    steps = 4 * len(list(Tied().parameters()))
+    assert sum(sizes.values()) - heads == 4 * 8 * parameters + steps + 8 * 0
+    assert len(sizes) == 4 and max(sizes.values()) < 1.25 * min(sizes.values())
