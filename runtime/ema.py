@@ -59,6 +59,10 @@ class MovingAverage:
         lerp_all([self._averages[name] for name in pieces], list(pieces.values()), weight)
         self.updates += 1
 
+    def drop(self) -> None:
+        """The model has it no more: it is not saved with it, and its memory is free once nobody else has it."""
+        self._model.drop_average(self)
+
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Within: the parameters of the model are the averages. What is trained there is lost."""

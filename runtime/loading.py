@@ -8,6 +8,7 @@ together   reads what it needs, and puts it in place
 from __future__ import annotations
 
 import functools
+import operator
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,9 +24,9 @@ from autopar.runtime.agreement import agree_on_arguments
 from autopar.runtime.failures import reporting
 from autopar.runtime.groups import Groups
 from autopar.runtime.module import ParallelModule
-from autopar.runtime.optimizer_state import Restored, kind_of
+from autopar.runtime.optimizer_state import Restored, class_of
 from autopar.runtime.pending import note_step
-from autopar.runtime.run_folder import CheckpointError, checkpoint_at, read_mark
+from autopar.runtime.run_folder import SavedStateError, checkpoint_at, read_mark
 from autopar.runtime.saved_tensors import SavedTensors
 from autopar.runtime.saving import several, wait_for_save
 from autopar.runtime.state import other_kind
@@ -68,7 +69,7 @@ def load(
         extra: objects with ``load_state_dict``, such as data loaders, by the names under which they were saved.
 
     Raises ValueError, on all ranks and before anything is changed, where there is no checkpoint, and for one that is
-    damaged, of a newer format, or of another model; CheckpointError where reading fails.
+    damaged, of a newer format, or of another model; SavedStateError where reading fails.
     """
     if not isinstance(model, ParallelModule):
         raise ValueError(f"load: needs a model made by autopar.parallelize, found a {type(model).__name__}")
@@ -76,7 +77,7 @@ def load(
     with reporting("load"):
         path, held = Path(os.path.abspath(a_path("folder", folder))), model.held()
         groups = held.groups
-        given = {"optimizers": list(map(kind_of, optimizers)), "schedulers": len(schedulers)}
+        given = {"optimizers": list(map(class_of, optimizers)), "schedulers": len(schedulers)}
         given |= {"folder": str(path), "extra": sorted(map(str, extra or {}))}
         agree_on_arguments(groups, "load", given, owed=held.owed)
         wait_for_save()
@@ -86,12 +87,12 @@ def load(
         model.begin_loading()
         together(groups, "load", loading.read)
         loading.put()
-        mark = loading.mark
-        model.end_loading(int(mark["training_steps"]), int(mark["seed"]), bool(loading.gradients))
+        counts, mark = loading.counts, loading.mark
+        model.end_loading(counts["training_steps"], counts["seed"], bool(loading.gradients))
         if not loading.gradients:
             for optimizer_ in optimizers:
                 note_step(optimizer_)
-    return Loaded(checkpoint, int(mark["step"]), loading.extra, mark["mesh"], mark["plan"])
+    return Loaded(checkpoint, counts["step"], loading.extra, mark["mesh"], mark["plan"])
 
 
 def _chosen(folder: Path) -> str:
@@ -116,6 +117,7 @@ class _Loading:
         self._saved, self._held = SavedTensors(checkpoint, self.mark), held
         self._schedulers, self._stateful = schedulers, stateful
         try:
+            self.counts = {name: operator.index(self.mark[name]) for name in ("step", "training_steps", "seed")}
             self._where = self._names()
             self._targets = self._of_model() + self._of_averages()
             self._restored = self._of_optimizers(optimizers)
@@ -256,7 +258,7 @@ class _Loading:
             self.extra = decoded(self._tree_of_extra(), lambda key: self._saved.tensor(f"{prefix}.{key}"))
             self._states = [decoded(tree, self._saved.tensor) for tree in self._scheduler_states]
         except (OSError, KeyError) as error:
-            raise CheckpointError(f"load: reading failed: {type(error).__name__}: {error}") from error
+            raise SavedStateError(f"load: reading failed: {type(error).__name__}: {error}") from error
 
     def put(self) -> None:
         """What was read beside into its place."""

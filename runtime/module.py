@@ -8,7 +8,6 @@ works on it.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -79,7 +78,7 @@ class ParallelModule(Stateful):
         self._steps = state.StepCount(groups)
         self._watch, self._observers = NoteWatch(groups), Observers()
         self._scaler: GradScaler | None = None
-        self._averages: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._averages: list[Any] = []
         self._last_use = 0
         self._one = torch.ones((), device=groups.device)
         self._tangents: tuple[str, ...] = ()  # outputs beside the losses that somebody has differentiated

@@ -28,7 +28,7 @@ OWN = {"foreach", "fused", "capturable", "differentiable"}  # how an optimizer c
 Put = Callable[[str, Tensor, str, bool], Any]  # (key, tensor, name of its parameter, whether laid out like it) -> note
 
 
-def kind_of(optimizer: Optimizer) -> str:
+def class_of(optimizer: Optimizer) -> str:
     """Its class by name."""
     return type(optimizer).__name__
 
@@ -41,7 +41,7 @@ def names_by_group(optimizer: Optimizer, own: Mapping[str, nn.Parameter]) -> lis
         foreign = next((p for p in group["params"] if id(p) not in names), None)
         if foreign is not None:
             raise ValueError(
-                f"save: group {i} of {kind_of(optimizer)} has a parameter of shape {tuple(foreign.shape)} that the "
+                f"save: group {i} of {class_of(optimizer)} has a parameter of shape {tuple(foreign.shape)} that the "
                 "model has not; make optimizers of model.parameters(), and others for what is beside it"
             )
         found.append([names[id(p)] for p in group["params"]])
@@ -119,7 +119,7 @@ class Restored:
                 self._states[name] = p, decoded(tree, self._maker(p, group, dtype))
 
     def _check(self, names: Sequence[Sequence[str]], own: Iterable[str], where: Mapping[str, str]) -> None:
-        kind, told = kind_of(self._optimizer), self._told
+        kind, told = class_of(self._optimizer), self._told
         if told["kind"] != kind:
             raise ValueError(
                 f"load: the checkpoint has the state of {told['kind']}, found {kind}; make the same optimizer, or load "

@@ -41,7 +41,7 @@ _LOCK = ".lock"
 _busy: set[Path] = set()  # folders that this process is saving into: its own locks do not stop it
 
 
-class CheckpointError(RuntimeError):
+class SavedStateError(RuntimeError):
     """A checkpoint could not be written, or read. The message names the rank."""
 
 
@@ -101,7 +101,10 @@ class RunFolder:
             shutil.rmtree(going)
 
     def discard(self) -> None:
-        """Remove what was written."""
+        """Remove what was written, the checkpoint too if it was not yet the latest."""
+        if self._name and self.target.is_dir():
+            with contextlib.suppress(OSError):
+                os.rename(self.target, self.draft)
         shutil.rmtree(self.draft, ignore_errors=True)
 
     def _take_lock(self) -> None:

@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autopar.runtime.contents import words_of
-from autopar.runtime.optimizer_state import kind_of, names_by_group, options_of, states_of
+from autopar.runtime.optimizer_state import class_of, names_by_group, options_of, states_of
 from autopar.runtime.pending import is_pending
-from autopar.runtime.saved_tensors import Entry
+from autopar.runtime.saved_tensors import ToSave
 from autopar.runtime.sharded_tensor import shards_of
 from autopar.runtime.state import local_tensor
 from autopar.runtime.stateful import Held
@@ -36,7 +36,7 @@ from autopar.runtime.value_tree import encoded
 class Parts:
     """What this rank knows of the run. ``small``: tensors of which each rank holds a copy, by key, to compare them."""
 
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[ToSave] = field(default_factory=list)
     common: dict[str, Any] = field(default_factory=dict)
     of_stage: dict[str, Any] = field(default_factory=dict)
     extra: Any = None
@@ -50,10 +50,10 @@ class Parts:
         prefix = "extra" if part is None else f"part.{part}"
         for key, x in self.extra_tensors.items():
             if part is None or writes:
-                self.entries.append(Entry(f"{prefix}.{key}", x, stage=0 if part is None else None))
+                self.entries.append(ToSave(f"{prefix}.{key}", x, stage=0 if part is None else None))
 
 
-def parts_of(
+def parts_of_run(
     held: Held,
     optimizers: Sequence[Optimizer],
     schedulers: Sequence[Any],
@@ -66,7 +66,7 @@ def parts_of(
 
     def add(key: str, x: Tensor, name: str) -> None:
         cut = frozenset(axis for axis, _ in shards_of(x)) if isinstance(x, DTensor) else frozenset[str]()
-        parts.entries.append(Entry(key, x, cut, owner[name]))
+        parts.entries.append(ToSave(key, x, cut, owner[name]))
 
     for name, p in own.items():
         add(f"model.{name}", p.detach(), name)
@@ -98,7 +98,7 @@ def parts_of(
 
         at = f"optimizer.{i}"
         names = names_by_group(optimizer, own)
-        told.append({"kind": kind_of(optimizer), "options": options_of(optimizer, put_common, at)})
+        told.append({"kind": class_of(optimizer), "options": options_of(optimizer, put_common, at)})
         states = states_of(optimizer, {n: own[n] for group in names for n in group}, put, at)
         here.append({"names": names, "states": states})
     parts.of_stage = {"optimizers": here}
@@ -124,7 +124,7 @@ def _copy_of_all(parts: Parts, key: str, x: Tensor) -> None:
     """All ranks hold it alike; a copy, since a step or the user may change it."""
     copy = local_tensor(x).clone()
     parts.small[key] = copy
-    parts.entries.append(Entry(key, copy))
+    parts.entries.append(ToSave(key, copy))
 
 
 def _extra(parts: Parts, at: str, x: Tensor) -> str:

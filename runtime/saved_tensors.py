@@ -2,7 +2,7 @@
 
     mine = written_here(entries, groups)         replicas of a piece share the writing, by bytes
     pieces = pieces_of(mine)                     runs of consecutive positions, as distributed checkpoint plans them
-    head, index = layout(pieces, "rank-00003.tensors")
+    head, index = file_layout(pieces, "rank-00003.tensors")
     SavedTensors(checkpoint, mark).read([(key, tensor), ...])
 
 A file is a safetensors file: a head in JSON, then plain bytes. The mark of the checkpoint says of each tensor where its
@@ -38,8 +38,8 @@ from torch.futures import Future
 from autopar.adapters.autograd import version_of
 from autopar.adapters.dtensor import local_of
 from autopar.runtime.groups import Groups
-from autopar.runtime.run_folder import CheckpointError
-from autopar.runtime.value_tree import dtype_named
+from autopar.runtime.run_folder import SavedStateError
+from autopar.runtime.value_tree import dtype_called
 
 SAFETENSORS = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -49,7 +49,7 @@ SAFETENSORS = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class ToSave:
     """A tensor to save. ``cut``: the axes on which ranks hold different pieces. ``stage``: the coordinate on pp of the
     ranks that write it; None: this rank does, alone."""
 
@@ -81,7 +81,7 @@ def held_bytes(x: Tensor) -> int:
     return (local_of(x) if isinstance(x, DTensor) else x).nbytes
 
 
-def written_here(entries: Iterable[Entry], groups: Groups) -> list[Entry]:
+def written_here(entries: Iterable[ToSave], groups: Groups) -> list[ToSave]:
     """Those that this rank writes. Ranks that hold the same pieces come to the same division without asking: from the
     largest to the smallest, each goes to the replica that has least so far."""
     stage = groups.coordinate.get("pp", 0)
@@ -101,7 +101,7 @@ def written_here(entries: Iterable[Entry], groups: Groups) -> list[Entry]:
     return mine
 
 
-def pieces_of(entries: Sequence[Entry]) -> list[Piece]:
+def pieces_of(entries: Sequence[ToSave]) -> list[Piece]:
     """In the order of the file: wide dtypes first, so that each lies where its width asks."""
     tensors = {e.key: e.tensor.detach() for e in entries}
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -118,7 +118,7 @@ def pieces_of(entries: Sequence[Entry]) -> list[Piece]:
     return sorted(found, key=lambda p: (-p.values.itemsize, p.key, p.start))
 
 
-def layout(pieces: Sequence[Piece], file: str) -> tuple[bytes, dict[str, Any]]:
+def file_layout(pieces: Sequence[Piece], file: str) -> tuple[bytes, dict[str, Any]]:
     """(the head of a file that holds the pieces, what the mark says of it)."""
     entries: dict[str, Any] = {}
     ends, at = [], 0
@@ -142,8 +142,8 @@ def layout(pieces: Sequence[Piece], file: str) -> tuple[bytes, dict[str, Any]]:
     return head, {"files": {file: len(head) + at}, "tensors": tensors}
 
 
-def merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the mark says of all files. Raises CheckpointError where pieces do not make up a tensor."""
+def whole_index(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the mark says of all files. Raises SavedStateError where pieces do not make up a tensor."""
     files: dict[str, int] = {}
     tensors: dict[str, Any] = {}
     for part in parts:
@@ -152,11 +152,11 @@ def merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             known = tensors.setdefault(key, {**told, "pieces": []})
             known["pieces"] += told["pieces"]
             if (known["dtype"], known["shape"]) != (told["dtype"], told["shape"]):
-                raise CheckpointError(f"save: ranks hold {key} in other dtypes or shapes: {known}, {told}"[:500])
+                raise SavedStateError(f"save: ranks hold {key} in other dtypes or shapes: {known}, {told}"[:500])
     for key, told in tensors.items():
         held = sum(math.prod(sizes) for _, _, _, sizes in told["pieces"])
         if held != math.prod(told["shape"]):
-            raise CheckpointError(f"save: {key} has {math.prod(told['shape'])} entries, {held} of them were written")
+            raise SavedStateError(f"save: {key} has {math.prod(told['shape'])} entries, {held} of them were written")
     return {"files": files, "tensors": tensors}
 
 
@@ -164,7 +164,7 @@ def merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _FilePlace:
     file: str
     at: int
     sizes: tuple[int, ...]
@@ -179,7 +179,7 @@ class SavedTensors(StorageReader):
         try:
             self.files: dict[str, int] = {str(name): int(size) for name, size in mark["files"].items()}
             self._told: dict[str, Any] = dict(mark["tensors"])
-            self.dtypes = {key: dtype_named(told["dtype"]) for key, told in self._told.items()}
+            self.dtypes = {key: dtype_called(told["dtype"]) for key, told in self._told.items()}
             self.shapes = {key: tuple(map(int, told["shape"])) for key, told in self._told.items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"load: the mark of {checkpoint} says nothing of its tensors: {error!r}") from error
@@ -223,12 +223,12 @@ class SavedTensors(StorageReader):
 
     def _metadata_of(self, keys: Iterable[str]) -> Metadata:
         known: dict[str, Any] = {}
-        places: dict[MetadataIndex, _Place] = {}
+        places: dict[MetadataIndex, _FilePlace] = {}
         for key in keys:
             chunks = []
             for file, at, start, sizes in self._told[key]["pieces"]:
                 chunks.append(ChunkStorageMetadata(torch.Size(start), torch.Size(sizes)))
-                places[MetadataIndex(key, torch.Size(start))] = _Place(str(file), int(at), tuple(sizes))
+                places[MetadataIndex(key, torch.Size(start))] = _FilePlace(str(file), int(at), tuple(sizes))
             properties = TensorProperties(dtype=self.dtypes[key])
             known[key] = TensorStorageMetadata(properties, torch.Size(self.shapes[key]), chunks)
         self._places = places
@@ -254,7 +254,7 @@ class SavedTensors(StorageReader):
         done.set_result(None)
         return done
 
-    def _view(self, data: mmap.mmap, place: _Place, dtype: torch.dtype) -> Tensor:
+    def _view(self, data: mmap.mmap, place: _FilePlace, dtype: torch.dtype) -> Tensor:
         count = math.prod(place.sizes) * dtype.itemsize
         if place.at < 0 or place.at + count > len(data):
             raise ValueError(f"load: {self._folder / place.file} ends before a tensor that its mark names")

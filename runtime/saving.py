@@ -33,9 +33,9 @@ from autopar.runtime.module import ParallelModule
 from autopar.runtime.notices import look
 from autopar.runtime.pending import before_writes
 from autopar.runtime.rendezvous import Rounds
-from autopar.runtime.run_folder import CheckpointError, RunFolder, read_shown
-from autopar.runtime.saved_parts import Parts, digest, parts_of
-from autopar.runtime.saved_tensors import layout, merged, pieces_of, written_here
+from autopar.runtime.run_folder import RunFolder, SavedStateError, read_shown
+from autopar.runtime.saved_parts import Parts, digest, parts_of_run
+from autopar.runtime.saved_tensors import file_layout, pieces_of, whole_index, written_here
 from autopar.runtime.staging import StagedFile, slots_of
 from autopar.runtime.stateful import Held
 from autopar.runtime.together import by_first, together
@@ -75,7 +75,7 @@ def save(
         host_memory: bytes for copies per rank; default: a half of what is free, shared by the ranks of a machine. With
             less than the rank's share, the next step of an optimizer waits for what does not fit to be written.
 
-    Raises ValueError for what cannot be saved, CheckpointError where writing fails: on all ranks, and the checkpoint
+    Raises ValueError for what cannot be saved, SavedStateError where writing fails: on all ranks, and the checkpoint
     before it stays as it is.
     """
     global _in_flight
@@ -100,7 +100,7 @@ def save(
             draft = Path(by_first(groups, "save", lambda: str(run.begin(chosen))))
             copies = asynchronous or groups.device.type != "cpu"
             pieces = pieces_of(written_here(parts.entries, groups))
-            head, index = layout(pieces, file)
+            head, index = file_layout(pieces, file)
             slots = slots_of(limit, groups.device.type == "cuda") if copies else None
             staged = together(groups, "save", lambda: StagedFile(draft / file, head, pieces, slots))
         except BaseException:
@@ -140,7 +140,7 @@ def _checked_parts(
         raise ValueError("save: the scaler is between unscale_ and update; call scaler.update() before")
     if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
         raise ValueError("extra: needs names with values, such as {'loader': loader}")
-    return parts_of(held, optimizers, schedulers, step, extra)
+    return parts_of_run(held, optimizers, schedulers, step, extra)
 
 
 def _agree(groups: Groups, parts: Parts, folder: str) -> None:
@@ -237,7 +237,7 @@ class Saving:
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Until the checkpoint is complete. Raises CheckpointError, on all ranks, where it will not be: naming the rank
+        """Until the checkpoint is complete. Raises SavedStateError, on all ranks, where it will not be: naming the rank
         that failed. Collective."""
         global _in_flight
         if _in_flight is self:
@@ -247,7 +247,7 @@ class Saving:
         if self._outcome is None:
             self._outcome = self._ask(f"{self._where}/done")
         if self._outcome != "done":
-            raise CheckpointError(f"save: {self._outcome}; the checkpoint before it is as it was")
+            raise SavedStateError(f"save: {self._outcome}; the checkpoint before it is as it was")
 
     def _run_alone(self) -> None:
         try:
@@ -307,7 +307,7 @@ class Saving:
         try:
             names = [f"rank-{r:05d}.json" for r in range(self._groups.mesh.world_size)]
             told = [read_shown(self._draft / name) for name in names]
-            mark = {**_joined(told, self._common), **merged(part["index"] for part in told)}
+            mark = {**_joined(told, self._common), **whole_index(part["index"] for part in told)}
             for name in names:
                 (self._draft / name).unlink()
             self._run.publish(mark, self._keep)

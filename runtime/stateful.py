@@ -8,7 +8,6 @@ parallel.save_pretrained(folder)         files that transformers loads
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +66,7 @@ class Stateful(nn.Module):
     _loaded: bool
     _seed: int
     _scaler: GradScaler | None
-    _averages: weakref.WeakValueDictionary[int, Any]
+    _averages: list[Any]
     _last_use: int
 
     @property
@@ -89,14 +88,18 @@ class Stateful(nn.Module):
             self._seed,
             self.plan,
             self._scaler,
-            [average for _, average in sorted(self._averages.items())],
+            list(self._averages),
             self._last_use,
             self._cache.owed(),
         )
 
     def take_average(self, average: Any) -> None:
-        """Save it with the model from now on, as long as somebody has it: see `autopar.ema`, which calls this."""
-        self._averages[len(self._averages) and max(self._averages) + 1] = average
+        """Save it with the model from now on: see `autopar.ema`, which calls this."""
+        self._averages.append(average)
+
+    def drop_average(self, average: Any) -> None:
+        """Save it no more."""
+        self._averages = [known for known in self._averages if known is not average]
 
     def begin_loading(self) -> None:
         """Its parameters are of no use until `end_loading`."""

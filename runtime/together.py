@@ -12,16 +12,16 @@ from typing import TypeVar
 from autopar.runtime.agreement import all_alike, exchange_texts, text_of_first
 from autopar.runtime.failures import CollectiveError
 from autopar.runtime.groups import Groups
-from autopar.runtime.run_folder import CheckpointError
+from autopar.runtime.run_folder import SavedStateError
 
 T = TypeVar("T")
 
 
 def together(groups: Groups, what: str, call: Callable[[], T]) -> T:
     """What ``call`` returns here, once it has returned on all ranks. Raises the error of the first rank that has one,
-    on all: ValueError for a user's mistake, else CheckpointError. Collective."""
+    on all: ValueError for a user's mistake, else SavedStateError. Collective."""
     found, said, cause = attempted(call)
-    if not all_alike(groups, f"{what}: what came of it", said) or said:
+    if not all_alike(groups, f"{what}: what came of it", said or "all is well") or said:
         texts = exchange_texts(groups, said, f"{what}: who failed")
         rank = next(r for r, text in enumerate(texts) if text)
         raise _error_of(texts[rank], rank if groups.mesh.world_size > 1 else None) from cause
@@ -52,11 +52,11 @@ def attempted(call: Callable[[], T]) -> tuple[tuple[T] | None, str, BaseExceptio
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
         mine = type(error) is ValueError
-        text = first if mine or isinstance(error, CheckpointError) else f"{type(error).__name__}: {first}"
+        text = first if mine or isinstance(error, SavedStateError) else f"{type(error).__name__}: {first}"
         return None, json.dumps({"mistake": mine, "text": text}), error
 
 
 def _error_of(said: str, rank: int | None) -> Exception:
     told = json.loads(said)
     where = "" if rank is None else f" (on rank {rank})"
-    return (ValueError if told["mistake"] else CheckpointError)(told["text"] + where)
+    return (ValueError if told["mistake"] else SavedStateError)(told["text"] + where)

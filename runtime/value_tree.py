@@ -82,7 +82,7 @@ _DECODERS: dict[str, Callable[[Any, Get], Any]] = {
     "array": lambda note, get: get(note).numpy(),
     "complex": lambda pair, get: complex(*pair),
     "bytes": lambda text, get: base64.b64decode(text),
-    "dtype": lambda name, get: dtype_named(name),
+    "dtype": lambda name, get: dtype_called(name),
     "counter": lambda pairs, get: Counter({decoded(k, get): n for k, n in pairs}),
     "dict": lambda items, get: {k: decoded(x, get) for k, x in items.items()},
     "items": lambda pairs, get: {decoded(k, get): decoded(x, get) for k, x in pairs},
@@ -92,7 +92,7 @@ _DECODERS: dict[str, Callable[[Any, Get], Any]] = {
 }
 
 
-def dtype_named(name: str) -> torch.dtype:
+def dtype_called(name: str) -> torch.dtype:
     """The dtype of torch of a name such as "bfloat16". Raises ValueError for what is none."""
     found = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(found, torch.dtype):
