@@ -79,7 +79,10 @@ def accumulate(owned: Sequence[bool], dtypes: Sequence[torch.dtype | None] = ())
             add_all(sums, addends)  # one call: there are many small ones
             return sums
         out = []
-        for so_far, more, own, dtype in zip(sums, addends, owned, dtypes, strict=True):
+        values.clear()
+        addends.reverse()
+        for so_far, own, dtype in zip(sums, owned, dtypes, strict=True):
+            more = addends.pop()  # what becomes a sum of another dtype is freed
             if so_far is not None:
                 out.append(so_far.add_(more))
             elif dtype not in (None, more.dtype):

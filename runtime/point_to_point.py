@@ -24,8 +24,7 @@ from autopar.runtime.comm import Ledger, Traffic, Work
 from autopar.runtime.failures import CollectiveError, board
 from autopar.runtime.groups import Groups
 from autopar.runtime.quiet_groups import started
-from autopar.schedule.order import TRANSFERS, Action, Order
-from autopar.schedule.order_checks import counterpart
+from autopar.schedule.order import Action
 from autopar.schedule.stream_checks import Link
 
 AXIS = "pp"
@@ -169,26 +168,3 @@ def side_by_side(links: Iterable[Link]) -> list[Link]:
         turns[turn] |= set(link)
         found.append((turn, link))
     return [link for _, link in sorted(found)]
-
-
-def acknowledged(order: Order, rank: int) -> dict[Action, list[Action]]:
-    """Receive of a rank -> sends of it that have arrived by then.
-
-    A message of a peer tells that the peer has run what is ahead of it in its list, and so has received what that took.
-    A gradient that comes back is the common case.
-    """
-    found: dict[Action, list[Action]] = {}
-    for peer in {order.rank_of[a.peer] for a in order.ranks[rank] if a.kind in TRANSFERS}:
-        waiting: dict[tuple[str, int, int, int], list[Action]] = {}
-        taken: list[Action] = []
-        for action in order.ranks[peer]:
-            unit = (action.kind[-1 if action.kind in TRANSFERS else 0], action.stage, action.micro_batch, action.slice)
-            if action.kind not in TRANSFERS:
-                taken += waiting.pop(unit, [])
-            elif order.rank_of[action.peer] == rank:
-                if action.kind[0] == "R":
-                    waiting.setdefault(unit, []).append(counterpart(action))
-                else:
-                    found[counterpart(action)] = taken
-                    taken = []
-    return found

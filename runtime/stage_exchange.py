@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from autopar.ir.parameter import ParameterSpec
-from autopar.runtime.comm import Ledger, Traffic, add_ledgers, all_reduce, broadcast, finish, traffic_of
+from autopar.runtime.comm import (
+    Ledger,
+    PendingCollective,
+    Traffic,
+    add_ledgers,
+    all_reduce,
+    broadcast,
+    finish,
+    traffic_of,
+)
 from autopar.runtime.groups import Groups
 from autopar.runtime.point_to_point import AXIS
 from autopar.runtime.step_values import Routes
@@ -114,22 +123,31 @@ class SharedGradients:
     def sum(self, gradients: dict[str, Tensor], count: Any) -> dict[str, Tensor]:
         """Gradients by placeholder of the stored parameter; one that this rank lacks counts as zero. ``count`` is told
         (axis, kind, bytes)."""
-        pending = []
-        for axis, bucket in self._buckets:
-            pieces = [self._piece(gradients, node, spec) for node, spec in bucket]
-            flat = torch.cat([x.reshape(-1) for x in pieces]) if len(pieces) > 1 else pieces[0].contiguous()
-            name = f"gradient of {bucket[0][1].name}"
-            pending.append(all_reduce(self._groups, name, axis, "sum", in_place=True)(flat))
-            sent = traffic_of("all_reduce", flat.shape, flat.dtype, self._groups.size(axis))
-            count(AXIS, "all_reduce", sent)
+        pending = [self._start(gradients, axis, bucket, count) for axis, bucket in reversed(self._buckets)]
         out = dict(gradients)
-        for (_, bucket), work in zip(self._buckets, pending, strict=True):
-            shapes = [spec.local_shape(self._groups.mesh) for _, spec in bucket]
-            sizes = [torch.Size(shape).numel() for shape in shapes]
-            pieces = torch.ops.aten.split_with_sizes_copy(finish(work).view(-1), sizes)  # none keeps the bucket alive
-            for (node, _), x, shape in zip(bucket, pieces, shapes, strict=True):
-                out[node] = x.view(shape)
+        for _, bucket in self._buckets:
+            total = finish(pending.pop()).view(-1)
+            sizes = [torch.Size(spec.local_shape(self._groups.mesh)).numel() for _, spec in bucket]
+            for (node, spec), x in zip(bucket, total.split(sizes), strict=True):
+                target = out[node] = self._target(out.get(node), spec)
+                if target.data_ptr() != x.data_ptr():
+                    target.view(-1).copy_(x)
         return out
+
+    def _start(
+        self, gradients: Mapping[str, Tensor], axis: str, bucket: list[tuple[str, ParameterSpec]], count: Any
+    ) -> PendingCollective:
+        pieces = [self._piece(gradients, node, spec) for node, spec in bucket]
+        flat = torch.cat([x.reshape(-1) for x in pieces]) if len(pieces) > 1 else pieces[0].contiguous()
+        count(AXIS, "all_reduce", traffic_of("all_reduce", flat.shape, flat.dtype, self._groups.size(axis)))
+        return all_reduce(self._groups, f"gradient of {bucket[0][1].name}", axis, "sum", in_place=True)(flat)
+
+    def _target(self, found: Tensor | None, spec: ParameterSpec) -> Tensor:
+        """Where a sum is written: the rank's own gradient, where it can be."""
+        if found is not None and found.dtype == spec.dtype and found.is_contiguous():
+            return found
+        shape = spec.local_shape(self._groups.mesh)
+        return torch.empty(shape, dtype=spec.dtype, device=self._groups.device)
 
     def _piece(self, gradients: Mapping[str, Tensor], node: str, spec: ParameterSpec) -> Tensor:
         found = gradients.get(node)

@@ -34,9 +34,10 @@ from autopar.runtime.instructions import (
     total,
     write_rows,
 )
-from autopar.runtime.point_to_point import Channels, acknowledged
+from autopar.runtime.point_to_point import Channels
 from autopar.runtime.step_values import Unit, Values, unit_of
 from autopar.schedule.order import Action, Hop, Order
+from autopar.schedule.order_checks import acknowledged
 from autopar.steps.graphs import Cache, Pipeline, Prologue, StepGraph
 from autopar.steps.of_rank import backwards, graph_of, sum_dtypes
 from autopar.steps.value_names import grad, is_a, of

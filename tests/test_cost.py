@@ -14,10 +14,11 @@ from autopar.compile.model import compile_model
 from autopar.cost.memory import memory, optimizer_bytes
 from autopar.cost.step_traffic import graph_runs, step_communication
 from autopar.cost.traffic import Volume, communication
+from autopar.ir.live_values import peak_of_values
 from autopar.ir.mesh import Mesh
 from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import Shard
-from autopar.ir.storages import peak_of_values, storage_bytes, storages
+from autopar.ir.storages import storage_bytes, storages
 from autopar.models import hf as hf
 from autopar.options import Options
 from autopar.steps.graphs import Compiled

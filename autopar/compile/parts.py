@@ -66,7 +66,7 @@ def compile_pipeline(
             parts.append(_finish(f"part{k}.", merged(samples, slices, graphs[0][1]), ctx, FIXED_GRAPHS))
             continue
         make = partial(_compile_part, k, same[0], cuts[0], ctx, train)
-        alone = len(cuts[0].parts) == 1 or ctx.observers  # who watches sees each
+        alone = len(cuts[0].parts) == 1 or ctx.watched
         parts.append(make() if alone else known.stage(same[0], make))
     timed(ctx.timings, "checks", lambda: check_step_types(checked or parts, graphs[0][0], ctx.mesh))
     lengths = plan.pipeline.slices if plan.pipeline is not None else ()

@@ -24,6 +24,7 @@ from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import Shard
 from autopar.ir.storages import bytes_of
 from autopar.steps.graphs import Compiled
+from autopar.steps.of_rank import shared_gradients
 
 # Floating states of AdamW per element: the two moments.
 _MOMENTS = 2
@@ -43,7 +44,7 @@ class Memory:
     steady left out.
 
     gathered: parameters that are whole from the first F of a step to its last B (zero=1 and 2). With pipeline stages
-    only: received: of ``saved``, what other ranks have sent. Values on their way to another rank are left out.
+    only: received: of ``saved``, what other ranks have sent.
     """
 
     parameters: int
@@ -86,12 +87,15 @@ def _of_rank(compiled: Compiled, rank: int) -> Memory:
     held = [p for p in compiled.parameters if rank in p.ranks]
     nodes = {s.name: s.node for s in compiled.signature.inputs if s.kind == "parameter"}
     trained = [p for p in held if p.requires_grad and nodes[p.name] in found.trained]
+    bucket = compiled.plan.options.bucket_bytes
+    sums = shared_gradients(compiled.pipeline, compiled.parameters, nodes, compiled.plan.mesh, rank, bucket)
+    copied = sum(size for size, _, gradients in sums if gradients > 1)  # gradients that stages sum, in buckets
     return Memory(
         **_steady(compiled, held, trained),
         accumulated=found.accumulated,
         saved=found.saved,
         forward_peak=found.forward_peak,
-        backward_peak=found.backward_peak,
+        backward_peak=max(found.backward_peak, found.gradients + copied),
         received=found.received,
         gathered=found.gathered,
     )

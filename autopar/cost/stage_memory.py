@@ -1,22 +1,24 @@
 """What one rank of a pipeline holds while it runs its actions one after another.
 
-    G       parameters that stay whole until the last backward of their stage
+    G       parameters that stay whole until their last use; it may be part of the first F of a stage
     F       adds what its backward takes: saved values, and what it received
     B       leaves what W takes; W and BW leave nothing but gradient sums
     R       turns the gradient sums of a stage into gradients
 
-At every action: what is there already, and the live values of the graph that it runs. Left out are values on their way
-to another rank and buffers of receives that are posted ahead.
+At every action: what is there already, values on their way to and from other stages included
+(`autopar.cost.moving_values`), and the live values of the graph that it runs.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from autopar.cost.moving_values import MovingValues
 from autopar.ir.graph import outputs, placeholders
-from autopar.ir.storages import bytes_of, peak_of_values, storage_bytes, storages
+from autopar.ir.live_values import peak_of_values
+from autopar.ir.storages import bytes_of, storage_bytes, storages
 from autopar.precision import PRECISIONS, Precision
 from autopar.schedule.order import PARAMETERS, TRANSFERS, Action, Order
 from autopar.steps.graphs import Pipeline, StepGraph
@@ -27,7 +29,8 @@ from autopar.steps.value_names import is_a, of
 @dataclass
 class Walk:
     """Most bytes at once, of each kind for itself. saved: all that is kept between F, B and W; received: of this, what
-    other ranks have sent. trained: placeholders of stored parameters that get a gradient."""
+    other ranks have sent. gradients: that are there at the end. trained: placeholders of stored parameters that get a
+    gradient."""
 
     gathered: int = 0
     accumulated: int = 0
@@ -35,6 +38,7 @@ class Walk:
     received: int = 0
     forward_peak: int = 0
     backward_peak: int = 0
+    gradients: int = 0
     trained: set[str] = field(default_factory=set)
 
 
@@ -43,8 +47,8 @@ def walk_rank(pipeline: Pipeline, rank: int, precision: Precision = PRECISIONS["
     order = lowered_order(pipeline)
     run = _RankWalk(pipeline, order, rank, precision)
     for action in order.ranks[rank]:
-        if action.kind not in TRANSFERS:
-            run.act(action)
+        run.act(action)
+    run.found.gradients = round(run.there)
     return run.found
 
 
@@ -60,6 +64,7 @@ class _Part:
         self.saved = storage_bytes(part.forward.graph, saved)
         self.arrived = sum(self.sizes[n] for n in self.received if n in self.sizes)
         self.later = self.kept_by(part.backward_weight)
+        self.same: dict[str, str] = {}  # what B leaves for W -> what else it leaves in the same storage
         self.left = self._left_by_b()
         self.caches = [
             bytes_of([x])
@@ -82,33 +87,44 @@ class _Part:
         names = dict(zip(placeholders(step.graph), step.inputs, strict=True))
         behind, results = storages(step.graph), outputs(step.graph)
         viewed = {names[node] for i in stash for node, _ in behind[results[i]] if node in names}
+        first: dict[object, str] = {(node, 0): n for node, n in names.items() if n in self.later}
+        self.same = {n: first.setdefault(behind[results[i]][0], n) for i in stash if (n := step.outputs[i])}
         own = storage_bytes(step.graph, stash, {n.name for n in names})
         return own + self.bytes_of(viewed | {n for n in self.later if not is_a(n, "stash")})
 
     def bytes_of(self, names: Collection[str]) -> int:
         """Their size in all."""
-        return sum(self.sizes[n] for n in names)
+        return sum(self.sizes[n] for n in {self.same.get(n, n) for n in names})
 
-    def peak(self, step: StepGraph, others: Collection[str] = ()) -> int:
+    def largest(self, graph: StepGraph, sums: Mapping[str, int]) -> int:
+        """Of the results of a graph that become ``sums`` by a cast, the largest; 0 where all are what they are."""
+        made = {n: bytes_of([x]) for n, x in zip(graph.outputs, outputs(graph.graph)) if n is not None and n in sums}
+        return max((size for n, size in made.items() if size != sums[n]), default=0)
+
+    def peak(self, step: StepGraph, others: Collection[str] = (), dying: Collection[str] = ()) -> int:
         """Live values of a run: own ones and those it is given, but for what is there anyway (parameters, values of
-        the prologue, inputs) and ``others``."""
+        the prologue, inputs) and ``others``. ``dying``: gathered parameters that it is the last to take."""
         transient = {n for n in step.inputs if is_a(n, "saved", "stash", "grad", "sum") or n in self.received}
-        nodes = zip(step.inputs, placeholders(step.graph), strict=True)
-        return peak_of_values(step.graph, {x.name for n, x in nodes if n not in transient or n in others})
+        transient |= {*dying}
+        nodes = dict(zip(step.inputs, placeholders(step.graph), strict=True))
+        same = {x: nodes[self.same[n]] for n, x in nodes.items() if self.same.get(n, n) != n}
+        return peak_of_values(step.graph, {x.name for n, x in nodes.items() if n not in transient or n in others}, same)
 
 
 class _RankWalk:
     def __init__(self, pipeline: Pipeline, order: Order, rank: int, precision: Precision) -> None:
         self.order, self.found, self.precision = order, Walk(), precision
         self.pipeline, self.parts = pipeline, dict[int, _Part]()
-        self.shares = slice_shares(pipeline)
-        self.peaks: dict[tuple[int, str], tuple[int, int]] = {}
-        self.saved = self.received = self.gathered = self.reduced = 0.0
+        self.shares, self.moving = slice_shares(pipeline), MovingValues(pipeline, order, rank)
+        self.peaks: dict[tuple[int, str, frozenset[str]], tuple[int, int]] = {}
+        self.saved = self.received = self.reduced = 0.0
+        self.gathered: dict[tuple[int, str], int] = {}  # stage, used parameter -> bytes
+        self.gathers: set[int] = set()  # stages whose next F gathers
         self.sums: dict[int, dict[str, int]] = {}  # stage -> gradient -> bytes
         self.micro: dict[int, int] = {}  # micro-batch -> bytes of its prologue values and caches
         mine = [a for a in order.ranks[rank] if a.kind not in TRANSFERS and a.kind not in PARAMETERS]
         self.left = Counter(a.micro_batch for a in mine)
-        self.stage_left = Counter(a.stage for a in mine)
+        self.last = {(a.stage, n): a for a in mine for n in self._used(a)}
         taken = {n for a in mine for n in self._graph_inputs(a)}
         self.once = _made(pipeline.once, taken)
         self.each = _made(pipeline.each, taken)
@@ -116,6 +132,11 @@ class _RankWalk:
     def _graph_inputs(self, action: Action) -> list[str]:
         graph = graph_of(self.pipeline.parts[self.order.part_of(action.stage)], action.kind)
         return graph.inputs if graph is not None else []
+
+    def _used(self, action: Action) -> list[str]:
+        """Gathered parameters that an action takes."""
+        gathered = self.pipeline.parts[self.order.part_of(action.stage)].gathered
+        return [n for n in self._graph_inputs(action) if n in gathered] if gathered else []
 
     def part(self, stage: int) -> _Part:
         index = self.order.part_of(stage)
@@ -127,9 +148,13 @@ class _RankWalk:
     def there(self) -> float:
         """Everything between two actions."""
         sums = sum(size for of_stage in self.sums.values() for size in of_stage.values())
-        return self.once + self.saved + self.gathered + self.reduced + sum(self.micro.values()) + sums
+        kept = self.once + self.saved + self.reduced + sum(self.micro.values()) + sum(self.gathered.values())
+        return kept + self.moving.size + sums
 
     def act(self, action: Action) -> None:
+        if action.kind in TRANSFERS:
+            self.moving.transfer(action)
+            return
         part = self.part(action.stage)
         graph = graph_of(part.part, action.kind)
         if action.kind in PARAMETERS:
@@ -138,31 +163,43 @@ class _RankWalk:
         share = self.shares[action.slice]
         if action.kind == "F":
             self.micro.setdefault(action.micro_batch, self.each + round(sum(part.caches) * sum(self.shares)))
-        live, own = self.live(part, action.kind, graph)
-        self.peak(action.kind, self.there + (live - own) * share)
+            if action.stage in self.gathers:
+                graph = part.part.gather_forward
+        self.moving.before(action)
+        taken = [n for n in self._used(action) if self.last[action.stage, n] == action]
+        dying = {n: size for n in taken if (size := self.gathered.pop((action.stage, n), 0))}
+        live, own = self.live(part, action.kind, graph, frozenset(dying))
+        self.peak(action.kind, self.there + (live - own - sum(dying.values())) * share + sum(dying.values()))
+        if action.kind == "F" and action.stage in self.gathers:
+            self.gathers.remove(action.stage)
+            self.keep_gathered(action, part, graph)
         self.keep(part, action.kind, share)
+        self.moving.after(action)
         if graph is not None and action.kind == "BWR":
             self.sums.pop(action.stage, None)
             self.become_gradients(graph)
         elif graph is not None and action.kind != "F":
             sums, trained = self.sums.setdefault(action.stage, {}), self.gradients(part, graph)
+            casts = not trained.keys() <= sums.keys()
             sums |= trained
+            if casts:  # the first sums, in a dtype of their own: addends are let go of one by one
+                self.peak(action.kind, self.there + part.largest(graph, trained))
             several = self.order.micro_batches * self.order.slices > 1
             total = sum(size for of_stage in self.sums.values() for size in of_stage.values())
             self.found.accumulated = max(self.found.accumulated, total if several else 0)
             self.found.trained |= {part.part.aliases.get(n, n) for n in map(of, trained)}
-        self.leave(action, part)
+        self.leave(action)
 
-    def live(self, part: _Part, kind: str, graph: StepGraph | None) -> tuple[int, int]:
+    def live(self, part: _Part, kind: str, graph: StepGraph | None, dying: frozenset[str]) -> tuple[int, int]:
         """(live values of the graph, of these what was there before): what later actions of the unit need stays."""
-        key = (id(part), kind)
+        key = (id(graph), kind, dying)
         if graph is None:
             return 0, 0
         if key not in self.peaks:
             later = part.received & set(part.sizes) if kind == "F" else part.later if kind == "B" else set()
             kept = part.kept_by(graph) - later
             extra = part.arrived if kind == "F" else 0
-            self.peaks[key] = part.peak(graph, later) + extra, part.bytes_of(kept) if kind != "F" else 0
+            self.peaks[key] = part.peak(graph, later, dying) + extra, part.bytes_of(kept) if kind != "F" else 0
         return self.peaks[key]
 
     def keep(self, part: _Part, kind: str, share: float) -> None:
@@ -191,11 +228,12 @@ class _RankWalk:
     def parameters(self, action: Action, part: _Part, graph: StepGraph | None) -> None:
         if graph is None:
             return
-        own = storage_bytes(graph.graph, range(len(graph.outputs)))
         if action.kind == "G":
+            if part.part.gather_forward is not None:
+                self.gathers.add(action.stage)
+                return
             self.peak("F", self.there + part.peak(graph))
-            self.gathered += own
-            self.found.gathered = max(self.found.gathered, round(self.gathered))
+            self.keep_gathered(action, part, graph)
             return
         sums = self.sums.get(action.stage, {})
         self.peak("R", self.there - sum(sums.get(n, 0) for n in graph.inputs) + part.peak(graph))
@@ -203,20 +241,24 @@ class _RankWalk:
         self.found.trained -= set(map(of, graph.inputs))
         self.become_gradients(graph)
 
+    def keep_gathered(self, action: Action, part: _Part, graph: StepGraph | None) -> None:
+        """What G, or the first F, has gathered for later actions."""
+        assert graph is not None
+        for name, x in zip(graph.outputs, outputs(graph.graph), strict=True):
+            if name in part.part.gathered and self.last.get((action.stage, name), action) != action:
+                self.gathered[action.stage, name] = bytes_of([x])
+        self.found.gathered = max(self.found.gathered, sum(self.gathered.values()))
+
     def become_gradients(self, graph: StepGraph) -> None:
         """What BWR or R makes stays until the end of the step."""
         self.found.trained |= {of(n) for n in graph.outputs if n}
         self.reduced += storage_bytes(graph.graph, range(len(graph.outputs)))
 
-    def leave(self, action: Action, part: _Part) -> None:
-        """What dies with the last action of a micro-batch on this rank, or of a stage."""
+    def leave(self, action: Action) -> None:
+        """What dies with the last action of a micro-batch on this rank."""
         self.left[action.micro_batch] -= 1
         if not self.left[action.micro_batch]:
             self.micro.pop(action.micro_batch, None)
-        self.stage_left[action.stage] -= 1
-        gather = part.part.gather
-        if gather is not None and not self.stage_left[action.stage]:
-            self.gathered -= storage_bytes(gather.graph, range(len(gather.outputs)))
 
     def peak(self, kind: str, size: float) -> None:
         if kind == "F":

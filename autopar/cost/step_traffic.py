@@ -57,10 +57,10 @@ def _between_stages(compiled: Compiled, pipeline: Pipeline, rank: int) -> dict[t
     nodes = {s.name: s.node for s in compiled.signature.inputs if s.kind == "parameter"}
     sums = shared_gradients(pipeline, compiled.parameters, nodes, mesh, rank, bucket) if compiled.train else []
     if compiled.losses:
-        sums.append((8 * len(compiled.losses), mesh.size("pp")))
+        sums.append((8 * len(compiled.losses), mesh.size("pp"), 1))
     moved = {
         "send": list(sends(pipeline, rank)),
-        "all_reduce": [collective_bytes("all_reduce", size, n) for size, n in sums],
+        "all_reduce": [collective_bytes("all_reduce", size, n) for size, n, _ in sums],
         "broadcast": broadcasts(pipeline, rank, compiled.train),
     }
     return {("pp", kind): Volume(len(sizes), sum(sizes)) for kind, sizes in moved.items() if sizes}

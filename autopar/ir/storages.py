@@ -1,8 +1,8 @@
-"""What a graph's values take: the storages behind them, and how they live and die when it runs node by node.
+"""What a graph's values take: the storages behind them. How they live and die: `autopar.ir.live_values`.
 
 A value lives from its node to the last use of any view of it. An all-reduce overwrites its operand where it may.
-Operators that are written in Python have a workspace beside what they return. Left out are that of torch's own, the
-allocator's rounding, and what exchanges on their way still read.
+Operators that are written in Python have a workspace beside what they return. Left out are that of torch's own, and the
+allocator's rounding.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.ir.graph import arguments, is_call, output_node, outputs, placeholders
+from autopar.ir.graph import arguments, is_call, outputs
 from autopar.ir.waits import is_temporary
 from autopar.ops import cross_entropy as cross_entropy
 from autopar.ops import traits
 from autopar.ops import vocabulary as vocabulary  # registers what is named here
 
+aten = torch.ops.aten
 Storage = tuple[Node, int]  # the node that allocates it, and which of its results it is
 
 
@@ -57,7 +58,8 @@ def storages(gm: GraphModule, in_place: bool = False) -> dict[Node, tuple[Storag
     return found
 
 
-def _bytes_of(storage: Storage) -> int:
+def size_of(storage: Storage) -> int:
+    """Bytes."""
     return _size(_results(storage[0])[storage[1]])
 
 
@@ -68,9 +70,25 @@ def _base(node: Node) -> Node | None:
     if is_call(node, torch.ops.autopar.shard_slice.default):
         return node.all_input_nodes[0] if not arguments(node)["blocks"] else None
     base = node.all_input_nodes[0]
-    # `to` is a view only where the dtype stays
+    # `to` is a view only where the dtype stays, `reshape` and `contiguous` where strides allow it
     shares = traits.is_view(node.target) or (traits.aliases(node.target) and _dtype(node) == _dtype(base))
-    return base if shares else None
+    return base if shares and not _copies(node, base) else None
+
+
+def _copies(node: Node, base: Node) -> bool:
+    """Whether elements have to move for a shape or for order in memory."""
+    if node.target not in (aten.reshape.default, aten.contiguous.default):
+        return False
+    given: torch.Tensor = base.meta["val"]
+    if given.is_contiguous():
+        return False
+    if is_call(node, aten.contiguous.default):
+        return True
+    try:
+        torch.empty_strided(given.shape, given.stride(), device="meta").view(node.meta["val"].shape)
+    except RuntimeError:
+        return True
+    return False
 
 
 def _dtype(node: Node) -> Any:
@@ -123,40 +141,11 @@ def shared_outputs(gm: GraphModule, owned: Iterable[int]) -> list[int]:
 def _fills(node: Node, storage: Storage) -> bool:
     """Whether a contiguous value is all of its storage."""
     value = node.meta["val"]
-    return bool(value.is_contiguous()) and _size(value) == _bytes_of(storage)
+    return bool(value.is_contiguous()) and _size(value) == size_of(storage)
 
 
 def storage_bytes(gm: GraphModule, results: Iterable[int], held: Collection[str] = ()) -> int:
     """Bytes behind some of a graph's outputs, each storage once, placeholders in ``held`` left out."""
     behind, values = storages(gm), outputs(gm)
     kept = {s for i in results if isinstance(values[i], Node) for s in behind[values[i]]}
-    return sum(_bytes_of(s) for s in kept if s[0].name not in held)
-
-
-def peak_of_values(gm: GraphModule, held: Collection[str]) -> int:
-    """Most bytes alive at once when the graph runs node by node: outputs are kept, inputs freed after their last use.
-
-    ``held``: names of placeholders that somebody else keeps; they count nothing.
-    """
-    behind = storages(gm, in_place=True)
-    order = {node: i for i, node in enumerate(gm.graph.nodes)}
-    last: dict[Storage, Node] = {}
-    for node in gm.graph.nodes:
-        for x in (node, *node.all_input_nodes):
-            for storage in behind.get(x, ()):
-                if storage not in last or order[node] > order[last[storage]]:
-                    last[storage] = node
-    end = output_node(gm)
-    dying: dict[Node, list[Storage]] = {}
-    for storage, node in last.items():
-        if storage[0].name not in held or storage[0].op != "placeholder":
-            dying.setdefault(node, []).append(storage)
-    given = [n for n in placeholders(gm) if n.name not in held]
-    live = most = bytes_of(given)
-    for node in gm.graph.nodes:
-        if node.op == "call_function":
-            live += sum(_bytes_of(s) for s in behind[node] if s[0] is node)
-            most = max(most, live + workspace(node))
-        if node is not end:
-            live -= sum(_bytes_of(s) for s in dying.get(node, ()))
-    return most
+    return sum(size_of(s) for s in kept if s[0].name not in held)

@@ -15,7 +15,10 @@ PATIENCE = 1.0  # seconds before the line appears
 
 
 class Progress:
-    """An observer that shows the last finished level and the time so far, once compiling takes over a second."""
+    """An observer that shows the last finished level and the time so far, once compiling takes over a second. It
+    does not need all of them: the first rank compiles as the others do."""
+
+    glances = True
 
     def __init__(self, title: str) -> None:
         self.title, self.start = title, time.perf_counter()

@@ -50,6 +50,11 @@ class Compilation:
         finally:
             self.prefix = before
 
+    @property
+    def watched(self) -> bool:
+        """Whether somebody wants to see every graph, those of equal parts included."""
+        return any(not getattr(observer, "glances", False) for observer in self.observers)
+
     def observe(self, name: str, gm: GraphModule) -> None:
         """Show a graph to everybody who watches."""
         for observer in self.observers:

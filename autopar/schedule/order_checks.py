@@ -118,3 +118,26 @@ def counterpart(transfer: Action) -> Action:
     """The receive of a send, the send of a receive."""
     way = "R" if transfer.kind[0] == "S" else "S"
     return Action(transfer.peer, way + transfer.kind[1], transfer.micro_batch, transfer.slice, transfer.stage)
+
+
+def acknowledged(order: Order, rank: int) -> dict[Action, list[Action]]:
+    """Receive of a rank -> sends of it that have arrived by then.
+
+    A message of a peer tells that the peer has run what is ahead of it in its list, and so has received what that took.
+    A gradient that comes back is the common case.
+    """
+    found: dict[Action, list[Action]] = {}
+    for peer in {order.rank_of[a.peer] for a in order.ranks[rank] if a.kind in TRANSFERS}:
+        waiting: dict[tuple[str, int, int, int], list[Action]] = {}
+        taken: list[Action] = []
+        for action in order.ranks[peer]:
+            unit = (action.kind[-1 if action.kind in TRANSFERS else 0], action.stage, action.micro_batch, action.slice)
+            if action.kind not in TRANSFERS:
+                taken += waiting.pop(unit, [])
+            elif order.rank_of[action.peer] == rank:
+                if action.kind[0] == "R":
+                    waiting.setdefault(unit, []).append(counterpart(action))
+                else:
+                    found[counterpart(action)] = taken
+                    taken = []
+    return found

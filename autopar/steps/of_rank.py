@@ -195,12 +195,12 @@ def trained(part: Stage, received: Collection[str]) -> set[str]:
 
 def shared_gradients(
     pipeline: Pipeline, parameters: Sequence[ParameterSpec], nodes: dict[str, str], mesh: Mesh, rank: int, bucket: int
-) -> list[tuple[int, int]]:
-    """(bytes, ranks) of every sum of gradients over the stages that hold the same parameters, in buckets of at most
-    ``bucket`` bytes. ``nodes``: parameter -> placeholder."""
+) -> list[tuple[int, int, int]]:
+    """(bytes, ranks, gradients) of every sum of gradients over the stages that hold the same parameters, in buckets of
+    at most ``bucket`` bytes. ``nodes``: parameter -> placeholder."""
     received = [{h.value for h in pipeline.hops if h.target == k} for k in range(len(pipeline.parts))]
     made = {name for part, names in zip(pipeline.parts, received, strict=True) for name in trained(part, names)}
-    sums: list[tuple[int, int]] = []
+    sums: list[tuple[int, int, int]] = []
     open_buckets: dict[tuple[tuple[int, ...], torch.dtype], tuple[int, int]] = {}  # -> (index in sums, room)
     for p in parameters:
         if len(p.ranks) < 2 or rank not in p.ranks or nodes[p.name] not in made:
@@ -209,8 +209,8 @@ def shared_gradients(
         index, room = open_buckets.get(key, (-1, 0))
         if index < 0 or size > room:
             index, room = len(sums), bucket
-            sums.append((0, len(p.ranks)))
-        sums[index] = sums[index][0] + size, len(p.ranks)
+            sums.append((0, len(p.ranks), 0))
+        sums[index] = sums[index][0] + size, len(p.ranks), sums[index][2] + 1
         open_buckets[key] = index, room - size
     return sums
 

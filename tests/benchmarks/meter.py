@@ -5,8 +5,8 @@
     meter.sent, meter.calls, meter.peak
 
 Bytes are those that one rank sends under ring algorithms, from the tensors given to each collective: all-reduce
-2(n-1)/n, all-gather and reduce-scatter (n-1)/n of the whole, all-to-all (n-1)/n of a rank's piece. Memory is the
-storage that tensors of dispatched operators hold; buffers that only C++ sees (those of gloo) are not in it.
+2(n-1)/n, all-gather and reduce-scatter (n-1)/n of the whole, all-to-all (n-1)/n of a rank's piece, a send the tensor.
+Memory is the storage that tensors of dispatched operators hold; buffers that only C++ sees (those of gloo) are not.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ COLLECTIVES = {
     "_c10d_functional::reduce_scatter_tensor_coalesced": ("reduce_scatter", 0, 1),
     "_c10d_functional::all_to_all_single": ("all_to_all", 0, 1),
 }
-QUIET = {"barrier", "wait_tensor", "_wrap_tensor_autograd", "monitored_barrier_"}  # move nothing
+QUIET = {"barrier", "wait_tensor", "_wrap_tensor_autograd", "monitored_barrier_", "recv_"}  # send nothing
 
 
 class Meter(TorchDispatchMode):
@@ -74,10 +74,12 @@ class Meter(TorchDispatchMode):
         return out
 
     def _count(self, name: str, args: Any, out: Any) -> None:
+        if name == "c10d::send":
+            self.calls["send"] += 1
+            self.sent["send"] += _bytes_in(args[0])
+            return
         kind, position, times = COLLECTIVES[name]  # an operator that is not here must not pass unseen
-        whole = out if position is None else args[position]
-        size = sum(t.numel() * t.element_size() for t in tree_leaves(whole) if isinstance(t, Tensor))
-        ranks = _ranks_of(args)
+        size, ranks = _bytes_in(out if position is None else args[position]), _ranks_of(args)
         self.calls[kind] += 1
         self.sent[kind] += times * size * (ranks - 1) // ranks
 
@@ -97,6 +99,10 @@ class Meter(TorchDispatchMode):
             storage = tensor.untyped_storage()
             if storage.device.type != "meta":
                 self._storages[id(storage)] = weakref.ref(storage)
+
+
+def _bytes_in(values: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in tree_leaves(values) if isinstance(t, Tensor))
 
 
 def _plain(values: Any) -> Iterator[Tensor]:

@@ -16,9 +16,9 @@ from autopar.runtime.executor import Executor
 from autopar.runtime.failures import CollectiveError, reporting
 from autopar.runtime.groups import Groups, init_mesh
 from autopar.runtime.instructions import Instruction
-from autopar.runtime.point_to_point import Channels, acknowledged, side_by_side
+from autopar.runtime.point_to_point import Channels, side_by_side
 from autopar.schedule.order import Action, Order
-from autopar.schedule.order_checks import counterpart
+from autopar.schedule.order_checks import acknowledged, counterpart
 from tests.ranks import Outcome, close_pools, rank_outcomes, run_ranks
 from tests.runtime import hand_made
 from tests.runtime.hand_made import Case

@@ -1,0 +1,146 @@
+"""The most that is alive at once when a graph runs node by node, collectives as the executor starts and ends them.
+
+    x dies after its last use            start: the buffers of a collective are there, and what it reads stays
+    outputs are kept                     wait:  its result is there, what it read and its buffers may go
+
+When collectives are waited for `autopar.ir.waits` says, how they move pieces `autopar.runtime.comm`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping
+
+import torch
+from torch.fx import GraphModule, Node
+
+from autopar.ir.graph import arguments, is_call, nbytes, output_node, placeholders, shape
+from autopar.ir.placement import repetitions, scaled_blocks
+from autopar.ir.storages import Storage, bytes_of, size_of, storages, workspace
+from autopar.ir.waits import WaitPlaces
+from autopar.ops.traits import COLLECTIVES
+
+ours = torch.ops.autopar
+
+
+def peak_of_values(gm: GraphModule, held: Collection[str], same: Mapping[Node, Node] | None = None) -> int:
+    """Most bytes alive at once when the graph runs node by node: outputs are kept, inputs freed after their last use.
+
+    ``held``: names of placeholders that somebody else keeps; they count nothing. ``same``: placeholders that are given
+    in the storage of another one.
+    """
+    run, waits = _Run(gm, held, same or {}), WaitPlaces(gm)
+    for node in gm.graph.nodes:
+        for collective in waits.before(node):
+            run.wait(collective)
+        if node.op == "call_function" and node.target in COLLECTIVES and node.users:
+            run.start(node)
+            for collective in waits.started(node):
+                run.wait(collective)
+        elif node.op == "call_function":
+            run.call(node)
+        run.end(node)
+    return run.most
+
+
+class _Run:
+    """What is alive. ``most``: the most there has been."""
+
+    def __init__(self, gm: GraphModule, held: Collection[str], same: Mapping[Node, Node]) -> None:
+        self._behind = storages(gm, in_place=True)
+        if same:
+            base = {(x, 0): (first, 0) for x, first in same.items()}
+            self._behind = {n: tuple(base.get(s, s) for s in found) for n, found in self._behind.items()}
+        self._ends = _ends(gm, self._behind, held)
+        self._live = self.most = bytes_of(n for n in placeholders(gm) if n.name not in held and n not in same)
+        self._flying: dict[Node, tuple[Storage | None, int, int]] = {}  # what it reads, its buffers, its result
+        self._read: Counter[Storage] = Counter()  # by collectives on their way
+        self._late: set[Storage] = set()  # of these, what nothing else needs
+
+    def call(self, node: Node) -> None:
+        """A node that is no collective."""
+        self._add(self._own(node))
+        self.most = max(self.most, self._live + workspace(node))
+
+    def _own(self, node: Node) -> int:
+        return sum(size_of(s) for s in self._behind[node] if s[0] is node)
+
+    def _add(self, size: int) -> None:
+        self._live += size
+        self.most = max(self.most, self._live)
+
+    def start(self, node: Node) -> None:
+        """A collective: it reads its operand or a copy in rows, and writes its result or rows of it."""
+        if not self._own(node):  # an all-reduce that overwrites its operand
+            return
+        operand: Node = arguments(node)["x"]
+        sent, result = nbytes(operand), nbytes(node)
+        if is_call(node, ours.all_reduce.default):
+            reads, copied, arrives = False, False, False  # its result is a copy that it overwrites
+        else:
+            source, target = _row_dims(node)
+            copied = not operand.meta["val"].is_contiguous() if source is None else _moves(shape(operand), *source)
+            reads, arrives = not copied, target is not None and _moves(shape(node), *target)
+        (read,) = self._behind[operand] if reads else (None,)
+        buffers = sent * copied + result * arrives
+        self._flying[node] = read, buffers, result * arrives
+        self._add(buffers + result * (not arrives))
+        if read is not None:
+            self._read[read] += 1
+
+    def wait(self, node: Node) -> None:
+        """The end of a collective."""
+        if node not in self._flying:
+            return
+        read, buffers, result = self._flying.pop(node)
+        self._add(result)
+        self._live -= buffers
+        if read is not None:
+            self._read[read] -= 1
+            if read in self._late and not self._read[read]:
+                self._late.remove(read)
+                self._live -= size_of(read)
+
+    def end(self, node: Node) -> None:
+        """What had its last use in a node dies, or stays with collectives that read it."""
+        for storage in self._ends.get(node, ()):
+            if self._read[storage]:
+                self._late.add(storage)
+            else:
+                self._live -= size_of(storage)
+
+
+def _ends(gm: GraphModule, behind: dict[Node, tuple[Storage, ...]], held: Collection[str]) -> dict[Node, list[Storage]]:
+    """Node -> what has its last use there; what the graph returns has none."""
+    order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    last: dict[Storage, Node] = {}
+    for node in gm.graph.nodes:
+        for x in (node, *node.all_input_nodes):
+            for storage in behind.get(x, ()):
+                if storage not in last or order[node] > order[last[storage]]:
+                    last[storage] = node
+    found: dict[Node, list[Storage]] = {}
+    for storage, node in last.items():
+        if node is not output_node(gm) and (storage[0].name not in held or storage[0].op != "placeholder"):
+            found.setdefault(node, []).append(storage)
+    return found
+
+
+Cut = tuple[int, list[int]]  # dim and blocks
+
+
+def _row_dims(node: Node) -> tuple[Cut | None, Cut | None]:
+    """Along what a collective cuts its operand into rows, and puts rows together to its result."""
+    given = arguments(node)
+    if is_call(node, ours.all_gather.default):
+        return None, (given["dim"], given["blocks"])
+    if is_call(node, ours.reduce_scatter.default):
+        return (given["dim"], given["blocks"]), None
+    return (given["dst_dim"], given["dst_blocks"]), (given["src_dim"], given["src_blocks"])
+
+
+def _moves(whole: tuple[int, ...], dim: int, blocks: list[int]) -> bool:
+    """Whether rows, one for each rank, are a copy of the whole: not where they follow each other in it."""
+    parts = scaled_blocks(blocks, whole[dim])
+    return math.prod(whole[:dim]) > 1 or repetitions(parts) > 1 or len(parts) > 1 or any(b < 0 for b in parts)
