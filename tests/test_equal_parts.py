@@ -15,6 +15,8 @@ from autopar.compile.equal_parts import KnownParts
 from autopar.compile.model import compile_model
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
+from autopar.report.progress import Progress
+from autopar.runtime.step_facts import step_facts
 from autopar.steps.graphs import Compiled, Stage, StepGraph
 from autopar.steps.of_rank import graphs_of_all
 from autopar.steps.value_names import is_a
@@ -160,3 +162,14 @@ def test_who_watches_sees_each_part() -> None:
     seen: list[str] = []
     compile_model(model, batch, Mesh.of(**mesh), Options(**options), observers=[lambda at, gm, ctx: seen.append(at)])
     assert {f"part{i}.forward" for i in range(4)} <= set(seen)
+
+
+@pytest.mark.parametrize("watch", [Progress("compiling"), lambda at, gm, ctx: None], ids=["progress", "dump"])
+def test_who_watches_changes_nothing(watch: Any) -> None:
+    """The first rank shows progress, and may write what it compiles: its step has to be that of the others."""
+    model, batch = tiny("llama", layers=6)
+    options = Options(micro_batches=4, schedule="interleaved")  # of whose four parts one has another length
+    plain, watched = (
+        step_facts(compile_model(model, batch, Mesh.of(pp=2), options, observers=given)) for given in ([], [watch])
+    )
+    assert [name for name in plain if plain[name] != watched[name]] == []

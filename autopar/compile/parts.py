@@ -66,8 +66,9 @@ def compile_pipeline(
             parts.append(_finish(f"part{k}.", merged(samples, slices, graphs[0][1]), ctx, FIXED_GRAPHS))
             continue
         make = partial(_compile_part, k, same[0], cuts[0], ctx, train)
-        alone = len(cuts[0].parts) == 1 or ctx.watched
-        parts.append(make() if alone else known.stage(same[0], make))
+        if ctx.watched:  # sees each part; what is kept has the names that it has on ranks which nobody watches
+            make = partial(_as_is, make())
+        parts.append(make() if len(cuts[0].parts) == 1 else known.stage(same[0], make))
     timed(ctx.timings, "checks", lambda: check_step_types(checked or parts, graphs[0][0], ctx.mesh))
     lengths = plan.pipeline.slices if plan.pipeline is not None else ()
     hops = cuts[0].hops
@@ -75,6 +76,10 @@ def compile_pipeline(
         hops = [sliced_hop(same, slices, lengths) for same in zip(*(cut.hops for cut in cuts), strict=True)]
     order = timed(ctx.timings, "order", lambda: proven(make_order(plan, parts, hops, train, static), hops))
     return Pipeline(parts, hops, order, *_prologues(cuts[0], ctx), lengths)
+
+
+def _as_is(stage: Stage) -> Stage:
+    return stage
 
 
 def _cut(gm: GraphModule, plan: Plan, tangents: Sequence[str], train: bool) -> Cut:
