@@ -146,9 +146,10 @@ VALUES = (1.0, 2.0**-10)  # in bfloat16 their sum is 1.0
 
 def witnessed(sizes: dict[str, int], policy: str, options: dict[str, Any]) -> list[float]:
     """On a rank: the gradients that have to be 1 + 2^-10, of a vector and of a matrix."""
-    x = torch.tensor(VALUES).repeat_interleave(1)[:, None].expand(2, 4).contiguous()
-    part = x.chunk(sizes.get("dp", 1))[dist.get_rank() if "dp" in sizes else 0]
     mesh = autopar.init_mesh("cpu", 60.0, **sizes)
+    at, parts = autopar.data_part(mesh)
+    values = [*VALUES, *[0.0] * (parts - 2)]
+    part = torch.tensor(values)[:, None].expand(-1, 4).contiguous().chunk(parts)[at]
     parallel = autopar.parallelize(Witness(), mesh, example_batch={"x": part}, precision=policy, **options)
     parallel.train_step(x=part)
     found = parallel.full_gradients()
@@ -161,15 +162,53 @@ def witnessed(sizes: dict[str, int], policy: str, options: dict[str, Any]) -> li
         ({"dp": 2}, {}),
         ({"dp": 2}, {"zero": 3}),
         ({"dp": 2}, {"zero": 1}),
+        ({"rp": 2, "dp": 1}, {}),
+        ({"rp": 2, "dp": 2}, {"zero": 3}),
+        ({"rp": 2, "dp": 2}, {"zero": 0}),
         ({"dp": 1}, {"micro_batches": 2}),
     ],
     ids=str,
 )
 def test_sums_keep_what_half_precision_would_lose(sizes: dict[str, int], options: dict[str, Any]) -> None:
     for policy in ("bf16", Precision("bfloat16", "float32", "bfloat16")):
-        for found in run_ranks(max(sizes.values()), witnessed, sizes, policy, options):
-            kept = policy == "bf16" or sizes["dp"] == 1  # over micro-batches always
+        for found in run_ranks(math.prod(sizes.values()), witnessed, sizes, policy, options):
+            kept = policy == "bf16" or sizes == {"dp": 1}  # over micro-batches always
             assert found == [1.0 + 2.0**-10 if kept else 1.0] * 2, (policy, found)
+
+
+class TokenWitness(nn.Module):
+    """The gradient of ``scale`` is the sum of x over the tokens, which cp or sequence parallelism cuts: attention and
+    the pair of linears add nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.out = nn.Parameter(torch.ones(4)), nn.Linear(4, 4, bias=False)
+        self.up, self.down = nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False)
+        nn.init.zeros_(self.out.weight), nn.init.zeros_(self.down.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x * self.scale
+        heads = h.unsqueeze(1)
+        h = h + self.out(nn.functional.scaled_dot_product_attention(heads, heads, heads).squeeze(1))
+        return (h + self.down(self.up(h).relu())).float().sum()
+
+
+def token_witnessed(sizes: dict[str, int], policy: str, options: dict[str, Any]) -> float:
+    """On a rank: the gradient that has to be 1 + 2^-10. Each rank has one of the addends, however tokens are cut."""
+    x = torch.tensor([VALUES[0], 0.0, VALUES[1], 0.0])[None, :, None].expand(1, 4, 4).contiguous()
+    mesh = autopar.init_mesh("cpu", 60.0, **sizes)
+    parallel = autopar.parallelize(TokenWitness(), mesh, example_batch={"x": x}, precision=policy, **options)
+    parallel.train_step(x=x)
+    return float(parallel.full_gradients()["scale"][0])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"), [({"cp": 2}, {}), ({"cp": 2}, {"zero": 3}), ({"tp": 2}, {"sequence_parallel": True})], ids=str
+)
+def test_sums_over_tokens_keep_it_too(sizes: dict[str, int], options: dict[str, Any]) -> None:
+    for policy in ("bf16", Precision("bfloat16", "float32", "bfloat16")):
+        expected = 1.0 + 2.0**-10 if policy == "bf16" else 1.0
+        assert run_ranks(2, token_witnessed, sizes, policy, options) == [expected] * 2, policy
 
 
 def sums_and_gathers(made: Compiled) -> tuple[set[torch.dtype], set[torch.dtype]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -27,14 +28,25 @@ class Overflowing(nn.Module):
         return self.second(self.first(x).relu()).float().square().mean()
 
 
+class OverflowingTokens(Overflowing):
+    """The same with attention over two tokens, for axes that cut these: only the last one overflows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(torch.stack([x.clamp(max=1.0), x], 1)).relu()
+        mixed = h + nn.functional.scaled_dot_product_attention(h, h, h, is_causal=True)
+        return self.second(mixed).float().square().mean()
+
+
+def model_for(sizes: dict[str, int]) -> Overflowing:
+    torch.manual_seed(0)
+    return OverflowingTokens() if "cp" in sizes else Overflowing()
+
+
 def scaled_loop(sizes: dict[str, int], options: dict[str, Any], clip: bool, by_hand: bool) -> Found:
     """Four steps on a rank, of which the third overflows on one dp rank."""
-    torch.manual_seed(0)
-    model = Overflowing()
-    mesh = autopar.init_mesh("cpu", 30.0, **sizes)
-    at = mesh.get_local_rank("dp") if "dp" in sizes else 0
-    batches = scaled_batches()
-    parts = [x.chunk(sizes.get("dp", 1))[at] for x in batches]
+    model, mesh = model_for(sizes), autopar.init_mesh("cpu", 30.0, **sizes)
+    at, count = autopar.data_part(mesh)
+    parts = [x.chunk(count)[at] for x in scaled_batches()]
     parallel = autopar.parallelize(model, mesh, example_batch={"x": parts[0]}, precision="fp16", **options)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.01)
     scaler = autopar.GradScaler(parallel, init_scale=2.0**10, growth_interval=2)
@@ -64,10 +76,9 @@ def scaled_batches() -> list[Tensor]:
     return found
 
 
-def scaled_alone(clip: bool) -> Found:
+def scaled_alone(sizes: dict[str, int], clip: bool) -> Found:
     """The same loop by torch, in one process."""
-    torch.manual_seed(0)
-    model = Overflowing()
+    model = model_for(sizes)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     scales = []
@@ -93,14 +104,19 @@ def scaled_alone(clip: bool) -> Found:
         ({"dp": 2}, {"zero": 3}, False),
         ({"dp": 2}, {"zero": 1}, True),
         ({"dp": 2, "pp": 2}, {"micro_batches": 2, "cuts": ("second",)}, False),
+        ({"tp": 2}, {}, False),
+        ({"dp": 2, "tp": 2}, {"zero": 2, "micro_batches": 2}, False),
+        ({"rp": 2, "dp": 1}, {"zero": 3}, True),
+        ({"cp": 2}, {"zero": 3}, False),
+        ({"dp": 2, "cp": 2}, {}, True),
     ],
     ids=str,
 )
 def test_scaled_steps_are_those_of_torch(
     sizes: dict[str, int], options: dict[str, Any], by_hand: bool, clip: bool
 ) -> None:
-    expected = scaled_alone(clip)
-    for found in run_ranks(2 * sizes.get("pp", 1), scaled_loop, sizes, options, clip, by_hand):
+    expected = scaled_alone(sizes, clip)
+    for found in run_ranks(math.prod(sizes.values()), scaled_loop, sizes, options, clip, by_hand):
         assert found["scales"] == expected["scales"] == [1024.0, 2048.0, 1024.0, 1024.0]
         assert found["stepped"] == [True, True, False, True] and found["steps"] == {3.0}
         for name, x in expected["state"].items():
