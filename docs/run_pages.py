@@ -39,7 +39,8 @@ from autopar.schedule.request import SCHEDULES
 
 DOCS = Path(__file__).resolve().parent
 PAGES = tuple(
-    DOCS / f"{name}.md" for name in ("walkthrough", "adding", "pipelines", "context_parallel", "memory", "precision")
+    DOCS / f"{name}.md"
+    for name in ("walkthrough", "adding", "pipelines", "context_parallel", "memory", "precision", "saving")
 )
 
 _FENCED = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -12,10 +12,10 @@ through the store that they have written, so that no collective is in the way of
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +29,7 @@ from autopar.runtime.agreement import Claim, agree_on, agree_on_arguments, all_a
 from autopar.runtime.failure_board import FailureBoard
 from autopar.runtime.failures import board, reporting
 from autopar.runtime.groups import Groups
+from autopar.runtime.last_words import ask_at_end, no_longer_ask
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.notices import look
 from autopar.runtime.pending import before_writes
@@ -224,6 +225,7 @@ class Saving:
 
     def start(self) -> None:
         """Write on a thread, which the interpreter waits for at its end."""
+        ask_at_end(self)
         self._thread = threading.Thread(target=self._run_alone, name="autopar-save")
         self._thread.start()
 
@@ -242,6 +244,7 @@ class Saving:
         global _in_flight
         if _in_flight is self:
             _in_flight = None
+        no_longer_ask(self)
         if self._thread is not None:
             self._thread.join()
         if self._outcome is None:
@@ -249,11 +252,17 @@ class Saving:
         if self._outcome != "done":
             raise SavedStateError(f"save: {self._outcome}; the checkpoint before it is as it was")
 
-    def _run_alone(self) -> None:
+    def last_words(self) -> str:
+        """When the process ends: what became of it, if it failed."""
         try:
+            self.wait()
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    def _run_alone(self) -> None:
+        with contextlib.suppress(Exception):  # wait() finds out
             self.run()
-        except BaseException as error:  # wait() finds out; if nobody waits, this is the only word
-            print(f"autopar: saving {self.folder} failed on rank {self._groups.rank}: {error}", file=sys.stderr)
 
     def run(self) -> None:
         """Write this rank's share, and say so; rank 0 completes the checkpoint."""
