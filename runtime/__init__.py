@@ -7,7 +7,7 @@ module, tree, module_watch, note_watch, step_cache, step_facts, agreement      t
 batches, batch_watch, last_words, inputs, arguments, contents, feed, results, ambient      what users pass and get
 state, stateful, sharded_tensor, sharded_ops, layout, checkpoint_folder, clipping      weights
 safetensors_io, safetensors_files, windows               files of weights, in and out
-saving, loading, together, saved_parts, optimizer_state, value_tree, pending      a run, saved and going on
+saving, in_flight, loading, together, saved_parts, optimizer_state, value_tree, pending      a run, saved and going on
 saved_tensors, staging, run_folder                       the files of that
 schedules                                                pipeline schedules, as data: a room of their own
 

@@ -23,12 +23,13 @@ from torch.optim import Optimizer
 from autopar.runtime.agreement import agree_on_arguments
 from autopar.runtime.failures import reporting
 from autopar.runtime.groups import Groups
+from autopar.runtime.in_flight import wait_for_save
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.optimizer_state import Restored, class_of
 from autopar.runtime.pending import note_step
 from autopar.runtime.run_folder import SavedStateError, checkpoint_at, read_mark
 from autopar.runtime.saved_tensors import SavedTensors
-from autopar.runtime.saving import several, wait_for_save
+from autopar.runtime.saving import several
 from autopar.runtime.state import other_kind
 from autopar.runtime.stateful import Held
 from autopar.runtime.together import by_first, together

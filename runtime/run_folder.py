@@ -79,21 +79,21 @@ class RunFolder:
     def publish(self, mark: Mapping[str, Any], keep: int | None) -> None:
         """From now on the draft is the latest checkpoint; of older ones those that are more than ``keep`` go, and those
         of the same step."""
-        order = 1 + max((n for n, _ in checkpoints_in(self.folder)), default=0)
-        _write_synced(self.draft / MARK, json.dumps({"format": FORMAT, "order": order, **mark}))
+        name, order = self._name, 1 + max((n for n, _ in checkpoints_in(self.folder)), default=0)
+        write_synced(self.draft / MARK, json.dumps({"format": FORMAT, "order": order, **mark}))
         sync_path(self.draft)
         os.rename(self.draft, self.target)
         sync_path(self.folder)
-        _write_synced(self.folder / f"{LATEST}.next", f"{self._name}\n")
+        write_synced(self.folder / f"{LATEST}.next", f"{name}\n")
         os.replace(self.folder / f"{LATEST}.next", self.folder / LATEST)
+        self._name = ""  # nothing is left to discard
         sync_path(self.folder)
         with contextlib.suppress(OSError):  # what stays is removed by the next save
-            self._remove_old(keep)
+            self._remove_old(name, keep)
 
-    def _remove_old(self, keep: int | None) -> None:
+    def _remove_old(self, last: str, keep: int | None) -> None:
         found = [name for _, name in checkpoints_in(self.folder)]
-        step = _step_in(self._name)
-        again = [name for name in found if _step_in(name) == step and name != self._name]
+        again = [name for name in found if _step_in(name) == _step_in(last) and name != last]
         rest = [name for name in found if name not in again]
         for name in again + (rest[:-keep] if keep else []):
             going = self.folder / f"{BESIDE}{name}"  # a part of it must not look like one
@@ -102,10 +102,10 @@ class RunFolder:
 
     def discard(self) -> None:
         """Remove what was written, the checkpoint too if it was not yet the latest."""
-        if self._name and self.target.is_dir():
+        if self._name:
             with contextlib.suppress(OSError):
                 os.rename(self.target, self.draft)
-        shutil.rmtree(self.draft, ignore_errors=True)
+            shutil.rmtree(self.draft, ignore_errors=True)
 
     def _take_lock(self) -> None:
         path = self.folder / _LOCK
@@ -199,7 +199,8 @@ def read_shown(path: Path, patience: float = 10.0) -> Any:
 # --- files --------------------------------------------------------------------------------------------------
 
 
-def _write_synced(path: Path, text: str) -> None:
+def write_synced(path: Path, text: str) -> None:
+    """A text file; it is on the disk then."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

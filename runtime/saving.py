@@ -12,37 +12,26 @@ through the store that they have written, so that no collective is in the way of
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import json
 import os
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch.optim import Optimizer
 
 from autopar.runtime.agreement import Claim, agree_on, agree_on_arguments, all_alike, everywhere
-from autopar.runtime.failure_board import FailureBoard
-from autopar.runtime.failures import board, reporting
+from autopar.runtime.failures import reporting
 from autopar.runtime.groups import Groups
-from autopar.runtime.last_words import ask_at_end, no_longer_ask
+from autopar.runtime.in_flight import Saving, wait_for_save
 from autopar.runtime.module import ParallelModule
-from autopar.runtime.notices import look
-from autopar.runtime.pending import before_writes
-from autopar.runtime.rendezvous import Rounds
-from autopar.runtime.run_folder import RunFolder, SavedStateError, read_shown
+from autopar.runtime.run_folder import RunFolder
 from autopar.runtime.saved_parts import Parts, digest, parts_of_run
-from autopar.runtime.saved_tensors import file_layout, pieces_of, whole_index, written_here
+from autopar.runtime.saved_tensors import file_layout, pieces_of, written_here
 from autopar.runtime.staging import StagedFile, slots_of
 from autopar.runtime.stateful import Held
 from autopar.runtime.together import by_first, together
 from autopar.values import a_path, byte_count, whole_number, yes_or_no
-
-_in_flight: Saving | None = None
 
 
 def save(
@@ -79,7 +68,6 @@ def save(
     Raises ValueError for what cannot be saved, SavedStateError where writing fails: on all ranks, and the checkpoint
     before it stays as it is.
     """
-    global _in_flight
     if not isinstance(model, ParallelModule):
         raise ValueError(f"save: needs a model made by autopar.parallelize, found a {type(model).__name__}")
     optimizers, schedulers = several("optimizer", optimizer), several("scheduler", scheduler)
@@ -109,7 +97,6 @@ def save(
             raise
         told = {"index": index, "of_stage": parts.of_stage if _is_first_of_stage(groups) else {}, "extra": parts.extra}
         made = Saving(groups, run, draft, staged, told, parts.common, keep)
-        _in_flight = made
         if parts.unstable and asynchronous:
             made.start()
             made.wait_staged()  # the next backward would add to the gradients
@@ -179,176 +166,3 @@ def _give_up(run: RunFolder, groups: Groups) -> None:
     if groups.rank == 0:
         run.discard()
         run.close()
-
-
-def wait_for_save() -> None:
-    """Until the save in flight, if there is one, is complete. Raises what became of it. Collective."""
-    global _in_flight
-    mine, _in_flight = _in_flight, None
-    if mine is not None:
-        mine.wait()
-
-
-def _wait_staged() -> None:
-    """Before parameters change: what is being saved has been copied."""
-    if _in_flight is not None:
-        _in_flight.wait_staged()
-
-
-before_writes(_wait_staged)
-
-
-class Saving:
-    """A save, perhaps in flight: what `autopar.save` returns. ``folder``: where the checkpoint is, or will be."""
-
-    def __init__(
-        self,
-        groups: Groups,
-        run: RunFolder,
-        draft: Path,
-        staged: StagedFile,
-        told: Mapping[str, Any],
-        common: Mapping[str, Any],
-        keep: int | None,
-    ) -> None:
-        self._groups, self._run, self._draft, self._staged = groups, run, draft, staged
-        self._told, self._common, self._keep = told, common, keep
-        self.folder = draft.parent / draft.name.removeprefix(".saving-")
-        self._board: FailureBoard = board()
-        self._rounds = groups.rounds.setdefault("saves", Rounds())
-        self._where = self._rounds.next(f"autopar/{groups.name}/saves")
-        self._before, self._rounds.left = self._rounds.left, [f"{self._where}/{x}" for x in ("ended", "failed", "done")]
-        self._thread: threading.Thread | None = None
-        self._outcome: str | None = None
-
-    # --- on each rank -----------------------------------------------------------------------------------------
-
-    def start(self) -> None:
-        """Write on a thread, which the interpreter waits for at its end."""
-        ask_at_end(self)
-        self._thread = threading.Thread(target=self._run_alone, name="autopar-save")
-        self._thread.start()
-
-    def wait_staged(self) -> None:
-        """Until what is saved may change."""
-        self._staged.staged.wait()
-
-    @property
-    def done(self) -> bool:
-        """Whether this rank has written its share (rank 0: whether the checkpoint is complete)."""
-        return self._thread is None or not self._thread.is_alive()
-
-    def wait(self) -> None:
-        """Until the checkpoint is complete. Raises SavedStateError, on all ranks, where it will not be: naming the rank
-        that failed. Collective."""
-        global _in_flight
-        if _in_flight is self:
-            _in_flight = None
-        no_longer_ask(self)
-        if self._thread is not None:
-            self._thread.join()
-        if self._outcome is None:
-            self._outcome = self._ask(f"{self._where}/done")
-        if self._outcome != "done":
-            raise SavedStateError(f"save: {self._outcome}; the checkpoint before it is as it was")
-
-    def last_words(self) -> str:
-        """When the process ends: what became of it, if it failed."""
-        try:
-            self.wait()
-        except RuntimeError as error:
-            return str(error)
-        return ""
-
-    def _run_alone(self) -> None:
-        with contextlib.suppress(Exception):  # wait() finds out
-            self.run()
-
-    def run(self) -> None:
-        """Write this rank's share, and say so; rank 0 completes the checkpoint."""
-        said = ""
-        try:
-            self._staged.run()
-            text = json.dumps(self._told)
-            with (self._draft / f"rank-{self._groups.rank:05d}.json").open("x", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-        except Exception as error:
-            said = f"rank {self._groups.rank} could not write {self.folder.name}: {type(error).__name__}: {error}"
-        self._say(said)
-        if self._groups.rank == 0:
-            self._complete()
-
-    def _say(self, failure: str) -> None:
-        def tell(store: dist.Store) -> None:
-            if failure:
-                store.compare_set(f"{self._where}/failed", "", failure[:1000])
-            store.add(f"{self._where}/ended", 1)
-
-        self._board.ask(tell)
-
-    # --- on rank 0 --------------------------------------------------------------------------------------------
-
-    def _complete(self) -> None:
-        world = self._groups.mesh.world_size
-        try:
-            self._poll(lambda store: "all" if store.add(f"{self._where}/ended", 0) == world else "")
-            failure = self._board.ask(lambda store: look(store, f"{self._where}/failed"))
-            if not failure:
-                failure = self._publish()
-            outcome = failure or "done"
-            if failure:
-                self._run.discard()
-        except BaseException as error:
-            outcome = str(error)
-            raise
-        finally:
-            self._run.close()
-            self._board.ask(functools.partial(self._tell_outcome, outcome=outcome))
-
-    def _tell_outcome(self, store: dist.Store, outcome: str) -> None:
-        for key in self._before:  # all have waited for the save before this one
-            store.delete_key(key)
-        store.set(f"{self._where}/done", outcome)
-
-    def _publish(self) -> str:
-        try:
-            names = [f"rank-{r:05d}.json" for r in range(self._groups.mesh.world_size)]
-            told = [read_shown(self._draft / name) for name in names]
-            mark = {**_joined(told, self._common), **whole_index(part["index"] for part in told)}
-            for name in names:
-                (self._draft / name).unlink()
-            self._run.publish(mark, self._keep)
-        except Exception as error:
-            return f"rank 0 could not complete {self.folder.name}: {type(error).__name__}: {error}"
-        return ""
-
-    # --- waiting for others -----------------------------------------------------------------------------------
-
-    def _ask(self, key: str) -> str:
-        return self._poll(lambda store: look(store, key))
-
-    def _poll(self, question: Callable[[dist.Store], str]) -> str:
-        """Until there is an answer. Raises CollectiveError where ranks have failed."""
-        pause, next_look = 0.001, time.monotonic() + self._board.beat
-        while not (found := self._board.ask(question)):
-            time.sleep(pause)
-            pause = min(pause * 1.5, 0.05)
-            if time.monotonic() > next_look:
-                if self._board.trouble(range(self._groups.mesh.world_size)) and not self._board.ask(question):
-                    raise self._board.failed("saving", range(self._groups.mesh.world_size))
-                next_look = time.monotonic() + self._board.beat
-        return found
-
-
-def _joined(told: Sequence[Mapping[str, Any]], common: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of the run, of what all ranks tell."""
-    optimizers = []
-    for i, known in enumerate(common["optimizers"]):
-        of_stages = [t["of_stage"]["optimizers"][i] for t in told if t["of_stage"]]
-        names = [list(dict.fromkeys(n for g in group for n in g)) for group in zip(*(s["names"] for s in of_stages))]
-        states = {name: tree for s in of_stages for name, tree in s["states"].items()}
-        optimizers.append({**known, "names": names, "states": states})
-    extra = [t["extra"] for t in told if t["extra"]]
-    return {**common, "optimizers": optimizers, "extra": extra}

@@ -104,6 +104,7 @@ class StagedFile:
 
     def close(self) -> None:
         """It will not be written."""
+        self.staged.set()
         self._file.close()
 
     def _bytes(self) -> Iterator[Tensor]:

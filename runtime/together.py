@@ -20,7 +20,7 @@ T = TypeVar("T")
 def together(groups: Groups, what: str, call: Callable[[], T]) -> T:
     """What ``call`` returns here, once it has returned on all ranks. Raises the error of the first rank that has one,
     on all: ValueError for a user's mistake, else SavedStateError. Collective."""
-    found, said, cause = attempted(call)
+    found, said, cause = attempted(what, call)
     if not all_alike(groups, f"{what}: what came of it", said or "all is well") or said:
         texts = exchange_texts(groups, said, f"{what}: who failed")
         rank = next(r for r, text in enumerate(texts) if text)
@@ -33,7 +33,7 @@ def by_first(groups: Groups, what: str, call: Callable[[], str]) -> str:
     """The text that ``call`` returns on rank 0, which alone calls it; its error on all ranks."""
     text, cause = "", None
     if groups.rank == 0:
-        found, said, cause = attempted(call)
+        found, said, cause = attempted(what, call)
         text = said or json.dumps(found)
     if groups.mesh.world_size > 1:
         text = text_of_first(groups, text, what)
@@ -43,7 +43,7 @@ def by_first(groups: Groups, what: str, call: Callable[[], str]) -> str:
     return str(told[0])
 
 
-def attempted(call: Callable[[], T]) -> tuple[tuple[T] | None, str, BaseException | None]:
+def attempted(what: str, call: Callable[[], T]) -> tuple[tuple[T] | None, str, BaseException | None]:
     """(what it returned, "", None), or (None, its error as a text for other ranks, its error)."""
     try:
         return (call(),), "", None
@@ -52,7 +52,7 @@ def attempted(call: Callable[[], T]) -> tuple[tuple[T] | None, str, BaseExceptio
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
         mine = type(error) is ValueError
-        text = first if mine or isinstance(error, SavedStateError) else f"{type(error).__name__}: {first}"
+        text = first if mine or isinstance(error, SavedStateError) else f"{what}: {type(error).__name__}: {first}"
         return None, json.dumps({"mistake": mine, "text": text}), error
 
 

@@ -40,6 +40,8 @@ from torch import Tensor
 
 from autopar.runtime import failures
 from autopar.runtime.checkpoint_folder import Draft
+from autopar.runtime.run_folder import checkpoint_at, read_mark
+from autopar.runtime.saved_tensors import SavedTensors
 from tests.faults.cases import ACTIONS, PHASES, SUBJECTS, Case, make_cases, model_of
 from tests.faults.rank import alone, prepare, saved, train
 
@@ -137,7 +139,16 @@ class World:
             late = {rank: at - struck for rank, (at, _) in ends.items() if at - struck > self._limit()}
             result.problems += [f"rank {rank} took {took:.1f} s" for rank, took in late.items()]
         result.problems += self._torn(case.action == "delay")
+        if case.action == "delay" and not self._run_is_whole():
+            result.problems.append("the run's checkpoint is not complete")
         return result
+
+    def _run_is_whole(self) -> bool:
+        """Whether the run has a checkpoint whose files are as its mark says."""
+        checkpoint, _ = checkpoint_at(self.folder / "run")
+        saved = SavedTensors(checkpoint, read_mark(checkpoint))
+        saved.check_files(saved.under(""))
+        return True
 
     def _wrong(self) -> list[str]:
         losses, _ = _alone(self.case.subject)
@@ -157,7 +168,8 @@ class World:
 
 def _names(text: str, victim: int) -> bool:
     """Whether an error says which rank it was, and what this rank was doing."""
-    return re.search(rf"CollectiveError: comm: .+ failed on rank \d+: .*\brank {victim}\b", text) is not None
+    collective = rf"CollectiveError: comm: .+ failed on rank \d+: .*\brank {victim}\b"
+    return re.search(rf"{collective}|SavedStateError: save: .*\brank {victim}\b", text) is not None
 
 
 def _same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 PHASES = ("compile", "bind", "step", "clip", "state", "save")
 ACTIONS = ("kill", "stop", "raise", "delay")
 # Calls within autopar in a phase, of the smallest mesh: a moment is drawn below, evenly in its logarithm.
-CALLS = {"compile": 20000, "bind": 20000, "step": 1500, "clip": 200, "state": 300, "save": 500}
+CALLS = {"compile": 20000, "bind": 20000, "step": 1500, "clip": 200, "state": 300, "save": 3000}
 DELAY = 1.5  # seconds
 
 

@@ -272,9 +272,9 @@ def test_what_cannot_be_written_leaves_the_checkpoint_before(tmp_path: Path) -> 
         "no room at fsync": "rank 0 could not write step-00000003: OSError: [Errno 28] No space left on device",
         "no room at rename": "rank 0 could not complete step-00000003: OSError: [Errno 28] No space left on device",
         "no room at replace": "rank 0 could not complete step-00000003: OSError: [Errno 28] No space left on device",
-        "a file": "SavedStateError: FileExistsError",
-        "below a file": "SavedStateError: NotADirectoryError",
-        "read-only": "SavedStateError: FileNotFoundError",
+        "a file": "SavedStateError: save: FileExistsError",
+        "below a file": "SavedStateError: save: NotADirectoryError",
+        "read-only": "SavedStateError: save: FileNotFoundError",
         "two jobs": "another process is saving into",
     }
     wrong = {n: said[n] for n, text in expected.items() if text not in said[n]}
