@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autopar.api import parallelize
+    from autopar.checkpoint_policies import CHECKPOINTS
     from autopar.options import Options
     from autopar.plan import Plan
     from autopar.precision import Precision
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "CHECKPOINTS",
     "GradScaler",
     "Options",
     "ParallelModule",
@@ -48,6 +50,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "CHECKPOINTS": "autopar.checkpoint_policies",
     "GradScaler": "autopar.runtime.scaler",
     "Options": "autopar.options",
     "ParallelModule": "autopar.runtime.module",

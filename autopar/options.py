@@ -13,6 +13,7 @@ from typing import Any
 
 from autopar.attention.algorithm_table import ALGORITHMS
 from autopar.attention.layouts import LAYOUTS
+from autopar.checkpoint_policies import AUTO, CHECKPOINTS
 from autopar.precision import PRECISIONS, Precision, a_precision
 from autopar.schedule.request import SCHEDULES
 from autopar.values import a_text, byte_count, dims_by_name, number_or_lengths, one_of, texts, whole_number, yes_or_no
@@ -96,7 +97,7 @@ FLAG, NAME, LENGTHS = (
     ValueKind(number_or_lengths, _lengths, "N|L1,L2"),
 )
 COUNT, POSITIVE = ValueKind(whole_number, int, "N"), ValueKind(partial(whole_number, least=1), int, "N")
-NAMES, BYTES = ValueKind(texts, _names, "A,B"), ValueKind(byte_count, _number, "BYTES")
+NAMES, BYTES = ValueKind(texts, _names, "A,B"), ValueKind(byte_count, shown="BYTES")
 DIMS, LINKS = ValueKind(dims_by_name, _dims, "x=1,table=none"), ValueKind(a_text, shown="cp=ring:50e9:5e-6")
 
 
@@ -150,8 +151,13 @@ class Options:
         "after each micro-batch with zero=2 and 3, else once per step", axes=_DP,
     )  # fmt: skip
     memory_limit: int = _option(
-        0, BYTES, "what a rank may hold, such as 80e9; for cuts and for schedules that search", "no limit", axes=_PP
-    )
+        0, BYTES, "what a rank may hold, such as 80e9 or 80GB: for checkpoints, for cuts and for schedules that search",
+        "no limit",
+    )  # fmt: skip
+    checkpoint: str = _option(
+        "", NAME, "what the backward makes again instead of keeping it",
+        "auto with a memory_limit, else what the model asks for", names=CHECKPOINTS,
+    )  # fmt: skip
     attention: str = _option(
         "auto",
         ValueKind(a_text, shown="NAME|F+B"),
@@ -185,6 +191,11 @@ class Options:
         "small inputs whose values the graph may depend on, such as sizes of grids; like shapes, other values compile "
         "again, and all ranks have the same", "none",
     )  # fmt: skip
+
+    @property
+    def checkpoints(self) -> str:
+        """Name of the policy of checkpoints."""
+        return self.checkpoint or (AUTO if self.memory_limit else "model")
 
     @property
     def gathers_once(self) -> bool:

@@ -114,6 +114,20 @@ class AxisShare:
 
 
 @dataclass(frozen=True)
+class LayerCheckpoint:
+    """What the backward of one layer makes again. part: number of the pipeline's part. layer: its module, or that of
+    what stands between. again: values, by their names in the graphs. saved: bytes that F keeps for B. seconds: to make
+    them."""
+
+    part: int
+    layer: str
+    again: tuple[str, ...]
+    saved: int
+    seconds: float
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class Plan:
     """All decisions for one graph on one mesh. Passes carry them out and decide nothing themselves.
 
@@ -123,6 +137,7 @@ class Plan:
     on tp, by node. ``pipeline``: with an axis pp, its parts. ``attention``: with an axis cp, how each attention runs,
     by node. ``batch_dims``: input -> its batch dim, None for one that is no part of the batch; empty where nothing
     cuts the batch. ``shares``: what each axis cuts, and what stands in the way; FLOPs once a batch is compiled.
+    ``checkpoints``: once a batch is compiled, the layers whose backward makes something again.
     """
 
     mesh: Mesh
@@ -138,6 +153,7 @@ class Plan:
     attention: Mapping[str, AttentionPlan] = field(default_factory=dict)
     batch_dims: Mapping[str, int | None] = field(default_factory=dict)
     shares: tuple[AxisShare, ...] = ()
+    checkpoints: tuple[LayerCheckpoint, ...] = ()
 
     def parameter(self, name: str, axis: str) -> ParameterPlan:
         return self.parameters.get(name, {}).get(axis, ParameterPlan())
@@ -158,7 +174,9 @@ class Plan:
         pipeline = self.pipeline
         if pipeline is not None:
             pipeline = replace(pipeline, holders={n: r for n, r in pipeline.holders.items() if n in names})
-        return replace(self, graph="", parameters=kept, overrides=overrides, pipeline=pipeline, shares=())
+        return replace(
+            self, graph="", parameters=kept, overrides=overrides, pipeline=pipeline, shares=(), checkpoints=()
+        )
 
     def override(self, changes: Mapping[str, Mapping[str, Placement | str]]) -> Plan:
         """Change single decisions: ``plan.override({"lm_head.weight": {"tp": "I"}, "mask": {"dp": "S(1)"}})``.
@@ -191,7 +209,9 @@ class Plan:
         kept = {name: dict(axes) for name, axes in self.overrides.items()}
         for name, axes in changes.items():
             kept.setdefault(name, {}).update({axis: str(p) for axis, p in axes.items()})
-        changed = replace(self, parameters=parameters, inputs=inputs, overrides=kept, batch_dims=dims, shares=())
+        changed = replace(
+            self, parameters=parameters, inputs=inputs, overrides=kept, batch_dims=dims, shares=(), checkpoints=()
+        )
         check_plan(changed)
         return changed
 
@@ -215,6 +235,7 @@ class Plan:
         lines += [f"  piece {name:<54} tp: {p}  of a whole fused weight" for name, p in self.weight_pieces.items()]
         for share in self.shares:
             lines += [f"  {share}", *(f"    {part}" for part in share.whole)]
+        lines += self._checkpoint_lines()
         lines += [f"  note {subject}: {reason}" for subject, reason in self.notes]
         return "\n".join(lines)
 
@@ -223,6 +244,17 @@ class Plan:
             return ""
         dim = self.batch_dims[name]
         return "  no part of the batch" if dim is None else f"  batch: dim {dim}"
+
+    def _checkpoint_lines(self) -> list[str]:
+        """Layers that make as much again are one line."""
+        alike: dict[Any, list[LayerCheckpoint]] = {}
+        for found in self.checkpoints:
+            alike.setdefault((found.again, found.saved, found.reason), []).append(found)
+        return [
+            f"  checkpoint {', '.join(x.layer for x in layers):<49} makes {len(again)} values again, keeps {saved} "
+            f"bytes; {reason}"
+            for (again, saved, reason), layers in alike.items()
+        ]
 
     def _candidates(self) -> list[str]:
         """What the attentions had to choose from, once for those that had the same choice."""
@@ -253,6 +285,7 @@ class Plan:
                 "weight_pieces": {name: str(p) for name, p in self.weight_pieces.items()},
                 "overrides": {name: dict(axes) for name, axes in self.overrides.items()},
                 "batch_dims": dict(self.batch_dims),
+                "checkpoints": [dataclasses.asdict(layer) for layer in self.checkpoints],
                 "shares": [dataclasses.asdict(share) for share in self.shares],
                 "pipeline": dataclasses.asdict(self.pipeline) if self.pipeline is not None else None,
             },
@@ -277,7 +310,7 @@ def _renamed(value: Any) -> Any:
         return value
     if "slices" in value and "weight_pieces" not in value:
         value = {"weight_pieces" if name == "slices" else name: v for name, v in value.items()}
-    return {"shares": [], **value}
+    return {"shares": [], "checkpoints": [], **value}
 
 
 def _placement(value: Any, at: str) -> Placement:

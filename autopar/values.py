@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import operator
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -42,10 +43,27 @@ def _is_tensor(value: Any) -> bool:
     return hasattr(value, "requires_grad")
 
 
+_UNITS = {"": 1, "B": 1} | {
+    prefix + unit: base**power
+    for base, unit in ((1000, "B"), (1024, "iB"))
+    for power, prefix in enumerate(("K", "M", "G", "T"), 1)
+}
+
+
 def byte_count(name: str, value: Any) -> int:
-    """A whole number; 80e9 is one, too."""
+    """A whole number; 80e9 is one, too, and so is "80GB" (10^9 each) or "75GiB" (2^30 each)."""
+    if isinstance(value, str):
+        return _bytes_in_words(name, value)
     whole = isinstance(value, float) and value.is_integer()
     return whole_number(name, int(value) if whole else value)
+
+
+def _bytes_in_words(name: str, value: str) -> int:
+    found = re.fullmatch(r"\s*(\d+\.?\d*(?:e\d+)?)\s*([A-Za-z]*)\s*", value)
+    units = {unit.lower(): size for unit, size in _UNITS.items()}
+    if found is None or found[2].lower() not in units:
+        raise refuse(name, "a number of bytes, such as 80e9, 80GB or 75GiB", value)
+    return round(float(found[1]) * units[found[2].lower()])
 
 
 def number(name: str, value: Any, least: float = -math.inf) -> float:

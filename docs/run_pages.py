@@ -31,6 +31,7 @@ import autopar.passes.attention
 import autopar.runtime.schedules  # noqa: F401
 from autopar.attention.algorithm_table import ALGORITHMS
 from autopar.capture import ADAPTERS
+from autopar.checkpoint_policies import CHECKPOINTS
 from autopar.ops.kernels import KERNELS
 from autopar.passes.normalize import REWRITES
 from autopar.registry import Registry
@@ -103,7 +104,7 @@ def _execute(block: Block, page: str, name: str, space: dict[str, object]) -> st
 @contextlib.contextmanager
 def _own_tables() -> Iterator[None]:
     """Entries that a page makes are gone afterwards; random numbers start anew."""
-    registries: list[Registry[Any]] = [SCHEDULES, ALGORITHMS, KERNELS]
+    registries: list[Registry[Any]] = [SCHEDULES, ALGORITHMS, KERNELS, CHECKPOINTS]
     known = [set(registry) for registry in registries]
     tables: list[dict[object, object]] = [RULES, REWRITES]
     before = [dict(t) for t in tables]

@@ -106,15 +106,13 @@ class TransformersAdapter:
         return any(isinstance(module, PreTrainedModel) for module in model.modules())
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Choose our implementations in every config of the copy; no cache, no re-entrant checkpoints."""
+        """Choose our implementations in every config of the copy; no cache."""
         looked_up = {type(c) for m in model.modules() if (c := _config(m)) is not None and _looks_attention_up(m)}
         for module in model.modules():
             config = _config(module)
             if config is not None:
                 own = {type(config), type(_of_text(config))}
                 _configure(config, not looked_up.isdisjoint(own) if looked_up else _registered(module))
-            if getattr(module, "gradient_checkpointing", False):
-                setattr(module, "gradient_checkpointing", False)  # noqa: B010  (typed as a tensor or module)
         return model
 
     def in_float32(self, model: nn.Module) -> list[str]:

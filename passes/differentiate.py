@@ -3,9 +3,9 @@
 Consumes    a local graph, or the graph of one part of a pipeline.
 Guarantees  F returns the outputs and what the backward needs; BW takes that, parameters and tangents, and returns the
             gradients. F saves no views (it saves their base), no tuples, and nothing that derives from parameters
-            alone: the backward makes it again. The backward also comes in two, for schedules of pipelines: B is what
-            leads to the gradient of a received value or to two or more parameters' gradients (else the first part's
-            B would be empty), W the rest.
+            alone: the backward makes it again, and whatever else it is told to. The backward also comes in two, for
+            schedules of pipelines: B is what leads to the gradient of a received value or to two or more parameters'
+            gradients (else the first part's B would be empty), W the rest. What both would make again B makes.
 Leaves      the operators: they are torch's.
 
     F:  y = mm(x, t(gather(w)))         -->    saves x
@@ -15,7 +15,8 @@ Leaves      the operators: they are torch's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from autopar.ir.meta import TYPES, inherit
 from autopar.ir.placement import conversion, parse_placement
 from autopar.ops.traits import PRODUCTS, aliases
 from autopar.passes.joint import Joint, part_of_view
+from autopar.passes.reverse import forward_calls
 from autopar.steps.graphs import Stage, StepGraph
 from autopar.steps.value_names import grad, is_a, of, saved, stash
 
@@ -40,31 +42,58 @@ def differentiate(
     split: bool = False,
     sums: Mapping[str, torch.dtype] | None = None,
 ) -> Stage:
-    """The step graphs of one part of a model.
+    """The step graphs of one part of a model, that make nothing again: see `Differentiated`."""
+    return Differentiated(gm, results, fixed, sums).stage(split)
 
-    results: name of each output, in order -> its kind: "loss", "sent", "mutation" or "output". fixed: names of the
-    placeholders that are parameters, buffers or constants. Gradients are made for every placeholder that has one; they
-    start from losses and from what is sent. split: make B and W as well. sums: see `Joint`.
-    """
-    names, values = list(results), outputs(gm)
-    live = [i for i, v in enumerate(values) if isinstance(v, Node) and has_gradient(v)]
-    active = [i for i in live if results[names[i]] in ("loss", "sent")]
-    own_outputs(gm, active)
-    joint = _joint(gm, active, fixed, sums or {})
-    graph = joint.forward(keep=())
-    forward = StepGraph(graph, _inputs_of(graph, joint), [*names, *(saved(n.name) for n in joint.saved)])
-    stage = Stage(forward, losses=[n for n, kind in results.items() if kind == "loss"])
-    stage.dependent = [names[i] for i in live if is_a(names[i], "output") and results[names[i]] != "mutation"]
-    if not joint.gradients:
+
+class Differentiated:
+    """One part of a model with its derivative, as one graph (``joint``), of which stages are made."""
+
+    def __init__(
+        self,
+        gm: GraphModule,
+        results: Mapping[str, str],
+        fixed: Iterable[str],
+        sums: Mapping[str, torch.dtype] | None = None,
+    ) -> None:
+        """results: name of each output, in order -> its kind: "loss", "sent", "mutation" or "output". fixed: names of
+        the placeholders that are parameters, buffers or constants. Gradients are made for every placeholder that has
+        one; they start from losses and from what is sent. sums: see `Joint`."""
+        self.results, self.fixed = results, set(fixed)
+        self.names, values = list(results), outputs(gm)
+        self.live = [i for i, v in enumerate(values) if isinstance(v, Node) and has_gradient(v)]
+        self.active = [i for i in self.live if results[self.names[i]] in ("loss", "sent")]
+        own_outputs(gm, self.active)
+        self.calls = forward_calls(gm)
+        self.joint = _joint(gm, self.active, self.fixed, sums or {})
+
+    def stage(self, split: bool = False, remade: Collection[str] = ()) -> Stage:
+        """split: make B and W as well. remade: names of values of the joint graph that the backward makes again."""
+        joint, names = self.joint, self.names
+        joint.remake(remade)
+        graph = joint.forward(keep=())
+        forward = StepGraph(graph, _inputs_of(graph, joint), [*names, *(saved(n.name) for n in joint.saved)])
+        stage = Stage(forward, losses=[n for n, kind in self.results.items() if kind == "loss"])
+        stage.dependent = [
+            names[i] for i in self.live if is_a(names[i], "output") and self.results[names[i]] != "mutation"
+        ]
+        if not joint.gradients:
+            return stage
+        known = {**joint.primals, **{n: saved(n.name) for n in joint.saved}}
+        known |= {tangent: grad(names[i]) for i, tangent in zip(self.active, joint.tangents, strict=True)}
+        grads = {grad(name): g for name, g in joint.gradients.items()}
+        stage.roots = _roots(joint, [names[i] for i in self.active], grads)
+        stage.backward = joint.graph_of(joint.dependent, list(grads.items()), known, "Backward")
+        if split:
+            stage.backward_input, stage.backward_weight = _split_backward(joint, grads, known, self.fixed, self.first)
         return stage
-    known = {**joint.primals, **{n: saved(n.name) for n in joint.saved}}
-    known |= {tangent: grad(names[i]) for i, tangent in zip(active, joint.tangents, strict=True)}
-    grads = {grad(name): g for name, g in joint.gradients.items()}
-    stage.roots = _roots(joint, [names[i] for i in active], grads)
-    stage.backward = joint.graph_of(joint.dependent, list(grads.items()), known, "Backward")
-    if split:
-        stage.backward_input, stage.backward_weight = _split_backward(joint, grads, known, set(fixed))
-    return stage
+
+    @cached_property
+    def first(self) -> set[Node]:
+        """What B runs of the backward; W runs the rest."""
+        to_inputs = [g for name, g in self.joint.gradients.items() if name not in self.fixed]
+        to_weights = [g for name, g in self.joint.gradients.items() if name in self.fixed]
+        return _needed_first(self.joint, to_inputs, to_weights)
 
 
 def _roots(joint: Joint, starts: Sequence[str], grads: Mapping[str, Node | None]) -> dict[str, list[str]]:
@@ -83,26 +112,42 @@ def _roots(joint: Joint, starts: Sequence[str], grads: Mapping[str, Node | None]
 
 
 def _split_backward(
-    joint: Joint, grads: Mapping[str, Node | None], known: Mapping[Node, str], fixed: set[str]
+    joint: Joint, grads: Mapping[str, Node | None], known: Mapping[Node, str], fixed: set[str], first: set[Node]
 ) -> tuple[StepGraph, StepGraph]:
     """B and W of the backward: see the module's docstring."""
     to_inputs = {n: g for n, g in grads.items() if of(n) not in fixed}
     to_weights = {n: g for n, g in grads.items() if n not in to_inputs}
-    first = _needed_first(joint, to_inputs.values(), to_weights.values())
     early = [n for n in joint.dependent if n in first and n.op != "placeholder"]
     late = [n for n in joint.dependent if n not in first and n.op != "placeholder"]
     reached = ancestors([g for g in to_weights.values() if g is not None])
     late = [n for n in late if n in reached]
+    behind = set(late)
     stashed = {
-        x: stash(x.name)
-        for x in joint.dependent
-        if x in first and x not in known and any(user in late for user in x.users)
+        x: stash(x.name) for x in joint.dependent if x in first and x not in known and not behind.isdisjoint(x.users)
     }
+    stashed |= {x: stash(x.name) for x in _made_by_both(joint, early, late)}
     direct = {n: g for n, g in to_weights.items() if g is not None and (g in first or g not in joint.dependent)}
     rest = {n: g for n, g in to_weights.items() if n not in direct}
     made = [*to_inputs.items(), *direct.items(), *((name, x) for x, name in stashed.items())]
     split = joint.graph_of(early, made, known, "BackwardInput")
     return split, joint.graph_of(late, list(rest.items()), {**known, **stashed}, "BackwardWeight")
+
+
+def _made_by_both(joint: Joint, early: Iterable[Node], late: Iterable[Node]) -> list[Node]:
+    """What B makes again and W takes too, or would make again."""
+    taken = [joint.sources(x for node in run for x in node.all_input_nodes) for run in (early, late)]
+    made = set(joint.closure(taken[0], joint.remade)[1])
+    found: dict[Node, None] = {}
+    again: set[Node] = set()
+    queue = list(taken[1])
+    while queue:
+        x = queue.pop()
+        if x in made and isinstance(x.meta["val"], torch.Tensor):
+            found[x] = None
+        elif x in joint.remade and x not in again:
+            again.add(x)
+            queue += joint.sources(x.all_input_nodes)
+    return sorted(found, key=joint.order.__getitem__)
 
 
 def _needed_first(joint: Joint, inputs: Iterable[Node | None], weights: Iterable[Node | None]) -> set[Node]:

@@ -10,7 +10,7 @@ never saved but made again, right before their first use, so that gathered ZeRO 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -29,8 +29,8 @@ class Joint:
     """A traced joint graph.
 
     primals: placeholder -> its name in the local graph. tangents: one per output with a gradient, in order. outs: the
-    outputs of the local graph. gradients: name of a wanted placeholder -> its gradient (None: it has none). saved: what
-    the backward needs of the forward, in order.
+    outputs of the local graph. gradients: name of a wanted placeholder -> its gradient (None: it has none). wanted:
+    what the backward takes of the forward. remade: what of this, and of what that is made of, it makes again.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Joint:
         """``wanted``: per placeholder, whether its gradient is. ``fixed``: names of parameters, buffers, constants.
         ``sums``: placeholder -> what its gradient is summed over ranks in."""
         names = [n.name for n in placeholders(gm)]
-        joint = joint_graph(gm, wanted)
+        self.gm = joint = joint_graph(gm, wanted)
         nodes, count = placeholders(joint), len(outputs(gm))
         if any(wanted):
             widen_reductions(joint, [None] * count + [sums.get(name) for name in names])
@@ -55,7 +55,14 @@ class Joint:
         self.parameter_only = self._parameter_only({p for p, name in self.primals.items() if name in kept})
         grads = [g for g in self.gradients.values() if g is not None]
         self.dependent = self._dependent(ancestors(grads))
-        self.saved = self._saved(grads)
+        self.remade: frozenset[Node] = frozenset()
+        self._taken = [x for node in self.dependent for x in node.all_input_nodes] + grads
+        self.wanted = self.sources(self._taken)
+
+    @property
+    def saved(self) -> list[Node]:
+        """What F keeps for the backward, in order."""
+        return sorted(self.closure(self.wanted, self.remade)[0], key=self.order.__getitem__)
 
     def _dependent(self, needed: set[Node]) -> dict[Node, None]:
         """What depends on a tangent, in order."""
@@ -74,23 +81,51 @@ class Joint:
                 found.add(node)
         return found
 
-    def _saved(self, grads: list[Node]) -> list[Node]:
-        """What is neither given nor made again, of everything that the backward takes."""
-        saved: list[Node] = []
+    def sources(self, nodes: Iterable[Node]) -> list[Node]:
+        """What must be kept, or made again, for values to be there: what is given and what is free is looked
+        through."""
+        found: dict[Node, None] = {}
         seen: set[Node] = set()
-        queue = [x for node in self.dependent for x in node.all_input_nodes] + grads
+        queue = list(nodes)
         while queue:
             x = queue.pop()
             if x in seen or x in self.dependent or x in self.primals:
                 continue
             seen.add(x)
-            if self._is_remade(x):
+            if self.is_free(x):
                 queue += x.all_input_nodes
             else:
-                saved.append(x)
-        return sorted(saved, key=self.order.__getitem__)
+                found[x] = None
+        return list(found)
 
-    def _is_remade(self, x: Node) -> bool:
+    def remake(self, names: Collection[str]) -> None:
+        """Say what the backward makes again. Raises ValueError for names that the graph does not have."""
+        self.remade = frozenset(n for n in self.order if n.name in names)
+        unknown = set(names) - {n.name for n in self.remade}
+        if unknown:
+            raise ValueError(
+                f"checkpoint: a plan makes {', '.join(sorted(unknown)[:3])} again, which the graph does not have; it "
+                "was made for another model, batch or version: leave its checkpoints out, or make a new plan"
+            )
+
+    def closure(self, wanted: Iterable[Node], remade: Collection[Node]) -> tuple[list[Node], list[Node]]:
+        """(kept, made again) so that ``wanted`` is there, if what is in ``remade`` is made again where it is needed."""
+        kept: dict[Node, None] = {}
+        again: dict[Node, None] = {}
+        queue = list(wanted)
+        while queue:
+            x = queue.pop()
+            if x in kept or x in again:
+                continue
+            if x in remade or not isinstance(x.meta["val"], torch.Tensor):  # several results at once are not kept
+                again[x] = None
+                queue += self.sources(x.all_input_nodes)
+            else:
+                kept[x] = None
+        return list(kept), list(again)
+
+    def is_free(self, x: Node) -> bool:
+        """Whether it is made again in any case: a view, a value of parameters alone, what only the backward makes."""
         cheap = is_cheap(x.target) or part_of_view(x) or not x.all_input_nodes
         return cheap or x in self.parameter_only or not self._made_by_forward(x)
 
@@ -111,6 +146,8 @@ class Joint:
         for node in self.order:
             if node.op == "call_function" and node in needed:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
+        for node in self.saved if self.remade else ():
+            copies[node].meta["kept"] = True
         graph.output(tuple(copies[n] if isinstance(n, Node) else n for n in results))
         return graph_module(graph, "Forward")
 
@@ -138,6 +175,8 @@ class Joint:
             copy_node(graph, node, copies)
         graph.output(tuple(copy_node(graph, n, copies) if n is not None else None for _, n in results))
         gm = graph_module(graph, title)
+        for node in self.remade & copies.keys() - known.keys():
+            copies[node].meta["again"] = True
         gm.meta["owned"] = [i for i, (name, _) in enumerate(results) if not is_a(name, "stash")]
         own_gradients(gm)
         return StepGraph(gm, [known[n] for n in given], [name if n is not None else None for name, n in results])

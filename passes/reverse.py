@@ -41,6 +41,12 @@ def parts_of_result(node: Node) -> tuple[Node, Node, Node]:
     return value, hole, token  # type: ignore[return-value]
 
 
+def forward_calls(gm: GraphModule) -> list[Node]:
+    """The calls of a local graph that run before any gradient is known, in order."""
+    inside = inside_of(gm.graph)
+    return [n for n in gm.graph.nodes if n.op == "call_function" and n not in inside and not is_entry(n)]
+
+
 class ForwardValues:
     """What every value of a local graph looks like, and whether a gradient flows into it."""
 
@@ -50,8 +56,7 @@ class ForwardValues:
         self.likes: dict[ResultKey, TensorFacts] = {}
         self.needs: dict[ResultKey, bool] = {}
         self.found: dict[Node, Recorded] = {}
-        inside = inside_of(gm.graph)  # values that nobody knows before the gradients are
-        self.calls = [n for n in gm.graph.nodes if n.op == "call_function" and n not in inside and not is_entry(n)]
+        self.calls = forward_calls(gm)
         for node, wanted in zip(self.inputs, differentiable, strict=True):
             self.likes[node, 0], self.needs[node, 0] = TensorFacts.of(node.meta["val"]), wanted
         for node in self.calls:

@@ -89,6 +89,8 @@ class _Nodes:
         for i, node in enumerate(forward.inputs, 1):
             self.made[node, 0] = self._placeholder(f"primals_{i}", forward.likes[node, 0])
         self.tangents = [self._placeholder(f"tangents_{i}", like) for i, like in enumerate(tangents, 1)]
+        self.place = {node: i for i, node in enumerate(forward.calls)}
+        self.place |= {x: self.place[token] for token, own in forward.own.items() for x in own.inside}
         for node in forward.calls:
             if is_call(node, RESULT):
                 self.made[node, 0] = self._result(node)
@@ -104,6 +106,7 @@ class _Nodes:
         numbers = dict(enumerate(operands))
         for made in self._write(found, found.calls, numbers):
             inherit(made, origin, TRACE)
+            made.meta["call"] = self.place.get(result_key(origin)[0], -1)
         return [None if v is None else numbers[v.number] for v in found.results]
 
     def gradients(self, node: Node, tangents: Sequence[Node | None]) -> list[Node | None]:
@@ -111,6 +114,7 @@ class _Nodes:
         numbers |= enumerate((t for t in tangents if t is not None), len(marked(node)[2]))
         for made in self._write(found, found.calls[found.forward :], numbers):
             inherit(made, node, TRACE)
+            made.meta["call"] = self.place[node]
         return [None if v is None else numbers[v.number] for v in found.gradients]
 
     def _placeholder(self, name: str, like: TensorFacts) -> Node:
@@ -122,6 +126,7 @@ class _Nodes:
         numbers = self.numbers[node] = dict(enumerate(self.made[result_key(x)] for x in marked(node)[2]))
         for made in self._write(found, found.calls[: found.forward], numbers):
             inherit(made, node, ORIGIN)
+            made.meta["call"] = self.place[node]
         self.made |= {(node, i): numbers[v.number] for i, v in enumerate(found.results) if v is not None}
 
     def _result(self, node: Node) -> Node:

@@ -158,7 +158,8 @@ OPTIONS: list[tuple[str, Any, str]] = [
     ("precision", "half", "expected 'none', 'bf16', 'bf16_pure', 'fp16', or an autopar.Precision, found 'half'"),
     ("whole_ops", "aten.sinc.default", r"expected a tuple of names such as \('aten.sinc.default',\)"),
     ("whole_ops", [1], "expected a tuple of names"),
-    ("bucket_bytes", "25MB", "expected a whole number of at least 0, found '25MB'"),
+    ("bucket_bytes", "25 boxes", "expected a number of bytes, such as 80e9, 80GB or 75GiB, found '25 boxes'"),
+    ("checkpoint", 1, "expected a text, found 1"),
     ("bucket_bytes", 0.5, "expected a whole number of at least 0, found 0.5"),
     ("schedule", None, "expected a text, found None"),
     ("cuts", "layers.1", r"expected a tuple of names such as \('layers.1',\)"),
@@ -186,7 +187,7 @@ READ: dict[str, tuple[str, Any]] = {  # of the command line
     "memory_limit": ("80e9", 80 * 10**9), "precision": ("bf16", PRECISIONS["bf16"]),
     "attention": ("ring+token_ring", "ring+token_ring"), "layout": ("zigzag", "zigzag"),
     "topology": ("cp=ring", "cp=ring"), "batch_dims": ("x=1,past.0=none", (("past.0", None), ("x", 1))),
-    "constants": ("grid,kinds", ("grid", "kinds")),
+    "constants": ("grid,kinds", ("grid", "kinds")), "checkpoint": ("full", "full"),
 }  # fmt: skip
 
 
@@ -209,6 +210,8 @@ def test_the_command_line_takes_every_option() -> None:
 def test_options_take_what_means_the_same() -> None:
     options = autopar.Options(micro_batches=np.int64(2), memory_limit=80e9, slices=[4, 4], cuts=["a"])  # type: ignore[arg-type]
     assert options == autopar.Options(micro_batches=2, memory_limit=80 * 10**9, slices=(4, 4), cuts=("a",))
+    for text, value in {"80GB": 80 * 10**9, "75GiB": 75 * 2**30, "1.5 kb": 1500, "80e9": 80 * 10**9, "7": 7}.items():
+        assert autopar.Options(memory_limit=text).memory_limit == value  # type: ignore[arg-type]
     assert type(options.micro_batches) is type(options.memory_limit) is int
 
 

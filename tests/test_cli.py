@@ -217,7 +217,11 @@ BAD: list[tuple[str, list[object], str]] = [
     ("schedule without pp", ["--mesh", "tp=2", "--schedule", "1f1b"], "schedule: counts with an axis pp only, found"),
     ("cuts", ["--mesh", "pp=2", "--schedule", "1f1b", "--cuts", "model.layers.9"], "no operation belongs to"),
     ("slices", ["--mesh", "pp=2", "--slices", "8,x"], "--slices: expected a whole number of at least 0, found '8,x'"),
-    ("memory limit", ["--mesh", "pp=2", "--memory-limit", "all"], "--memory-limit: expected a whole number"),
+    (
+        "memory limit",
+        ["--mesh", "pp=2", "--memory-limit", "all"],
+        "--memory-limit: expected a number of bytes, such as 80e9",
+    ),
     ("heads", ["--mesh", "tp=3"], "attention heads must divide over axis 'tp' of size 3, found 4"),
     ("batch", ["--mesh", "dp=3", "--batch", 4], "does not divide into 3 pieces"),
     ("sequence", ["--mesh", "tp=2", "--sequence-parallel", "--seq", 15], "pad to 16"),

@@ -66,7 +66,7 @@ def test_copies(cell: str, monkeypatch: pytest.MonkeyPatch, layers: int = 0) -> 
     monkeypatch.setattr(equal_parts, "_copied", noted)
     found = compiled(cell, layers)
     assert len(copied) == CELLS[cell][-1]
-    monkeypatch.setattr(KnownParts, "stage", lambda self, part, make: make())
+    monkeypatch.setattr(KnownParts, "stage", lambda self, part, make, how: make())
     each = compiled(cell, layers)
     made = [step for part in copied for step in steps_of(part)]
     assert not any("graph" in vars(step) for step in made), "a copy is made by who asks for it"

@@ -44,7 +44,7 @@ def test_names_of_the_package_are_loaded_when_they_are_used() -> None:
     code = """
 import sys, autopar
 assert "torch" not in sys.modules and set(autopar.__all__) <= set(dir(autopar))
-assert all(callable(getattr(autopar, name)) for name in autopar.__all__) and "torch" in sys.modules
+assert all(getattr(autopar, name) is not None for name in autopar.__all__) and "torch" in sys.modules
 try:
     autopar.nothing
 except AttributeError as error:

@@ -28,6 +28,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
 
+from autopar.adapters.asked_regions import asked_for
+
 ops = torch.ops.autopar
 _GRAD, _BACKWARD = torch.autograd.grad, torch.autograd.backward
 
@@ -62,7 +64,8 @@ def _called(function: Any, preserve: bool, *args: Any) -> Any:
     """A reentrant checkpoint: its function, called. As in torch, where none of the arguments has a gradient, nothing
     within gets one."""
     if any(isinstance(x, Tensor) and x.requires_grad for x in args):
-        return function(*args)
+        with asked_for():
+            return function(*args)
     with torch.no_grad():
         return function(*args)
 

@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import _ProxyTensor, fast_detach, get_pr
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from autopar.adapters.asked_regions import new_regions, next_region
 from autopar.adapters.block_facts import memory_of
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -37,7 +38,8 @@ class _Output(NamedTuple):
 @dataclass
 class Template:
     """``given``: the nodes that came in, by the number of the tensor; ``rebound``: tensors that it was given and has
-    written to, and the nodes that are their values now; ``depth``: how many modules are around its nodes."""
+    written to, and the nodes that are their values now; ``depth``: how many modules are around its nodes; ``since``:
+    the first checkpoint that may have begun within."""
 
     path: str
     depth: int
@@ -46,6 +48,7 @@ class Template:
     rebound: list[tuple[int, Node]]
     outputs: list[_Output]
     spec: Any
+    since: int
     copies: int = 0
 
     def leaks(self) -> bool:
@@ -70,11 +73,14 @@ class Template:
         self.copies += 1
         new: dict[Node, Node] = {node: _known(given[i], tracer) for node, i in self.given.items()}
         around = {key: (path, _class_name(cls)) for key, (path, cls) in tracer.module_stack.items()}
+        regions = new_regions()
         for node in self.nodes:
             new[node] = made = tracer.graph.node_copy(node, new.__getitem__)
             made.meta = {**node.meta, "nn_module_stack": around | self._below(node, path_of_call(tracer))}
             if "val" in node.meta:
                 made.meta["val"] = _apart(node.meta["val"])
+            if (number := made.meta.pop("asked", 0)) >= self.since:
+                made.meta["asked"] = regions[number]
         for i, node in self.rebound:
             _bind(given[i], new[node], tracer)
         made_of: dict[Node, Tensor] = {}
@@ -100,13 +106,13 @@ def template_of_call(
     """(what a module's forward returns, what gives the template; None where what it did can't be copied: it took
     something that is not among ``given``, or returned what is not of the graph or shares memory)."""
     before = [_node_of(x, tracer) for x in given]
-    last = next(iter(reversed(tracer.graph.nodes)))
+    last, since = next(iter(reversed(tracer.graph.nodes))), next_region()
     made = call()
-    return made, lambda: _template(tracer, given, before, _after(last, tracer.graph), made)
+    return made, lambda: _template(tracer, given, before, _after(last, tracer.graph), made, since)
 
 
 def _template(
-    tracer: Any, given: Sequence[Tensor], before: Sequence[Node | None], nodes: list[Node], made: Any
+    tracer: Any, given: Sequence[Tensor], before: Sequence[Node | None], nodes: list[Node], made: Any, since: int
 ) -> Template | None:
     places = {node: i for i, node in enumerate(before) if node is not None}
     if len(places) < sum(node is not None for node in before) or not _is_closed(nodes, places):
@@ -119,7 +125,7 @@ def _template(
     ]
     if outputs is None or any(node not in set(nodes) for _, node in rebound):
         return None
-    return Template(path_of_call(tracer), len(tracer.module_stack), nodes, places, rebound, outputs, spec)
+    return Template(path_of_call(tracer), len(tracer.module_stack), nodes, places, rebound, outputs, spec, since)
 
 
 def _after(last: Node, graph: Graph) -> list[Node]:

@@ -26,6 +26,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
+from autopar.adapters.asked_regions import noted_regions
 from autopar.adapters.autograd_function import captured_backwards
 from autopar.adapters.block_memo import BlockMemo, TraceAnew
 from autopar.adapters.decompose import decompose
@@ -54,7 +55,14 @@ def export(
     """
     blocks = BlockMemo(model) if memo else None
     try:
-        with warnings.catch_warnings(), torch.enable_grad(), captured_backwards(), silent_fakes(), _autocast(autocast):
+        with (
+            warnings.catch_warnings(),
+            torch.enable_grad(),
+            captured_backwards(),
+            silent_fakes(),
+            _autocast(autocast),
+            noted_regions(),
+        ):
             warnings.simplefilter("ignore")
             with blocks.within() if blocks is not None else contextlib.nullcontext():
                 program = torch.export.export(model, (), dict(kwargs), strict=False)

@@ -29,6 +29,7 @@ _EVERY_STEP = (
     " while it is captured, and the result would be the same in every step; call it outside of the forward and pass "
     "the result in as a tensor, or use dropout"
 )
+_DYNAMO = ("._torchdynamo_", ".__dynamo_")  # notes of torch's own on functions, when they are first called
 _REPLACED = "made by an earlier forward"
 _GENERATOR = "generator"
 _SHOWN = 4
@@ -140,7 +141,7 @@ def _state(root: nn.Module) -> dict[str, Any]:
     """What can be compared of all that is reached from a module: numbers and texts, sizes, states of generators."""
     registered = {id(t) for t in (*root.parameters(), *root.buffers())}
     facts = ((path, state_of(x)) for path, x in walk_attributes(root) if id(x) not in registered)
-    return {path.lstrip("."): fact for path, fact in facts if fact is not None}
+    return {path.lstrip("."): fact for path, fact in facts if fact is not None and not any(x in path for x in _DYNAMO)}
 
 
 def state_of(x: Any) -> Any:

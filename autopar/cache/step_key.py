@@ -24,6 +24,7 @@ from autopar.cache.libraries import changed_autopar, is_foreign, own_digest, ren
 from autopar.cache.reached import Reached
 from autopar.cache.values_reached import CannotTell
 from autopar.capture import ADAPTERS, adapter_for
+from autopar.checkpoint_policies import CHECKPOINTS
 from autopar.ir.batch import ConstantTensor, facts_of, tensors_of
 from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
@@ -92,6 +93,7 @@ def _add_tables(reached: Reached) -> None:
         "rules", [f"{_op_name(op)} {_rule_name(rule)}" for table in (RULES, CORE) for op, rule in table.items()]
     )
     reached.add("schedules", [f"{name} {_entry(entry)}" for name, entry in _entries(SCHEDULES)])
+    reached.add("checkpoints", [f"{name} {_policy(entry)}" for name, entry in _entries(CHECKPOINTS)])
     reached.add("algorithms", [f"{name} {_entry(entry)}" for name, entry in _entries(ALGORITHMS)])
 
 
@@ -112,6 +114,12 @@ def _rule_name(rule: Callable[..., Any]) -> str:
 
 def _entries(table: Any) -> Iterable[tuple[str, Any]]:
     return [(name, table._entries[name]) for name in table]
+
+
+def _policy(policy: Callable[..., Any]) -> str:
+    if is_foreign(policy):
+        raise CannotTell("a policy of checkpoints which is not autopar's")
+    return ""
 
 
 def _entry(entry: Any) -> str:

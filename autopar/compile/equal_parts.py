@@ -22,11 +22,11 @@ from torch.fx import Graph, GraphModule, Node
 from autopar.adapters.keys import told_apart
 from autopar.adapters.lazy import graph_module
 from autopar.ir.graph import frozen
-from autopar.ir.meta import NODES, ORIGIN
+from autopar.ir.meta import NODES
 from autopar.passes.cut_stages import PartGraph
 from autopar.steps.graphs import CopiedStepGraph, Stage, StepGraph
 
-_NOTED = NODES.keys() - {*ORIGIN, "original_aten"}
+_NOTED = NODES.keys() - {"nn_module_stack", "stack_trace", "original_aten", "asked"}
 
 
 class KnownParts:
@@ -34,22 +34,35 @@ class KnownParts:
 
     def __init__(self) -> None:
         self._stages: dict[Hashable, tuple[list[Node], Stage]] = {}
+        self._seen: dict[int, tuple[PartGraph, Hashable, list[Node]]] = {}
 
-    def stage(self, part: PartGraph, make: Callable[[], Stage]) -> Stage:
-        """What ``make`` gives for the part, or a copy of what it gave for an equal one."""
-        nodes = list(_nodes(part))
-        try:
-            key = _key(part, nodes)
-            known = self._stages.get(key)
-        except TypeError:  # something that has no hash
-            return make()
+    def like(self, part: PartGraph) -> Hashable:
+        """Equal for equal parts. Of a part as it is when it is first asked for."""
+        return self._known(part)[0]
+
+    def stage(self, part: PartGraph, make: Callable[[], Stage], how: Hashable = ()) -> Stage:
+        """What ``make`` gives for the part, or a copy of what it gave for an equal one, made in the same way."""
+        key, nodes = self._known(part)
+        known = self._stages.get((key, how))
         if known is not None:
-            return _copied(known[1], part, _Names(known[0], nodes))
+            return known[1] if known[0] is nodes else _copied(known[1], part, _Names(known[0], nodes))
         names = [node.name for node in nodes]
         stage = make()
         assert names == [node.name for node in nodes], "compiling a part leaves its own graph as it is"
-        self._stages[key] = nodes, stage
+        self._stages[key, how] = nodes, stage
         return stage
+
+    def _known(self, part: PartGraph) -> tuple[Hashable, list[Node]]:
+        if id(part) not in self._seen:
+            nodes = list(_nodes(part))
+            try:
+                key: Hashable = _key(part, nodes)
+                hash(key)
+            except TypeError:  # something that has no hash
+                key = id(part)
+            self._seen[id(part)] = part, key, nodes
+        _, key, nodes = self._seen[id(part)]
+        return key, nodes
 
 
 def _nodes(part: PartGraph) -> Iterator[Node]:
@@ -76,9 +89,11 @@ def _key(part: PartGraph, nodes: Sequence[Node]) -> Hashable:
             return x.shape, x.stride(), x.storage_offset(), x.dtype, x.device, x.requires_grad
         return told_apart(x)
 
+    asked: dict[Any, int] = {}
     calls = tuple(
         (
             node.op,
+            asked.setdefault(node.meta.get("asked"), len(asked)),
             None if node.op == "placeholder" else node.target,
             frozen(node.args, leaf),
             frozen(node.kwargs, leaf),

@@ -14,8 +14,9 @@ from torch.fx import GraphModule
 
 from autopar.adapters.collector import resting_collector
 from autopar.adapters.lazy import lazy_code
+from autopar.compile.fit_memory import with_checkpoints
 from autopar.compile.parameters import known_batch_dims
-from autopar.compile.parts import compile_pipeline
+from autopar.compile.parts import PipelineMaker
 from autopar.compile.shared_capture import SharedCapture
 from autopar.compile.slices import samples_of
 from autopar.cost.axis_shares import axis_shares
@@ -34,7 +35,7 @@ from autopar.planner.plan_fits import check_fits
 from autopar.planner.step_order import parameter_specs
 from autopar.rewrite.compilation import Compilation, Observer, timed
 from autopar.rewrite.pass_manager import PassManager
-from autopar.steps.graphs import Cache, Compiled, Prologue
+from autopar.steps.graphs import Cache, Compiled, Pipeline, Prologue
 
 
 def compile_model(
@@ -121,8 +122,12 @@ def compile_graph(
         ctx.observe("prologue", prologue.graph)
     parameters = parameter_specs(gm, plan)
     graphs, static = [(graph, caches) for graph, caches, _ in made], most_static(parameters, mesh)
-    pipeline = compile_pipeline(graphs, ctx, train, static, tangents, slices)
-    return Compiled(gm.meta["signature"], plan, gm, pipeline, prologue, parameters, train, timings)
+    maker = PipelineMaker(graphs, ctx, train, static, tangents, slices)
+
+    def finished(plan: Plan, pipeline: Pipeline) -> Compiled:
+        return Compiled(gm.meta["signature"], plan, gm, pipeline, prologue, parameters, train, timings)
+
+    return with_checkpoints(maker, finished)
 
 
 def _of_micro_batch(gm: GraphModule, ctx: Compilation) -> tuple[GraphModule, list[Cache], Prologue | None]:

@@ -5,26 +5,29 @@ local graph -> cut_stages -> per part: F, BW, B, W, G, R -> check_step_types -> 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
+from autopar.checkpoint_policies import AUTO
 from autopar.compile.equal_parts import KnownParts
 from autopar.compile.parameter_exchanges import place_exchanges
 from autopar.compile.slices import COMPUTE_GRAPHS, merged, sliced_hop
 from autopar.ir.conversions import is_conversion
 from autopar.ir.flow import Flow, flow_of
 from autopar.ir.gradient_dtypes import summed_in
-from autopar.ir.graph import placeholders
+from autopar.ir.graph import layer_of, module_path, placeholders
 from autopar.ir.mesh import TokenSlice
-from autopar.options import Options
 from autopar.passes.cut_stages import Cut, PartGraph, cut_stages, uncut
-from autopar.passes.differentiate import differentiate, lowered
+from autopar.passes.differentiate import Differentiated, lowered
 from autopar.passes.in_order import STEP_PASSES
 from autopar.passes.own_gradients import OwnGradients
 from autopar.passes.parameter_graphs import gather_graph, reduce_graph
+from autopar.passes.reverse import forward_calls
 from autopar.plan import Plan
 from autopar.planner.step_order import make_order
 from autopar.planner.units import parts_by_node, resolve
@@ -41,41 +44,137 @@ from autopar.steps.graphs import Cache, Pipeline, Stage, StepGraph
 from autopar.steps.of_rank import backwards, graph_name
 
 
-def compile_pipeline(
-    graphs: Sequence[tuple[GraphModule, list[Cache]]],
-    ctx: Compilation,
-    train: bool = True,
-    static: int = 0,
-    tangents: Sequence[str] = (),
-    slices: Sequence[TokenSlice] = (),
-) -> Pipeline:
-    """Cut a local graph as the plan says and compile its parts. ``graphs``: it and its caches, or those of the sample
-    ``slices``. ``static``: see `make_order`. ``tangents``: names of outputs that gradients come for, beside the losses,
-    where there is one part.
+class PipelineMaker:
+    """A local graph, cut into parts; each is differentiated once, and becomes a stage for every choice of what its
+    backward makes again."""
 
-    Raises ValueError where the graph has no such layers or the schedule does not take the number of micro-batches.
-    """
-    plan = ctx.plan
-    assert plan is not None
-    cuts = timed(ctx.timings, "cut_stages", lambda: [_cut(gm, plan, tangents, train) for gm, _ in graphs])
-    known, parts, checked = KnownParts(), [], []
-    for k, same in enumerate(zip(*(cut.parts for cut in cuts), strict=True)):
-        if slices:
-            samples = [_differentiated(part, plan.options, train, True) for part in same]
-            checked.append(samples[0])  # types are of numbers; the merged graphs compute theirs
-            parts.append(_finish(f"part{k}.", merged(samples, slices, graphs[0][1]), ctx, FIXED_GRAPHS))
-            continue
-        make = partial(_compile_part, k, same[0], cuts[0], ctx, train)
-        if ctx.watched:  # sees each part; what is kept has the names that it has on ranks which nobody watches
-            make = partial(_as_is, make())
-        parts.append(make() if len(cuts[0].parts) == 1 else known.stage(same[0], make))
-    timed(ctx.timings, "checks", lambda: check_step_types(checked or parts, graphs[0][0], ctx.mesh))
-    lengths = plan.pipeline.slices if plan.pipeline is not None else ()
-    hops = cuts[0].hops
-    if slices:
-        hops = [sliced_hop(same, slices, lengths) for same in zip(*(cut.hops for cut in cuts), strict=True)]
-    order = timed(ctx.timings, "order", lambda: proven(make_order(plan, parts, hops, train, static), hops))
-    return Pipeline(parts, hops, order, *_prologues(cuts[0], ctx), lengths)
+    def __init__(
+        self,
+        graphs: Sequence[tuple[GraphModule, list[Cache]]],
+        ctx: Compilation,
+        train: bool = True,
+        static: int = 0,
+        tangents: Sequence[str] = (),
+        slices: Sequence[TokenSlice] = (),
+    ) -> None:
+        """``graphs``: it and its caches, or those of the sample ``slices``. ``static``: see `make_order`. ``tangents``:
+        names of outputs that gradients come for, beside the losses, where there is one part.
+
+        Raises ValueError where the graph has no such layers."""
+        self.graphs, self.ctx, self.train, self.static, self.slices = graphs, ctx, train, static, slices
+        plan = self.plan
+        self.cuts = timed(ctx.timings, "cut_stages", lambda: [_cut(gm, plan, tangents, train) for gm, _ in graphs])
+        self.parts = [same[0] for same in zip(*(cut.parts for cut in self.cuts), strict=True)]
+        self._known = KnownParts()
+        self._derived: dict[tuple[int, int], Differentiated] = {}
+
+    @property
+    def plan(self) -> Plan:
+        """As it is while this is compiled."""
+        assert self.ctx.plan is not None
+        return self.ctx.plan
+
+    @property
+    def _shares_parts(self) -> bool:
+        return len(self.parts) > 1 and not self.slices
+
+    @property
+    def asks(self) -> bool:
+        """Whether the model calls something within `torch.utils.checkpoint`."""
+        return any(node.meta.get("asked") for gm, _ in self.graphs for node in gm.graph.nodes)
+
+    def names_at(self, k: int, calls: Sequence[int]) -> list[str]:
+        """The layers, or modules, of some of the `forward_calls` of a part."""
+        made = forward_calls(self.parts[k].graph)
+        return [layer_of(made[i]) or module_path(made[i]) or made[i].name for i in calls]
+
+    def first_like(self) -> list[int]:
+        """Part -> the first of the parts that are equal to it but for names."""
+        if not self._shares_parts:
+            return list(range(len(self.parts)))
+        first: dict[Any, int] = {}
+        return [first.setdefault(self._known.like(part), k) for k, part in enumerate(self.parts)]
+
+    def derived(self, k: int, sample: int = 0) -> Differentiated:
+        """The part with its derivative."""
+        if (k, sample) not in self._derived:
+            if self._shares_parts:
+                self._known.like(self.parts[k])  # as it is before this
+            part = self.cuts[sample].parts[k]
+            results = part.results if self.train else dict.fromkeys(part.results, "output")
+            sums = _sums(part, self.plan.options.precision)
+            self._derived[k, sample] = Differentiated(part.graph, results, part.fixed, sums)
+        return self._derived[k, sample]
+
+    def make(self, again: Mapping[int, frozenset[str]] | None = None) -> Pipeline:
+        """The pipeline; ``again``: part -> names of what its backward makes again.
+
+        Raises ValueError where the schedule does not take the number of micro-batches."""
+        again, ctx, parts, checked = again or {}, self.ctx, list[Stage](), list[Stage]()
+        for k, part in enumerate(self.parts):
+            remade = again.get(k, frozenset())
+            if self.slices:
+                samples = [self._differentiated(k, i, remade, True) for i in range(len(self.slices))]
+                checked.append(samples[0])  # types are of numbers; the merged graphs compute theirs
+                stage = merged(samples, self.slices, self.graphs[0][1])
+                parts.append(_finish(f"part{k}.", stage, ctx, FIXED_GRAPHS))
+                continue
+            make = partial(self._compile_part, k, remade)
+            if ctx.watched:  # sees each part; what is kept has the names that it has on ranks which nobody watches
+                make = partial(_as_is, make())
+            parts.append(self._known.stage(part, make, remade) if self._shares_parts else make())
+        timed(ctx.timings, "checks", lambda: check_step_types(checked or parts, self.graphs[0][0], ctx.mesh))
+        lengths = self.plan.pipeline.slices if self.plan.pipeline is not None else ()
+        hops = self.cuts[0].hops
+        if self.slices:
+            hops = [sliced_hop(x, self.slices, lengths) for x in zip(*(cut.hops for cut in self.cuts), strict=True)]
+        order = timed(ctx.timings, "order", lambda: proven(self._order(parts, hops), hops))
+        for name, step in zip(("once", "each"), self.prologues, strict=True):
+            if step is not None:
+                ctx.observe(name, step.graph)
+        return Pipeline(parts, hops, order, *self.prologues, lengths)
+
+    def _order(self, parts: Sequence[Stage], hops: Sequence[Hop]) -> Order:
+        """Where checkpoints keep the limit, a schedule that searches need not do it alone."""
+        try:
+            return make_order(self.plan, parts, hops, self.train, self.static)
+        except ValueError:
+            options = self.plan.options
+            if options.checkpoints != AUTO:
+                raise
+            free = replace(self.plan, options=replace(options, memory_limit=0, checkpoint="none"))
+            return make_order(free, parts, hops, self.train)
+
+    def _compile_part(self, k: int, remade: frozenset[str]) -> Stage:
+        part, ctx, plan = self.parts[k], self.ctx, self.plan
+        prefix = graph_name(len(self.parts), k, "")
+        if prefix:
+            with ctx.within(prefix):
+                ctx.observe("part", part.graph)
+        split = plan.pipeline is not None
+        stage = timed(ctx.timings, "differentiate", lambda: self._differentiated(k, 0, remade, split))
+        place_exchanges(stage, part.used, plan)
+        return _finish(prefix, stage, ctx, (*FIXED_GRAPHS, *COMPUTE_GRAPHS))
+
+    def _differentiated(self, k: int, sample: int, remade: frozenset[str], split: bool) -> Stage:
+        """The step graphs of a part; ``split``: B and W, too."""
+        part, precision = self.cuts[sample].parts[k], self.plan.options.precision
+        stage = self.derived(k, sample).stage(split, remade)
+        for step in backwards(stage):
+            check_gradients(step, part.graph, _sums(part, precision))
+        stage.mutations, stage.parameters = part.mutations, part.parameters
+        if part.used is not None:
+            stage.gather, stage.aliases = gather_graph(part.used)
+            made = stage.gather.outputs if stage.gather is not None else ()
+            stage.gathered = {u.name: p.name for u, p in part.used.items() if u.name in made}
+            made = [name for step in backwards(stage) for name in step.outputs]
+            stage.reduce = reduce_graph(part.used, made, precision, added=True)
+        return stage
+
+    @cached_property
+    def prologues(self) -> tuple[StepGraph | None, StepGraph | None]:
+        """What all micro-batches share, and what each has of its own (`Pipeline.once`, `Pipeline.each`)."""
+        return _prologues(self.cuts[0])
 
 
 def _as_is(stage: Stage) -> Stage:
@@ -112,36 +211,6 @@ def place(flow: Flow, cuts: tuple[str, ...]) -> dict[Node, int]:
     return part_of
 
 
-def _compile_part(k: int, part: PartGraph, cut: Cut, ctx: Compilation, train: bool) -> Stage:
-    plan = ctx.plan
-    assert plan is not None
-    prefix = graph_name(len(cut.parts), k, "")
-    if prefix:
-        with ctx.within(prefix):
-            ctx.observe("part", part.graph)
-    split = plan.pipeline is not None
-    stage = timed(ctx.timings, "differentiate", lambda: _differentiated(part, plan.options, train, split))
-    place_exchanges(stage, part.used, plan)
-    return _finish(prefix, stage, ctx, (*FIXED_GRAPHS, *COMPUTE_GRAPHS))
-
-
-def _differentiated(part: PartGraph, options: Options, train: bool, split: bool) -> Stage:
-    """The step graphs of a part; ``split``: B and W, too."""
-    results = part.results if train else dict.fromkeys(part.results, "output")
-    sums = _sums(part, options.precision)
-    stage = differentiate(part.graph, results, part.fixed, split, sums)
-    for step in backwards(stage):
-        check_gradients(step, part.graph, sums)
-    stage.mutations, stage.parameters = part.mutations, part.parameters
-    if part.used is not None:
-        stage.gather, stage.aliases = gather_graph(part.used)
-        made = stage.gather.outputs if stage.gather is not None else ()
-        stage.gathered = {u.name: p.name for u, p in part.used.items() if u.name in made}
-        made = [name for step in backwards(stage) for name in step.outputs]
-        stage.reduce = reduce_graph(part.used, made, options.precision, added=True)
-    return stage
-
-
 def _sums(part: PartGraph, precision: Precision) -> dict[str, torch.dtype]:
     """Parameter -> what its gradient is summed in over ranks, where that is part of the backward."""
     if part.used is not None:
@@ -173,14 +242,12 @@ def _finished(name: str, step: StepGraph, ctx: Compilation, simplified: bool) ->
     return StepGraph(graph, step.inputs, step.outputs)
 
 
-def _prologues(cut: Cut, ctx: Compilation) -> tuple[StepGraph | None, StepGraph | None]:
+def _prologues(cut: Cut) -> tuple[StepGraph | None, StepGraph | None]:
     found: list[StepGraph | None] = []
-    for name, graph in (("once", cut.once), ("each", cut.each)):
+    for graph in (cut.once, cut.each):
         if graph is None:
             found.append(None)
             continue
         inputs, results = [n.name for n in placeholders(graph)], graph.meta["results"]
-        step = StepGraph(lowered(graph), inputs, list(results))
-        ctx.observe(name, step.graph)
-        found.append(step)
+        found.append(StepGraph(lowered(graph), inputs, list(results)))
     return found[0], found[1]

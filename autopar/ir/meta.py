@@ -27,6 +27,8 @@ NODES = {
     "stack_trace": "str: the lines of the model that made the call",
     "original_aten": "OpOverload: the operator that this one was taken out of",
     "partitioner_tag": "str: 'is_backward' for what AOTAutograd traced after the forward",
+    "call": "int: which of the `forward_calls` of a local graph a node of its joint graph belongs to (-1: none)",
+    "asked": "int: number of the torch.utils.checkpoint within which the model calls it",
     # types
     "placements": "dict[str, Placement]: of the result, by axis; Invariant where an axis is missing",
     "result_placements": "dict[str, tuple[Placement, ...]]: the same for several results",
@@ -47,6 +49,8 @@ NODES = {
     # of recipes for checkpoints
     "number": "int: which of the tensors in the files a placeholder is",
     # of passes
+    "kept": "bool: F keeps it for the backward, which makes other values again",
+    "again": "bool: the backward makes it again",
     "of_slice": "bool: a token slice's rows of a value that depends on no parameter",
     "bucket": "bool: a collective that is a bucket already",
 }
@@ -62,7 +66,7 @@ GRAPHS = {
     "promise": "Promise: what a step graph makes and moves (`autopar.rewrite.step_checks`)",
 }
 
-ORIGIN = ("nn_module_stack", "stack_trace")
+ORIGIN = ("nn_module_stack", "stack_trace", "asked")
 TRACE = ("stack_trace",)
 TYPES = ("placements", "global_shape")
 

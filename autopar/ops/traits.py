@@ -9,6 +9,7 @@ Each trait is of the target of a call. What is no operator (the name of a placeh
     PRODUCTS, CONVOLUTIONS             multiply by a weight, or may
     COLLECTIVES, SUMS, LOCAL           exchange between ranks, or pretend to
     DROPOUTS, is_random                draw numbers
+    is_choice                          returns places of elements: experts of a token, the largest of a row
     STOPS_GRADIENT                     no gradient goes back through them
 """
 
@@ -122,3 +123,13 @@ _UNTAGGED = {aten._sample_dirichlet.default}
 def is_random(target: Any) -> bool:
     """Whether it draws numbers from torch's generator: they would depend on how a graph is cut."""
     return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()) or target in _UNTAGGED
+
+
+_CHOICES = {
+    aten.topk, aten.sort, aten.argsort, aten.argmax, aten.argmin, aten.kthvalue, aten.median, aten.mode,
+}  # fmt: skip
+
+
+def is_choice(target: Any) -> bool:
+    """Whether it says which elements come first: a tie, or a rounding, would say otherwise another time."""
+    return getattr(target, "overloadpacket", None) in _CHOICES

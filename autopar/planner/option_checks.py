@@ -6,6 +6,7 @@ import torch
 
 from autopar.adapters.operators import OpOverload
 from autopar.attention.algorithm_table import ALGORITHMS
+from autopar.checkpoint_policies import AUTO, CHECKPOINTS
 from autopar.cost.topology import Topologies
 from autopar.ir.mesh import Mesh
 from autopar.options import DECLARED, Options
@@ -14,6 +15,12 @@ from autopar.schedule.request import SCHEDULES
 
 def check_names(options: Options) -> None:
     """Names of things that are registered: a misspelled one is an error on any mesh. Raises ValueError."""
+    CHECKPOINTS[options.checkpoints]
+    if options.checkpoint == AUTO and not options.memory_limit:
+        raise ValueError(
+            "checkpoint: auto keeps what a rank holds under a limit, found no memory_limit; set one, such as "
+            'memory_limit="80GB", or checkpoint="selective" or "full"'
+        )
     if options.schedule:
         SCHEDULES[options.schedule]
     for name in options.attention.split("+") if options.attention != "auto" else ():

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
+from typing import Any
 
 from torch.fx import GraphModule, Node
 
+from autopar.checkpoint_policies import AUTO
 from autopar.cost.flops import node_seconds
 from autopar.cost.memory import static_bytes
 from autopar.cost.topology import Topologies
@@ -131,14 +135,20 @@ class _Planner:
 
     def _balanced(self, units: Sequence[Unit], parts: int, entry: Schedule) -> list[int]:
         """First unit of each part: the least time of the slowest part, within the memory limit."""
-        counts = balance(
-            self._costs(units),
-            parts,
-            sent=self._crossing(units),
-            in_flight=in_flight(entry, self.mesh.size("pp"), parts, self.options.micro_batches),
-            limit=self.options.memory_limit or None,
-            rank_of_part=mirrored(entry, self.mesh.size("pp"), parts),
-        )
+        costs = self._costs(units)
+        facts: dict[str, Any] = {
+            "sent": self._crossing(units),
+            "in_flight": in_flight(entry, self.mesh.size("pp"), parts, self.options.micro_batches),
+            "limit": self.options.memory_limit or None,
+            "rank_of_part": mirrored(entry, self.mesh.size("pp"), parts),
+        }
+        tries = [(costs, facts)]
+        if (
+            self.options.checkpoints == AUTO
+        ):  # what is kept can be made again; who cannot fit is told of all that counts
+            tries.append(([replace(c, activations=0) for c in costs], facts))
+            tries.append((costs, {**facts, "limit": None}))
+        counts = _first_that_works([partial(balance, units, parts, **how) for units, how in tries])
         return [0, *accumulate(counts)][:-1]
 
     def _costs(self, units: Sequence[Unit]) -> list[UnitCosts]:
@@ -201,3 +211,11 @@ def mirrored(entry: Schedule, ranks: int, parts: int) -> list[int]:
     order = entry.make(Request(ranks, 2 * parts, parts // ranks))
     by_part = [sorted(order.rank_of[chain[k]] for chain in order.chains) for k in range(parts)]
     return [ranks_of[0] for ranks_of in by_part]
+
+
+def _first_that_works(tries: Sequence[Callable[[], list[int]]]) -> list[int]:
+    """Raises the ValueError of the last."""
+    for attempt in tries[:-1]:
+        with contextlib.suppress(ValueError):
+            return attempt()
+    return tries[-1]()

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from autopar.cost.attention_traffic import is_context_attention, sent_by
 from autopar.cost.traffic import KINDS, transfer
 from autopar.ir.conversions import conversion_of, is_conversion
-from autopar.ir.graph import arguments, getitem_index, module_path
+from autopar.ir.graph import arguments, getitem_index, module_path, nbytes
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import INVARIANT
 from autopar.report.human_numbers import human_bytes
@@ -129,6 +129,10 @@ def _note(node: Node, mesh: Mesh | None) -> str:
     if mesh and is_context_attention(node):
         sent = ", ".join(f"{kind} {human_bytes(size)}" for kind, (_, size) in sent_by(node).items())
         notes.append(f"{sent} over {arguments(node)['axis']}")
+    if "kept" in node.meta:
+        notes.append(f"saved, {human_bytes(nbytes(node))}")
+    if "again" in node.meta:
+        notes.append("made again")
     if module_path(node):
         notes.append(module_path(node))
     return "; ".join(notes)

@@ -22,7 +22,7 @@ from autopar.cost.traffic import Volume
 from autopar.ir.layer_names import compressed, without_indices, without_numbers
 from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import Shard
-from autopar.plan import Plan
+from autopar.plan import LayerCheckpoint, Plan
 from autopar.report.attention_section import attention_summary, attention_table
 from autopar.report.graph_text import DTYPES
 from autopar.report.human_numbers import human_bytes, human_seconds
@@ -31,6 +31,7 @@ from autopar.report.tables import escaped, table_of
 from autopar.steps.graphs import Compiled
 
 AXIS_SHARES = "What each axis cuts, of bytes of parameters and FLOPs of the forward, and what it leaves whole"
+CHECKPOINT_ROWS = "What the backward makes again: values per layer, what each keeps, time of all layers"
 MEMORY_NOTES = {
     "parameters": "stored pieces",
     "buffers": "buffers and constants",
@@ -68,6 +69,7 @@ def summarize(compiled: Compiled, model: str = "") -> dict[str, Any]:
             for s in plan.streams
         ],
         "shares": [dataclasses.asdict(share) for share in plan.shares],
+        "checkpoints": checkpoint_rows(plan),
         "notes": note_rows(plan),
         "memory": memory_row(fullest),
         "communication": [
@@ -148,6 +150,25 @@ def note_rows(plan: Plan) -> list[dict[str, str]]:
     return [{"subject": compressed([s for s, _ in g]), "reason": g[0][1]} for g in groups.values()]
 
 
+def checkpoint_rows(plan: Plan) -> list[dict[str, Any]]:
+    """What the backward makes again, layers that are alike joined."""
+    groups: dict[Any, list[LayerCheckpoint]] = {}
+    for layer in plan.checkpoints:
+        key = layer.part, without_indices(layer.layer), layer.again, layer.saved, layer.reason
+        groups.setdefault(key, []).append(layer)
+    return [
+        {
+            "part": part,
+            "layers": compressed([layer.layer for layer in alike]),
+            "again": len(again),
+            "saved": saved,
+            "seconds": sum(layer.seconds for layer in alike),
+            "reason": reason,
+        }
+        for (part, _, again, saved, reason), alike in groups.items()
+    ]
+
+
 # --- tables --------------------------------------------------------------------------------------------------
 
 
@@ -163,6 +184,7 @@ def show_summary(summary: dict[str, Any], console: Console) -> None:
     for table in (
         _placements(summary),
         _shares(summary),
+        _checkpoints(summary),
         _others(summary),
         *more,
         _memory(summary),
@@ -170,6 +192,16 @@ def show_summary(summary: dict[str, Any], console: Console) -> None:
     ):
         if table.row_count:
             console.print(table)
+
+
+def _checkpoints(summary: dict[str, Any]) -> Table:
+    table = table_of(
+        CHECKPOINT_ROWS, "part", "layers", "values", "kept", "time", "why", right=("values", "kept", "time")
+    )
+    for row in summary["checkpoints"]:
+        cells = str(row["again"]), human_bytes(row["saved"]), human_seconds(row["seconds"])
+        table.add_row(str(row["part"]), escaped(row["layers"]), *cells, escaped(row["reason"]))
+    return table
 
 
 def _placements(summary: dict[str, Any]) -> Table:

@@ -50,6 +50,15 @@ class Compilation:
         finally:
             self.prefix = before
 
+    @contextmanager
+    def unobserved(self) -> Iterator[bool]:
+        """Nobody sees what is made meanwhile; whether somebody watches."""
+        before, self.observers = self.observers, []
+        try:
+            yield bool(before)
+        finally:
+            self.observers = before
+
     @property
     def watched(self) -> bool:
         """Whether somebody wants to see every graph, those of equal parts included."""

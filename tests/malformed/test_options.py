@@ -38,7 +38,7 @@ def test_options_without_the_axis_that_they_are_about() -> None:
     """Each option on each mesh of one axis: refused, or an axis that it counts with is there (of any size)."""
     values: dict[str, dict[str, Any]] = {
         "zero": {"zero": 3}, "sequence_parallel": {"sequence_parallel": True}, "schedule": {"schedule": "1f1b"},
-        "cuts": {"cuts": ("a",)}, "chunks": {"chunks": 2}, "slices": {"slices": 2}, "memory_limit": {"memory_limit": 1},
+        "cuts": {"cuts": ("a",)}, "chunks": {"chunks": 2}, "slices": {"slices": 2},
         "gathers": {"gathers": "layer", "zero": 1}, "reductions": {"reductions": "micro_batch", "zero": 1},
         "attention": {"attention": "ring"}, "layout": {"layout": "zigzag"},
     }  # fmt: skip

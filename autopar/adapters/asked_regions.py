@@ -1,0 +1,64 @@
+"""What a model calls within `torch.utils.checkpoint` is noted on the nodes of the capture: `asked`.
+
+    y = checkpoint(block, x)        the nodes that block(x) adds to the graph
+
+Both kinds (reentrant or not) call their function as it is while a graph is captured: no generator is saved and no hook
+is set, and how values are made again is up to the compiler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch.utils.checkpoint
+from torch.fx import Graph
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+_NUMBERS = itertools.count(1)
+
+
+@contextlib.contextmanager
+def noted_regions() -> Iterator[None]:
+    """Within: checkpoints that are not reentrant are noted. (`autograd_function` has the others.)"""
+    module: Any = torch.utils.checkpoint
+    original = module._checkpoint_without_reentrant_generator
+    module._checkpoint_without_reentrant_generator = _generator
+    try:
+        yield
+    finally:
+        module._checkpoint_without_reentrant_generator = original
+
+
+def next_region() -> int:
+    """The number of the checkpoint that begins next."""
+    return next(_NUMBERS) + 1  # which takes one
+
+
+def new_regions() -> dict[int, int]:
+    """Number of a checkpoint -> that of the same one in a copy of what called it."""
+    return defaultdict(lambda: next(_NUMBERS))
+
+
+def _generator(*args: Any, **kwargs: Any) -> Iterator[None]:
+    with asked_for():
+        yield
+
+
+@contextlib.contextmanager
+def asked_for() -> Iterator[None]:
+    """The nodes that are made within are noted as those of one checkpoint, by a number of its own."""
+    graph, number = _graph(), next(_NUMBERS)
+    before = set(graph.nodes) if graph is not None else set()
+    yield
+    for node in graph.nodes if graph is not None else ():
+        if node not in before:
+            node.meta["asked"] = number
+
+
+def _graph() -> Graph | None:
+    mode: Any = get_proxy_mode()
+    return mode.tracer.graph if mode is not None else None

@@ -1,0 +1,154 @@
+"""What the backward of each part makes again: as a policy says, or the least under a limit, checked on what comes out.
+
+    parts, nothing made again  -->  memory of each rank  -->  choice for each layer  -->  parts  -->  memory ...
+
+The choice counts bytes of layers, the walk over the graphs that were made (`autopar.cost.memory`) counts what a rank
+holds. What the first does not see (parameters, buckets, what passes change) is the difference between the two; it is
+taken from the limit, and the choice is made again until it fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from autopar.checkpoint_policies import AUTO, CHECKPOINTS
+from autopar.compile.parts import PipelineMaker
+from autopar.compile.recompute_facts import JointFacts, chosen_by, layers_of
+from autopar.cost.hardware import DEFAULT
+from autopar.cost.memory import memories
+from autopar.cost.topology import Topologies
+from autopar.cost.traffic import Links
+from autopar.plan import LayerCheckpoint, Plan
+from autopar.planner.recompute_layers import LayerWay
+from autopar.planner.recompute_parts import Choice, Moment, best_choice, fullest, moments, smallest_choice
+from autopar.steps.graphs import Compiled, Pipeline
+
+ATTEMPTS = 6
+
+
+def with_checkpoints(maker: PipelineMaker, finished: Callable[[Plan, Pipeline], Compiled]) -> Compiled:
+    """The compiled model. Raises ValueError where no choice fits the limit, with the least that one would fit."""
+    plan = maker.plan
+    name = plan.options.checkpoints
+    if not maker.train or name == "none":
+        return finished(replace(plan, checkpoints=()), maker.make())
+    if plan.checkpoints:
+        return finished(plan, maker.make(_by_part(plan.checkpoints)))
+    fitting = _Fitting(maker, finished)
+    with maker.ctx.unobserved() as watched:
+        made = fitting.under_limit(plan.options.memory_limit) if name == AUTO else fitting.by_policy(name)
+    return finished(made.plan, maker.make(_by_part(made.plan.checkpoints))) if watched else made
+
+
+def _by_part(layers: Sequence[LayerCheckpoint]) -> dict[int, frozenset[str]]:
+    found: dict[int, frozenset[str]] = {}
+    for layer in layers:
+        found[layer.part] = found.get(layer.part, frozenset()) | set(layer.again)
+    return found
+
+
+class _Fitting:
+    """The search of one compilation."""
+
+    def __init__(self, maker: PipelineMaker, finished: Callable[[Plan, Pipeline], Compiled]) -> None:
+        self.maker, self.finished, self.first = maker, finished, maker.first_like()
+        plan, self.splits = maker.plan, False  # whether backwards come in two
+        self.links = Links(plan.mesh, Topologies.parse(plan.options.topology, DEFAULT.links))
+
+    @cached_property
+    def facts(self) -> list[JointFacts]:
+        """Of each part; equal parts share them."""
+        found: dict[int, JointFacts] = {}
+        for k in dict.fromkeys(self.first):
+            derived = self.maker.derived(k)
+            first = derived.first if self.splits else None
+            units = layers_of(derived.calls, asked=self.maker.plan.options.checkpoints == "model")
+            found[k] = JointFacts(derived.joint, units, self.links, first)
+        return [found[k] for k in self.first]
+
+    @cached_property
+    def ways(self) -> list[list[list[LayerWay]]]:
+        """Part -> layer -> what it has to choose from."""
+        known: dict[object, list[tuple[frozenset[int], LayerWay]]] = {}
+        for facts in dict.fromkeys(self.facts):
+            facts.find_ways(known)
+        return [[[way for _, way in layer.options] for layer in facts.layers] for facts in self.facts]
+
+    # --- a policy ------------------------------------------------------------------------------------------
+
+    def by_policy(self, name: str) -> Compiled:
+        policy = CHECKPOINTS[name]
+        if name == "model" and not self.maker.asks:
+            return self.finished(self.maker.plan, self.maker.make())
+        chosen = {facts: chosen_by(policy, name, facts) for facts in dict.fromkeys(self.facts)}
+        return self.compiled([chosen[facts] for facts in self.facts], f"checkpoint={name}")
+
+    # --- a limit -------------------------------------------------------------------------------------------
+
+    def under_limit(self, limit: int) -> Compiled:
+        """Raises ValueError where nothing fits."""
+        made = self.finished(replace(self.maker.plan, checkpoints=()), self.maker.make())
+        self.splits = any(action.kind == "W" for row in made.pipeline.order.ranks for action in row)
+        choice: Choice | None = None
+        for _ in range(ATTEMPTS):
+            held = [found.peak for found in memories(made)]
+            if max(held) <= limit:
+                return made
+            events = self.events(made.pipeline)
+            choice = choice or [[0] * len(layers) for layers in self.ways]
+            unseen = [peak - fullest(self.ways, choice, events, rank) for rank, peak in enumerate(held)]
+            choice = best_choice(self.ways, events, [limit - bytes_ for bytes_ in unseen])
+            if choice is None:
+                break
+            made = self.by_choice(choice, limit)
+        return self.smallest(made, limit)
+
+    def smallest(self, made: Compiled, limit: int) -> Compiled:
+        """The one that needs least, if it fits: made again can be more than kept, where W comes late."""
+        smallest = self.by_choice(smallest_choice(self.ways, self.events(made.pipeline)), limit)
+        nothing = self.by_choice([[0] * len(layers) for layers in self.ways], limit)
+        least, found = min(((_peak(x), x) for x in (nothing, smallest)), key=lambda pair: pair[0])
+        if least <= limit:
+            return found
+        raise ValueError(
+            f"checkpoint: no choice of what to make again fits a memory_limit of {limit:,} bytes; the least that would "
+            f"do is {least:,} bytes; use more ranks, zero=3, or smaller micro-batches"
+        )
+
+    def events(self, pipeline: Pipeline) -> list[Moment]:
+        """When what is held counts. A sample of a token slice stands for all of them."""
+        if not pipeline.slices:
+            return moments(pipeline.order)
+        return moments(pipeline.order, [length / self.maker.slices[0].length for length in pipeline.slices])
+
+    def by_choice(self, choice: Choice, limit: int) -> Compiled:
+        again = [
+            [layer.way(k) for layer, k in zip(facts.layers, ways, strict=True)]
+            for facts, ways in zip(self.facts, choice, strict=True)
+        ]
+        return self.compiled([frozenset().union(*x) for x in again], f"the least time under {limit:,} bytes")
+
+    # --- graphs --------------------------------------------------------------------------------------------
+
+    def compiled(self, remade: Sequence[frozenset[object]], reason: str) -> Compiled:
+        """``remade``: of each part, nodes of its joint graph, or of that of an equal part."""
+        names = {k: frozenset(n.name for n in nodes) for k, nodes in enumerate(remade)}  # type: ignore[attr-defined]
+        pipeline = self.maker.make(names)
+        layers = tuple(found for k, nodes in enumerate(remade) for found in self._layers(k, nodes, reason))
+        return self.finished(replace(self.maker.plan, checkpoints=layers), pipeline)
+
+    def _layers(self, k: int, nodes: frozenset[object], reason: str) -> list[LayerCheckpoint]:
+        facts, found = self.facts[k], []
+        names = self.maker.names_at(k, [layer.forward[0].meta["call"] for layer in facts.layers])
+        for layer, name in zip(facts.layers, names, strict=True):
+            again = [n for n in layer.forward if n in nodes]
+            if again:
+                saved, seconds = facts.cost(layer, frozenset(again))
+                found.append(LayerCheckpoint(k, name, tuple(n.name for n in again), saved, seconds, reason))
+        return found
+
+
+def _peak(compiled: Compiled) -> int:
+    return max(found.peak for found in memories(compiled))
