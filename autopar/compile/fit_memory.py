@@ -26,6 +26,7 @@ from autopar.planner.recompute_parts import Choice, Moment, best_choice, fullest
 from autopar.steps.graphs import Compiled, Pipeline
 
 ATTEMPTS = 6
+LESS = 0.99  # of the least that was found: worth another search
 
 
 def with_checkpoints(maker: PipelineMaker, finished: Callable[[Plan, Pipeline], Compiled]) -> Compiled:
@@ -89,33 +90,43 @@ class _Fitting:
 
     def under_limit(self, limit: int) -> Compiled:
         """Raises ValueError where nothing fits."""
-        made = self.finished(replace(self.maker.plan, checkpoints=()), self.maker.make())
-        self.splits = any(action.kind == "W" for row in made.pipeline.order.ranks for action in row)
-        choice: Choice | None = None
+        nothing = self.finished(replace(self.maker.plan, checkpoints=()), self.maker.make())
+        self.splits = any(action.kind == "W" for row in nothing.pipeline.order.ranks for action in row)
+        found = self.search(nothing, limit)
+        if found is not None:
+            return found
+        least = self.smallest(nothing)
+        if _peak(least) <= limit:
+            return least
+        raise ValueError(
+            f"checkpoint: no choice of what to make again fits a memory_limit of {limit:,} bytes; the least that would "
+            f"do is {_peak(least):,} bytes; use more ranks, zero=3, or smaller micro-batches"
+        )
+
+    def search(self, made: Compiled, limit: float) -> Compiled | None:
+        """From what makes nothing again, by what the graphs hold."""
+        choice: Choice | None = [[0] * len(layers) for layers in self.ways] if _peak(made) > limit else []
         for _ in range(ATTEMPTS):
             held = [found.peak for found in memories(made)]
             if max(held) <= limit:
                 return made
             events = self.events(made.pipeline)
-            choice = choice or [[0] * len(layers) for layers in self.ways]
+            assert choice
             unseen = [peak - fullest(self.ways, choice, events, rank) for rank, peak in enumerate(held)]
             choice = best_choice(self.ways, events, [limit - bytes_ for bytes_ in unseen])
             if choice is None:
-                break
+                return None
             made = self.by_choice(choice, limit)
-        return self.smallest(made, limit)
+        return None
 
-    def smallest(self, made: Compiled, limit: int) -> Compiled:
-        """The one that needs least, if it fits: made again can be more than kept, where W comes late."""
-        smallest = self.by_choice(smallest_choice(self.ways, self.events(made.pipeline)), limit)
-        nothing = self.by_choice([[0] * len(layers) for layers in self.ways], limit)
-        least, found = min(((_peak(x), x) for x in (nothing, smallest)), key=lambda pair: pair[0])
-        if least <= limit:
-            return found
-        raise ValueError(
-            f"checkpoint: no choice of what to make again fits a memory_limit of {limit:,} bytes; the least that would "
-            f"do is {least:,} bytes; use more ranks, zero=3, or smaller micro-batches"
-        )
+    def smallest(self, nothing: Compiled) -> Compiled:
+        """What holds least: made again can be more than kept, where W comes late; and what the choice does not see may
+        leave room below the smallest that it sees."""
+        smallest = self.by_choice(smallest_choice(self.ways, self.events(nothing.pipeline)), 0)
+        found = min((nothing, smallest), key=_peak)
+        while (less := self.search(nothing, LESS * _peak(found))) is not None:
+            found = less
+        return found
 
     def events(self, pipeline: Pipeline) -> list[Moment]:
         """When what is held counts. A sample of a token slice stands for all of them."""
@@ -123,12 +134,13 @@ class _Fitting:
             return moments(pipeline.order)
         return moments(pipeline.order, [length / self.maker.slices[0].length for length in pipeline.slices])
 
-    def by_choice(self, choice: Choice, limit: int) -> Compiled:
+    def by_choice(self, choice: Choice, limit: float) -> Compiled:
         again = [
             [layer.way(k) for layer, k in zip(facts.layers, ways, strict=True)]
             for facts, ways in zip(self.facts, choice, strict=True)
         ]
-        return self.compiled([frozenset().union(*x) for x in again], f"the least time under {limit:,} bytes")
+        reason = f"the least time under {limit:,.0f} bytes" if limit else "the least bytes"
+        return self.compiled([frozenset().union(*x) for x in again], reason)
 
     # --- graphs --------------------------------------------------------------------------------------------
 

@@ -31,8 +31,8 @@ from autopar.compile.parts import PipelineMaker
 from autopar.compile.recompute_facts import JointFacts, chosen_by, layers_of
 from autopar.cost.traffic import Links
 from autopar.ir.graph import output_node, placeholders
-from autopar.ir.mesh import Mesh
 from autopar.ir.live_values import peak_of_values
+from autopar.ir.mesh import Mesh
 from autopar.ops.traits import PRODUCTS
 from autopar.options import Options
 from autopar.passes.joint import Joint
