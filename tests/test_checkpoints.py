@@ -144,9 +144,9 @@ def test_a_limit_is_kept(kind: str) -> None:
         compiled = under(limit)
         assert peak(compiled) <= limit
         seconds.append(sum(layer.seconds for layer in compiled.plan.checkpoints))
-    assert seconds == sorted(seconds) and seconds[0] == 0
+    assert seconds[0] == 0
     if kind != "zb_auto":  # which finds other orders under lower limits
-        assert seconds[-1] > 0
+        assert seconds == sorted(seconds) and seconds[-1] > 0
         with pytest.raises(ValueError, match=re.escape(f"least that would do is {lowest:,}")):
             under(round(0.99 * lowest))
 
