@@ -5,7 +5,7 @@ split_biases, place_token_slices, propagate_placements (place_backwards), slice_
 localize_shapes                                          the pieces of one rank
 split_prologue, slice_tokens, slice_sizes, cut_stages    what runs once, per token slice, per part
 differentiate (joint, trace_joint, reverse, derivatives), accumulate_gradients, parameter_graphs     step graphs
-simplify_views, simplify_arithmetic, prefetch_gathers, bucket_gathers, bucket_gradients, own_gradients      tidied
+simplify_views, simplify_arithmetic, prefetch_gathers, join_sums, bucket_gathers, bucket_gradients, own_gradients tidied
 attention                                                algorithms that run inside of an operator: no passes
 
 Stands on rewrite, rules and steps; knows no decision's reason and no process group. `autopar.compile` imports it.

@@ -14,8 +14,6 @@ Leaves      sums over ranks of activations, which every micro-batch needs; sums 
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import torch
 from torch.fx import GraphModule, Node
 
@@ -30,33 +28,31 @@ from autopar.steps.value_names import earlier_sum, of
 aten = torch.ops.aten
 
 
-def split_accumulation(
-    backward: StepGraph, precision: Precision, over: Collection[str] = ()
-) -> tuple[StepGraph, StepGraph]:
-    """(BW, BWR): see the module's docstring. ``over``: the axes whose sums wait for the last micro-batch (default:
-    all). The graph is left as it is."""
-    own = StepGraph(_local(copy_graph(backward.graph), over), backward.inputs, backward.outputs)
-    last = _last(copy_graph(backward.graph), precision, over)
+def split_accumulation(backward: StepGraph, precision: Precision, whole: bool = False) -> tuple[StepGraph, StepGraph]:
+    """(BW, BWR): see the module's docstring. ``whole``: what cuts a gradient stays in every micro-batch; only sums
+    behind that, and of gradients that nothing cuts, wait for the last one. The graph is left as it is."""
+    own = StepGraph(_local(copy_graph(backward.graph), whole), backward.inputs, backward.outputs)
+    last = _last(copy_graph(backward.graph), precision, whole)
     sums = [earlier_sum(of(name)) for name in backward.outputs if name is not None]
     return own, StepGraph(last, [*backward.inputs, *sums], backward.outputs)
 
 
-def _local(gm: GraphModule, over: Collection[str]) -> GraphModule:
+def _local(gm: GraphModule, whole: bool) -> GraphModule:
     out = output_node(gm)
-    out.args = (tuple(behind_sums(g, over)[0] if isinstance(g, Node) else None for g in outputs(gm)),)
+    out.args = (tuple(behind_sums(g, whole)[0] if isinstance(g, Node) else None for g in outputs(gm)),)
     remove_dead_code(gm)
     own_gradients(gm)
     return gm
 
 
-def _last(gm: GraphModule, precision: Precision, over: Collection[str]) -> GraphModule:
+def _last(gm: GraphModule, precision: Precision, whole: bool) -> GraphModule:
     out = output_node(gm)
     gradients = list(out.args[0])  # type: ignore[arg-type]
     after = [n for n in gm.graph.nodes if n.op == "placeholder"][-1]
     for i, gradient in enumerate(gradients):
         if not isinstance(gradient, Node):
             continue
-        own, chain = behind_sums(gradient, over)
+        own, chain = behind_sums(gradient, whole)
         val = own.meta["val"]
         val = val.to(added_in(val.dtype, gradient.meta["val"].dtype, precision))
         after = add_placeholder(gm.graph, f"earlier_{i}", after)

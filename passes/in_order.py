@@ -6,6 +6,7 @@ from autopar.passes.bucket_gradients import BucketGradients
 from autopar.passes.cast_parameters import CastParameters
 from autopar.passes.derive_rules import DeriveRules
 from autopar.passes.expand_kv_heads import ExpandKvHeads
+from autopar.passes.join_sums import JoinSums
 from autopar.passes.localize_shapes import LocalizeShapes
 from autopar.passes.normalize import Normalize
 from autopar.passes.own_gradients import OwnGradients
@@ -30,6 +31,7 @@ STEP_PASSES: tuple[Pass, ...] = (
     SimplifyViews(),
     SimplifyArithmetic(),
     PrefetchGathers(),
+    JoinSums(),
     BucketGathers(),
     BucketGradients(),
     OwnGradients(),

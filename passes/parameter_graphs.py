@@ -13,7 +13,8 @@ G may also stand within the first F of a step, R within every backward, or withi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -68,11 +69,11 @@ def reduce_graph(
     available: Iterable[str | None],
     precision: Precision,
     added: bool,
-    late: Collection[str] = (),
+    late: bool = False,
 ) -> StepGraph | None:
     """R. ``available``: names of the gradients that there are (``grad:`` of used nodes). They come in the dtype of the
     used values; ``added``: added up over micro-batches, `added_in` another one. They leave in what they are
-    `summed_in`. ``late``: axes that are left for `late_reduce_graph`."""
+    `summed_in`. ``late``: what `late_links` names is left for `late_reduce_graph`."""
     known = set(available)
     targets: dict[Node, list[Node]] = {}
     for u, parameter in used.items():
@@ -89,33 +90,56 @@ def reduce_graph(
         dtype = added_in(val.dtype, stored, precision) if added else val.dtype
         given[u].meta = {"val": val.new_empty(val.shape, dtype=dtype), "has_gradient": False}
         inputs.append(grad(u.name))
-    end = graph.output(())
+    end, left = graph.output(()), late_links(used) if late else {}
     for p, us in targets.items():
         total, dtype = None, summed_in(p.meta["val"].dtype, precision)
         for u in us:
-            reduced = _transposed(end, given[u], [n for n in chain_of(u) if not _is_over(n, late)], dtype)
+            reduced = _transposed(end, given[u], _links(u)[len(left.get(p, ())) :], dtype)
             total = reduced if total is None else insert_call(end, torch.ops.aten.add.Tensor, (total, reduced))
         results.append(total)
     end.args = (tuple(results),)
-    return _reduction(graph, inputs, [grad(p.name) for p in targets])
+    return _reduction(graph, inputs, [grad(p.name) for p in targets], added)
 
 
-def _reduction(graph: Graph, inputs: list[str], made: list[str]) -> StepGraph:
-    """A graph of gradients, each of which is alone in its storage."""
+def _reduction(graph: Graph, inputs: list[str], made: list[str], alone: bool = True) -> StepGraph:
+    """A graph of gradients, each of which is in storage of its own if the graph runs ``alone``."""
     gm = lowered(graph_module(graph, "Reduce"))
     gm.meta["owned"] = list(range(len(made)))
-    own_gradients(gm)
+    if alone:
+        own_gradients(gm)
     return StepGraph(gm, inputs, list(made))
 
 
+def late_links(used: Mapping[Node, Node]) -> dict[Node, list[Node]]:
+    """Parameter -> the conversions next to it whose sums leave the whole value that they were given on every rank: over
+    replicas those of the pieces; of a parameter that nothing cuts all. They commute with sums over micro-batches, which
+    are no smaller for them."""
+    found: dict[Node, list[Node]] = {}
+    for u, p in used.items():
+        links = list(itertools.takewhile(_sums_whole, _links(u)))
+        known = found.get(p, links)
+        same = (a for a, b in zip(known, links, strict=False) if a.args[1:] == b.args[1:])
+        found[p] = list(itertools.islice(same, min(len(known), len(links))))
+    return found
+
+
+def _links(u: Node) -> list[Node]:
+    return [n for n in chain_of(u) if is_conversion(n)]
+
+
+def _sums_whole(link: Node) -> bool:
+    """Whether the transpose of a conversion is an all-reduce."""
+    _, src, dst = conversion_of(link)
+    return conversion(dual(dst), dual(src)) == "all_reduce"
+
+
 def late_reduce_graph(
-    used: Mapping[Node, Node], available: Iterable[str | None], precision: Precision, late: Collection[str]
+    used: Mapping[Node, Node], available: Iterable[str | None], precision: Precision
 ) -> StepGraph | None:
-    """R for what each micro-batch has summed over the other axes: ``grad:`` of stored parameters, added up -> the same,
-    summed over the axes ``late``, which are next to the parameter."""
+    """R for what each micro-batch has summed but for `late_links`: ``grad:`` of stored parameters, added up -> the
+    same, summed over these as well."""
     known, graph = set(available), Graph()
-    chains = {p: [n for n in chain_of(u) if _is_over(n, late)] for u, p in used.items() if grad(p.name) in known}
-    chains = {p: chain for p, chain in chains.items() if chain}
+    chains = {p: links for p, links in late_links(used).items() if links and grad(p.name) in known}
     if not chains:
         return None
     given: dict[Node, Node] = {}
@@ -131,17 +155,12 @@ def late_reduce_graph(
     return _reduction(graph, names, names)
 
 
-def _is_over(node: Node, axes: Collection[str]) -> bool:
-    """Whether a link of a chain is a conversion on one of the axes."""
-    return is_conversion(node) and conversion_of(node)[0] in axes
-
-
 def _transposed(end: Node, gradient: Node, chain: Sequence[Node], dtype: torch.dtype) -> Node:
     """The gradient through the transposes of a chain, last conversion first, in a dtype; calls are made before
     ``end``."""
     if gradient.meta["val"].dtype != dtype:
         gradient = insert_call(end, torch.ops.aten._to_copy.default, (gradient,), {"dtype": dtype})
-    for node in filter(is_conversion, reversed(chain)):
+    for node in reversed(chain):
         _, axis, size, src, dst = node.args
         back = str(dual(parse_placement(str(dst)))), str(dual(parse_placement(str(src))))
         gradient = insert_call(end, exchange, (gradient, axis, size, *back))

@@ -14,25 +14,25 @@ Leaves      sums of activations over tp or cp, which are part of the computation
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.ir.graph import arguments, insert_call, is_call, output_node
+from autopar.ir.graph import insert_call, is_call, output_node
 from autopar.ops.traits import PASSING, SUMS
 
 CAST = torch.ops.aten._to_copy.default
 
 
-def behind_sums(gradient: Node, over: Collection[str] = ()) -> tuple[Node, list[Node]]:
+def behind_sums(gradient: Node, whole: bool = False) -> tuple[Node, list[Node]]:
     """(what a rank or a micro-batch has computed of a gradient by itself, the sums over ranks, casts and views between
-    it and the gradient): of calls that lead to nothing else, from the first sum or cast on. ``over``: behind sums over
-    these axes only."""
+    it and the gradient): of calls that lead to nothing else, from the first sum or cast on. ``whole``: behind sums
+    that leave all of the value on every rank only."""
     own, chain, behind = gradient, list[Node](), list[Node]()
     x = gradient
     while is_call(x, *SUMS, *PASSING) and isinstance(x.args[0], Node) and len(x.users) == 1:
-        if over and is_call(x, *SUMS) and arguments(x)["axis"] not in over:
+        if whole and is_call(x, torch.ops.autopar.reduce_scatter.default):
             break
         behind.append(x)
         if is_call(x, *SUMS, CAST):

@@ -50,6 +50,8 @@ def simulate(gm: GraphModule, inputs: Sequence[Sequence[Any]], mesh: Mesh) -> li
 def group_of(mesh: Mesh, axis: str, rank: int) -> list[int]:
     """The ranks that share every coordinate with ``rank`` but that of ``axis`` (or a level), in axis order."""
     here = mesh.coordinate(rank)
+    if "," in axis:
+        return mesh.along(axis.split(","), rank)
     name, level, count = re.fullmatch(r"(\w+)([%/]?)(\d*)", axis).groups()  # type: ignore[union-attr]
     along = [r for r in range(mesh.world_size) if all(v == here[a] for a, v in mesh.coordinate(r).items() if a != name)]
     if not level:

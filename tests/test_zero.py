@@ -134,7 +134,7 @@ def test_bytes_are_those_of_the_formulas(ranks: int, count: int) -> None:
         found = sent(made, "dp", ranks)
         sums = count if zero > 1 else 1
         scalars = 64 * count  # of the loss
-        assert abs(found["all_reduce"] - share * 2 * (whole if zero else cut + whole) * (sums if zero else 1)) < scalars
+        assert abs(found["all_reduce"] - share * 2 * (whole if zero else cut + whole)) < scalars, "once per step"
         assert found["reduce_scatter"] == (share * cut * sums if zero else 0)
         if zero < 3:
             assert found["all_gather"] == (share * cut if zero else 0)
@@ -144,18 +144,24 @@ def test_bytes_are_those_of_the_formulas(ranks: int, count: int) -> None:
 
 @pytest.mark.parametrize(("replicas", "ranks", "count"), [(2, 2, 1), (2, 2, 2), (2, 4, 1), (4, 2, 1)])
 def test_replicas_sum_pieces_once_per_step(replicas: int, ranks: int, count: int) -> None:
-    """Over rp 2(R-1)/R of a piece, whatever the micro-batches; over dp what there is without replicas."""
+    """Over rp 2(R-1)/R of a piece, whatever the micro-batches; over dp what there is without replicas. What nothing
+    cuts is summed over both in one."""
     outer, inner = (replicas - 1) / replicas, (ranks - 1) / ranks
-    for zero in (1, 2, 3):
+    world = replicas * ranks
+    for zero in MODES:
         made = compile_cell(
             Cell("one-layer llama", Mesh.of(rp=replicas, dp=ranks), Options(zero=zero, micro_batches=count))
         )
         cut, whole = cut_and_whole(made)
         scalars = 64 * count
-        assert abs(sent(made, "rp", replicas)["all_reduce"] - 2 * outer * (cut / ranks + whole)) < scalars
-        found = sent(made, "dp", ranks)
-        assert found["reduce_scatter"] == inner * cut * (count if zero > 1 else 1)
-        assert sum(sent(made, "rp", replicas).values()) == sent(made, "rp", replicas)["all_reduce"]
+        both, over_rp, over_dp = (
+            sent(made, axis, n) for axis, n in (("rp,dp", world), ("rp", replicas), ("dp", ranks))
+        )
+        joint = whole if zero else cut + whole
+        assert abs(both["all_reduce"] - 2 * (world - 1) / world * joint) < scalars
+        assert abs(over_rp["all_reduce"] - (2 * outer * cut / ranks if zero else 0)) < scalars
+        assert over_dp["reduce_scatter"] == (inner * cut * (count if zero > 1 else 1) if zero else 0)
+        assert over_dp["all_reduce"] < scalars and over_rp.keys() <= {"all_reduce"} == both.keys()
 
 
 def test_zero_cuts_nothing_that_does_not_divide() -> None:

@@ -6,8 +6,9 @@
     2       the first F      every backward
     3       every graph      every backward
 
-What every backward sums it sums over dp (and tp, cp); over replicas (rp) pieces are summed once per step, as with 0 and
-1: in the last backward, or in R. The outer sum then moves 2(R-1)/R of a piece (Zhao et al. 2023, PyTorch FSDP, 3.2.2).
+What every backward sums is what sums cut: over dp (and cp) it leaves pieces. What they leave whole is summed once per
+step, as with 0 and 1, in the last backward or in R: pieces over replicas (rp), which moves 2(R-1)/R of a piece (Zhao et
+al. 2023, PyTorch FSDP, 3.2.2), and gradients of parameters that nothing cuts (vectors) over all axes.
 
 Before this a part has G and R, where what is between stored and used parameters was cut out of it; else all of it is in
 F and in the backward already, which makes it again: then only its sums are taken apart.
@@ -15,7 +16,7 @@ F and in the backward already, which makes it again: then only its sums are take
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from torch.fx import Node
 
@@ -32,7 +33,6 @@ from autopar.precision import Precision
 from autopar.steps.graphs import Stage
 from autopar.steps.value_names import grad
 
-LATE = ("rp",)  # axes over which the pieces of gradients are summed
 OF_EACH = ("backward", "backward_input", "backward_weight")  # the backwards of every micro-batch
 
 
@@ -41,7 +41,7 @@ def place_exchanges(stage: Stage, used: Mapping[Node, Node] | None, plan: Plan) 
     options, alone = plan.options, plan.pipeline is None  # without other parts it is known which backward is the last
     last = alone and stage.backward is not None
     once = options.reduces_once and options.micro_batches > 1
-    late = [axis for axis in LATE if plan.mesh.size(axis) > 1 and options.micro_batches > 1 and not once]
+    late = options.micro_batches > 1 and not once
     if used is not None:
         if not options.gathers_once and stage.gather is not None:
             _gather_inside(stage)
@@ -76,7 +76,7 @@ def _reduce_in_last(stage: Stage) -> None:
     stage.backward_reduce, stage.reduce = inline_reductions(stage.backward, stage.reduce, last=True), None
 
 
-def _reduce_in_each(stage: Stage, used: Mapping[Node, Node], precision: Precision, late: Collection[str]) -> None:
+def _reduce_in_each(stage: Stage, used: Mapping[Node, Node], precision: Precision, late: bool) -> None:
     """Where several graphs make gradients of one parameter, each sums its own."""
     made: dict[str | None, None] = {}
     for name in OF_EACH:
@@ -85,7 +85,7 @@ def _reduce_in_each(stage: Stage, used: Mapping[Node, Node], precision: Precisio
         if reduce is not None:
             setattr(stage, name, inline_reductions(step, reduce))
             made |= dict.fromkeys(reduce.outputs)
-    stage.reduce = late_reduce_graph(used, made, precision, late) if late else None
+    stage.reduce = late_reduce_graph(used, made, precision) if late else None
 
 
 def _of_stored(roots: Mapping[str, list[str]], used: Mapping[Node, Node]) -> dict[str, list[str]]:

@@ -109,12 +109,12 @@ class Topologies:
         return cls(axes, default or Topology())
 
     def of(self, axis: str) -> Topology:
-        """The wiring of an axis, or of a level of one (cp%4)."""
+        """The wiring of an axis, or of a level of one (cp%4); of joined axes that of the first, which is the outer."""
         return self.given(axis) or self.default
 
     def given(self, axis: str) -> Topology | None:
         """The same, if there is an entry for it."""
-        return self.axes.get(re.split("[%/]", axis)[0]) or self.axes.get("*")
+        return self.axes.get(re.split("[%/,]", axis)[0]) or self.axes.get("*")
 
     def __str__(self) -> str:
         return ",".join(str(t) if axis == "*" else f"{axis}={t}" for axis, t in self.axes.items())

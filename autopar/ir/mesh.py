@@ -85,7 +85,9 @@ class Mesh:
 
     def size(self, axis: str) -> int:
         """Size of an axis; an axis that the mesh lacks has size 1. A level of an axis is one, too: "cp%4" are four
-        neighbours on it, "cp/4" every fourth rank."""
+        neighbours on it, "cp/4" every fourth rank; and so are axes joined by commas."""
+        if "," in axis:
+            return math.prod(map(self.size, axis.split(",")))
         if "%" in axis:
             return int(axis.partition("%")[2])
         name, _, step = axis.partition("/")

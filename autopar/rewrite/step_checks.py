@@ -60,7 +60,8 @@ def _moved(gm: GraphModule) -> Moved:
         if node.op == "call_function" and node.target in COLLECTIVES:
             known = arguments(node)
             x = known["x"].meta["val"]
-            found[str(node.target), known["axis"], known.get("op", ""), str(x.dtype)] += x.numel()
+            for axis in known["axis"].split(","):  # a sum over joined axes is one over each
+                found[str(node.target), axis, known.get("op", ""), str(x.dtype)] += x.numel()
     return found
 
 

@@ -119,7 +119,7 @@ def _exchanged(node: Node, axis: str, held: Held) -> Held:
 
 def _converted(node: Node, axis: str, x: Any) -> Held:
     known, kind = arguments(node), node.target
-    if known["axis"] != axis:
+    if axis not in known["axis"].split(","):
         level = known["axis"].startswith(axis)  # of neighbours on this axis, or of every n-th rank
         return UNKNOWN if x == ANY or level else frozenset({_of_other_axis(node, x)})
 
