@@ -373,6 +373,17 @@ def test_names_stand_for_two_decisions() -> None:
     assert other.gathers_once and other.reduces_once
 
 
+@pytest.mark.parametrize(("schedule", "when"), [("tera_pipe", "once per step"), ("1f1b", "right before use")])
+def test_a_plan_says_when_parameters_are_gathered(schedule: str, when: str) -> None:
+    """Token slices take what was gathered for all of them."""
+    slices = {"slices": 2} if schedule == "tera_pipe" else {}
+    options = Options(zero=3, micro_batches=2, schedule=schedule, **slices)
+    made = compile_cell(Cell("one-layer llama", Mesh.of(pp=2, dp=2), options))
+    said = made.plan.parameter("lm_head.weight", "dp").reason
+    assert said == f"gathered {when}, gradients scattered"
+    assert all((part.gather is not None) == (when == "once per step") for part in made.pipeline.parts)
+
+
 def test_unknown_modes_are_refused() -> None:
     with pytest.raises(ValueError, match="zero: expected 0, 1, 2 or 3, found 4"):
         Options(zero=4)

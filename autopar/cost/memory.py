@@ -117,7 +117,8 @@ def _steady(compiled: Compiled, held: Iterable[ParameterSpec], trained: Iterable
 
 def optimizer_bytes(spec: ParameterSpec, mesh: Mesh) -> int:
     """`torch.optim.AdamW` on one rank's piece: two moments in the dtype that the parameter is stored in. 8 bytes per
-    element of float32, 4 of bfloat16, 16 of float64."""
+    element of float32, 4 of bfloat16, 16 of float64. (Adafactor's rows and columns are whole on every rank, one row and
+    one column of each matrix.)"""
     return _MOMENTS * spec.nbytes(mesh)
 
 

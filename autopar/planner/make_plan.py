@@ -32,6 +32,8 @@ from autopar.planner.streams import find_streams
 from autopar.planner.tensor_parallel import TensorParallel, plan_tensor_parallel
 from autopar.schedule.request import SCHEDULES
 
+ONCE, EACH = "once per step", "right before use"  # when parameters are gathered
+
 
 def make_plan(
     gm: GraphModule,
@@ -130,7 +132,17 @@ def _with_pipeline(plan: Plan, gm: GraphModule, options: Options, fixed: Plan | 
         lengths, reason = slice_lengths(options.slices, total, unit, best)
         pipeline = dataclasses.replace(pipeline, slices=lengths)
         notes.append(("pipeline", f"token slices {', '.join(map(str, lengths))}: {reason}"))
+    if SCHEDULES[pipeline.schedule].sliced:
+        plan = dataclasses.replace(plan, parameters=_gathered_once(plan.parameters))
     return _with_notes(dataclasses.replace(plan, pipeline=pipeline), notes)
+
+
+def _gathered_once(parameters: Mapping[str, Mapping[str, ParameterPlan]]) -> dict[str, dict[str, ParameterPlan]]:
+    """Token slices take what was gathered for all of them, whatever the options say."""
+    return {
+        name: {axis: dataclasses.replace(p, reason=p.reason.replace(EACH, ONCE)) for axis, p in axes.items()}
+        for name, axes in parameters.items()
+    }
 
 
 def _with_notes(plan: Plan, notes: Sequence[tuple[str, str]]) -> Plan:
@@ -173,7 +185,7 @@ def _data_parallel(
     ranks = mesh.size(axis)
     for dim, size in sorted(enumerate(shape), key=lambda d: (-(d[1] % ranks == 0), d[0])):
         if size % ranks == 0:
-            when = "once per step" if options.gathers_once else "right before use"
+            when = ONCE if options.gathers_once else EACH
             return ParameterPlan(Shard(dim), REPLICATE, f"gathered {when}, gradients scattered")
     return ParameterPlan(INVARIANT, REPLICATE, f"no dim of {tuple(shape)} divides over {ranks}; whole")
 
