@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +49,16 @@ def _wait_staged() -> None:
         _in_flight.wait_staged()
 
 
+def _forget() -> None:
+    """In a process that has been forked: its parent saves."""
+    global _in_flight
+    if _in_flight is not None:
+        no_longer_ask(_in_flight)
+    _in_flight = None
+
+
 before_writes(_wait_staged)
+os.register_at_fork(after_in_child=_forget)
 
 
 class Saving:

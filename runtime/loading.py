@@ -75,7 +75,7 @@ def load(
     if not isinstance(model, ParallelModule):
         raise ValueError(f"load: needs a model made by autopar.parallelize, found a {type(model).__name__}")
     optimizers, schedulers = several("optimizer", optimizer), several("scheduler", scheduler)
-    with reporting("load"):
+    with reporting("load"), torch.inference_mode(False), torch.no_grad():
         path, held = Path(os.path.abspath(a_path("folder", folder))), model.held()
         groups = held.groups
         given = {"optimizers": list(map(class_of, optimizers)), "schedulers": len(schedulers)}

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from autopar.runtime.agreement import Claim, agree_on, agree_on_arguments, all_alike, everywhere
@@ -71,7 +72,7 @@ def save(
     if not isinstance(model, ParallelModule):
         raise ValueError(f"save: needs a model made by autopar.parallelize, found a {type(model).__name__}")
     optimizers, schedulers = several("optimizer", optimizer), several("scheduler", scheduler)
-    with reporting("save"):
+    with reporting("save"), torch.inference_mode(False), torch.no_grad():  # tensors of that mode have no versions
         path = Path(os.path.abspath(a_path("folder", folder)))
         keep = None if keep is None else whole_number("keep", keep, 1)
         limit = None if host_memory is None else byte_count("host_memory", host_memory)

@@ -92,6 +92,15 @@ def beside(run: Trained, folder: str, plain: float) -> Row:
     return {"call": call, "waited": waited, "slower": slower - waited, "until done": time.perf_counter() - start}
 
 
+def copied(run: Trained, folder: str) -> Row:
+    """Where the next thing after the call is a step of the optimizer, with no forward and backward in between."""
+    start, found = time.perf_counter(), []
+    call = timed(lambda: found.append(run.save(folder, asynchronous=True)))
+    waited = timed(found[0].wait_staged)
+    found[0].wait()
+    return {"call": call, "waited": waited, "until done": time.perf_counter() - start}
+
+
 def of_torch(run: Trained, folder: str, asynchronous: bool) -> Row:
     """`torch.distributed.checkpoint`: without waiting for the disk, and without the rest of the run."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -117,6 +126,7 @@ def rank(rounds: int, work: Workload) -> dict[str, Row] | None:
             found = {
                 "at once": at_once(run, f"{base[0]}/now"),
                 "beside the training": beside(run, f"{base[0]}/later", plain),
+                "beside, an optimizer's step at once": copied(run, f"{base[0]}/later"),
                 "torch's save": of_torch(run, f"{base[0]}/torch", False),
                 "torch's async_save": of_torch(run, f"{base[0]}/torch_async", True),
                 "a step": {"call": plain},

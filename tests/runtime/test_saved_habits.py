@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -361,10 +363,36 @@ def two_models(folder: str) -> list[float]:
     losses = [a.step(), b.step()]
     for saving in savings:
         saving.wait()
-    a.load(f"{folder}/a")
+    with torch.inference_mode():
+        a.load(a.save(f"{folder}/again").folder)
+        a.load(f"{folder}/a")
     b.load(f"{folder}/b")
     return [x - y for x, y in zip(losses, [a.step(), b.step()], strict=True)]
 
 
 def test_two_models(tmp_path: Path) -> None:
     assert run_ranks(2, two_models, str(tmp_path)) == [[0.0, 0.0]] * 2
+
+
+AT_THE_END = """
+import resource, sys, torch, autopar
+from torch import nn
+model = autopar.parallelize(nn.Linear(64, 64), autopar.init_mesh("cpu"), example_batch={"input": torch.rand(2, 64)})
+autopar.save(sys.argv[1], model, step=1)
+autopar.save(sys.argv[1], model, step=2, asynchronous=True)
+if sys.argv[2] == "full":
+    autopar.save(sys.argv[1], model, step=2)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, -1))
+    autopar.save(sys.argv[1], model, step=3, asynchronous=True)
+sys.exit(5)
+"""
+
+
+@pytest.mark.parametrize("how", ["whole", "full"])
+def test_the_end_of_a_process_waits_for_its_save(tmp_path: Path, how: str) -> None:
+    """It is complete then, or the last word is that it is not."""
+    run = [sys.executable, "-c", AT_THE_END, str(tmp_path), how]
+    ended = subprocess.run(run, capture_output=True, text=True, timeout=100, check=False)
+    assert ended.returncode == 5, ended.stderr
+    assert (tmp_path / "latest").read_text().startswith("step-00000002")
+    assert ("autopar: save: rank 0 could not write step-00000003: OSError" in ended.stderr) == (how == "full")
