@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 
 from autopar.runtime.agreement import agree_on_arguments
 from autopar.runtime.failures import reporting
-from autopar.runtime.groups import Groups
 from autopar.runtime.in_flight import wait_for_save
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.optimizer_state import Restored, class_of
@@ -88,12 +87,12 @@ def load(
         model.begin_loading()
         together(groups, "load", loading.read)
         loading.put()
-        counts, mark = loading.counts, loading.mark
+        counts = loading.counts
         model.end_loading(counts["training_steps"], counts["seed"], bool(loading.gradients))
         if not loading.gradients:
             for optimizer_ in optimizers:
                 note_step(optimizer_)
-    return Loaded(checkpoint, counts["step"], loading.extra, mark["mesh"], mark["plan"])
+    return Loaded(checkpoint, counts["step"], loading.extra, *loading.of_run)
 
 
 def _chosen(folder: Path) -> str:
@@ -126,13 +125,16 @@ class _Loading:
             self.gradients = self._of_gradients()
             self._parts = {told["part"]: told["tree"] for told in self.mark["extra"]}
             self._check_extra()
+            self._extra_prefix = "extra" if None in self._parts else f"part.{self._part}"
+            self._options = [f"optimizer.{i}.group." for i in range(len(optimizers))]
+            self.of_run = dict(self.mark["mesh"]), dict(self.mark["plan"])
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(f"load: the mark of {checkpoint} is damaged: {error!r}; load an older one") from error
         used = {key for key, _ in self._all_targets()}
         missing = [key for key in used if key not in self._saved]
         if missing:
             raise ValueError(f"load: {checkpoint} has no tensor {missing[0]}: it is damaged; load an older one")
-        self._saved.check_files([*used, *(k for k in self._saved.under("") if k.startswith(("extra.", "scheduler.")))])
+        self._saved.check_files([*used, *self._saved.under(f"{self._extra_prefix}.", "scheduler.", *self._options)])
 
     def _all_targets(self) -> Iterable[tuple[str, Tensor]]:
         yield from self._targets
@@ -244,8 +246,12 @@ class _Loading:
                 )
 
     def _tree_of_extra(self) -> Any:
-        groups: Groups = self._held.groups
-        return self._parts[None] if None in self._parts else self._parts[groups.mesh.data_part(groups.coordinate)]
+        return self._parts[None] if None in self._parts else self._parts[self._part]
+
+    @property
+    def _part(self) -> int:
+        groups = self._held.groups
+        return groups.mesh.data_part(groups.coordinate)
 
     # --- reading ----------------------------------------------------------------------------------------------
 
@@ -254,9 +260,9 @@ class _Loading:
         """Everything from the files: parameters and averages into their places, the rest beside."""
         try:
             self._saved.read(self._all_targets())
-            groups = self._held.groups
-            prefix = "extra" if None in self._parts else f"part.{groups.mesh.data_part(groups.coordinate)}"
-            self.extra = decoded(self._tree_of_extra(), lambda key: self._saved.tensor(f"{prefix}.{key}"))
+            for restored in self._restored:
+                restored.read_options()
+            self.extra = decoded(self._tree_of_extra(), lambda key: self._saved.tensor(f"{self._extra_prefix}.{key}"))
             self._states = [decoded(tree, self._saved.tensor) for tree in self._scheduler_states]
         except (OSError, KeyError) as error:
             raise SavedStateError(f"load: reading failed: {type(error).__name__}: {error}") from error

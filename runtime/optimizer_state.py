@@ -163,6 +163,10 @@ class Restored:
 
         return make
 
+    def read_options(self) -> None:
+        """Those of the groups, tensors among them."""
+        self._options = [decoded(tree, self._saved.tensor) for tree in self._told["options"]]
+
     @torch.no_grad()
     def put(self) -> None:
         """The optimizer has these states, and only these, and the options of its groups."""
@@ -172,8 +176,8 @@ class Restored:
                 optimizer.state.pop(p, None)
         for p, state in self._states.values():
             optimizer.state[p] = state
-        for group, tree in zip(optimizer.param_groups, self._told["options"], strict=True):
-            for name, value in decoded(tree, self._saved.tensor).items():
+        for group, options in zip(optimizer.param_groups, self._options, strict=True):
+            for name, value in options.items():
                 if name in OWN and name in group:
                     continue
                 now = group.get(name)

@@ -187,9 +187,9 @@ class SavedTensors(StorageReader):
     def __contains__(self, key: str) -> bool:
         return key in self._told
 
-    def under(self, prefix: str) -> list[str]:
-        """The keys that begin with a text."""
-        return [key for key in self._told if key.startswith(prefix)]
+    def under(self, *prefixes: str) -> list[str]:
+        """The keys that begin with one of these."""
+        return [key for key in self._told if key.startswith(prefixes)]
 
     def check_files(self, keys: Iterable[str]) -> None:
         """Raises ValueError for files of these tensors that are missing, or of another length than they had."""

@@ -69,7 +69,8 @@ class Run:
             options = {"micro_batches": 2, "schedule": "1f1b", **options}
         self.model = autopar.parallelize(model, self.mesh, example_batch=self.batch(0), seed=seed, **options)
         self.optimizer = make([*self.model.parameters()])
-        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=20)
+        given = all(group["lr"] is not None for group in self.optimizer.param_groups)  # some find one themselves
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=20) if given else None
         self.average = autopar.ema(self.model, decay=0.9)
         self.number = 0
 
@@ -80,7 +81,8 @@ class Run:
     def step(self) -> float:
         loss = self.model.train_step(**self.batch(self.number))
         self.optimizer.step()
-        self.scheduler.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
         self.average.update()
         self.optimizer.zero_grad()
         self.number += 1

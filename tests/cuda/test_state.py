@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import autopar
 from autopar.ir.mesh import Mesh
 from autopar.runtime import checkpoint_folder
+from autopar.runtime.saved_parts import parts_of_run
+from autopar.runtime.saved_tensors import file_layout, pieces_of, written_here
 from autopar.runtime.state import local_tensor
 from tests.cuda.fake_gpu import FakeGpu, fake_gpu, module_on
 from tests.cuda.loops import copies, in_type
@@ -45,6 +47,24 @@ def held(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[FakeG
     ):
         gpu.may_wait = True
         yield gpu, parallel, tmp_path
+
+
+def test_pieces_of_a_run(held: tuple[FakeGpu, Any, Path]) -> None:
+    """What a save writes lies on the device until it is copied, piece by piece; finding that out moves nothing."""
+    gpu, parallel, _ = held
+    optimizer = torch.optim.AdamW(parallel.parameters())
+    for p in parallel.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    copies(gpu)
+    parts = parts_of_run(parallel.held(), [optimizer], [], 1, {})
+    pieces = pieces_of(written_here(parts.entries, parallel.held().groups))
+    there = [p for p in pieces if not p.key.endswith(".step")]
+    assert {p.key.partition(".")[0] for p in there} == {"model", "optimizer"}
+    assert on(p.values for p in there) == {parallel._groups.device}
+    head, index = file_layout(pieces, "file")
+    assert index["files"]["file"] == len(head) + sum(p.values.nbytes for p in pieces)
+    assert not copies(gpu)
 
 
 def test_saving_and_loading(held: tuple[FakeGpu, Any, Path], monkeypatch: pytest.MonkeyPatch) -> None:

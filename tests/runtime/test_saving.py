@@ -15,6 +15,7 @@ from torch import Tensor
 from autopar.runtime import staging
 from tests.ranks import run_ranks
 from tests.runs import Run, Sizes, Tied, averages, undisturbed
+from tests.runtime.test_optimizers import OPTIMIZERS
 
 EXACT = 1e-10
 MESHES: list[tuple[Sizes, dict[str, Any]]] = [
@@ -111,3 +112,40 @@ def test_replicas_share_the_writing(tmp_path: Path) -> None:
     steps = 4 * len(list(Tied().parameters()))
     assert sum(sizes.values()) - heads == 4 * 8 * parameters + steps + 8 * 0
     assert len(sizes) == 4 and max(sizes.values()) < 1.25 * min(sizes.values())
+
+
+# --- every optimizer ----------------------------------------------------------------------------------------
+
+
+def leg_of_each(names: list[str], sizes: Sizes, options: dict[str, Any], folder: str, steps: int) -> dict[str, Any]:
+    """The losses of a leg with each optimizer."""
+    found = {}
+    for name in names:
+        at = Path(folder) / name.replace(" ", "_")
+        first = not (at / "latest").exists()
+        run = Run(sizes, OPTIMIZERS[name], seed=0 if first else 7, **options)
+        if not first:
+            run.load(str(at))
+        found[name] = [run.step() for _ in range(steps)]
+        run.save(str(at), asynchronous=True)
+    return found
+
+
+def undisturbed_each(names: list[str], steps: int) -> dict[str, list[float]]:
+    return {name: undisturbed(steps, OPTIMIZERS[name])[0] for name in names}
+
+
+FEW = ["Adafactor", "AdamW fused"]
+
+
+@pytest.mark.parametrize("names", [FEW, pytest.param([*OPTIMIZERS], marks=pytest.mark.full)], ids=["few", "all"])
+def test_states_of_optimizers_move_over_meshes(tmp_path: Path, names: list[str]) -> None:
+    """Pieces, blocks, whole matrices that are factored, a step in a tensor on the device or on the host."""
+    expected = run_ranks(1, undisturbed_each, names, 4, timeout=300)[0]
+    legs = [
+        run_ranks(ranks_of(sizes), leg_of_each, names, sizes, options, str(tmp_path), steps, timeout=300)[0]
+        for sizes, options, steps in [({"dp": 2, "tp": 2}, {"zero": 3}, 2), ({"pp": 2}, {}, 1), ({"dp": 1}, {}, 1)]
+    ]
+    for name in names:
+        found = [loss for leg in legs for loss in leg[name]]
+        assert found == pytest.approx(expected[name], abs=EXACT), name
