@@ -249,9 +249,9 @@ class Plan:
         """Layers that make as much again are one line."""
         alike: dict[Any, list[LayerCheckpoint]] = {}
         for found in self.checkpoints:
-            alike.setdefault((found.again, found.saved, found.reason), []).append(found)
+            alike.setdefault((len(found.again), found.saved, found.reason), []).append(found)
         return [
-            f"  checkpoint {', '.join(x.layer for x in layers):<49} makes {len(again)} values again, keeps {saved} "
+            f"  checkpoint {', '.join(x.layer for x in layers):<49} makes {again} values again, keeps {saved} "
             f"bytes; {reason}"
             for (again, saved, reason), layers in alike.items()
         ]

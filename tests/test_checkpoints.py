@@ -36,7 +36,7 @@ from tests.harness import Run
 from tests.ranks import run_ranks
 from tests.subjects import SEED, make, tiny
 
-DROPPING = ("llama", "gpt2", "t5", "bert", "mixtral", "whisper", "vit", "falcon", "gpt_oss", "deepseek_v3")
+DROPPING = ("llama", "gpt2", "t5", "bert", "mixtral", "whisper", "vit", "falcon", "gemma2", "deepseek_v3")
 MODELS = (*DROPPING, "cnn", "mlp", "padded llama")
 POLICIES = ("full", "selective", "every second")
 ALWAYS = {"gpt2": POLICIES, "t5": ("full",), "mixtral": ("full",), "cnn": ("full",), "padded llama": ("selective",)}

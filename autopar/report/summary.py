@@ -154,13 +154,13 @@ def checkpoint_rows(plan: Plan) -> list[dict[str, Any]]:
     """What the backward makes again, layers that are alike joined."""
     groups: dict[Any, list[LayerCheckpoint]] = {}
     for layer in plan.checkpoints:
-        key = layer.part, without_indices(layer.layer), layer.again, layer.saved, layer.reason
+        key = layer.part, without_indices(layer.layer), len(layer.again), layer.saved, layer.reason
         groups.setdefault(key, []).append(layer)
     return [
         {
             "part": part,
             "layers": compressed([layer.layer for layer in alike]),
-            "again": len(again),
+            "again": again,
             "saved": saved,
             "seconds": sum(layer.seconds for layer in alike),
             "reason": reason,
