@@ -30,10 +30,12 @@ from autopar.runtime.comm import Ledger, Traffic, add_ledgers, ledger_between
 from autopar.runtime.cuda_graphs import RecordedStep, why_not
 from autopar.runtime.feed import SCALE, Feed
 from autopar.runtime.groups import Groups
+from autopar.runtime.held_weights import HeldWeights
+from autopar.runtime.instructions import Entry, Program
 from autopar.runtime.point_to_point import AXIS, Channels
 from autopar.runtime.stage_exchange import StageExchange
 from autopar.runtime.step_facts import axes_of_step
-from autopar.runtime.step_program import Entry, Program, make_program
+from autopar.runtime.step_program import make_program
 from autopar.runtime.step_result import Result
 from autopar.runtime.step_values import Routes, unit_of
 from autopar.schedule.order import BACKWARD, Action
@@ -67,7 +69,7 @@ class Executor:
 
     All ranks of the world must make theirs at the same time: it makes process groups. record: after a step ``timeline``
     has (action, start, end) in seconds of every action, waiting for other ranks left out. measure: ``peaks`` has the
-    most of what was alive at a time (slow).
+    most of what was alive at a time (slow). held: gathered weights that outlive a step.
     """
 
     def __init__(
@@ -112,6 +114,8 @@ class Executor:
         self._forward, self._backward = entries[:first], entries[first:]
         read = {i for entry in self._backward for x in (*entry.waits, *entry.does) for i in x.reads}
         self._left = [i for i in self.program.results.values() if i not in read]  # outputs that no backward takes
+        does = [one for entry in self._forward for one in entry.does]
+        self.held = HeldWeights(does)
         self._comms = {bound.comms for entry in entries for bound in entry.runs}
         self._traffic_of = [
             add_ledgers(*(bound.traffic for entry in of_phase for bound in entry.runs))
@@ -150,7 +154,7 @@ class Executor:
 
     def _sent(self) -> Ledger:
         """By what ran as always."""
-        attention = (comms.traffic for comms in self._comms)
+        attention = (comms.traffic for comms in self._comms | self.held.comms)
         return add_ledgers(self._traffic, self._exchange.traffic, self.channels.traffic, *attention, self._rehearsed)
 
     @property
@@ -168,7 +172,8 @@ class Executor:
         another rank fails.
         """
         with self._whole():
-            return self._recorded(values) if self._recorded and not self._watched else self._step(values)
+            records = self._recorded is not None and not self._watched and not self.held.on
+            return self._recorded(values) if records and self._recorded else self._step(values)
 
     def _step(self, values: Mapping[str, Tensor]) -> Result:
         slots = self._start(values)
@@ -269,6 +274,8 @@ class Executor:
             if self._watched and entry.action is not None:
                 self._watch(entry.action, start, slots)
         self._traffic = add_ledgers(self._traffic, self._traffic_of[entries is self._backward])
+        if entries is self._forward and self.held.on:
+            self._traffic = add_ledgers(self._traffic, self.held.saved())
 
     def _watch(self, action: Action, start: float, slots: list[Any]) -> None:
         self.timeline.append((action, start, time.perf_counter()))

@@ -9,6 +9,7 @@ between.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor
 
 from autopar.adapters.foreach import add_all
+from autopar.runtime.bind import Bound
+from autopar.schedule.order import Action
 
 Slots = list[Any]
 NOWHERE = -1  # a result that has no name
@@ -27,7 +30,7 @@ class Instruction:
     """``apply`` takes the values of ``reads`` as one list and returns those of ``writes``.
 
     dead: slots of ``reads`` that nobody reads later. stores: (index of the result, slot) of what somebody reads. Both
-    are set by `finish_sums`.
+    are set by `finish_sums`, and those of ``others``: what may run in its place.
     """
 
     apply: Callable[[list[Any]], Sequence[Any]]
@@ -35,6 +38,7 @@ class Instruction:
     writes: list[int] = field(default_factory=list)
     dead: list[int] = field(default_factory=list)
     stores: list[tuple[int, int]] = field(default_factory=list)
+    others: list[Instruction] = field(default_factory=list)
 
     def run(self, slots: Slots) -> None:
         inputs = [slots[i] for i in self.reads]
@@ -49,9 +53,51 @@ def finish_sums(instructions: Sequence[Instruction], kept: Collection[int]) -> N
     """Set ``dead`` and ``stores``; slots in ``kept`` are read at the end."""
     later = set(kept)
     for instruction in reversed(instructions):
-        instruction.stores = [(k, i) for k, i in enumerate(instruction.writes) if i in later]
-        instruction.dead = [i for i in dict.fromkeys(instruction.reads) if i not in later]
+        for one in (instruction, *instruction.others):
+            one.stores = [(k, i) for k, i in enumerate(one.writes) if i in later]
+            one.dead = [i for i in dict.fromkeys(one.reads) if i not in later]
         later.update(instruction.reads)
+
+
+@dataclass
+class Entry:
+    """One action: what it waits for, then what it does. ``action`` is None for what comes ahead of all. runs: the bound
+    graphs among it."""
+
+    action: Action | None
+    waits: list[Instruction] = field(default_factory=list)
+    does: list[Instruction] = field(default_factory=list)
+    runs: list[Bound] = field(default_factory=list)
+
+    def run(self, slots: list[Any]) -> float:
+        """Returns when (`time.perf_counter`) it no longer waited."""
+        for instruction in self.waits:
+            instruction.run(slots)
+        start = time.perf_counter()
+        for instruction in self.does:
+            instruction.run(slots)
+        return start
+
+
+@dataclass
+class Program:
+    """What one rank runs in a step.
+
+    size: number of slots. loads: (slot, placeholder, micro-batch) to fill from outside. constants: slot -> value.
+    tangents: output -> slots for its gradient, one per backward; ones are among the constants. gradients: placeholder
+    of a stored parameter -> slot. losses: name -> slot. results: what else leaves F -> slot. saved: slot -> name of
+    what F and B keep.
+    """
+
+    size: int
+    entries: list[Entry]
+    loads: list[tuple[int, str, int]]
+    constants: dict[int, Any]
+    tangents: dict[str, list[int]]
+    gradients: dict[str, int]
+    losses: dict[str, int]
+    results: dict[str, int]
+    saved: dict[int, str]
 
 
 # --- what instructions do besides running graphs ------------------------------------------------------

@@ -7,8 +7,9 @@ works on it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -325,6 +326,21 @@ class ParallelModule(Stateful):
         for name, value in written.items():
             buffers[name].copy_(value)
         return before
+
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Within: no weight changes, so what steps gather once they gather in the first one only, and keep. For several
+        `train_step` per ``optimizer.step()``, and for evaluations. On all ranks alike.
+
+        Raises RuntimeError at a step for weights that were seen to change; writes through ``.data`` leave no trace.
+        """
+        outermost = not self._cache.unchanged
+        self._cache.keep_weights(True)
+        try:
+            yield
+        finally:
+            if outermost:
+                self._cache.keep_weights(False)
 
     # --- dumps --------------------------------------------------------------------------------------------
 

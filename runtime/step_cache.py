@@ -84,6 +84,7 @@ class StepCache:
         self._alone = groups.mesh.world_size == 1
         self._number = 0  # of training steps so far
         self._last_facts: tuple[Any, ...] | None = None  # of the last call
+        self.unchanged = False  # within `ParallelModule.unchanged`
         self._planned: PlannedState | None = PlannedState(tree)  # until the first step is compiled
 
     def traffic(self) -> Ledger:
@@ -131,14 +132,14 @@ class StepCache:
     def _agreed(self, facts: tuple[Any, ...], batch: dict[str, Any], number: int | None) -> Executor:
         key = self._key(facts)
         known = self._steps.get(key)
-        call = (key, None if number is None else number - self._number)
+        call = (key, None if number is None else number - self._number, self.unchanged)
         expected = self._alone or as_expected(self._groups, call)  # asked of all ranks, whatever they know
         if known is not None and expected:
             if not self._alone:
                 compare_claims(self._groups, self._contents(batch, known.runner.compiled), "the batch")
         else:
             # a rank with another batch would otherwise end in a hang
-            claims = [self._claim(facts, key, batch, number)]
+            claims = [self._claim(facts, key, batch, number, self.unchanged)]
             contents = self._contents(batch, known.runner.compiled) if known is not None else []
             agree_on(self._groups, claims + contents, "the batch", lambda: self._expected(number))
             if known is None:
@@ -146,25 +147,41 @@ class StepCache:
                 self._steps[key] = self._compiled(facts[0], batch, facts[2])
             self._groups.order.agreed(call)
         self._number = self._number if number is None else number
-        if self._last_facts is None or self._last_facts[1] != key:
-            self._last_facts = facts, key, shapes_of(batch)
+        if self._last_facts is None or self._last_facts[1] != key or self._last_facts[3] != self.unchanged:
+            self._last_facts = facts, key, shapes_of(batch), self.unchanged
         self.last = self._steps[key].runner
+        self.last.held.keep(self.unchanged)
+        if self.unchanged:
+            self.last.held.check(self._tree.own, self._tree.pieces())
         return self.last
 
+    def keep_weights(self, on: bool) -> None:
+        """Whether steps keep what they gather, from now on."""
+        self.unchanged = on
+        if not on:
+            for runner in self.runners:
+                runner.held.keep(False)
+
     def _claim(
-        self, facts: tuple[Any, ...], key: tuple[Any, ...], batch: Mapping[str, Any], number: int | None
+        self,
+        facts: tuple[Any, ...],
+        key: tuple[Any, ...],
+        batch: Mapping[str, Any],
+        number: int | None,
+        unchanged: bool,
     ) -> Claim:
         """What must be the same on all ranks of a call."""
         kind, described, surroundings = facts
         told = {"the call": kind, "the number of the step": number, **surroundings._asdict(), "the batch": described}
+        told["being within unchanged()"] = unchanged
         return claim_shapes(self._groups, batch, told | {"the state that the modules are in": key[-1]})
 
     def _expected(self, number: int | None) -> Claim | None:
         """That of the same step once more, as who goes on with what it did before makes it."""
         if self._last_facts is None:
             return None
-        facts, key, shapes = self._last_facts
-        return self._claim(facts, key, shapes, None if number is None else self._number + 1)
+        facts, key, shapes, unchanged = self._last_facts
+        return self._claim(facts, key, shapes, None if number is None else self._number + 1, unchanged)
 
     def _key(self, facts: tuple[Any, ...]) -> tuple[Any, ...]:
         """The facts, and a number for the state that the modules are in: the same on all ranks that did the same."""

@@ -11,9 +11,8 @@ All names are resolved here, once. Every kind of action has one method: see `han
 
 from __future__ import annotations
 
-import time
+import functools
 from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,9 +21,12 @@ from autopar.ir.graph import outputs, placeholders
 from autopar.precision import PRECISIONS, Precision
 from autopar.runtime.bind import Bound
 from autopar.runtime.feed import Feed
+from autopar.runtime.held_weights import gathering
 from autopar.runtime.instructions import (
     NOWHERE,
+    Entry,
     Instruction,
+    Program,
     accumulate,
     add_rows,
     cast_rows,
@@ -43,47 +45,6 @@ from autopar.steps.of_rank import backwards, graph_of, sum_dtypes
 from autopar.steps.value_names import grad, is_a, of
 
 Bind = Callable[[StepGraph], Bound]
-
-
-@dataclass
-class Entry:
-    """One action: what it waits for, then what it does. ``action`` is None for what comes ahead of all. runs: the bound
-    graphs among it."""
-
-    action: Action | None
-    waits: list[Instruction] = field(default_factory=list)
-    does: list[Instruction] = field(default_factory=list)
-    runs: list[Bound] = field(default_factory=list)
-
-    def run(self, slots: list[Any]) -> float:
-        """Returns when (`time.perf_counter`) it no longer waited."""
-        for instruction in self.waits:
-            instruction.run(slots)
-        start = time.perf_counter()
-        for instruction in self.does:
-            instruction.run(slots)
-        return start
-
-
-@dataclass
-class Program:
-    """What one rank runs in a step.
-
-    size: number of slots. loads: (slot, placeholder, micro-batch) to fill from outside. constants: slot -> value.
-    tangents: output -> slots for its gradient, one per backward; ones are among the constants. gradients: placeholder
-    of a stored parameter -> slot. losses: name -> slot. results: what else leaves F -> slot. saved: slot -> name of
-    what F and B keep.
-    """
-
-    size: int
-    entries: list[Entry]
-    loads: list[tuple[int, str, int]]
-    constants: dict[int, Any]
-    tangents: dict[str, list[int]]
-    gradients: dict[str, int]
-    losses: dict[str, int]
-    results: dict[str, int]
-    saved: dict[int, str]
 
 
 def make_program(
@@ -158,19 +119,26 @@ class _Builder:
 
     # --- graphs -------------------------------------------------------------------------------------------
 
-    def run(self, entry: Entry, graph: StepGraph, reads: list[int], writes: list[int]) -> None:
+    def bind(self, graph: StepGraph) -> Bound:
+        """Once."""
         bound = self.bound.get(id(graph))
         if bound is None:
             bound = self.bound[id(graph)] = self._bind(graph)
-        entry.runs.append(bound)
-        entry.does.append(Instruction(bound, reads, writes))
+        return bound
+
+    def run(self, entry: Entry, graph: StepGraph, reads: list[int], writes: list[int]) -> None:
+        entry.runs.append(self.bind(graph))
+        entry.does.append(Instruction(entry.runs[-1], reads, writes))
 
     def run_unit(self, entry: Entry, graph: StepGraph, unit: Unit) -> None:
+        self.run(entry, graph, *self._unit_slots(graph, unit))
+
+    def _unit_slots(self, graph: StepGraph, unit: Unit) -> tuple[list[int], list[int]]:
+        """(reads, writes) of a graph of a unit."""
         reads = [self.values.value(unit, name) for name in graph.inputs]
         used = self.part(unit[0]).gathered
         places = [("used", unit[0], name) if name in used else ("unit", *unit, name) for name in graph.outputs]
-        writes = [NOWHERE if place[-1] is None else self.slot(*place) for place in places]
-        self.run(entry, graph, reads, writes)
+        return reads, [NOWHERE if place[-1] is None else self.slot(*place) for place in places]
 
     def _add(
         self,
@@ -212,9 +180,12 @@ class _Builder:
             buffer, start = self._buffer(entry, unit, cache), self.values.slice(action.slice)[0]
             past = self.values.value(unit, cache.past)
             entry.does.append(Instruction(rows(cache.dim, 0, start), [buffer], [past]))
-        if action.stage in self.gathers:
+        if action.stage in self.gathers and part.gather_forward is not None:
             self.gathers.remove(action.stage)
-            self.run_unit(entry, part.gather_forward or part.forward, unit)
+            both, alone = (self._unit_slots(graph, unit) for graph in (part.gather_forward, part.forward))
+            entry.runs.append(self.bind(part.gather_forward))
+            later = functools.partial(self.bind, part.forward)
+            entry.does.append(gathering(entry.runs[-1], both, alone, part.gather_forward.outputs, part.gathered, later))
         else:
             self.run_unit(entry, part.forward, unit)
         for cache in part.caches:

@@ -186,7 +186,7 @@ def _cut(gm: GraphModule, plan: Plan, tangents: Sequence[str], train: bool) -> C
     if plan.pipeline is not None:
         flow = flow_of(gm, plan.inputs)
         return cut_stages(gm, flow, place(flow, plan.pipeline.cuts), plan.pipeline.parts)
-    once = train and plan.options.zero and plan.options.gathers_once
+    once = plan.options.zero and plan.options.gathers_once
     return uncut(gm, tangents, flow_of(gm, plan.inputs).used if once else None)
 
 
