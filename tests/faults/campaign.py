@@ -139,16 +139,18 @@ class World:
             late = {rank: at - struck for rank, (at, _) in ends.items() if at - struck > self._limit()}
             result.problems += [f"rank {rank} took {took:.1f} s" for rank, took in late.items()]
         result.problems += self._torn(case.action == "delay")
-        if case.action == "delay" and not self._run_is_whole():
-            result.problems.append("the run's checkpoint is not complete")
+        result.problems += self._not_saved() if case.action == "delay" else []
         return result
 
-    def _run_is_whole(self) -> bool:
+    def _not_saved(self) -> list[str]:
         """Whether the run has a checkpoint whose files are as its mark says."""
-        checkpoint, _ = checkpoint_at(self.folder / "run")
-        saved = SavedTensors(checkpoint, read_mark(checkpoint))
-        saved.check_files(saved.under(""))
-        return True
+        try:
+            checkpoint, _ = checkpoint_at(self.folder / "run")
+            saved = SavedTensors(checkpoint, read_mark(checkpoint))
+            saved.check_files(saved.under(""))
+        except ValueError as error:
+            return [str(error)]
+        return []
 
     def _wrong(self) -> list[str]:
         losses, _ = _alone(self.case.subject)

@@ -110,8 +110,9 @@ def train(case: Case, rank: int, folder: Path, timeout: float) -> list[float]:
                 parallel.full_state_dict()
             with fault.phase("save"):
                 parallel.save_pretrained(folder / "saved", max_shard_size="400B")
-                autopar.save(folder / "run", parallel, optimizer, asynchronous=case.victim == 1)
+                saving = autopar.save(folder / "run", parallel, optimizer, asynchronous=case.victim == 1)
         optimizer.zero_grad()
+    saving.wait()
     return losses
 
 
