@@ -37,6 +37,7 @@ from autopar.values import parse
 MARK, LATEST, BESIDE = "checkpoint.json", "latest", ".saving-"
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{8,})(-\d+)?")
+_ORDER = re.compile(rb'\{"format": \d+, "order": (\d+)')  # how a mark begins
 _LOCK = ".lock"
 _busy: set[Path] = set()  # folders that this process is saving into: its own locks do not stop it
 
@@ -59,7 +60,7 @@ class RunFolder:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._take_lock()
         for left in self.folder.iterdir():
-            if left.name.startswith((BESIDE, f"{LATEST}.")):
+            if left.name.startswith(BESIDE) or left.name == f"{LATEST}.next":
                 shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
         names = (f"step-{step:08d}" + (f"-{n}" if n > 1 else "") for n in itertools.count(1))
         self._name = next(name for name in names if not os.path.lexists(self.folder / name))
@@ -140,8 +141,9 @@ def checkpoints_in(folder: Path) -> list[tuple[int, str]]:
     found = []
     for path in folder.iterdir():
         if _NAME.fullmatch(path.name) and (path / MARK).is_file():
-            with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
-                found.append((int(parse((path / MARK).read_text(encoding="utf-8"))["order"]), path.name))
+            with contextlib.suppress(OSError), (path / MARK).open("rb") as mark:  # which may be large
+                if said := _ORDER.match(mark.read(100)):
+                    found.append((int(said[1]), path.name))
     return sorted(found)
 
 

@@ -1,11 +1,8 @@
-"""What is done with saved runs: accumulations, scalers, precisions, frozen and untied weights, loaders, folders."""
+"""What is done with saved runs: accumulations, scalers, precisions, frozen and untied weights, loaders."""
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -303,96 +299,3 @@ def test_what_users_give_comes_back(tmp_path: Path) -> None:
         assert found == {"same": True, "parts": 10}
     (found,) = run_ranks(1, of_users, {"dp": 1}, str(tmp_path), False)
     assert found["same"] and "extra was saved by 2 parts of the batch, found 1" in found["parts"]
-
-
-# --- folders ------------------------------------------------------------------------------------------------
-
-
-def kept_in(folder: str) -> list[Any]:
-    """What lies in the folder after saves of several kinds."""
-    run, found = Run({"dp": 2}, zero=1), []
-    base = Path(folder)
-
-    def names() -> list[str]:
-        return sorted(p.name for p in base.iterdir() if not p.name.startswith("."))
-
-    for step in (1, 2, 3):
-        run.save(folder, step=step, keep=2)
-    found.append(names())
-    run.save(folder, step=3, keep=2)  # again
-    found.append(names())
-    run.save(folder, step=1, keep=2)  # after loading an earlier one
-    found.append((names(), (base / "latest").read_text()))
-    dist.barrier()
-    if dist.get_rank() == 0:
-        (base / "step-00000009").mkdir()
-        (base / "step-00000009" / "mine").write_text("of another program")
-        (base / ".saving-step-00000008").mkdir()
-        (base / "link").symlink_to(base)
-        os.mkdir(base / "here")
-    dist.barrier()
-    first = run.save(f"{folder}/link", step=9, asynchronous=True)
-    second = run.save(folder, step=10, asynchronous=True)
-    assert first.done, "two saves in flight"
-    before = os.getcwd()
-    os.chdir(base / "here")
-    third = run.save("relative", step=11, asynchronous=True)
-    os.chdir(before)
-    second.wait(), third.wait(), third.wait()
-    found.append((names(), run.load(f"{folder}/here/relative").step, run.load(f"{folder}/link").step))
-    return found
-
-
-def test_folders(tmp_path: Path) -> None:
-    found, other = run_ranks(2, kept_in, str(tmp_path))
-    assert found == other
-    assert found[0] == ["latest", "step-00000002", "step-00000003"]
-    assert found[1] == ["latest", "step-00000002", "step-00000003-2"]
-    assert found[2] == (["latest", "step-00000001", "step-00000003-2"], "step-00000001\n")
-    left = ["here", "latest", "link", "step-00000001", "step-00000003-2", "step-00000009", "step-00000009-2"]
-    assert found[3] == ([*left, "step-00000010"], 11, 10)
-    assert (tmp_path / "step-00000009" / "mine").exists()
-
-
-def two_models(folder: str) -> list[float]:
-    """Of one process, each with its optimizer, saved beside the training in turn."""
-    a, b = Run({"dp": 2}, zero=1), Run({"dp": 2}, seed=1, zero=3)
-    for run in (a, b):
-        run.step()
-    savings = [a.save(f"{folder}/a", asynchronous=True), b.save(f"{folder}/b", asynchronous=True)]
-    losses = [a.step(), b.step()]
-    for saving in savings:
-        saving.wait()
-    with torch.inference_mode():
-        a.load(a.save(f"{folder}/again").folder)
-        a.load(f"{folder}/a")
-    b.load(f"{folder}/b")
-    return [x - y for x, y in zip(losses, [a.step(), b.step()], strict=True)]
-
-
-def test_two_models(tmp_path: Path) -> None:
-    assert run_ranks(2, two_models, str(tmp_path)) == [[0.0, 0.0]] * 2
-
-
-AT_THE_END = """
-import resource, sys, torch, autopar
-from torch import nn
-model = autopar.parallelize(nn.Linear(64, 64), autopar.init_mesh("cpu"), example_batch={"input": torch.rand(2, 64)})
-autopar.save(sys.argv[1], model, step=1)
-autopar.save(sys.argv[1], model, step=2, asynchronous=True)
-if sys.argv[2] == "full":
-    autopar.save(sys.argv[1], model, step=2)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, -1))
-    autopar.save(sys.argv[1], model, step=3, asynchronous=True)
-sys.exit(5)
-"""
-
-
-@pytest.mark.parametrize("how", ["whole", "full"])
-def test_the_end_of_a_process_waits_for_its_save(tmp_path: Path, how: str) -> None:
-    """It is complete then, or the last word is that it is not."""
-    run = [sys.executable, "-c", AT_THE_END, str(tmp_path), how]
-    ended = subprocess.run(run, capture_output=True, text=True, timeout=100, check=False)
-    assert ended.returncode == 5, ended.stderr
-    assert (tmp_path / "latest").read_text().startswith("step-00000002")
-    assert ("autopar: save: rank 0 could not write step-00000003: OSError" in ended.stderr) == (how == "full")
