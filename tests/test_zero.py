@@ -26,7 +26,7 @@ from autopar.steps.graphs import Compiled
 from autopar.steps.of_rank import graphs_of_rank
 from tests.cells import Cell, called, check, compile_cell, expect
 from tests.ranks import run_ranks
-from tests.subjects import tiny
+from tests.subjects import ROWS, tiny
 
 SPLITS = ("1f1b", "zb_h1", "interleaved", "dual_pipe_v")
 MODES = (0, 1, 2, 3)
@@ -36,7 +36,7 @@ ALL = [
     for name in ("llama", "gpt2")
     for mesh in PLAIN
     for zero in MODES
-    for count in (1, 2)
+    for count in (1, ROWS // mesh.data_size)
     if not (name == "gpt2" and "cp" in mesh.sizes)
 ] + [
     Cell("llama", Mesh.of(dp=2, pp=2), Options(zero=zero, micro_batches=4, schedule=schedule))
@@ -47,7 +47,8 @@ ALL = [
 FEW = [
     *(c for c in ALL if c.name == "llama" and c.mesh == PLAIN[0]),
     *(c for i, c in enumerate(ALL[-16:]) if (i // 4 + i) % 4 == 1),
-    *(c for c in ALL if c.mesh in PLAIN[1:3] and c.options.zero in (1, 2) and c.options.micro_batches == 2),
+    *(c for c in ALL if c.mesh in PLAIN[1:3] and c.options.zero in (1, 2) and c.options.micro_batches > 1),
+    *(c for c in ALL if c.name == "llama" and c.mesh == PLAIN[3] and c.options.zero == 3),
     Cell("vit", Mesh.of(dp=2, pp=2), Options(zero=2, micro_batches=4, schedule="zb_v")),  # takes rows of micro-batches
     Cell("llama", Mesh.of(dp=2), Options(zero=1, gathers="layer", reductions="micro_batch", micro_batches=2)),
     Cell("llama", Mesh.of(dp=2), Options(zero=3, gathers="step", reductions="step", micro_batches=2)),

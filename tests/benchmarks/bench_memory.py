@@ -26,6 +26,7 @@ ZERO: dict[str, Make] = {
     "FSDP2, no reshard, summed once": partial(peers.fsdp2, count=4, each=False, reshard=False),
     "FSDP2, no reshard": partial(peers.fsdp2, count=4, reshard=False),
     "FSDP2": partial(peers.fsdp2, count=4),
+    **{f"DeepSpeed ZeRO-{n}": partial(peers.deepspeed, count=4, stage=n) for n in (1, 2, 3) if peers.has_deepspeed()},
     **{f"autopar zero={zero}": partial(peers.ours, count=4, zero=zero) for zero in range(4)},
 }
 PRECISION: dict[str, Make] = {
@@ -42,9 +43,9 @@ REPLICAS: dict[str, Make] = {
 }
 OPPONENTS: Mapping[str, tuple[str, ...]] = {
     "autopar zero=0": ("DDP",),
-    "autopar zero=1": ("DDP, ZeroRedundancyOptimizer", "FSDP2, no reshard, summed once"),
-    "autopar zero=2": ("FSDP2, no reshard",),
-    "autopar zero=3": ("FSDP2",),
+    "autopar zero=1": ("DDP, ZeroRedundancyOptimizer", "FSDP2, no reshard, summed once", "DeepSpeed ZeRO-1"),
+    "autopar zero=2": ("FSDP2, no reshard", "DeepSpeed ZeRO-2"),
+    "autopar zero=3": ("FSDP2", "DeepSpeed ZeRO-3"),
     "autopar bf16": ("DDP, autocast",),
     "autopar bf16, zero=3": ("FSDP2, MixedPrecisionPolicy",),
     "autopar dp=4, zero=3": ("FSDP2 over 4 ranks",),

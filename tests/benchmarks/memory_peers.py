@@ -6,6 +6,8 @@ A step's gradients are those of before the optimizer's step; they stay until the
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import autopar
 
 RATE = 1e-5
+BUCKET = 25 * 2**20 // 4  # elements
 
 
 def steps(
@@ -100,6 +103,50 @@ def fsdp2(
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     step = steps(model, optimizer, _part(work.tokens()), count, last)
     return Runner(model, step, _whole_gradients(model), mean_loss=True)
+
+
+def deepspeed(work: Workload, count: int, stage: int) -> Runner:
+    """DeepSpeed ZeRO, where it is installed (``pip install --no-deps deepspeed``, and hjson, py-cpuinfo, msgpack,
+    einops, ninja, psutil, pydantic). With buckets of 25 MiB, as the others: its own of 2 GB would be its peak."""
+    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": os.environ["RANK"]}
+    library: Any = importlib.import_module("deepspeed")
+    library.init_distributed(dist_backend="gloo")
+    plain = work.model()
+    engine: Any = library.initialize(
+        model=plain,
+        optimizer=torch.optim.AdamW(plain.parameters(), lr=RATE),
+        config={
+            "train_micro_batch_size_per_gpu": work.batch // dist.get_world_size() // count,
+            "gradient_accumulation_steps": count,
+            "zero_optimization": {
+                "stage": stage,
+                "reduce_bucket_size": BUCKET,
+                "allgather_bucket_size": BUCKET,
+                "stage3_prefetch_bucket_size": BUCKET,
+            },
+            "zero_allow_untested_optimizer": True,
+        },
+    )[0]
+    pieces = [{k: v.chunk(count)[i] for k, v in _part(work.tokens()).items()} for i in range(count)]
+    found: dict[str, Tensor] = {}  # of the first step: its own step frees them
+
+    def step() -> Tensor:
+        total = torch.zeros(())
+        for i, piece in enumerate(pieces):
+            loss = engine(**piece).loss
+            engine.backward(loss)
+            total += loss.detach() / count
+            if not found and i == count - 1:
+                whole = {n: library.utils.safe_get_full_grad(p) for n, p in engine.module.named_parameters()}
+                found.update({n: g.clone() for n, g in whole.items() if g is not None})
+            engine.step()
+        return total
+
+    return Runner(engine.module, step, lambda: found, mean_loss=True)
+
+
+def has_deepspeed() -> bool:
+    return importlib.util.find_spec("deepspeed") is not None
 
 
 def ours(work: Workload, count: int, replicas: int = 1, **options: Any) -> Runner:
