@@ -37,9 +37,11 @@ class Victim:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def stop(self) -> int:
-        """How many calls there were."""
+        """How many calls there were. Waiting makes some: where there were fewer than before, it is killed now."""
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]
+        if self._moment is not None:
+            os.kill(os.getpid(), signal.SIGKILL)
         return self.count
 
 
