@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
+from torch.fx import Node
+
 from autopar.checkpoint_policies import AUTO, CHECKPOINTS
 from autopar.compile.parts import PipelineMaker
 from autopar.compile.recompute_facts import JointFacts, chosen_by, layers_of
@@ -98,9 +100,10 @@ class _Fitting:
         least = self.smallest(nothing)
         if _peak(least) <= limit:
             return least
+        zero = self.maker.plan.options.zero
         raise ValueError(
             f"checkpoint: no choice of what to make again fits a memory_limit of {limit:,} bytes; the least that would "
-            f"do is {_peak(least):,} bytes; use more ranks, zero=3, or smaller micro-batches"
+            f"do is {_peak(least):,} bytes; use more ranks{'' if zero == 3 else ', zero=3,'} or smaller micro-batches"
         )
 
     def search(self, made: Compiled, limit: float) -> Compiled | None:
@@ -144,15 +147,16 @@ class _Fitting:
 
     # --- graphs --------------------------------------------------------------------------------------------
 
-    def compiled(self, remade: Sequence[frozenset[object]], reason: str) -> Compiled:
+    def compiled(self, remade: Sequence[frozenset[Node]], reason: str) -> Compiled:
         """``remade``: of each part, nodes of its joint graph, or of that of an equal part."""
-        names = {k: frozenset(n.name for n in nodes) for k, nodes in enumerate(remade)}  # type: ignore[attr-defined]
+        names = {k: frozenset(n.name for n in nodes) for k, nodes in enumerate(remade)}
         pipeline = self.maker.make(names)
         layers = tuple(found for k, nodes in enumerate(remade) for found in self._layers(k, nodes, reason))
         return self.finished(replace(self.maker.plan, checkpoints=layers), pipeline)
 
-    def _layers(self, k: int, nodes: frozenset[object], reason: str) -> list[LayerCheckpoint]:
+    def _layers(self, k: int, nodes: frozenset[Node], reason: str) -> list[LayerCheckpoint]:
         facts, found = self.facts[k], []
+        nodes = frozenset(facts.joint.closure(facts.joint.wanted, nodes)[1]) & nodes  # B may need fewer
         names = self.maker.names_at(k, [layer.forward[0].meta["call"] for layer in facts.layers])
         for layer, name in zip(facts.layers, names, strict=True):
             again = [n for n in layer.forward if n in nodes]
