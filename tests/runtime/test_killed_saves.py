@@ -98,6 +98,6 @@ def test_kills(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_many_kills(tmp_path: Path) -> None:
     check(tmp_path, seed=50, count=50)
