@@ -18,6 +18,7 @@ from torch.fx import Node
 from autopar.checkpoint_policies import AUTO, CHECKPOINTS
 from autopar.compile.parts import PipelineMaker
 from autopar.compile.recompute_facts import JointFacts, chosen_by, layers_of
+from autopar.compile.recompute_ways import Known, cost_of, find_ways
 from autopar.cost.hardware import DEFAULT
 from autopar.cost.memory import memories
 from autopar.cost.topology import Topologies
@@ -74,10 +75,9 @@ class _Fitting:
     @cached_property
     def ways(self) -> list[list[list[LayerWay]]]:
         """Part -> layer -> what it has to choose from."""
-        known: dict[object, list[tuple[frozenset[int], LayerWay]]] = {}
-        for facts in dict.fromkeys(self.facts):
-            facts.find_ways(known)
-        return [[[way for _, way in layer.options] for layer in facts.layers] for facts in self.facts]
+        known: Known = {}
+        found = {facts: find_ways(facts, known) for facts in dict.fromkeys(self.facts)}
+        return [found[facts] for facts in self.facts]
 
     # --- a policy ------------------------------------------------------------------------------------------
 
@@ -161,8 +161,8 @@ class _Fitting:
         for layer, name in zip(facts.layers, names, strict=True):
             again = [n for n in layer.forward if n in nodes]
             if again:
-                saved, seconds = facts.cost(layer, frozenset(again))
-                found.append(LayerCheckpoint(k, name, tuple(n.name for n in again), saved, seconds, reason))
+                cost, values = cost_of(facts, layer, frozenset(again)), tuple(n.name for n in again)
+                found.append(LayerCheckpoint(k, name, values, cost.saved, cost.seconds, reason))
         return found
 
 

@@ -29,6 +29,7 @@ from autopar.compile import model as compiling
 from autopar.compile.model import compile_model
 from autopar.compile.parts import PipelineMaker
 from autopar.compile.recompute_facts import JointFacts, chosen_by, layers_of
+from autopar.compile.recompute_ways import find_ways
 from autopar.cost.traffic import Links
 from autopar.ir.graph import output_node, placeholders
 from autopar.ir.live_values import peak_of_values
@@ -115,8 +116,7 @@ class Subject:
         derived = found[0].derived(0)
         self.joint: Joint = derived.joint
         self.facts = JointFacts(self.joint, layers_of(derived.calls), Links(Mesh.of()))
-        self.facts.find_ways()
-        self.ways = [[way for _, way in layer.options] for layer in self.facts.layers]
+        self.ways = find_ways(self.facts, {})
         self.seconds = {n.name: s for n, s in self.facts.seconds.items() if not self.joint.is_free(n)}
         self.products = {n.name for n in self.joint.order if n.target in PRODUCTS or "attention" in str(n.target)}
 
