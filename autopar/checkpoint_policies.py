@@ -10,7 +10,7 @@ run might make otherwise. It says whether it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from autopar.registry import Registry
@@ -73,3 +73,31 @@ def as_the_model_asks(value: ForwardValue) -> bool:
 def under_a_limit(value: ForwardValue) -> bool:
     """The least time under ``memory_limit``: `autopar.compile.fit_memory` decides."""
     raise AssertionError("decided for all values together")
+
+
+# --- what was decided ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LayerCheckpoint:
+    """What the backward of one layer makes again. part: number of the pipeline's part. layer: its module, or that of
+    what stands between. again: values, by their names in the graphs. saved: bytes that F keeps for B. seconds: to make
+    them."""
+
+    part: int
+    layer: str
+    again: tuple[str, ...]
+    saved: int
+    seconds: float
+    reason: str = ""
+
+
+def checkpoint_lines(layers: Iterable[LayerCheckpoint]) -> list[str]:
+    """As text; layers that make as much again are one line."""
+    alike: dict[tuple[int, int, str], list[str]] = {}
+    for found in layers:
+        alike.setdefault((len(found.again), found.saved, found.reason), []).append(found.layer)
+    return [
+        f"  checkpoint {', '.join(names):<49} makes {again} values again, keeps {saved} bytes; {reason}"
+        for (again, saved, reason), names in alike.items()
+    ]

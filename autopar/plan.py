@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from autopar.checkpoint_policies import LayerCheckpoint, checkpoint_lines
 from autopar.ir.mesh import DATA, Mesh
 from autopar.ir.meta import signature_of
 from autopar.ir.placement import (
@@ -114,20 +115,6 @@ class AxisShare:
 
 
 @dataclass(frozen=True)
-class LayerCheckpoint:
-    """What the backward of one layer makes again. part: number of the pipeline's part. layer: its module, or that of
-    what stands between. again: values, by their names in the graphs. saved: bytes that F keeps for B. seconds: to make
-    them."""
-
-    part: int
-    layer: str
-    again: tuple[str, ...]
-    saved: int
-    seconds: float
-    reason: str = ""
-
-
-@dataclass(frozen=True)
 class Plan:
     """All decisions for one graph on one mesh. Passes carry them out and decide nothing themselves.
 
@@ -137,7 +124,8 @@ class Plan:
     on tp, by node. ``pipeline``: with an axis pp, its parts. ``attention``: with an axis cp, how each attention runs,
     by node. ``batch_dims``: input -> its batch dim, None for one that is no part of the batch; empty where nothing
     cuts the batch. ``shares``: what each axis cuts, and what stands in the way; FLOPs once a batch is compiled.
-    ``checkpoints``: once a batch is compiled, the layers whose backward makes something again.
+    ``checkpoints``: once a batch is compiled, the layers whose backward makes something again. ``loss_chunks``: in how
+    many chunks losses are computed; 0 until a batch is compiled.
     """
 
     mesh: Mesh
@@ -154,6 +142,7 @@ class Plan:
     batch_dims: Mapping[str, int | None] = field(default_factory=dict)
     shares: tuple[AxisShare, ...] = ()
     checkpoints: tuple[LayerCheckpoint, ...] = ()
+    loss_chunks: int = 0
 
     def parameter(self, name: str, axis: str) -> ParameterPlan:
         return self.parameters.get(name, {}).get(axis, ParameterPlan())
@@ -175,7 +164,14 @@ class Plan:
         if pipeline is not None:
             pipeline = replace(pipeline, holders={n: r for n, r in pipeline.holders.items() if n in names})
         return replace(
-            self, graph="", parameters=kept, overrides=overrides, pipeline=pipeline, shares=(), checkpoints=()
+            self,
+            graph="",
+            parameters=kept,
+            overrides=overrides,
+            pipeline=pipeline,
+            shares=(),
+            checkpoints=(),
+            loss_chunks=0,
         )
 
     def override(self, changes: Mapping[str, Mapping[str, Placement | str]]) -> Plan:
@@ -235,7 +231,8 @@ class Plan:
         lines += [f"  piece {name:<54} tp: {p}  of a whole fused weight" for name, p in self.weight_pieces.items()]
         for share in self.shares:
             lines += [f"  {share}", *(f"    {part}" for part in share.whole)]
-        lines += self._checkpoint_lines()
+        lines += [f"  losses in {self.loss_chunks} chunks of tokens"] if self.loss_chunks > 1 else []
+        lines += checkpoint_lines(self.checkpoints)
         lines += [f"  note {subject}: {reason}" for subject, reason in self.notes]
         return "\n".join(lines)
 
@@ -244,17 +241,6 @@ class Plan:
             return ""
         dim = self.batch_dims[name]
         return "  no part of the batch" if dim is None else f"  batch: dim {dim}"
-
-    def _checkpoint_lines(self) -> list[str]:
-        """Layers that make as much again are one line."""
-        alike: dict[Any, list[LayerCheckpoint]] = {}
-        for found in self.checkpoints:
-            alike.setdefault((len(found.again), found.saved, found.reason), []).append(found)
-        return [
-            f"  checkpoint {', '.join(x.layer for x in layers):<49} makes {again} values again, keeps {saved} "
-            f"bytes; {reason}"
-            for (again, saved, reason), layers in alike.items()
-        ]
 
     def _candidates(self) -> list[str]:
         """What the attentions had to choose from, once for those that had the same choice."""
@@ -286,6 +272,7 @@ class Plan:
                 "overrides": {name: dict(axes) for name, axes in self.overrides.items()},
                 "batch_dims": dict(self.batch_dims),
                 "checkpoints": [dataclasses.asdict(layer) for layer in self.checkpoints],
+                "loss_chunks": self.loss_chunks,
                 "shares": [dataclasses.asdict(share) for share in self.shares],
                 "pipeline": dataclasses.asdict(self.pipeline) if self.pipeline is not None else None,
             },
@@ -310,7 +297,7 @@ def _renamed(value: Any) -> Any:
         return value
     if "slices" in value and "weight_pieces" not in value:
         value = {"weight_pieces" if name == "slices" else name: v for name, v in value.items()}
-    return {"shares": [], "checkpoints": [], **value}
+    return {"shares": [], "checkpoints": [], "loss_chunks": 0, **value}
 
 
 def _placement(value: Any, at: str) -> Placement:

@@ -30,7 +30,8 @@ class Joint:
 
     primals: placeholder -> its name in the local graph. tangents: one per output with a gradient, in order. outs: the
     outputs of the local graph. gradients: name of a wanted placeholder -> its gradient (None: it has none). wanted:
-    what the backward takes of the forward. remade: what of this, and of what that is made of, it makes again.
+    what the backward takes of the forward. remade: what of this, and of what that is made of, it makes again; always:
+    what of this is not up to a policy.
     """
 
     def __init__(
@@ -55,7 +56,8 @@ class Joint:
         self.parameter_only = self._parameter_only({p for p, name in self.primals.items() if name in kept})
         grads = [g for g in self.gradients.values() if g is not None]
         self.dependent = self._dependent(ancestors(grads))
-        self.remade: frozenset[Node] = frozenset()
+        self.always = frozenset(n for n in self.made if n.op == "call_function" and "chunk" in n.meta)
+        self.remade = self.always
         self._taken = [x for node in self.dependent for x in node.all_input_nodes] + grads
         self.wanted = self.sources(self._taken)
 
@@ -100,8 +102,9 @@ class Joint:
 
     def remake(self, names: Collection[str]) -> None:
         """Say what the backward makes again. Raises ValueError for names that the graph does not have."""
-        self.remade = frozenset(n for n in self.order if n.name in names)
-        unknown = set(names) - {n.name for n in self.remade}
+        named = frozenset(n for n in self.order if n.name in names)
+        self.remade = named | self.always
+        unknown = set(names) - {n.name for n in named}
         if unknown:
             raise ValueError(
                 f"checkpoint: a plan makes {', '.join(sorted(unknown)[:3])} again, which the graph does not have; it "

@@ -187,7 +187,7 @@ READ: dict[str, tuple[str, Any]] = {  # of the command line
     "memory_limit": ("80e9", 80 * 10**9), "precision": ("bf16", PRECISIONS["bf16"]),
     "attention": ("ring+token_ring", "ring+token_ring"), "layout": ("zigzag", "zigzag"),
     "topology": ("cp=ring", "cp=ring"), "batch_dims": ("x=1,past.0=none", (("past.0", None), ("x", 1))),
-    "constants": ("grid,kinds", ("grid", "kinds")), "checkpoint": ("full", "full"),
+    "constants": ("grid,kinds", ("grid", "kinds")), "checkpoint": ("full", "full"), "loss_chunks": ("8", 8),
 }  # fmt: skip
 
 

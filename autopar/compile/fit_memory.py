@@ -15,7 +15,7 @@ from functools import cached_property
 
 from torch.fx import Node
 
-from autopar.checkpoint_policies import AUTO, CHECKPOINTS
+from autopar.checkpoint_policies import AUTO, CHECKPOINTS, LayerCheckpoint
 from autopar.compile.parts import PipelineMaker
 from autopar.compile.recompute_facts import JointFacts, chosen_by, layers_of
 from autopar.compile.recompute_ways import Known, cost_of, find_ways
@@ -23,7 +23,7 @@ from autopar.cost.hardware import DEFAULT
 from autopar.cost.memory import memories
 from autopar.cost.topology import Topologies
 from autopar.cost.traffic import Links
-from autopar.plan import LayerCheckpoint, Plan
+from autopar.plan import Plan
 from autopar.planner.recompute_layers import LayerWay
 from autopar.planner.recompute_parts import Choice, Moment, best_choice, fullest, moments, smallest_choice
 from autopar.steps.graphs import Compiled, Pipeline
@@ -32,11 +32,19 @@ ATTEMPTS = 6
 LESS = 0.99  # of the least that was found: worth another search
 
 
+class LimitError(ValueError):
+    """Nothing fits. least: bytes that would do."""
+
+    def __init__(self, text: str, least: int) -> None:
+        super().__init__(text)
+        self.least = least
+
+
 def with_checkpoints(maker: PipelineMaker, finished: Callable[[Plan, Pipeline], Compiled]) -> Compiled:
     """The compiled model. Raises ValueError where no choice fits the limit, with the least that one would fit."""
     plan = maker.plan
     name = plan.options.checkpoints
-    if not maker.train or name == "none":
+    if not maker.train:
         return finished(replace(plan, checkpoints=()), maker.make())
     if plan.checkpoints:
         return finished(plan, maker.make(_by_part(plan.checkpoints)))
@@ -83,16 +91,16 @@ class _Fitting:
 
     def by_policy(self, name: str) -> Compiled:
         policy = CHECKPOINTS[name]
-        if name == "model" and not self.maker.asks:
+        if not self.maker.asks(name):
             return self.finished(self.maker.plan, self.maker.make())
-        chosen = {facts: chosen_by(policy, name, facts) for facts in dict.fromkeys(self.facts)}
+        chosen = {facts: chosen_by(policy, name, facts) | facts.joint.always for facts in dict.fromkeys(self.facts)}
         return self.compiled([chosen[facts] for facts in self.facts], f"checkpoint={name}")
 
     # --- a limit -------------------------------------------------------------------------------------------
 
     def under_limit(self, limit: int) -> Compiled:
         """Raises ValueError where nothing fits."""
-        nothing = self.finished(replace(self.maker.plan, checkpoints=()), self.maker.make())
+        nothing = self.by_policy("none")
         self.splits = any(action.kind == "W" for row in nothing.pipeline.order.ranks for action in row)
         found = self.search(nothing, limit)
         if found is not None:
@@ -101,9 +109,10 @@ class _Fitting:
         if _peak(least) <= limit:
             return least
         zero = self.maker.plan.options.zero
-        raise ValueError(
+        raise LimitError(
             f"checkpoint: no choice of what to make again fits a memory_limit of {limit:,} bytes; the least that would "
-            f"do is {_peak(least):,} bytes; use more ranks{'' if zero == 3 else ', zero=3,'} or smaller micro-batches"
+            f"do is {_peak(least):,} bytes; use more ranks{'' if zero == 3 else ', zero=3,'} or smaller micro-batches",
+            _peak(least),
         )
 
     def search(self, made: Compiled, limit: float) -> Compiled | None:
@@ -143,7 +152,9 @@ class _Fitting:
             for facts, ways in zip(self.facts, choice, strict=True)
         ]
         reason = f"the least time under {limit:,.0f} bytes" if limit else "the least bytes"
-        return self.compiled([frozenset().union(*x) for x in again], reason)
+        return self.compiled(
+            [frozenset().union(facts.joint.always, *x) for facts, x in zip(self.facts, again, strict=True)], reason
+        )
 
     # --- graphs --------------------------------------------------------------------------------------------
 

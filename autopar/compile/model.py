@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 from autopar.adapters.collector import resting_collector
 from autopar.adapters.lazy import lazy_code
 from autopar.compile.fit_memory import with_checkpoints
+from autopar.compile.loss_chunks import Made, in_chunks
 from autopar.compile.parameters import known_batch_dims
 from autopar.compile.parts import PipelineMaker
 from autopar.compile.shared_capture import SharedCapture
@@ -122,12 +123,14 @@ def compile_graph(
         ctx.observe("prologue", prologue.graph)
     parameters = parameter_specs(gm, plan)
     graphs, static = [(graph, caches) for graph, caches, _ in made], most_static(parameters, mesh)
-    maker = PipelineMaker(graphs, ctx, train, static, tangents, slices)
 
-    def finished(plan: Plan, pipeline: Pipeline) -> Compiled:
-        return Compiled(gm.meta["signature"], plan, gm, pipeline, prologue, parameters, train, timings)
+    def attempt(graphs: Sequence[Made]) -> Compiled:
+        def finished(plan: Plan, pipeline: Pipeline) -> Compiled:
+            return Compiled(gm.meta["signature"], plan, graphs[0][0], pipeline, prologue, parameters, train, timings)
 
-    return with_checkpoints(maker, finished)
+        return with_checkpoints(PipelineMaker(graphs, ctx, train, static, tangents, slices), finished)
+
+    return in_chunks(graphs, ctx, train, attempt)
 
 
 def _of_micro_batch(gm: GraphModule, ctx: Compilation) -> tuple[GraphModule, list[Cache], Prologue | None]:

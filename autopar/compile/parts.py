@@ -78,10 +78,12 @@ class PipelineMaker:
     def _shares_parts(self) -> bool:
         return len(self.parts) > 1 and not self.slices
 
-    @property
-    def asks(self) -> bool:
-        """Whether the model calls something within `torch.utils.checkpoint`."""
-        return any(node.meta.get("asked") for gm, _ in self.graphs for node in gm.graph.nodes)
+    def asks(self, policy: str) -> bool:
+        """Whether a policy may make something again: "model" what is called within `torch.utils.checkpoint`, "none"
+        nothing; but logits that are made in chunks are made again in any case."""
+        nodes = [node for gm, _ in self.graphs for node in gm.graph.nodes]
+        asked = policy == "model" and any("asked" in node.meta for node in nodes)
+        return policy not in ("none", "model") or asked or any("chunk" in node.meta for node in nodes)
 
     def names_at(self, k: int, calls: Sequence[int]) -> list[str]:
         """The layers, or modules, of some of the `forward_calls` of a part."""

@@ -71,7 +71,7 @@ class _Ways:
         values = [
             RemakableValue(
                 self.facts.seconds[n],
-                0 if isinstance(n.meta["val"], (tuple, list)) else self.facts.size(n),
+                0 if isinstance(n.meta["val"], (tuple, list)) or n in self.joint.always else self.facts.size(n),
                 is_pinned(n) or n in self.facts.crossing,
                 tuple(place[x] for x in self.facts.sources(n.all_input_nodes) if x in place),
             )
@@ -82,6 +82,7 @@ class _Ways:
         return _worth_choosing(found)
 
     def measured(self, layer: LayerFacts, way: frozenset[Node]) -> tuple[frozenset[Node], LayerWay]:
+        way |= self.joint.always
         saved, again = self.joint.closure([n for n in layer.forward if n in self.facts.wanted], way)
         kept = {s for x in saved for s in self.behind[x]}
         own = (

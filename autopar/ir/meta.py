@@ -49,6 +49,7 @@ NODES = {
     # of recipes for checkpoints
     "number": "int: which of the tensors in the files a placeholder is",
     # of passes
+    "chunk": "int: number of the chunk of rows whose logits it makes: F keeps none of them",
     "kept": "bool: F keeps it for the backward, which makes other values again",
     "again": "bool: the backward makes it again",
     "of_slice": "bool: a token slice's rows of a value that depends on no parameter",
@@ -66,7 +67,7 @@ GRAPHS = {
     "promise": "Promise: what a step graph makes and moves (`autopar.rewrite.step_checks`)",
 }
 
-ORIGIN = ("nn_module_stack", "stack_trace", "asked")
+ORIGIN = ("nn_module_stack", "stack_trace", "asked", "chunk")
 TRACE = ("stack_trace",)
 TYPES = ("placements", "global_shape")
 

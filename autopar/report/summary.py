@@ -16,13 +16,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from autopar.checkpoint_policies import LayerCheckpoint
 from autopar.cost.memory import Memory, memories
 from autopar.cost.step_traffic import graph_runs, step_communication, transfer_seconds
 from autopar.cost.traffic import Volume
 from autopar.ir.layer_names import compressed, without_indices, without_numbers
 from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import Shard
-from autopar.plan import LayerCheckpoint, Plan
+from autopar.plan import Plan
 from autopar.report.attention_section import attention_summary, attention_table
 from autopar.report.graph_text import DTYPES
 from autopar.report.human_numbers import human_bytes, human_seconds

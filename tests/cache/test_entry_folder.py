@@ -234,7 +234,7 @@ def test_readers_see_whole_files_whoever_writes_or_dies(folder: EntryFolder) -> 
     while not file_of(folder).exists():
         time.sleep(0.001)
     reads = 0
-    while any(process.is_alive() for process in writers):
+    while any(process.is_alive() for process in writers) or not reads:
         data = file_of(folder).read_bytes()
         assert unpacked_entry(data) is not None
         reads += 1
