@@ -63,7 +63,7 @@ class Head:
 def heads(gm: GraphModule) -> list[Head]:
     """What may be computed in chunks."""
     found = [_head(node) for node in gm.graph.nodes if is_call(node, *LOSSES)]
-    return [head for head in found if head is not None]
+    return [head for head in found if head is not None and head.rows > 1]
 
 
 def chunk_losses(gm: GraphModule, head: Head, rows: int) -> None:
