@@ -26,13 +26,13 @@ WEIGHTS = (0.0, 0.25)
 VERTICES = 10  # of a hull
 BETWEEN = 6  # integer programs
 NEAR = 1e-6  # of all bytes, or of all time: no difference
-INTEGER_SECONDS = 0.2  # that an integer program may take; what it has by then is a way as well
+BRANCHES = 300  # of an integer program, and no seconds: all ranks must find the same
 
 
 @dataclass(frozen=True)
 class RemakableValue:
     """seconds: to make it. bytes: of its storage; 0: it cannot be saved (several results). pinned: it is not made
-    again. operands: numbers of values. outside: it is no value of this layer: saved or not, but not made again here."""
+    again. operands: numbers of values."""
 
     seconds: float
     bytes: int
@@ -88,7 +88,7 @@ class _CutProgram:
         whole = bytes_at_most is not None
         if whole:
             rules.append(LinearConstraint(np.concatenate([self.size, 0 * self.size])[None, :], ub=bytes_at_most))
-        options = {"time_limit": INTEGER_SECONDS} if whole else {}
+        options = {"node_limit": BRANCHES} if whole else {}
         found = milp(
             costs, integrality=np.full(len(costs), int(whole)), bounds=Bounds(0, self.most), constraints=rules,
             options=options,

@@ -124,11 +124,6 @@ def left_by(layers: Sequence[Sequence[LayerWay]], choice: Sequence[int]) -> int:
     return sum(ways[k].left for ways, k in zip(layers, choice, strict=True))
 
 
-def seconds_by(layers: Sequence[Sequence[LayerWay]], choice: Sequence[int]) -> float:
-    """Time of what is made again."""
-    return math.fsum(ways[k].seconds for ways, k in zip(layers, choice, strict=True))
-
-
 def _program(layers: Sequence[Sequence[LayerWay]], room: float, most: float) -> tuple[float, list[int] | None]:
     """(seconds, way of each layer); None where none fits."""
     saved, seconds = np.zeros(1), np.zeros(1)
