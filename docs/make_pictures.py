@@ -1,7 +1,8 @@
 """Draw docs/pictures: NAME.svg for every schedule, attention_NAME.svg for every attention algorithm.
 
 Schedules: 4 ranks, 8 micro-batches, F = B = W = 1 for a rank's share. Attention: both passes of one causal attention
-over 4 ranks on a ring of links, dealt as the algorithm likes best.
+over 4 ranks on a ring of links, dealt as the algorithm likes best. What a benchmark measured and drew lies in the
+folder `measured`.
 
 python docs/make_pictures.py            writes the pictures
 python docs/make_pictures.py --check    fails when one is out of date

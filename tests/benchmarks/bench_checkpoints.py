@@ -41,7 +41,7 @@ from autopar.planner.recompute_layers import Room, least_time
 from autopar.steps.value_names import grad, saved
 
 BUDGETS = [i / 10 for i in range(11)]
-PICTURE = DOCS.parent / "pictures" / "checkpoints.svg"
+PICTURE = DOCS.parent / "pictures" / "measured" / "checkpoints.svg"
 
 
 def llama(layers: int = 12) -> nn.Module:
@@ -330,7 +330,7 @@ def main() -> None:
         texts.append(text)
     if not args.small and not args.only:
         picture(curves, nothing)
-        publish("checkpoints", "\n\n".join([*texts, "![recompute time over peak](pictures/checkpoints.svg)"]))
+        publish("checkpoints", "\n\n".join([*texts, "![recompute time over peak](pictures/measured/checkpoints.svg)"]))
 
 
 if __name__ == "__main__":
