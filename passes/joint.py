@@ -19,6 +19,7 @@ from autopar.adapters.lazy import graph_module
 from autopar.ir.graph import add_placeholder, ancestors, copy_node, is_call, output_node, outputs, placeholders
 from autopar.ops.traits import is_cheap, is_view
 from autopar.passes.own_gradients import own_gradients
+from autopar.passes.sum_products import sum_products
 from autopar.passes.trace_joint import joint_graph
 from autopar.passes.widen_reductions import widen_reductions
 from autopar.steps.graphs import StepGraph
@@ -47,6 +48,7 @@ class Joint:
         self.names = names
         self.primals = dict(zip(nodes, names, strict=False))
         self.tangents = nodes[len(names) :]
+        sum_products(joint, self.tangents)
         results = list(output_node(joint).args[0])  # type: ignore[arg-type]
         self.outs: list[Node | None] = results[:count]
         self.gradients = {n: g for n, g, w in zip(names, results[count:], wanted, strict=False) if w}

@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
 
 from autopar.adapters.operators import OpOverload, argument_defaults, name_of
-from autopar.ir.waits import WaitPlaces, is_temporary
+from autopar.ir.waits import WaitPlaces, overwritten
 from autopar.ops.traits import COLLECTIVES, LOCAL
 from autopar.runtime import comm
 from autopar.runtime.attention_comm import OPERATORS, Comms
@@ -208,14 +208,15 @@ class _Eager:
     def other(self, node: Node, new: Node) -> None:
         if node.target in OPERATORS:
             new.target = self._comms.function_of(node.target, node.args, node.name)
-        shorten(new)
+        given = overwritten(node)
+        shorten(new, None if given is None else node.args.index(given))
 
 
 def _start_of(node: Node, groups: Groups) -> Callable[..., Any]:
     given = {k: v for k, v in named_arguments(node).items() if k not in ("x", "size")}
     kind = kind_of(node)
     if kind == "all_reduce":
-        return comm.all_reduce(groups, node.name, in_place=is_temporary(named_arguments(node)["x"], node), **given)
+        return comm.all_reduce(groups, node.name, in_place=overwritten(node) is not None, **given)
     make: dict[str, Callable[..., comm.Start]] = {
         "all_gather": comm.all_gather,
         "reduce_scatter": comm.reduce_scatter,

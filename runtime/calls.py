@@ -40,11 +40,18 @@ METHODS: dict[Any, str] = {
 }
 
 
-def shorten(node: Node) -> None:
-    """Let a node of a lowered graph call its operator by the shorter way, where there is one."""
+IN_PLACE = {aten.add.Tensor: "add_", aten.addmm.default: "addmm_"}
+
+
+def shorten(node: Node, overwritten: int | None = None) -> None:
+    """Let a node of a lowered graph call its operator by the shorter way, where there is one. ``overwritten``: which
+    operand its result may be written over (of two that are added, either)."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return
-    if node.target in METHODS:
+    if overwritten is not None and node.target in IN_PLACE:
+        over, *others = (node.args[overwritten], *node.args[:overwritten], *node.args[overwritten + 1 :])
+        node.op, node.target, node.args = "call_method", IN_PLACE[node.target], (over, *others)
+    elif node.target in METHODS:
         if not node.kwargs:
             node.op, node.target = "call_method", METHODS[node.target]
     else:

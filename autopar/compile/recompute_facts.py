@@ -69,7 +69,8 @@ class JointFacts:
         layer. ``first``: what B runs of the backward, where W runs the rest."""
         self.joint, self.links = joint, links
         self.late = set[Node]() if first is None else {n for n in joint.dependent if n not in first}
-        self.behind = storages(joint.gm, in_place=True)
+        sums = {n for n in joint.order if n in joint.dependent or is_call(n, *SUMS)}  # others may be kept beside
+        self.behind = storages(joint.gm, in_place=sums)
         self.wanted = dict.fromkeys(joint.wanted)
         self.layers = self._layers(units)
         self.layer = {n: i for i, layer in enumerate(self.layers) for n in (*layer.forward, *layer.backward)}

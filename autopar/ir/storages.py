@@ -1,6 +1,6 @@
 """What a graph's values take: the storages behind them. How they live and die: `autopar.ir.live_values`.
 
-A value lives from its node to the last use of any view of it. An all-reduce overwrites its operand where it may.
+A value lives from its node to the last use of any view of it. Sums overwrite an operand where they may.
 Operators that are written in Python have a workspace beside what they return. Left out are that of torch's own, and the
 allocator's rounding.
 """
@@ -16,7 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from autopar.ir.graph import arguments, is_call, outputs
-from autopar.ir.waits import is_temporary
+from autopar.ir.waits import overwritten
 from autopar.ops import cross_entropy as cross_entropy
 from autopar.ops import traits
 from autopar.ops import vocabulary as vocabulary  # registers what is named here
@@ -40,22 +40,26 @@ def _results(node: Node) -> list[Any]:
     return list(val) if isinstance(val, (tuple, list)) else [val]
 
 
-def storages(gm: GraphModule, in_place: bool = False) -> dict[Node, tuple[Storage, ...]]:
-    """Node -> the storage behind each of its results. A view has that of its base. ``in_place``: so has an all-reduce
-    that may overwrite its operand, as it does when it runs."""
+def storages(gm: GraphModule, in_place: bool | Collection[Node] = False) -> dict[Node, tuple[Storage, ...]]:
+    """Node -> the storage behind each of its results. A view has that of its base. ``in_place``: so has a sum that
+    may overwrite an operand, as it does when it runs; or those of some nodes alone."""
     found: dict[Node, tuple[Storage, ...]] = {}
     for node in gm.graph.nodes:
         if node.op == "output":
             continue
         if is_call(node, operator.getitem):
             found[node] = (found[node.args[0]][node.args[1]],)
-        elif in_place and is_call(node, torch.ops.autopar.all_reduce.default) and is_temporary(node.args[0], node):
-            found[node] = found[node.args[0]]
+        elif _is_in(node, in_place) and (given := overwritten(node)) is not None:
+            found[node] = found[given]
         elif (base := _base(node)) is not None:
             found[node] = found[base][:1] * len(_results(node))
         else:
             found[node] = tuple((node, i) for i in range(len(_results(node))))
     return found
+
+
+def _is_in(node: Node, nodes: bool | Collection[Node]) -> bool:
+    return nodes if isinstance(nodes, bool) else node in nodes
 
 
 def size_of(storage: Storage) -> int:

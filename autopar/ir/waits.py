@@ -7,6 +7,7 @@ here, and the walk of what is alive (`autopar.ir.storages`).
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -14,6 +15,8 @@ from torch.fx import GraphModule, Node
 from autopar.adapters.operators import OpOverload
 from autopar.ir.graph import arguments, is_call, nbytes
 from autopar.ops.traits import aliases
+
+aten = torch.ops.aten
 
 
 class WaitPlaces:
@@ -55,6 +58,26 @@ class WaitPlaces:
         for collective in found:
             self._kept.pop(collective, None)
         return found
+
+
+def overwritten(node: Node) -> Node | None:
+    """The operand that a call writes its result over, if any: of a sum over ranks, of a sum of two values, and of a
+    sum that a product is added to."""
+    if is_call(node, torch.ops.autopar.all_reduce.default):
+        may = [node.args[0]]
+    elif is_call(node, aten.add.Tensor, aten.addmm.default) and not node.kwargs:
+        may = [x for x in node.args[: 2 if node.target is aten.add.Tensor else 1] if _fits(x, node)]
+    else:
+        return None
+    return next((x for x in may if isinstance(x, Node) and is_temporary(x, node)), None)
+
+
+def _fits(x: Any, node: Node) -> bool:
+    """Whether an operand has a place for each element of a result."""
+    value, made = x.meta["val"] if isinstance(x, Node) else None, node.meta["val"]
+    if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (made.shape, made.dtype):
+        return False
+    return bool(value.is_contiguous() and made.is_contiguous())
 
 
 def is_temporary(x: Node, user: Node) -> bool:

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule
 from torch.utils._pytree import tree_leaves
 
 from autopar import ops as ops  # registers autopar::
-from autopar.runtime.calls import FUNCTIONS, METHODS, shorten
+from autopar.runtime.calls import FUNCTIONS, IN_PLACE, METHODS, shorten
 
 aten = torch.ops.aten
 A = torch.linspace(0.1, 2.0, 12).view(3, 4)
@@ -83,3 +84,22 @@ def test_a_view_of_what_is_stored_otherwise_than_tracing_thought_is_a_copy() -> 
     node = Graph().call_function(aten.view.default, (A, [12]))
     shorten(node)
     assert torch.equal(getattr(A.t(), str(node.target))([12]), A.t().reshape(12))
+
+
+@pytest.mark.parametrize(
+    ("op", "over", "args"),
+    [
+        (aten.add.Tensor, 0, (A, B)),
+        (aten.add.Tensor, 1, (B[:1], A)),
+        (aten.addmm.default, 0, (torch.ones(3, 3), A, B.t())),
+    ],
+    ids=["first", "second", "product"],
+)
+def test_a_sum_is_written_over_an_operand(op: Any, over: int, args: tuple[Tensor, ...]) -> None:
+    expected, given = op(*args), [x.clone() for x in args]
+    node = Graph().call_function(op, tuple(range(len(args))))  # type: ignore[arg-type]
+    shorten(node, over)
+    assert node.op == "call_method" and node.target == IN_PLACE[op]
+    found = getattr(given[node.args[0]], node.target)(*(given[i] for i in node.args[1:]))  # type: ignore
+    assert found.data_ptr() == given[over].data_ptr() and torch.equal(found, expected)
+    assert all(torch.equal(x, y) for i, (x, y) in enumerate(zip(args, given, strict=True)) if i != over)
