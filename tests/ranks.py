@@ -43,6 +43,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.runtime import failures
+from tests.warm import warm
 
 GROUP_TIMEOUT = 30.0  # seconds until a collective whose peer is absent fails
 GRACE = 2.0  # seconds the other ranks get to report after the first failure
@@ -188,6 +189,7 @@ def _cpu_seconds(processes: Sequence[int]) -> float:
 class _Pool:
     def __init__(self, n: int):
         assert not torch.cuda.is_initialized(), "a process that has initialised CUDA cannot be forked"
+        warm()
         self.n, self.born = n, time.monotonic()
         self.folder = tempfile.TemporaryDirectory(prefix="autopar-ranks-")
         self.pipes: list[Connection] = []

@@ -29,6 +29,7 @@ from autopar.runtime.groups import Groups, init_mesh
 from autopar.runtime.heartbeat import SILENT
 from autopar.runtime.launch import launch
 from tests.faults.campaign import _alive_with_parent, _host, free_port
+from tests.warm import warm
 
 LONG, SOON = 60.0, 30.0  # seconds: the timeout, and what counts as within seconds on a machine with others at work
 
@@ -37,6 +38,7 @@ class World:
     """Ranks that run. Rank ``stays`` does not end. ``hosts``: rank 0 hosts the store."""
 
     def __init__(self, ranks: int, body: Callable[[int], Any], stays: int, hosts: bool = False) -> None:
+        warm()
         context, port = multiprocessing.get_context("fork"), free_port()
         host = None if hosts else context.Process(target=_host, args=(port,), daemon=True)
         self.stays, self.pipes, self.processes = stays, [], [host] if host else []

@@ -231,19 +231,22 @@ def test_readers_see_whole_files_whoever_writes_or_dies(folder: EntryFolder) -> 
     killed = [FORK.Process(target=_killed_while_writing, args=(folder,)) for _ in range(2)]
     for process in (*writers, *killed):
         process.start()
-    while not file_of(folder).exists():
-        time.sleep(0.001)
-    reads = 0
-    while any(process.is_alive() for process in writers) or not reads:
-        data = file_of(folder).read_bytes()
-        assert unpacked_entry(data) is not None
-        reads += 1
-        if reads == 10:
-            for process in killed:
-                process.kill()
-    assert reads and folder.read(KEY) is not None
-    for process in (*writers, *killed):
-        process.join(10)
+    try:
+        while not file_of(folder).exists():
+            time.sleep(0.001)
+        reads = 0
+        while any(process.is_alive() for process in writers) or reads < 10:
+            assert unpacked_entry(file_of(folder).read_bytes()) is not None
+            reads += 1
+            if reads == 10:
+                for process in killed:
+                    process.kill()
+    finally:
+        for process in killed:  # they would go on for ever
+            process.kill()
+        for process in (*writers, *killed):
+            process.join(10)
+    assert folder.read(KEY) is not None
 
 
 def test_what_was_never_finished_goes_later(folder: EntryFolder) -> None:

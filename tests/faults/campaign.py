@@ -44,6 +44,7 @@ from autopar.runtime.run_folder import checkpoint_at, read_mark
 from autopar.runtime.saved_tensors import SavedTensors
 from tests.faults.cases import ACTIONS, PHASES, SUBJECTS, Case, make_cases, model_of
 from tests.faults.rank import alone, prepare, saved, train
+from tests.warm import warm
 
 TIMEOUT, GRACE = 6.0, 3.0
 STARTING = 60.0  # seconds until the fault has happened
@@ -72,6 +73,7 @@ class World:
         with Draft(self.folder / "saved", 1) as draft:
             draft.add(self._old, {"format": "pt"})
             draft.publish({}, [])
+        warm()
         context, port = multiprocessing.get_context("fork"), free_port()
         self._host = None if case.hosts else context.Process(target=_host, args=(port,), daemon=True)
         if self._host is not None:
