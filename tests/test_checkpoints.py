@@ -219,31 +219,6 @@ def test_what_both_would_make_again_is_made_once() -> None:
         assert any(n.startswith("stash:") for n in part.backward_weight.inputs)
 
 
-SPLIT = ("zb_h1", "zb_h2", "zb_v", "zb_auto", "dual_pipe", "dual_pipe_v")
-ON_STAGES = [
-    pytest.param(s, n, marks=pytest.mark.full) for s in (*SPLIT, "interleaved") for n in ("gpt2", "t5", "bert")
-]
-
-
-@pytest.mark.parametrize("schedule, name", [("zb_h1", "gpt2"), ("interleaved", "gpt2"), *ON_STAGES])
-def test_stages_on_ranks(schedule: str, name: str) -> None:
-    """Under schedules that split B and W, on real ranks, with dropout: the bits of gradients that nothing was made
-    again for."""
-    assert run_ranks(2, _stages, name, schedule, timeout=120.0) == [[], []]
-
-
-def _stages(name: str, schedule: str) -> list[str]:
-    mesh = autopar.init_mesh("cpu", 30.0, pp=2)
-    gradients: list[dict[str, torch.Tensor]] = []
-    for policy in ("none", "full", "selective"):
-        model, batch = tiny(name, dropout=0.1)
-        parallel = autopar.parallelize(model, mesh, micro_batches=4, schedule=schedule, checkpoint=policy)
-        torch.manual_seed(3)
-        parallel.train_step(**batch)
-        gradients.append(parallel.full_gradients())
-    return [n for other in gradients[1:] for n, g in other.items() if not torch.equal(g, gradients[0][n])]
-
-
 # --- graphs -------------------------------------------------------------------------------------------------
 
 

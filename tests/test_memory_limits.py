@@ -1,0 +1,151 @@
+"""A memory limit on real ranks: what they hold stays below it, they decide alike, and gradients keep their bits.
+
+The bits are those of the same model on the same mesh that makes nothing again, dropout included; under every schedule
+that splits the backward, too.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.compile.model import compile_model
+from autopar.cost.memory import memories
+from autopar.ir.mesh import Mesh
+from autopar.options import Options
+from autopar.steps.graphs import Compiled
+from tests.benchmarks.meter import Meter
+from tests.ranks import run_ranks
+from tests.subjects import tiny
+from tests.test_measured_memory import holding
+
+WIDE: dict[str, dict[str, Any]] = {  # layers that set the peak, not the head
+    "gpt2": {"layers": 4, "n_embd": 64},
+    "llama": {"layers": 4, "hidden_size": 64, "intermediate_size": 160},
+}
+LIMITED = {
+    "zero 3": ("gpt2", {"dp": 2}, {"zero": 3}),
+    "tensor parallel": ("gpt2", {"tp": 2}, {}),
+    "sequence parallel": ("llama", {"tp": 2}, {"sequence_parallel": True}),
+    "1f1b": ("gpt2", {"pp": 2}, {"micro_batches": 4, "schedule": "1f1b"}),
+    "zb_h1": ("gpt2", {"pp": 2}, {"micro_batches": 4, "schedule": "zb_h1"}),
+}
+
+
+def wide(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    return tiny(name, dropout=0.1, **WIDE[name])
+
+
+def compiled(name: str, axes: dict[str, int], options: dict[str, Any]) -> Compiled:
+    return compile_model(*wide(name), Mesh.of(**axes), Options(**options), outputs=())
+
+
+def peak(step: Compiled) -> int:
+    return max(found.peak for found in memories(step))
+
+
+SPLIT = ("zb_h1", "zb_h2", "zb_v", "zb_auto", "dual_pipe", "dual_pipe_v", "interleaved")
+MODELS = (
+    *("llama", "gpt2", "t5", "bert", "mixtral", "qwen3_moe", "whisper", "vit", "falcon", "gemma2", "deepseek_v3"),
+    *("bart", "opt"),
+)
+STAGES = [pytest.param(s, n, marks=pytest.mark.full) for s in SPLIT for n in MODELS]
+
+
+@dataclass
+class Seen:
+    """Of one rank. held: most bytes of a step, and what AdamW would hold. differing: gradients with other bits."""
+
+    plan: str
+    differing: list[str]
+    held: int
+    predicted: int
+
+
+def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+    assert found.keys() == expected.keys()
+    return [key for key, x in found.items() if not torch.equal(x, expected[key])]
+
+
+@pytest.mark.parametrize("kind", LIMITED)
+def test_ranks_keep_a_limit(kind: str) -> None:
+    """Halfway between the peaks of all and nothing that policies keep."""
+    name, axes, options = LIMITED[kind]
+    none, full = (peak(compiled(name, axes, {**options, "checkpoint": policy})) for policy in ("none", "full"))
+    assert full < 0.95 * none
+    limit = (none + full) // 2
+    ranks = run_ranks(2, _limited, name, axes, {**options, "memory_limit": limit}, timeout=120.0)
+    assert [rank.differing for rank in ranks] == [[], []]
+    assert len({rank.plan for rank in ranks}) == 1
+    for rank in ranks:
+        assert rank.held <= limit and 0.97 * rank.predicted < rank.held
+
+
+def _gradients(parallel: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    parallel.train_step(**batch)  # type: ignore[operator]
+    return parallel.full_gradients()  # type: ignore[operator, no-any-return]
+
+
+def _own_part(mesh: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    index, count = autopar.data_part(mesh)
+    return {key: x.chunk(count)[index].clone() for key, x in batch.items()}
+
+
+def _limited(name: str, axes: dict[str, int], options: dict[str, Any]) -> Seen:
+    mesh = autopar.init_mesh("cpu", 30.0, **axes)
+    expected: dict[str, Tensor] = {}
+    without = {key: x for key, x in options.items() if key != "memory_limit"}
+    for kept in ({**without, "checkpoint": "none"}, options):
+        model, batch = wide(name)
+        batch = _own_part(mesh, batch)
+        parallel = autopar.parallelize(model, mesh, **kept)
+        found = _gradients(parallel, batch)
+        expected = expected or found
+    for p in parallel.parameters():
+        p.grad = None
+    local = [p.to_local() if hasattr(p, "to_local") else p for p in parallel.parameters()]
+    with holding(), Meter([local, list(parallel.buffers()), batch]) as meter:
+        parallel.train_step(**batch)
+    plan = parallel.plan
+    said = memories(compile_model(*wide(name), Mesh.of(**axes), plan=plan, outputs=()))[
+        mesh.get_local_rank("pp") if "pp" in axes else 0
+    ]
+    assert plan.checkpoints and sum(layer.seconds for layer in plan.checkpoints) > 0
+    return Seen(plan.to_json(), differing(found, expected), meter.peak + said.optimizer, said.peak)
+
+
+@pytest.mark.parametrize("schedule, name", [("zb_h1", "gpt2"), ("interleaved", "gpt2"), *STAGES])
+def test_stages_keep_the_bits(schedule: str, name: str) -> None:
+    assert run_ranks(2, _stages, name, schedule, timeout=240.0) == [[], []]
+
+
+def _stages(name: str, schedule: str) -> list[str]:
+    mesh = autopar.init_mesh("cpu", 30.0, pp=2)
+    options: dict[str, Any] = {"micro_batches": 4, "schedule": schedule}
+    model, batch = tiny(name, dropout=0.1)
+    everything = peak(compile_model(model, batch, Mesh.of(pp=2), Options(checkpoint="none", **options), outputs=()))
+    limit = _least(model, batch, Mesh.of(pp=2), options)
+    ways = ({"checkpoint": "none"}, {"checkpoint": "full"}, {"checkpoint": "selective"}, {"memory_limit": limit})
+    found = []
+    for way in ways:
+        parallel = autopar.parallelize(tiny(name, dropout=0.1)[0], mesh, **options, **way)
+        found.append(_gradients(parallel, batch))
+        helps = way.get("memory_limit", 0) < everything  # not where the peak lies in the head, of some of these
+        assert bool(parallel.plan.checkpoints) == (way != ways[0] and helps)
+    return [f"{way}: {key}" for way, other in zip(ways, found, strict=True) for key in differing(other, found[0])]
+
+
+def _least(model: nn.Module, batch: dict[str, Tensor], mesh: Mesh, options: dict[str, Any]) -> int:
+    """What a refusal names."""
+    with pytest.raises(ValueError, match="least that would do") as error:
+        compile_model(model, batch, mesh, Options(memory_limit=1, **options), outputs=())
+    least = re.search(r"least that would do is ([\d,]+) bytes", str(error.value))
+    assert least is not None
+    return int(least[1].replace(",", ""))
