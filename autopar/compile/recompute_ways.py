@@ -14,7 +14,8 @@ from torch.fx import Node
 
 from autopar.compile.recompute_facts import JointFacts, LayerFacts, is_pinned
 from autopar.ir.graph import frozen, is_call
-from autopar.ir.storages import Storage, size_of, workspace
+from autopar.ir.storages import Storage, size_of
+from autopar.ir.workspace import workspace
 from autopar.planner.recompute_cut import RemakableValue, ways
 from autopar.planner.recompute_layers import LayerWay
 

@@ -17,8 +17,9 @@ from torch.fx import GraphModule, Node
 
 from autopar.ir.graph import arguments, is_call, nbytes, output_node, placeholders, shape
 from autopar.ir.placement import repetitions, scaled_blocks
-from autopar.ir.storages import Storage, bytes_of, size_of, storages, workspace
+from autopar.ir.storages import Storage, bytes_of, size_of, storages
 from autopar.ir.waits import WaitPlaces
+from autopar.ir.workspace import workspace
 from autopar.ops.traits import COLLECTIVES
 
 ours = torch.ops.autopar

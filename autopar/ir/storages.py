@@ -1,8 +1,7 @@
 """What a graph's values take: the storages behind them. How they live and die: `autopar.ir.live_values`.
 
 A value lives from its node to the last use of any view of it. Sums overwrite an operand where they may.
-Operators that are written in Python have a workspace beside what they return. Left out are that of torch's own, and the
-allocator's rounding.
+What operators hold beside what they return: `autopar.ir.workspace`.
 """
 
 from __future__ import annotations
@@ -17,9 +16,7 @@ from torch.fx import GraphModule, Node
 
 from autopar.ir.graph import arguments, is_call, outputs
 from autopar.ir.waits import overwritten
-from autopar.ops import cross_entropy as cross_entropy
 from autopar.ops import traits
-from autopar.ops import vocabulary as vocabulary  # registers what is named here
 
 aten = torch.ops.aten
 Storage = tuple[Node, int]  # the node that allocates it, and which of its results it is
@@ -102,28 +99,6 @@ def _dtype(node: Node) -> Any:
 def shares_storage(node: Node) -> bool:
     """Whether a call allocates nothing."""
     return is_call(node, operator.getitem) or _base(node) is not None
-
-
-def workspace(node: Node) -> int:
-    """Bytes that an operator of ours holds at once beside its operands and results: the logits that its losses compute
-    with are of float32 at least."""
-    target = node.target
-    if target not in _OF_LOGITS:
-        return 0
-    logits: torch.Tensor = arguments(node)["logits"].meta["val"]
-    wide = logits.numel() * max(logits.dtype.itemsize, torch.float32.itemsize)
-    copy = wide if logits.dtype.itemsize < torch.float32.itemsize else 0
-    return copy + _OF_LOGITS[target] * wide
-
-
-ours = torch.ops.autopar
-_OF_LOGITS = {  # how often, apart from a copy in float32
-    ours.cross_entropy.default: 0,
-    ours.cross_entropy_backward.default: 0,
-    ours.piece_max.default: 0,
-    ours.piece_sums.default: 1,
-    ours.piece_backward.default: 0,
-}
 
 
 def shared_outputs(gm: GraphModule, owned: Iterable[int]) -> list[int]:

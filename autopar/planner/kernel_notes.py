@@ -17,9 +17,8 @@ from autopar.attention.operator import FACT_NAMES
 from autopar.ir.graph import arguments, is_call
 from autopar.ops.facts import Facts
 from autopar.ops.kernels import expected_kernel
-from autopar.ops.kernels.chips import Chip
+from autopar.ops.kernels.chips import MODERN
 
-MODERN = Chip((9, 0), 92000)  # what it has not, others have not
 PACKAGE, OWN = "flash_attn", "triton_flash"
 _OR_PACKAGE = ", or in that of the package flash-attn where it is installed (extra flash)"
 _PLAIN = "on GPUs in plain products, all scores at once"

@@ -63,6 +63,9 @@ class Chip:
         return self.rocm or self.capability >= (8, 0)
 
 
+MODERN = Chip((9, 0), 92000)  # what it has not, others have not
+
+
 @functools.cache
 def chip_of(device: torch.device) -> Chip:
     """Of a GPU. What is no GPU (tensors without data in tests) counts as one that has all of them."""
