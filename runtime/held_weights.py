@@ -34,22 +34,16 @@ class Gathering(Instruction):
     held: dict[int, Any] | None = None
     skipped: bool = False
 
-    def run(self, slots: Slots) -> None:
+    def run(self, slots: Slots) -> Sequence[Any]:
         self.skipped = bool(self.held)
-        if self.held is None:
-            Instruction.run(self, slots)
-        elif not self.held:
-            inputs = [slots[i] for i in self.reads]
-            for i in self.dead:
-                slots[i] = None
-            found = self.apply(inputs)
-            for k, i in self.stores:
-                slots[i] = found[k]
-            self.held = {i: found[k] for k, i in self.used}
-        else:
+        if self.held:
             for i, x in self.held.items():
                 slots[i] = x
-            self.plain.run(slots)
+            return self.plain.run(slots)
+        found = Instruction.run(self, slots)
+        if self.held is not None:
+            self.held = {i: found[k] for k, i in self.used}
+        return found
 
     @property
     def plain(self) -> Instruction:

@@ -40,13 +40,15 @@ class Instruction:
     stores: list[tuple[int, int]] = field(default_factory=list)
     others: list[Instruction] = field(default_factory=list)
 
-    def run(self, slots: Slots) -> None:
+    def run(self, slots: Slots) -> Sequence[Any]:
+        """What ``apply`` returned."""
         inputs = [slots[i] for i in self.reads]
         for i in self.dead:
             slots[i] = None
         found = self.apply(inputs)
         for k, i in self.stores:
             slots[i] = found[k]
+        return found
 
 
 def finish_sums(instructions: Sequence[Instruction], kept: Collection[int]) -> None:

@@ -124,7 +124,11 @@ LIMITED: dict[str, tuple[str, Mesh, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", LIMITED)
+# The other three meshes, and schedules whose orders and parts are those of two of these, with -m full.
+OFTEN = ("zero 3", "an encoder", "cut sequences", "zb_h1", "zb_auto", "token slices")
+
+
+@pytest.mark.parametrize("kind", [k if k in OFTEN else pytest.param(k, marks=pytest.mark.full) for k in LIMITED])
 def test_a_limit_is_kept(kind: str) -> None:
     """Under every limit from all down to the least that the refusal names, with no less time under a lower one."""
     name, mesh, options = LIMITED[kind]

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import autopar
-from autopar import api
-from autopar.adapters.hooks import hooks_of_all
 from autopar.runtime.step_cache import STATES
+from tests.compiled_once import compiled_once
 from tests.habit_hooks import OTHERS
 from tests.habit_loops import LOOPS
 from tests.habit_models import batch, make
@@ -24,38 +22,6 @@ from tests.habits import HABITS, Habit, Run
 from tests.ranks import run_ranks
 
 ALL = [*HABITS, *LOOPS, *OTHERS]
-
-
-def facts(module: nn.Module) -> str:
-    """A text that differs where modules do: what two compiled steps may share, they share in this test."""
-    ids: dict[int, str] = {}
-    text = []
-    for path, m in module.named_modules(remove_duplicate=False):
-        plain = {k: vars(v) if type(v).__name__ == "Config" else v for k, v in vars(m).items() if not k.startswith("_")}
-        text.append(f"{path} {type(m)} {plain}")
-        text += [f"{path} {k} {v}" for k, v in vars(m).items() if k.startswith("_") and "hooks" in k and v]
-    for kind in (module.named_parameters, module.named_buffers):
-        for name, x in kind(remove_duplicate=False):
-            text.append(f"{name} {ids.setdefault(id(x), name)} {tuple(x.shape)} {x.dtype} {x.requires_grad}")
-    return "\n".join(text)
-
-
-def remembered(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiling is the bill of this test: structures that are alike are planned and compiled once."""
-    known: dict[str, Any] = {}
-
-    def call(model: nn.Module, given: Mapping[str, Any], mesh: Any, options: Any, *args: Any, **how: Any) -> Any:
-        shapes = [(k, tuple(v.shape), v.dtype) for k, v in given.items()]
-        fixed = how.get("fixed")
-        rest = [str(how.get(k)) for k in ("train", "outputs", "tangents", "autocast")]
-        rest.append(str(fixed and (fixed.graph, sorted(fixed.parameters))))
-        surroundings = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), str(hooks_of_all())
-        key = f"{facts(model)} {shapes} {mesh} {options} {rest} {surroundings}"
-        if key not in known:
-            known[key] = model, make(model, given, mesh, options, *args, **how)  # hooks in the key stay alive
-        return known[key][1]
-
-    return call
 
 
 def outcome(habit: Habit, on_mesh: bool) -> tuple[list[float], Any, dict[str, Tensor], list[Any]]:
@@ -129,14 +95,9 @@ def close(a: Tensor, b: Tensor, tolerance: float) -> bool:
 
 def all_habits(when: str) -> dict[str, str]:
     """The habits of a time that are not as their line says."""
-    originals = api.stored_plan, api.stored_step
-    api.stored_plan, api.stored_step = map(remembered, originals)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            found = {h.what: differences(h) for h in ALL if h.when == when}
-    finally:
-        api.stored_plan, api.stored_step = originals
+    with compiled_once(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = {h.what: differences(h) for h in ALL if h.when == when}
     return {k: v for k, v in found.items() if v}
 
 
@@ -192,9 +153,5 @@ def many_states() -> None:
 
 
 def test_a_state_that_changes_at_every_step_is_told() -> None:
-    originals = api.stored_plan, api.stored_step
-    api.stored_plan, api.stored_step = map(remembered, originals)  # before the ranks are forked
-    try:
+    with compiled_once():  # before the ranks are forked
         run_ranks(1, many_states)
-    finally:
-        api.stored_plan, api.stored_step = originals

@@ -157,22 +157,25 @@ def metered(cases: list[Case]) -> list[tuple[int, Memory]]:
         step, groups = _MADE[one][0], Groups(init_mesh("cpu", 30.0, **one.mesh.sizes))
         executor, given = Executor(step, groups), values(step, one.name, groups)
         executor.run_step(given)
-        found.append((min(seen(executor, given) for _ in range(3)), memories(step)[groups.coordinate.get("pp", 0)]))
+        found.append((seen(executor, given), memories(step)[groups.coordinate.get("pp", 0)]))
     return found
 
 
-def check(cases: list[Case]) -> None:
-    """Of as many ranks each."""
+def check(cases: list[Case], times: int = 3) -> None:
+    """Of as many ranks each. What is seen too much is looked at again: how long gloo's threads hold a tensor varies."""
     for one in cases:
         compiled(one)
     (count,) = {one.mesh.world_size for one in cases}
     retire_older_than(count, max(_MADE[one][1] for one in cases))
-    bad = []
+    bad, again = [], dict[Case, None]()
     for rank, of_rank in enumerate(run_ranks(count, metered, cases, timeout=300.0)):
         for one, (peak, said) in zip(cases, of_rank, strict=True):
             expected = said.peak - said.optimizer  # nobody steps here
             if not 0.99 * peak <= expected <= 1.02 * peak:
+                again[one] = None
                 bad.append(f"{one}, rank {rank}: {peak} seen, {expected} said ({expected / peak - 1:+.2%})")
+    if bad and times > 1:
+        return check([*again], times - 1)
     assert not bad, "\n".join(bad)
 
 

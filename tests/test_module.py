@@ -392,7 +392,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
         command, cwd=root, env=_environment(root), capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted(p.name for p in tmp_path.glob("rank*.ok")) == ["rank0.ok", "rank1.ok"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["fine0", "fine1", "rank0.ok", "rank1.ok"]
 
 
 def _environment(root: Path) -> dict[str, str]:

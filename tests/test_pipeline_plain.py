@@ -126,6 +126,7 @@ def test_on_two_ranks() -> None:
         assert max(found.values()) < 1e-12, found
 
 
+@pytest.mark.full
 def test_on_four_ranks() -> None:
     for found in run_ranks(4, errors_of_all, {"pp": 4}, {"schedule": "1f1b", "micro_batches": 2}, timeout=200):
         assert max(found.values()) < 1e-12, found

@@ -89,6 +89,7 @@ CASES: list[tuple[str, dict[str, int], dict[str, Any], tuple[Precision, ...]]] =
     ("t5", {"pp": 2}, {"micro_batches": 2, "schedule": "1f1b"}, (HALF,)),
     ("mixtral", {"dp": 2}, {"zero": 3}, (SINGLE,)),
 ]
+RARE = (0, 7)  # run with -m full only: modes and meshes that others have
 MORE = [
     (name, sizes, options, (SINGLE, HALF, PRECISIONS["bf16_pure"]))
     for name in TINY
@@ -110,7 +111,19 @@ def check_errors(
     assert ours <= limit * error, (ours, error)
 
 
-@pytest.mark.parametrize(("name", "sizes", "options", "policies"), CASES, ids=str)
+def test_cases_cover_what_there_is() -> None:
+    often = [case for i, case in enumerate(CASES) if i not in RARE]
+    assert {options.get("zero") for _, _, options, _ in often} == {None, 0, 1, 2, 3}
+    assert {policy for *_, policies in often for policy in policies} == {SINGLE, HALF}
+    assert {axis for _, sizes, *_ in often for axis in sizes} == {"dp", "tp", "cp", "pp"}
+    assert {name for name, *_ in often} == {"llama", "gpt2", "t5", "mixtral"}
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "options", "policies"),
+    [pytest.param(*case, marks=pytest.mark.full if i in RARE else ()) for i, case in enumerate(CASES)],
+    ids=str,
+)
 def test_gradients_are_as_good_as_those_of_one_process(
     name: str, sizes: dict[str, int], options: dict[str, Any], policies: tuple[Precision, ...]
 ) -> None:

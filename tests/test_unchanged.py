@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import autopar
+from tests.compiled_once import compiled_once
 from tests.ranks import run_ranks
 from tests.test_zero import Odd, odd_batch
 
@@ -42,6 +43,11 @@ def loop(sizes: dict[str, int], options: dict[str, Any], held: bool) -> Found:
     return {"losses": [float(x) for x in losses], "state": parallel.full_state_dict(), "gathers": sum(sent.values())}
 
 
+def both(sizes: dict[str, int], options: dict[str, Any]) -> tuple[Found, Found]:
+    with compiled_once():
+        return loop(sizes, options, False), loop(sizes, options, True)
+
+
 CASES: list[tuple[dict[str, int], dict[str, Any]]] = [
     ({"dp": 2}, {"zero": 1}),
     ({"dp": 2}, {"zero": 2, "micro_batches": 2}),
@@ -55,9 +61,8 @@ CASES: list[tuple[dict[str, int], dict[str, Any]]] = [
 @pytest.mark.parametrize(("sizes", "options"), CASES, ids=str)
 def test_the_same_numbers_with_fewer_gathers(sizes: dict[str, int], options: dict[str, Any]) -> None:
     count = 2 * sizes.get("pp", 1)
-    plain, held = (run_ranks(count, loop, sizes, options, on) for on in (False, True))
     once = options["zero"] in (1, 2) or options.get("gathers") == "step"
-    for a, b in zip(plain, held, strict=True):
+    for a, b in run_ranks(count, both, sizes, options):
         assert a["losses"] == b["losses"], "bitwise"
         assert all(torch.equal(x, b["state"][name]) for name, x in a["state"].items())
         if once:  # of 3 steps and an evaluation the first of each kind gathers

@@ -53,13 +53,12 @@ FEW = [
     Cell("llama", Mesh.of(dp=2), Options(zero=1, gathers="layer", reductions="micro_batch", micro_batches=2)),
     Cell("llama", Mesh.of(dp=2), Options(zero=3, gathers="step", reductions="step", micro_batches=2)),
 ]
-# Replicas (rp) of a dp group, each mode, with and without micro-batches, stages and other axes.
+# Replicas (rp) of a dp group, each mode, with or without micro-batches, stages and other axes.
+REPLICAS = [
+    Cell("llama", Mesh.of(rp=2, dp=2), Options(zero=zero, micro_batches=count)) for zero in MODES for count in (1, 2)
+]
 HYBRID = [
-    *(
-        Cell("llama", Mesh.of(rp=2, dp=2), Options(zero=zero, micro_batches=count))
-        for zero in MODES
-        for count in (1, 2)
-    ),
+    *(cell for cell in REPLICAS if cell.options.zero % 2 == cell.options.micro_batches - 1),
     Cell("gpt2", Mesh.of(rp=2, dp=2), Options(zero=3, micro_batches=2)),
     Cell("llama", Mesh.of(rp=2, tp=2), Options(sequence_parallel=True, micro_batches=2)),
     Cell("llama", Mesh.of(pp=2, rp=2), Options(micro_batches=4, schedule="zb_h1")),
@@ -90,6 +89,12 @@ def test_replicas_equal_one_process(cell: Cell) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("cell", [cell for cell in REPLICAS if cell not in HYBRID], ids=str)
+def test_all_replicas_equal_one_process(cell: Cell) -> None:
+    check(called(cell))
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("cell", LARGE, ids=str)
 def test_replicas_on_eight_ranks_equal_one_process(cell: Cell) -> None:
     check(called(cell))
@@ -100,6 +105,8 @@ def test_few_cover_all() -> None:
     assert chosen == {(zero, several) for zero in MODES for several in (False, True)}
     assert {c.options.zero for c in FEW if c.options.schedule} == {*MODES}
     assert {c.options.schedule for c in FEW} == {"", "zb_v", *SPLITS}
+    replicas = [c.options for c in HYBRID if c in REPLICAS]
+    assert {o.zero for o in replicas} == {*MODES} and {o.micro_batches for o in replicas} == {1, 2}
 
 
 # --- bytes --------------------------------------------------------------------------------------------------

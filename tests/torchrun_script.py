@@ -1,4 +1,5 @@
-"""Started by torchrun in tests/test_module.py: no launcher of ours, two steps on a mesh of whatever ranks there are.
+"""Started by torchrun in tests/test_module.py: our launcher, which runs on the rank that is there, and without it a
+step on a mesh of whatever ranks there are.
 
 python -m torch.distributed.run --nproc-per-node 2 tests/torchrun_script.py FOLDER
 """
@@ -14,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar
+from autopar.runtime.launch import launch
+from tests.runtime.test_launch import total
 
 
 class Model(nn.Module):
@@ -26,6 +29,9 @@ class Model(nn.Module):
 
 
 def main(folder: Path) -> None:
+    ((rank, result),) = launch(total, 7, (torch.tensor(1.0),))
+    assert result == 3
+    (folder / f"fine{rank}").touch()
     torch.manual_seed(0)
     model, x = Model().double(), torch.randn(4, 4).double()
     expected = model(x)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import autopar
 from autopar.runtime.failures import CollectiveError
+from tests.compiled_once import compiled_once
 from tests.malformed.judge import Case, failures, unclear
 from tests.plain_models import EXACT, Net, Tied, build, numbers, tokens
 from tests.ranks import run_ranks
@@ -194,6 +195,11 @@ def _joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 
 def given_to_one(axis: str, what: Sequence[str]) -> list[str]:
     """Rank 1 is given what is wrong; what any rank made of that, if it was no error that tells why."""
+    with compiled_once():
+        return _given_to_one(axis, what)
+
+
+def _given_to_one(axis: str, what: Sequence[str]) -> list[str]:
     found = []
     for name in what:
         mesh, good = autopar.init_mesh("cpu", 30.0, **{axis: 2}), tokens()

@@ -21,6 +21,7 @@ from autopar.runtime.comm import Ledger, add_ledgers, ledger_between
 from autopar.runtime.cuda_graphs import MOVES, WARM_UP, why_not
 from autopar.runtime.note_watch import NoteWatch
 from autopar.runtime.step_result import Result
+from tests.compiled_once import compiled_once
 from tests.plain_models import Net, Normed, Tied, build, images, numbers, part, put, tokens
 from tests.ranks import run_ranks
 
@@ -119,9 +120,10 @@ def _local(x: Any) -> Tensor:
 
 def both(name: str, sizes: dict[str, int], options: dict[str, Any]) -> tuple[int, list[int]]:
     """Recorded against run as always, bit by bit; how many values were compared, and the replays of each graph."""
-    expected, sent = trained("eager", name, sizes, **options)
-    with played() as graphs:
-        found, sent_too = trained("cudagraphs", name, sizes, **options)
+    with compiled_once():
+        expected, sent = trained("eager", name, sizes, **options)
+        with played() as graphs:
+            found, sent_too = trained("cudagraphs", name, sizes, **options)
     assert sent == ledger_between(add_ledgers(*(graph.sent for graph in graphs)), sent_too)
     for i, (mine, other) in enumerate(zip(found, expected, strict=True)):
         assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True)), f"step {i}"

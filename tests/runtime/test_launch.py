@@ -1,14 +1,11 @@
-"""Ranks by launch and by torchrun: results, tracebacks, a dead rank."""
+"""Ranks by launch: results, tracebacks, a dead rank. (By torchrun: tests/torchrun_script.py.)"""
 
 from __future__ import annotations
 
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -71,24 +68,6 @@ def test_mistakes_are_refused() -> None:
         launch(lambda: None, 2)
     with pytest.raises(ValueError, match="at least 1"):
         launch(total, 0)
-
-
-def test_under_torchrun_it_runs_on_the_rank_that_is_there(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import torch\nfrom autopar.runtime.launch import launch\nfrom tests.runtime.test_launch import total\n"
-        "(result,) = launch(total, 7, (torch.tensor(1.0),))\nassert result[1] == 3, result\n"
-        "open(f'fine{result[0]}', 'w').close()\n"
-    )
-    root = str(Path(__file__).parents[2])
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
-    environment.update(PYTHONPATH=root, OMP_NUM_THREADS="1")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=150, cwd=tmp_path, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "fine0").exists() and (tmp_path / "fine1").exists()
 
 
 def alone() -> dict[str, int]:

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.exact import LiftFloat32
-from autopar.models.tiny import TINY
 from tests.ranks import run_ranks
+from tests.subjects import tiny
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 BY_NAME = ("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Rprop", "SGD")
@@ -67,8 +67,8 @@ def trained(model: nn.Module, make: Make, step: Callable[[], Any]) -> torch.opti
     return optimizer
 
 
-def alone(name: str) -> dict[str, Tensor]:
-    model, batch = TINY["llama"].build(dropout=0.0), TINY["llama"].batch(8, 16)
+def alone(name: str, layers: int) -> dict[str, Tensor]:
+    model, batch = tiny("llama", layers)
 
     def step() -> None:
         with LiftFloat32():
@@ -78,9 +78,9 @@ def alone(name: str) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-def on_ranks(sizes: dict[str, int], options: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+def on_ranks(layers: int, sizes: dict[str, int], options: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """Weights after the steps of each optimizer, which begin with the same; and the layout of its states."""
-    model, batch = TINY["llama"].build(dropout=0.0), TINY["llama"].batch(8, 16)
+    model, batch = tiny("llama", layers)
     mesh = autopar.init_mesh("cpu", 60.0, **sizes)
     part, parts = autopar.data_part(mesh)
     mine = {k: v.chunk(parts)[part] for k, v in batch.items()}
@@ -101,8 +101,9 @@ def on_ranks(sizes: dict[str, int], options: dict[str, Any], names: Iterable[str
 
 @pytest.mark.parametrize(("sizes", "options"), MESHES, ids=str)
 def test_steps_are_those_of_one_process(sizes: dict[str, int], options: dict[str, Any]) -> None:
-    expected = {name: alone(name) for name in OPTIMIZERS}
-    for found in run_ranks(4, on_ranks, sizes, options, [*OPTIMIZERS], timeout=200):
+    layers = sizes.get("pp", 1)
+    expected = {name: alone(name, layers) for name in OPTIMIZERS}
+    for found in run_ranks(4, on_ranks, layers, sizes, options, [*OPTIMIZERS], timeout=200):
         for name, (state, laid_out) in found.items():
             worst = max(float((state[n] - x).abs().max()) for n, x in expected[name].items() if n in state)
             assert worst < 1e-10, (name, worst)
