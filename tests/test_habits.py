@@ -101,14 +101,14 @@ def all_habits(when: str) -> dict[str, str]:
     return {k: v for k, v in found.items() if v}
 
 
-@pytest.mark.parametrize(("when", "ranks"), [("before", 1), ("between", 2), ("loop", 2)])
+@pytest.mark.parametrize(("when", "ranks"), [("before", 1), ("between", 1), ("loop", 2)])
 def test_habits(when: str, ranks: int) -> None:
     for found in run_ranks(ranks, all_habits, when, timeout=500):
         assert not found, "\n".join(f"{k}: {v}" for k, v in found.items())
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("when", "ranks"), [("before", 2), ("between", 1), ("loop", 1)])
+@pytest.mark.parametrize(("when", "ranks"), [("before", 2), ("between", 2), ("loop", 1)])
 def test_habits_on_the_other_mesh(when: str, ranks: int) -> None:
     test_habits(when, ranks)
 
