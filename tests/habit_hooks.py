@@ -13,7 +13,7 @@ import torch.nn.modules.module as torch_module
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils import parameters_to_vector
 
 from tests.habit_loops import backward, plain
 from tests.habits import Habit, Run, full
@@ -181,13 +181,6 @@ def saved_and_loaded(run: Run) -> None:
     file.seek(0)
     run.model.load_state_dict(torch.load(file))
     run.train_step(2)
-
-
-def in_place_of_all(run: Run) -> None:
-    """All parameters at once: halved."""
-    with torch.no_grad():
-        vector_to_parameters(parameters_to_vector(run.model.parameters()) * 0.5, run.model.parameters())
-    run.train_step(1)
 
 
 def added_group(run: Run) -> None:

@@ -16,7 +16,6 @@ from autopar.ir.graph import set_placement
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import INVARIANT, PARTIAL, REPLICATE, Invariant, Partial, Replicate, Shard
 from autopar.rules import Rule
-from autopar.rules import views as vw
 from autopar.rules.builders import blocks_dims, einsum_rule, named_dims, pointwise, reduction
 from autopar.rules.call import Call
 from tests.planted import (
@@ -55,11 +54,6 @@ def _norm(call: Call) -> Rule:
     n = len(call.args["normalized_shape"])
     names = [x for x in ("weight", "bias") if isinstance(call.args.get(x), Node)]
     return call.rule([dims, *(dims[len(dims) - n :] for _ in names)], [dims])
-
-
-def _picked(call: Call) -> Rule:
-    dims = named_dims(call, call.shape("self"))
-    return call.rule([dims, dims], [dims]) if call.shape("index") == call.shape("self") else vw.dropped_dim(call)
 
 
 in_rule("the bias of a product is added on every rank", aten.linear.default, _relaxed)

@@ -230,11 +230,6 @@ def without_blocks(build: Callable[[Any], Rule]) -> Callable[[Any], Rule]:
     return lambda c: dataclasses.replace(build(c), blocked={}, one_block=frozenset())
 
 
-def linear_in_all(build: Callable[[Any], Rule]) -> Callable[[Any], Rule]:
-    """The rule, as if the op were linear in its first operand."""
-    return lambda c: dataclasses.replace(build(c), linear=(frozenset({0}),))
-
-
 WRONG: dict[str, tuple[Sample, Callable[[Any], Rule]]] = {
     "attention with its sequence cut": (SAMPLES[ours.attention.default][0], without_blocks(attention_rule)),
     "softmax over a cut dim": (call(aten.softmax.int, normal(2, 6), -1), blocks_dims(lambda c: [], "")),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.outside.zoo_of_others import Language, Made, entry, library, text
 
@@ -24,17 +24,6 @@ X: dict[str, dict[str, Any]] = {
 }
 for _name, _more in X.items():
     entry("x-transformers", _name, "x_transformers", tokens=True)(lambda more=_more: _x(**more))
-
-
-class Tuned(nn.Module):
-    """A PEFT model, called with what transformers calls it."""
-
-    def __init__(self, body: nn.Module) -> None:
-        super().__init__()
-        self.body = body
-
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        return self.body(input_ids=ids, labels=labels).loss
 
 
 def _peft(kind: str, **more: Any) -> Made:
