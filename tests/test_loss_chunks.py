@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.compile.model import compile_model
-from autopar.cost.memory import memory
+from autopar.cost.memory import memories, memory
 from autopar.cost.step_traffic import step_communication
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
@@ -73,6 +73,14 @@ def test_the_gradient_of_the_weight_is_there_once() -> None:
     held = memory(compile_model(model, batch, Mesh.of(), Options(loss_chunks=32, checkpoint="none"), outputs=()))
     weight, logits = 4096 * 32 * 8, 4 * 4096 * 8
     assert held.backward_peak < held.saved + 2 * weight + 1.5 * logits
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved"])
+def test_chunks_hold_no_more_on_stages(schedule: str) -> None:
+    """W takes the gradients of all chunks' logits from B, as it would take those of whole logits."""
+    options: dict[str, Any] = {"micro_batches": 4, "schedule": schedule, "checkpoint": "none"}
+    whole, parts = (memories(compiled(Mesh.of(pp=2), loss_chunks=n, **options)) for n in (1, 8))
+    assert all(part.peak <= all_of_it.peak for all_of_it, part in zip(whole, parts, strict=True))
 
 
 def test_the_graph() -> None:
