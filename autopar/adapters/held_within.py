@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ def held_within(function: Callable[..., Any], given: Mapping[str, Any]) -> int:
     arguments, in order; of tensors shapes, strides and dtypes count. Values that it asks a tensor for are 0."""
     with new_mode(), torch.no_grad():
         operands = tree_map_only(Tensor, _like, dict(given))
-        with _Alive() as alive:
+        with _Alive(x for x in tree_leaves(operands) if isinstance(x, Tensor)) as alive:
             results = function(*operands.values())
     made = {id(x.untyped_storage()): x.untyped_storage().nbytes() for x in tree_leaves(results)}
     return max(alive.most - sum(made.values()), 0)
@@ -32,18 +32,15 @@ def _like(x: Tensor) -> Tensor:
 class _Alive(TorchDispatchMode):
     """``most``: see `held_within`, results included."""
 
-    def __init__(self) -> None:
+    def __init__(self, given: Iterable[Tensor]) -> None:
         super().__init__()
         self.most = 0
-        self._given: dict[int, Any] = {}
+        self._given = {id(s): s for s in (x.untyped_storage() for x in given)}  # kept: else ids come again
         self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return 0
-        for x in tree_leaves((args, kwargs)):
-            if isinstance(x, Tensor) and id(x.untyped_storage()) not in self._made:
-                self._given[id(x.untyped_storage())] = x.untyped_storage()
         out = func(*args, **(kwargs or {}))
         for x in tree_leaves(out):
             if isinstance(x, Tensor) and id(x.untyped_storage()) not in self._given:
