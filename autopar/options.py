@@ -154,8 +154,14 @@ class Options:
         0, BYTES, "what a rank may hold, such as 80e9 or 80GB: for checkpoints, for cuts and for schedules that search",
         "no limit",
     )  # fmt: skip
+    host_memory: int = _option(
+        0, BYTES, "what a rank may hold of activations in host memory, where a memory_limit asks for it", "nothing",
+    )  # fmt: skip
+    optimizer_on_host: bool = _option(
+        False, FLAG, "states of optimizers lie in host memory; a step brings those of a bucket of parameters at a time"
+    )
     checkpoint: str = _option(
-        "", NAME, "what the backward makes again instead of keeping it",
+        "", NAME, "what the backward makes again, or gets back from the host, instead of keeping it",
         "auto with a memory_limit, else what the model asks for", names=CHECKPOINTS,
     )  # fmt: skip
     loss_chunks: int = _option(

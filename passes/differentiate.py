@@ -15,13 +15,14 @@ Leaves      the operators: they are torch's.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
+from autopar.checkpoint_policies import NOTHING, PartCheckpoints
 from autopar.ir.conversions import is_conversion
 from autopar.ir.graph import ancestors, has_gradient, insert_call, output_node, outputs, placeholders
 from autopar.ir.meta import TYPES, inherit
@@ -30,7 +31,7 @@ from autopar.ops.traits import PRODUCTS, aliases
 from autopar.passes.joint import Joint, part_of_view
 from autopar.passes.reverse import forward_calls
 from autopar.steps.graphs import Stage, StepGraph
-from autopar.steps.value_names import grad, is_a, of, saved, stash
+from autopar.steps.value_names import grad, is_a, of, on_host, saved, stash
 
 aten = torch.ops.aten
 
@@ -67,19 +68,20 @@ class Differentiated:
         self.calls = forward_calls(gm)
         self.joint = _joint(gm, self.active, self.fixed, sums or {})
 
-    def stage(self, split: bool = False, remade: Collection[str] = ()) -> Stage:
-        """split: make B and W as well. remade: names of values of the joint graph that the backward makes again."""
+    def stage(self, split: bool = False, checkpoints: PartCheckpoints = NOTHING) -> Stage:
+        """split: make B and W as well. checkpoints: of values of the joint graph."""
         joint, names = self.joint, self.names
-        joint.remake(remade)
+        joint.keep(checkpoints)
         graph = joint.forward(keep=())
-        forward = StepGraph(graph, _inputs_of(graph, joint), [*names, *(saved(n.name) for n in joint.saved)])
+        kept = {n: on_host(n.name) if n in joint.hosted else saved(n.name) for n in joint.saved}
+        forward = StepGraph(graph, _inputs_of(graph, joint), [*names, *kept.values()])
         stage = Stage(forward, losses=[n for n, kind in self.results.items() if kind == "loss"])
         stage.dependent = [
             names[i] for i in self.live if is_a(names[i], "output") and self.results[names[i]] != "mutation"
         ]
         if not joint.gradients:
             return stage
-        known = {**joint.primals, **{n: saved(n.name) for n in joint.saved}}
+        known = {**joint.primals, **kept}
         known |= {tangent: grad(names[i]) for i, tangent in zip(self.active, joint.tangents, strict=True)}
         grads = {grad(name): g for name, g in joint.gradients.items()}
         stage.roots = _roots(joint, [names[i] for i in self.active], grads)

@@ -11,6 +11,7 @@ from autopar.passes.localize_shapes import LocalizeShapes
 from autopar.passes.normalize import Normalize
 from autopar.passes.own_gradients import OwnGradients
 from autopar.passes.place_token_slices import PlaceTokenSlices
+from autopar.passes.prefetch_copies import PrefetchCopies
 from autopar.passes.prefetch_gathers import PrefetchGathers
 from autopar.passes.propagate_placements import PropagatePlacements
 from autopar.passes.simplify_arithmetic import SimplifyArithmetic
@@ -31,6 +32,7 @@ STEP_PASSES: tuple[Pass, ...] = (
     SimplifyViews(),
     SimplifyArithmetic(),
     PrefetchGathers(),
+    PrefetchCopies(),
     JoinSums(),
     BucketGathers(),
     BucketGradients(),

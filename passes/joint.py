@@ -11,19 +11,26 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.lazy import graph_module
+from autopar.checkpoint_policies import PartCheckpoints
 from autopar.ir.graph import add_placeholder, ancestors, copy_node, is_call, output_node, outputs, placeholders
-from autopar.ops.traits import is_cheap, is_view
+from autopar.ir.meta import ORIGIN, inherit
+from autopar.ir.storages import is_dense
+from autopar.ops.traits import aliases, is_cheap, is_view
 from autopar.passes.own_gradients import own_gradients
 from autopar.passes.sum_products import sum_products
 from autopar.passes.trace_joint import joint_graph
 from autopar.passes.widen_reductions import widen_reductions
 from autopar.steps.graphs import StepGraph
 from autopar.steps.value_names import is_a
+
+ours = torch.ops.autopar
 
 
 class Joint:
@@ -32,7 +39,7 @@ class Joint:
     primals: placeholder -> its name in the local graph. tangents: one per output with a gradient, in order. outs: the
     outputs of the local graph. gradients: name of a wanted placeholder -> its gradient (None: it has none). wanted:
     what the backward takes of the forward. remade: what of this, and of what that is made of, it makes again; always:
-    what of this is not up to a policy.
+    what of this is not up to a policy. hosted: of what F keeps, what waits in host memory.
     """
 
     def __init__(
@@ -60,6 +67,7 @@ class Joint:
         self.dependent = self._dependent(ancestors(grads))
         self.always = frozenset(n for n in self.made if n.op == "call_function" and "chunk" in n.meta)
         self.remade = self.always
+        self.hosted = frozenset[Node]()
         self._taken = [x for node in self.dependent for x in node.all_input_nodes] + grads
         self.wanted = self.sources(self._taken)
 
@@ -102,16 +110,47 @@ class Joint:
                 found[x] = None
         return list(found)
 
-    def remake(self, names: Collection[str]) -> None:
-        """Say what the backward makes again. Raises ValueError for names that the graph does not have."""
-        named = frozenset(n for n in self.order if n.name in names)
-        self.remade = named | self.always
+    def keep(self, checkpoints: PartCheckpoints) -> None:
+        """Say what the backward makes again, and what waits in host memory. Raises ValueError for names that the graph
+        does not have, and for values that cannot wait there."""
+        self.remade = self._named(checkpoints.again) | self.always
+        self.hosted = self._named(checkpoints.host) & set(self.saved)
+        for node in self.hosted:
+            if not self.may_wait_on_host(node):
+                raise ValueError(
+                    f"checkpoint: a plan lets {node.name} wait in host memory, which is an output of the model or not "
+                    "dense; leave its checkpoints out, or make a new plan"
+                )
+
+    def _named(self, names: Collection[str]) -> frozenset[Node]:
+        named = frozenset(n for n in self.order if n.name in names) if names else frozenset[Node]()
         unknown = set(names) - {n.name for n in named}
         if unknown:
             raise ValueError(
-                f"checkpoint: a plan makes {', '.join(sorted(unknown)[:3])} again, which the graph does not have; it "
-                "was made for another model, batch or version: leave its checkpoints out, or make a new plan"
+                f"checkpoint: a plan names {', '.join(sorted(unknown)[:3])}, which the graph does not have; it was "
+                "made for another model, batch or version: leave its checkpoints out, or make a new plan"
             )
+        return named
+
+    def may_wait_on_host(self, x: Node) -> bool:
+        """Whether its bytes are free for others once F has used it: nobody gets it from the model, and its storage has
+        nothing else in it."""
+        val = x.meta["val"]
+        if not isinstance(val, torch.Tensor) or not val.numel() or x in self._leaving:
+            return False
+        return is_dense(val)
+
+    @cached_property
+    def _leaving(self) -> set[Node]:
+        """Outputs, and what they are views of."""
+        found: set[Node] = set()
+        queue = [n for n in self.outs if isinstance(n, Node)]
+        while queue:
+            x = queue.pop()
+            found.add(x)
+            if aliases(x.target) or part_of_view(x):
+                queue += x.all_input_nodes
+        return found
 
     def closure(self, wanted: Iterable[Node], remade: Collection[Node]) -> tuple[list[Node], list[Node]]:
         """(kept, made again) so that ``wanted`` is there, if what is in ``remade`` is made again where it is needed."""
@@ -144,16 +183,20 @@ class Joint:
         """Makes the outputs, then the saved values. Takes every primal, or those in ``keep`` and what it needs."""
         results = [*self.outs, *self.saved]
         needed = ancestors([n for n in results if isinstance(n, Node)])
-        graph, copies = Graph(), dict[Node, Node]()
+        graph, copies, hosts = Graph(), dict[Node, Node](), dict[Node, Node]()
         for node, name in self.primals.items():
             if keep is None or name in keep or node in needed:
                 copies[node] = add_placeholder(graph, name, like=node)
         for node in self.order:
             if node.op == "call_function" and node in needed:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
-        for node in self.saved if self.remade else ():
+                if node in self.hosted:
+                    hosts[node] = _copy_between(graph, ours.to_host.default, copies[node])
+        kept = [n for n in self.saved if n not in hosts]
+        for node in kept if self.remade or hosts else ():
             copies[node].meta["kept"] = True
-        graph.output(tuple(copies[n] if isinstance(n, Node) else n for n in results))
+        made = [copies[n] if isinstance(n, Node) else n for n in self.outs]
+        graph.output((*made, *(hosts.get(n, copies[n]) for n in self.saved)))
         return graph_module(graph, "Forward")
 
     def graph_of(
@@ -175,9 +218,13 @@ class Joint:
         given = [n for n in known if n in needed]
         for node in given:
             copies[node] = add_placeholder(graph, self.primals.get(node, node.name), like=node)
-
+        back = {n: _copy_between(graph, ours.from_host.default, copies[n]) for n in given if n in self.hosted}
+        copies |= back
         for node in run:
             copy_node(graph, node, copies)
+        place = {node: i for i, node in enumerate(graph.nodes)}
+        for node in back.values():
+            min(node.users, key=place.__getitem__).prepend(node)
         graph.output(tuple(copy_node(graph, n, copies) if n is not None else None for _, n in results))
         gm = graph_module(graph, title)
         for node in self.remade & copies.keys() - known.keys():
@@ -201,6 +248,14 @@ class Joint:
             else:
                 queue += node.all_input_nodes
         return found
+
+
+def _copy_between(graph: Graph, target: Any, x: Node) -> Node:
+    """A copy to or from the host, of the origin of what is copied."""
+    node = graph.call_function(target, (x,))
+    inherit(node, x, ORIGIN)
+    node.meta["val"] = x.meta["val"]
+    return node
 
 
 def part_of_view(node: Node) -> bool:

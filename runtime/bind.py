@@ -16,19 +16,23 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
 
 from autopar.adapters.operators import OpOverload, argument_defaults, name_of
-from autopar.ir.waits import WaitPlaces, overwritten
-from autopar.ops.traits import COLLECTIVES, LOCAL
+from autopar.ir.waits import WaitPlaces, is_started, overwritten
+from autopar.ops.traits import COLLECTIVES, COPIES, LOCAL
 from autopar.runtime import comm
 from autopar.runtime.attention_comm import OPERATORS, Comms
 from autopar.runtime.calls import shorten
 from autopar.runtime.comm import Ledger, Traffic, finish, traffic_of
 from autopar.runtime.functional import Collectives, finish_with, functional_call
 from autopar.runtime.groups import Groups
+from autopar.runtime.host_copies import HostCopies
 from autopar.runtime.op_errors import operator_explained
+
+ours = torch.ops.autopar
 
 # name -> (how graphs are run, whether steps are recorded as CUDA graphs)
 BACKENDS = {
@@ -77,7 +81,7 @@ def bind(gm: GraphModule, groups: Groups, backend: str = "eager", given: Sequenc
     if backend == "inductor":
         from autopar.adapters.inductor import Functional, compile_step  # a slow import that only this backend needs
 
-        explicit = _lower(comms.compilable(gm), _Traced(Functional(groups)))
+        explicit = _lower(comms.compilable(gm), _Traced(Functional(groups), groups.device))
         run, made = compile_step(explicit, groups.device, given)
         return Bound(run, traffic, gm.code, comms, made=made)
     lowered = _lower(gm, _Eager(groups, comms))
@@ -126,10 +130,11 @@ def named_arguments(node: Node) -> dict[str, Any]:
 class _Calls(Protocol):
     """What the nodes of a lowered graph call."""
 
-    finish: Callable[[Any], Any]
-
     def start(self, node: Node) -> Callable[..., Any]:
-        """Of a collective: takes its tensor, returns what ``finish`` takes."""
+        """Of a collective or copy: takes its tensor, returns what ``finish`` takes."""
+
+    def finish(self, node: Node) -> Callable[[Any], Any]:
+        """Waits for what was started."""
 
     def local(self, node: Node) -> Callable[..., Any]:
         """Of a rank's slice or padding: takes its tensor."""
@@ -144,11 +149,11 @@ def _lower(gm: GraphModule, calls: _Calls) -> GraphModule:
 
     def wait(collectives: list[Node]) -> None:
         for collective in collectives:
-            new[collective] = graph.call_function(calls.finish, (new[collective],))
+            new[collective] = graph.call_function(calls.finish(collective), (new[collective],))
 
     for node in gm.graph.nodes:
         wait(waits.before(node))
-        if node.op == "call_function" and node.target in COLLECTIVES and node.users:
+        if is_started(node):
             new[node] = graph.call_function(calls.start(node), (new[named_arguments(node)["x"]],))
             wait(waits.started(node))
         elif node.op == "call_function" and node.target in LOCAL:
@@ -178,11 +183,18 @@ class _BoxedCode(CodeGen):
 class _Traced:
     """For a compiler: functional collectives, operators as they are."""
 
-    def __init__(self, collectives: Collectives) -> None:
-        self._collectives = collectives
-        self.finish: Callable[[Any], Any] = finish_with(collectives)
+    def __init__(self, collectives: Collectives, device: torch.device) -> None:
+        self._collectives, self._device = collectives, device
+        self._finish = finish_with(collectives)
+
+    def finish(self, node: Node) -> Callable[[Any], Any]:
+        return as_it_is if node.target in COPIES else self._finish
 
     def start(self, node: Node) -> Callable[..., Any]:
+        if node.target is ours.from_host.default:
+            return lambda_named("from_host", lambda x: ours.from_host.default(x, self._device))
+        if node.target in COPIES:
+            return node.target
         given = {k: v for k, v in named_arguments(node).items() if k != "x"}
         return functional_call(self._collectives, node.target, given)
 
@@ -197,10 +209,15 @@ class _Eager:
 
     def __init__(self, groups: Groups, comms: Comms) -> None:
         self._groups, self._comms = groups, comms
-        self.finish: Callable[[Any], Any] = finish
+        self._copies = HostCopies.on(groups.device)
 
     def start(self, node: Node) -> Callable[..., Any]:
+        if node.target in COPIES:
+            return self._copies.to_host if node.target is ours.to_host.default else self._copies.from_host
         return _start_of(node, self._groups)
+
+    def finish(self, node: Node) -> Callable[[Any], Any]:
+        return self._copies.finish if node.target in COPIES else finish
 
     def local(self, node: Node) -> Callable[..., Any]:
         return _local_of(node, self._groups)
@@ -233,6 +250,11 @@ def _local_of(node: Node, groups: Groups) -> Callable[..., Any]:
     if any(user.op == "output" for user in node.users):
         return lambda_named("own_slice", lambda x: take(x).clone())  # an output owns its storage
     return take
+
+
+def as_it_is(x: Any) -> Any:
+    """The identity."""
+    return x
 
 
 def lambda_named(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -30,6 +30,7 @@ from torch.fx import GraphModule
 
 from autopar.adapters.foreach import copy_all
 from autopar.adapters.operators import OpOverload, name_of
+from autopar.ops.traits import COPIES
 from autopar.ops.watch import Note, put_notes, take_notes
 from autopar.runtime.comm import Ledger, Traffic, ledger_between
 from autopar.runtime.failures import CollectiveError
@@ -86,6 +87,8 @@ def why_not(graphs: Iterable[GraphModule], device: torch.device) -> str:
     if device.type != "cuda":
         return f"the device is {device.type}, which has no CUDA graphs"
     for node in (node for gm in graphs for node in gm.graph.nodes if isinstance(node.target, OpOverload)):
+        if node.target in COPIES:
+            return f"{name_of(node.target)} (node {node.name}) uses buffers in host memory that change"
         if words := next((words for tag, words in UNRECORDABLE.items() if tag in node.target.tags), None):
             return f"{name_of(node.target)} (node {node.name}) {words}"
     return ""

@@ -29,8 +29,10 @@ from autopar.runtime.executor import Executor, per_rank
 from autopar.runtime.failures import reporting
 from autopar.runtime.feed import SCALE
 from autopar.runtime.groups import Groups
+from autopar.runtime.host_states import keep_on_host
 from autopar.runtime.inputs import by_name, check_values
 from autopar.runtime.note_watch import NoteWatch
+from autopar.runtime.optimizer_steps import watch_optimizers
 from autopar.runtime.pending import now, watch_steps
 from autopar.runtime.results import rebuild_outputs
 from autopar.runtime.scaler import GradScaler
@@ -38,7 +40,6 @@ from autopar.runtime.stateful import Stateful
 from autopar.runtime.step_cache import Compiler, Kind, StepCache
 from autopar.runtime.transfers import to_device
 from autopar.runtime.tree import Tree
-from autopar.runtime.whole_matrices import watch_optimizers
 from autopar.steps.graphs import Compiled
 from autopar.values import a_path
 
@@ -92,6 +93,8 @@ class ParallelModule(Stateful):
         self._cache = StepCache(compiler, tree, plan, groups, backend, micro_batches, check_batches)
         self._tree = tree
         watch_optimizers(state.parameter_mesh(groups), groups.mesh.size("pp"))
+        if plan.options.optimizer_on_host:
+            keep_on_host(self, plan.options.bucket_bytes)
         watch_steps()
 
     # --- what it is ---------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import Replicate as TorchReplicate
 from torch.optim import Optimizer
 
 from autopar.adapters.dtensor import local_of
+from autopar.runtime.host_states import HostStates
 from autopar.runtime.sharded_tensor import shards_of
 from autopar.runtime.state import is_alike
 from autopar.runtime.value_tree import decoded, encoded
@@ -109,6 +110,7 @@ class Restored:
     ) -> None:
         self._optimizer, self._told, self._saved, self._device = optimizer, told, saved, device
         self.targets: list[tuple[str, Tensor]] = []
+        self._hosts = HostStates.of(optimizer, [p for p in own.values() if isinstance(p, DTensor)])
         self._check(names_by_group(optimizer, own), own, where)
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         self._states = {}
@@ -149,8 +151,12 @@ class Restored:
             if kind in ("piece", "local"):
                 if self._saved.shapes[key] != tuple(p.shape):
                     raise ValueError(f"load: {key} has shape {self._saved.shapes[key]}, needs {tuple(p.shape)}")
-                local = torch.empty_like(local_of(p) if isinstance(p, DTensor) else p, dtype=chosen).detach()
-                laid = laid_out(p, local) if isinstance(p, DTensor) else local
+                if self._hosts is not None and p.dim():
+                    laid = self._hosts.empty_like(p, chosen)
+                    local = local_of(laid) if isinstance(laid, DTensor) else laid
+                else:
+                    local = torch.empty_like(local_of(p) if isinstance(p, DTensor) else p, dtype=chosen).detach()
+                    laid = laid_out(p, local) if isinstance(p, DTensor) else local
                 self.targets.append((key, laid))
                 return laid if kind == "piece" else local
             is_step = key.endswith(".step") and not (group.get("capturable") or group.get("fused"))

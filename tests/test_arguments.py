@@ -188,6 +188,7 @@ READ: dict[str, tuple[str, Any]] = {  # of the command line
     "attention": ("ring+token_ring", "ring+token_ring"), "layout": ("zigzag", "zigzag"),
     "topology": ("cp=ring", "cp=ring"), "batch_dims": ("x=1,past.0=none", (("past.0", None), ("x", 1))),
     "constants": ("grid,kinds", ("grid", "kinds")), "checkpoint": ("full", "full"), "loss_chunks": ("8", 8),
+    "host_memory": ("1GB", 10**9),
 }  # fmt: skip
 
 
@@ -199,9 +200,10 @@ def test_the_command_line_takes_every_option() -> None:
     assert asked_options(parser.parse_args(given)) == autopar.Options()
     for name, (text, _) in READ.items():
         given += [f"--{name.replace('_', '-')}", text]
-    found = asked_options(parser.parse_args([*given, "--sequence-parallel"]))
-    assert found == autopar.Options(sequence_parallel=True, **{name: value for name, (_, value) in READ.items()})
-    assert {*READ, "sequence_parallel"} == set(DECLARED)
+    flags = {"sequence_parallel": True, "optimizer_on_host": True}
+    found = asked_options(parser.parse_args([*given, "--sequence-parallel", "--optimizer-on-host"]))
+    assert found == autopar.Options(**flags, **{name: value for name, (_, value) in READ.items()})
+    assert {*READ, *flags} == set(DECLARED)
     text = " ".join(parser.format_help().split()).replace("- ", "-")
     for name, option in DECLARED.items():
         assert option.help.replace("- ", "-") in text and f"\n{name}: {option.help}" in str(autopar.Options.__doc__)

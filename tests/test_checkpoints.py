@@ -324,7 +324,10 @@ def test_a_plan_holds_what_was_decided() -> None:
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"checkpoint": "sometimes"}, "checkpoint: unknown name 'sometimes'; known are none, full, selective, model, auto"),
+    (
+        {"checkpoint": "sometimes"},
+        "checkpoint: unknown name 'sometimes'; known are none, full, selective, model, offload, auto",
+    ),
     ({"checkpoint": "auto"}, "checkpoint: auto keeps what a rank holds under a limit, found no memory_limit; set one"),
     ({"memory_limit": 5}, "checkpoint: no choice of what to make again fits a memory_limit of 5 bytes; the least that"),
     (
@@ -347,5 +350,5 @@ def test_bad_input(options: dict[str, Any], message: str) -> None:
 def test_a_plan_of_another_graph_is_refused() -> None:
     plan = made("llama", checkpoint="full").plan
     text = plan.to_json().replace('"silu"', '"no_such_value"')
-    with pytest.raises(ValueError, match="checkpoint: a plan makes no_such_value again, which the graph does not have"):
+    with pytest.raises(ValueError, match="checkpoint: a plan names no_such_value, which the graph does not have"):
         compile_graph(copy_graph(captured("llama")[2]), Mesh.of(), plan=Plan.from_json(text), outputs=())

@@ -37,6 +37,13 @@ def alike(local: Tensor, x: DTensor) -> DTensor:
     return out
 
 
+def over(local: Tensor, x: DTensor) -> DTensor:
+    """A DTensor over ``local``, on whatever device that lies, laid out as ``x``."""
+    record = layout_record(x.device_mesh, tuple(x.placements), x.shape, local.dtype)
+    out: DTensor = DTensor.__new__(DTensor, local, record, requires_grad=False)
+    return out
+
+
 def has_record_of(x: Tensor, other: Tensor) -> bool:
     """Whether two DTensors have the very same layout record. False says nothing."""
     return isinstance(x, DTensor) and isinstance(other, DTensor) and x._spec is other._spec

@@ -122,7 +122,7 @@ def compile_graph(
         prologue.graph = lowered(prologue.graph)
         ctx.observe("prologue", prologue.graph)
     parameters = parameter_specs(gm, plan)
-    graphs, static = [(graph, caches) for graph, caches, _ in made], most_static(parameters, mesh)
+    graphs, static = [(graph, caches) for graph, caches, _ in made], most_static(parameters, mesh, options)
 
     def attempt(graphs: Sequence[Made]) -> Compiled:
         def finished(plan: Plan, pipeline: Pipeline) -> Compiled:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.checkpoint_policies import AUTO
+from autopar.checkpoint_policies import AUTO, NOTHING, PartCheckpoints
 from autopar.compile.equal_parts import KnownParts
 from autopar.compile.parameter_exchanges import place_exchanges
 from autopar.compile.slices import COMPUTE_GRAPHS, merged, sliced_hop
@@ -108,23 +108,23 @@ class PipelineMaker:
             self._derived[k, sample] = Differentiated(part.graph, results, part.fixed, sums)
         return self._derived[k, sample]
 
-    def make(self, again: Mapping[int, frozenset[str]] | None = None) -> Pipeline:
-        """The pipeline; ``again``: part -> names of what its backward makes again.
+    def make(self, checkpoints: Mapping[int, PartCheckpoints] | None = None) -> Pipeline:
+        """The pipeline; ``checkpoints``: of its parts.
 
         Raises ValueError where the schedule does not take the number of micro-batches."""
-        again, ctx, parts, checked = again or {}, self.ctx, list[Stage](), list[Stage]()
+        ctx, parts, checked = self.ctx, list[Stage](), list[Stage]()
         for k, part in enumerate(self.parts):
-            remade = again.get(k, frozenset())
+            own = (checkpoints or {}).get(k, NOTHING)
             if self.slices:
-                samples = [self._differentiated(k, i, remade, True) for i in range(len(self.slices))]
+                samples = [self._differentiated(k, i, own, True) for i in range(len(self.slices))]
                 checked.append(samples[0])  # types are of numbers; the merged graphs compute theirs
                 stage = merged(samples, self.slices, self.graphs[0][1])
                 parts.append(_finish(f"part{k}.", stage, ctx, FIXED_GRAPHS))
                 continue
-            make = partial(self._compile_part, k, remade)
+            make = partial(self._compile_part, k, own)
             if ctx.watched:  # sees each part; what is kept has the names that it has on ranks which nobody watches
                 make = partial(_as_is, make())
-            parts.append(self._known.stage(part, make, remade) if self._shares_parts else make())
+            parts.append(self._known.stage(part, make, own) if self._shares_parts else make())
         timed(ctx.timings, "checks", lambda: check_step_types(checked or parts, self.graphs[0][0], ctx.mesh))
         lengths = self.plan.pipeline.slices if self.plan.pipeline is not None else ()
         hops = self.cuts[0].hops
@@ -147,21 +147,21 @@ class PipelineMaker:
             free = replace(self.plan, options=replace(options, memory_limit=0, checkpoint="none"))
             return make_order(free, parts, hops, self.train)
 
-    def _compile_part(self, k: int, remade: frozenset[str]) -> Stage:
+    def _compile_part(self, k: int, checkpoints: PartCheckpoints) -> Stage:
         part, ctx, plan = self.parts[k], self.ctx, self.plan
         prefix = graph_name(len(self.parts), k, "")
         if prefix:
             with ctx.within(prefix):
                 ctx.observe("part", part.graph)
         split = plan.pipeline is not None
-        stage = timed(ctx.timings, "differentiate", lambda: self._differentiated(k, 0, remade, split))
+        stage = timed(ctx.timings, "differentiate", lambda: self._differentiated(k, 0, checkpoints, split))
         place_exchanges(stage, part.used, plan)
         return _finish(prefix, stage, ctx, (*FIXED_GRAPHS, *COMPUTE_GRAPHS))
 
-    def _differentiated(self, k: int, sample: int, remade: frozenset[str], split: bool) -> Stage:
+    def _differentiated(self, k: int, sample: int, checkpoints: PartCheckpoints, split: bool) -> Stage:
         """The step graphs of a part; ``split``: B and W, too."""
         part, precision = self.cuts[sample].parts[k], self.plan.options.precision
-        stage = self.derived(k, sample).stage(split, remade)
+        stage = self.derived(k, sample).stage(split, checkpoints)
         for step in backwards(stage):
             check_gradients(step, part.graph, _sums(part, precision))
         stage.mutations, stage.parameters = part.mutations, part.parameters

@@ -9,15 +9,18 @@ layer is never made again.
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch.fx import Node
 
-from autopar.checkpoint_policies import ForwardValue, Policy
+from autopar.checkpoint_policies import HOST, ForwardValue, Policy
 from autopar.cost.attention_traffic import is_context_attention
 from autopar.cost.flops import node_seconds
+from autopar.cost.hardware import DEFAULT
+from autopar.cost.topology import Topology
 from autopar.cost.traffic import Links
 from autopar.ir.graph import is_call, layer_of, module_path
 from autopar.ir.storages import Storage, size_of, storages
@@ -32,21 +35,32 @@ def is_pinned(node: Node) -> bool:
     return is_choice(node.target) or is_random(node.target) or is_context_attention(node)
 
 
+@dataclass(frozen=True)
+class ChosenValues:
+    """Values that the backward makes again, and those that wait in host memory."""
+
+    again: frozenset[Node] = frozenset()
+    host: frozenset[Node] = frozenset()
+
+    def __or__(self, other: ChosenValues) -> ChosenValues:
+        return ChosenValues(self.again | other.again, self.host | other.host)
+
+
 @dataclass
 class LayerFacts:
     """One layer of a joint graph. forward, backward: its nodes, in order. taken: values of earlier layers that it takes
     in F. through: bytes that live across its F and its B without being saved, and gradients of later layers. options:
-    what it has to choose from (`autopar.compile.recompute_ways`): what is made again, and what that costs."""
+    what it has to choose from (`autopar.compile.recompute_ways`), and what that costs."""
 
     name: str
     forward: list[Node] = field(default_factory=list)
     backward: list[Node] = field(default_factory=list)
     taken: list[Node] = field(default_factory=list)
     through: tuple[int, int] = (0, 0)
-    options: list[tuple[frozenset[Node], LayerWay]] = field(default_factory=list)
+    options: list[tuple[ChosenValues, LayerWay]] = field(default_factory=list)
 
-    def way(self, number: int) -> frozenset[Node]:
-        """What is made again."""
+    def way(self, number: int) -> ChosenValues:
+        """One of them."""
         return self.options[number][0]
 
 
@@ -63,15 +77,23 @@ class JointFacts:
     """The layers of a joint graph, and what passes between them."""
 
     def __init__(
-        self, joint: Joint, units: Sequence[Sequence[Node]], links: Links, first: Collection[Node] | None = None
+        self,
+        joint: Joint,
+        units: Sequence[Sequence[Node]],
+        links: Links,
+        first: Collection[Node] | None = None,
+        host: Topology = DEFAULT.host,
+        offloads: bool = False,
     ) -> None:
         """``units``: the calls of the graph that the joint one was made of, which its nodes name by number, layer by
-        layer. ``first``: what B runs of the backward, where W runs the rest."""
-        self.joint, self.links = joint, links
+        layer. ``first``: what B runs of the backward, where W runs the rest. ``host``: the link to host memory;
+        ``offloads``: values may wait there."""
+        self.joint, self.links, self.host, self.offloads = joint, links, host, offloads
         self.late = set[Node]() if first is None else {n for n in joint.dependent if n not in first}
         sums = {n for n in joint.order if n in joint.dependent or is_call(n, *SUMS)}  # others may be kept beside
         self.behind = storages(joint.gm, in_place=sums)
         self.wanted = dict.fromkeys(joint.wanted)
+        self._hidden: dict[int, tuple[float, float]] = {}
         self.layers = self._layers(units)
         self.layer = {n: i for i, layer in enumerate(self.layers) for n in (*layer.forward, *layer.backward)}
         self.crossing = self._crossing()
@@ -89,6 +111,30 @@ class JointFacts:
                 at = found[of_call[node.meta["call"]] if node.meta.get("call", -1) >= 0 else -1]
                 (at.backward if node in self.joint.dependent else at.forward).append(node)
         return [layer for layer in found if layer.forward]
+
+    # --- copies to the host --------------------------------------------------------------------------------
+
+    def behind_copies(self, layer: LayerFacts) -> tuple[float, float]:
+        """Seconds that the device computes while a layer's values are on their way out, and back: one layer's, the next
+        one's, in F and in B. Of the last layer none: its B comes at once."""
+        i = self.layer[layer.forward[0]] + 1
+        if i not in self._hidden:
+            after = self.layers[i] if i < len(self.layers) else LayerFacts("")
+            made = (self.seconds[n] for n in after.forward if n in self.joint.made)
+            back = (node_seconds(n, links=self.links) for n in after.backward)
+            self._hidden[i] = math.fsum(made), math.fsum(back)
+        return self._hidden[i]
+
+    def exposed(self, layer: LayerFacts, sizes: Sequence[int]) -> float:
+        """Seconds that the device waits for copies of some sizes, out and back."""
+        if not sizes:
+            return 0.0
+        way = len(sizes) * self.host.latency + sum(sizes) / self.host.bandwidth
+        return math.fsum(max(way - hidden, 0.0) for hidden in self.behind_copies(layer))
+
+    def copy_seconds(self, layer: LayerFacts, sizes: Sequence[int]) -> float:
+        """What copies cost: what the device waits for, and the share of its memory's bandwidth that they take."""
+        return self.exposed(layer, sizes) + 2 * sum(sizes) / DEFAULT.memory if sizes else 0.0
 
     # --- what layers share ---------------------------------------------------------------------------------
 
@@ -145,11 +191,19 @@ class JointFacts:
             return sum(size_of(s) for s in self.behind[node])
         return sum(size_of(s) for s in self.behind.get(node, ()) if s[0] is node)
 
-    def may_be_remade(self, node: Node) -> bool:
+    def may_be_asked(self, node: Node) -> bool:
         """Whether there is a choice: entries go with the call that they are of."""
-        if node not in self.joint.made or self.joint.is_free(node) or is_call(node, operator.getitem):
-            return False
-        return not is_pinned(node) and node not in self.crossing
+        return node in self.joint.made and not self.joint.is_free(node) and not is_call(node, operator.getitem)
+
+    def may_be_remade(self, node: Node) -> bool:
+        """Whether the backward can make it again."""
+        return self.may_be_asked(node) and not is_pinned(node) and node not in self.crossing
+
+    def needed(self, chosen: ChosenValues) -> ChosenValues:
+        """Of what was chosen what B needs, and what can wait in host memory."""
+        kept, again = self.joint.closure(self.joint.wanted, chosen.again)
+        hosts = (x for x in kept if x in chosen.host and self.joint.may_wait_on_host(x))
+        return ChosenValues(frozenset(again) & chosen.again, frozenset(hosts))
 
     def seen(self, layer: LayerFacts, node: Node) -> ForwardValue:
         """As a policy sees it."""
@@ -164,21 +218,26 @@ class JointFacts:
             exchange=node.target in COLLECTIVES,
             sums=node.target in SUMS,
             asked=bool(node.meta.get("asked")),
+            remakable=self.may_be_remade(node),
         )
 
 
-def chosen_by(policy: Policy, name: str, facts: JointFacts) -> frozenset[Node]:
-    """What a policy makes again. Raises ValueError for one that says neither yes nor no."""
-    found = set()
+def chosen_by(policy: Policy, name: str, facts: JointFacts) -> ChosenValues:
+    """What a policy chooses. Raises ValueError for one that says neither yes, nor no, nor "host"."""
+    again, host = set[Node](), set[Node]()
     for layer in facts.layers:
         for node in layer.forward:
-            if facts.may_be_remade(node):
-                answer = policy(facts.seen(layer, node))
-                if not isinstance(answer, bool):
-                    raise ValueError(
-                        f"checkpoint: the policy {name!r} says of each value whether the backward makes it again, "
-                        f"found {answer!r} of {node.target}; return True or False"
-                    )
-                if answer:
-                    found |= {node, *(u for u in node.users if is_call(u, operator.getitem))}
-    return frozenset(n for n in found if n not in facts.crossing)
+            if not facts.may_be_asked(node):
+                continue
+            answer = policy(facts.seen(layer, node))
+            if not isinstance(answer, bool) and answer != HOST:
+                raise ValueError(
+                    f"checkpoint: the policy {name!r} says of each value whether the backward makes it again, "
+                    f"found {answer!r} of {node.target}; return True, False or {HOST!r}"
+                )
+            values = {node, *(u for u in node.users if is_call(u, operator.getitem))}
+            if answer == HOST:
+                host |= values
+            elif answer and facts.may_be_remade(node):
+                again |= values - facts.crossing
+    return ChosenValues(frozenset(again) | facts.joint.always, frozenset(host))

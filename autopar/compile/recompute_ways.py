@@ -1,4 +1,5 @@
-"""What it costs a layer to keep some values and to make others again: the ways that it has to choose from.
+"""What it costs a layer to keep some values, to make others again, to let some wait in host memory: the ways that it
+has to choose from.
 
 F and B of a layer are gone through as they will run, with what is made again right before its first use. Layers that
 are equal but for names share what was found, those of other parts included.
@@ -12,14 +13,15 @@ from typing import Any
 
 from torch.fx import Node
 
-from autopar.compile.recompute_facts import JointFacts, LayerFacts, is_pinned
+from autopar.compile.recompute_facts import ChosenValues, JointFacts, LayerFacts, is_pinned
 from autopar.ir.graph import frozen, is_call
 from autopar.ir.storages import Storage, size_of
 from autopar.ir.workspace import workspace
 from autopar.planner.recompute_cut import RemakableValue, ways
 from autopar.planner.recompute_layers import LayerWay
 
-Known = dict[Hashable, list[tuple[frozenset[int], LayerWay]]]  # of equal layers: numbers of nodes, and what they cost
+# Of equal layers: numbers of nodes that are made again, and of those that wait on the host; what that costs.
+Known = dict[Hashable, list[tuple[frozenset[int], frozenset[int], LayerWay]]]
 
 
 def find_ways(facts: JointFacts, known: Known) -> list[list[LayerWay]]:
@@ -29,13 +31,19 @@ def find_ways(facts: JointFacts, known: Known) -> list[list[LayerWay]]:
         nodes, key = layer.forward, found.key(layer)
         if key not in known:
             place = {n: i for i, n in enumerate(nodes)}
-            known[key] = [(frozenset(place[n] for n in way), cost) for way, cost in found.ways(layer)]
-        layer.options = [(frozenset(nodes[i] for i in way), cost.within(*layer.through)) for way, cost in known[key]]
+            known[key] = [
+                (frozenset(place[n] for n in way.again), frozenset(place[n] for n in way.host), cost)
+                for way, cost in found.ways(layer)
+            ]
+        layer.options = [
+            (ChosenValues(frozenset(nodes[i] for i in again), frozenset(nodes[i] for i in host)), cost)
+            for again, host, cost in ((a, h, c.within(*layer.through)) for a, h, c in known[key])
+        ]
     return [[way for _, way in layer.options] for layer in facts.layers]
 
 
-def cost_of(facts: JointFacts, layer: LayerFacts, way: frozenset[Node]) -> LayerWay:
-    """What a layer costs that makes some of its values again."""
+def cost_of(facts: JointFacts, layer: LayerFacts, way: ChosenValues) -> LayerWay:
+    """What a layer costs that makes some of its values again, or lets them wait on the host."""
     return _Ways(facts).measured(layer, way)[1]
 
 
@@ -60,9 +68,9 @@ class _Ways:
         nodes = [*layer.forward, *layer.backward]
         calls = tuple((n.target, frozen(n.args, of), frozen(n.kwargs, of), of(n)) for n in nodes)
         ends = tuple(any(self.facts.layer.get(u, -1) != self.facts.layer[n] for u in n.users) for n in nodes)
-        return calls, ends, tuple(self.facts.seconds[n] for n in layer.forward)
+        return calls, ends, tuple(self.facts.seconds[n] for n in layer.forward), self.facts.behind_copies(layer)
 
-    def ways(self, layer: LayerFacts) -> list[tuple[frozenset[Node], LayerWay]]:
+    def ways(self, layer: LayerFacts) -> list[tuple[ChosenValues, LayerWay]]:
         own = [n for n in layer.forward if n in self.joint.made or is_call(n, operator.getitem)]
         own = [n for n in own if not self.joint.is_free(n)]
         taken = [x for x in layer.taken if x not in self.facts.wanted]  # else it is there anyway
@@ -79,26 +87,42 @@ class _Ways:
             for n in own
         ]
         values += [RemakableValue(0.0, self.facts.size(x), pinned=True) for x in taken]
-        found = [self.measured(layer, frozenset(nodes[i] for i in way)) for way in ways(values, wanted)]
+        found = []
+        for way in ways(values, wanted):
+            again = frozenset(nodes[i] for i in way)
+            found += [self.measured(layer, ChosenValues(again, host)) for host in self._on_host(layer, again)]
         return _worth_choosing(found)
 
-    def measured(self, layer: LayerFacts, way: frozenset[Node]) -> tuple[frozenset[Node], LayerWay]:
-        way |= self.joint.always
-        saved, again = self.joint.closure([n for n in layer.forward if n in self.facts.wanted], way)
+    def _on_host(self, layer: LayerFacts, again: frozenset[Node]) -> list[frozenset[Node]]:
+        """What may wait in host memory of what is kept: nothing, as much as copies have time for beside other layers,
+        everything."""
+        if not self.facts.offloads:
+            return [frozenset()]
+        kept = [x for x in self._saved(layer, again)[0] if self.joint.may_wait_on_host(x) and x not in layer.taken]
+        chosen: list[Node] = []
+        for x in sorted(kept, key=lambda x: (-self.facts.size(x), self.joint.order[x])):
+            if not self.facts.exposed(layer, [self.facts.size(y) for y in (*chosen, x)]):
+                chosen.append(x)
+        return list(dict.fromkeys([frozenset(), frozenset(chosen), frozenset(kept)]))
+
+    def _saved(self, layer: LayerFacts, again: frozenset[Node]) -> tuple[list[Node], list[Node]]:
+        return self.joint.closure([n for n in layer.forward if n in self.facts.wanted], again | self.joint.always)
+
+    def measured(self, layer: LayerFacts, way: ChosenValues) -> tuple[ChosenValues, LayerWay]:
+        saved, again = self._saved(layer, way.again)
+        hosts = [x for x in saved if x in way.host]
+        away = {s for x in hosts for s in self.behind[x]}
         kept = {s for x in saved for s in self.behind[x]}
-        own = (
-            {s for s in kept if self.facts.layer.get(s[0]) == self.facts.layer[layer.forward[0]]}
-            if layer.forward
-            else set()
-        )
+        own = {s for s in kept if self.facts.layer.get(s[0]) == self.facts.layer[layer.forward[0]]}
         extra = sum(self.facts.size(x) for x in saved if x in layer.taken and x not in self.facts.wanted)
-        size = sum(map(size_of, own)) + extra
+        size, copied = sum(map(size_of, own - away)) + extra, [self.facts.size(x) for x in hosts]
         seconds = sum(self.facts.seconds.get(x, 0.0) for x in again if not self.joint.is_free(x))
-        forward = self._forward_peak(layer, own)
-        left = self._left_for_w(layer, again, own)
-        backward = self._backward_peak(layer, set(saved), own, left)
-        made = LayerWay(size, seconds, forward + extra, backward + extra, sum(map(size_of, left)))
-        return frozenset(x for x in again if x in way), made
+        seconds += self.facts.copy_seconds(layer, copied)
+        forward = self._forward_peak(layer, own) + extra
+        left = self._left_for_w(layer, again, own - away)
+        backward = self._backward_peak(layer, set(saved), own, left) + extra
+        made = LayerWay(size, seconds, forward, backward, sum(map(size_of, left)), sum(copied))
+        return ChosenValues(frozenset(x for x in again if x in way.again | self.joint.always), frozenset(hosts)), made
 
     def _left_for_w(self, layer: LayerFacts, again: Collection[Node], own: Collection[Storage]) -> set[Storage]:
         """What W takes of what B has, and of what F has saved."""
@@ -162,13 +186,17 @@ class _Ways:
         return most
 
 
-def _worth_choosing(found: Sequence[tuple[frozenset[Node], LayerWay]]) -> list[tuple[frozenset[Node], LayerWay]]:
+def _worth_choosing(found: Sequence[tuple[ChosenValues, LayerWay]]) -> list[tuple[ChosenValues, LayerWay]]:
     """Without those that another beats in bytes, time and what is alive. In order of time."""
     order = sorted(found, key=lambda pair: (pair[1].seconds, pair[1].saved, pair[1].alive))
-    kept: list[tuple[frozenset[Node], LayerWay]] = []
+    kept: list[tuple[ChosenValues, LayerWay]] = []
     for way, facts in order:
         if not any(
-            k.saved <= facts.saved and k.forward <= facts.forward and k.backward <= facts.backward for _, k in kept
+            k.saved <= facts.saved
+            and k.forward <= facts.forward
+            and k.backward <= facts.backward
+            and k.host <= facts.host
+            for _, k in kept
         ):
             kept.append((way, facts))
     return kept

@@ -31,7 +31,7 @@ from autopar.cost.traffic import Links
 from autopar.ir.conversions import convert, exchange
 from autopar.ir.graph import arguments, is_call, tensor_operands
 from autopar.ir.storages import shares_storage
-from autopar.ops.traits import COLLECTIVES
+from autopar.ops.traits import COLLECTIVES, COPIES
 from autopar.ops.vocabulary import embedding_of_piece
 
 Arguments = dict[str, Any]
@@ -189,7 +189,7 @@ for _kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention
 
 # They read as much of their operands as they return, not the whole.
 _LOOKUPS = ("aten::embedding", "aten::index_select", "aten::gather", "aten::index", "autopar::shard_slice")
-_FREE = (operator.getitem, convert, exchange, *COLLECTIVES)
+_FREE = (operator.getitem, convert, exchange, *COLLECTIVES, *COPIES)
 
 
 def _name(node: Node) -> str:

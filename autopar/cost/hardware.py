@@ -17,7 +17,7 @@ class Device:
 
     flops: operations per second of products in half precision; ``others``: (dtype or its name, operations per second)
     of other types. memory: bytes per second. efficiency: the share of ``flops`` that real products reach. launch: least
-    time of a node (0: graphs may be fused). links: between ranks, where nobody says others.
+    time of a node (0: graphs may be fused). links: between ranks, where nobody says others. host: to host memory.
     """
 
     name: str
@@ -27,6 +27,7 @@ class Device:
     efficiency: float = 0.5
     launch: float = 0.0
     links: Topology = field(default_factory=Topology)
+    host: Topology = field(default_factory=Topology)
 
     def speed(self, dtype: torch.dtype) -> float:
         """Operations per second that products in a dtype reach."""
@@ -34,15 +35,24 @@ class Device:
         return self.efficiency * speeds.get(str(dtype).removeprefix("torch."), self.flops)
 
 
-# Peaks without sparsity, float32 and float64 in full precision; links of 100 to 400 Gbit/s per device.
+# Peaks without sparsity, float32 and float64 in full precision; links of 100 to 400 Gbit/s per device; PCIe 3, 4 or 5
+# to the host, at what copies reach.
 # V100, A100, H100, H200 (SXM): NVIDIA's data sheets. B200: NVIDIA's Blackwell architecture brief, of HGX B200. L40S:
 # NVIDIA's data sheet; on PCIe 4, without NVLink. MI300X: AMD's data sheet of the Instinct MI300X.
-V100 = Device("V100", 125e12, 0.9e12, (("float32", 15.7e12), ("float64", 7.8e12)), links=Topology(bandwidth=12.5e9))
+_FAST = Topology(bandwidth=50e9)  # 400 Gbit/s; what PCIe 5 reaches
+V100 = Device(
+    "V100",
+    125e12,
+    0.9e12,
+    (("float32", 15.7e12), ("float64", 7.8e12)),
+    links=Topology(bandwidth=12.5e9),
+    host=Topology(bandwidth=12.5e9),
+)
 A100 = Device("A100", 312e12, 2.0e12, (("float32", 19.5e12), ("float64", 19.5e12)))
-H100 = Device("H100", 989e12, 3.35e12, (("float32", 67e12), ("float64", 67e12)), links=Topology(bandwidth=50e9))
-H200 = Device("H200", 989e12, 4.8e12, (("float32", 67e12), ("float64", 67e12)), links=Topology(bandwidth=50e9))
-B200 = Device("B200", 2250e12, 8.0e12, (("float32", 80e12), ("float64", 40e12)), links=Topology(bandwidth=50e9))
+H100 = Device("H100", 989e12, 3.35e12, (("float32", 67e12), ("float64", 67e12)), links=_FAST, host=_FAST)
+H200 = Device("H200", 989e12, 4.8e12, (("float32", 67e12), ("float64", 67e12)), links=_FAST, host=_FAST)
+B200 = Device("B200", 2250e12, 8.0e12, (("float32", 80e12), ("float64", 40e12)), links=_FAST, host=_FAST)
 L40S = Device("L40S", 362e12, 0.864e12, (("float32", 91.6e12), ("float64", 1.4e12)))
-MI300X = Device("MI300X", 1307e12, 5.3e12, (("float32", 163e12), ("float64", 163e12)), links=Topology(bandwidth=50e9))
+MI300X = Device("MI300X", 1307e12, 5.3e12, (("float32", 163e12), ("float64", 163e12)), links=_FAST, host=_FAST)
 DEFAULT = A100
 DEVICES = {device.name: device for device in (A100, H100, H200, B200, L40S, MI300X, V100)}

@@ -20,9 +20,10 @@ from torch.fx import Node
 from autopar.cost.stage_memory import walk_rank
 from autopar.ir.graph import placeholders
 from autopar.ir.mesh import Mesh
-from autopar.ir.parameter import ParameterSpec
+from autopar.ir.parameter import ParameterSpec, in_buckets
 from autopar.ir.placement import Shard
 from autopar.ir.storages import bytes_of
+from autopar.options import Options
 from autopar.steps.graphs import Compiled
 from autopar.steps.of_rank import shared_gradients
 
@@ -45,6 +46,9 @@ class Memory:
 
     gathered: parameters that are whole from the first F of a step to its last B (zero=1 and 2). With pipeline stages
     only: received: of ``saved``, what other ranks have sent.
+
+    In host memory, and in none of the others: host: most bytes of activations; states: of the optimizer, if they lie
+    there. ``optimizer`` is then what of them is on the device at once, in a step of it, when activations are gone.
     """
 
     parameters: int
@@ -58,16 +62,19 @@ class Memory:
     backward_peak: int
     received: int = 0
     gathered: int = 0
+    host: int = 0
+    states: int = 0
 
     @property
     def steady(self) -> int:
         """What is there all the time."""
-        return self.parameters + self.buffers + self.inputs + self.optimizer
+        return self.parameters + self.buffers + self.inputs + (0 if self.states else self.optimizer)
 
     @property
     def peak(self) -> int:
         """The most that is there at once, in a step whose gradients were freed before it started."""
-        return self.steady + max(self.forward_peak, self.backward_peak)
+        stepping = self.gradients + self.optimizer if self.states else 0
+        return self.steady + max(self.forward_peak, self.backward_peak, stepping)
 
 
 def memory(compiled: Compiled) -> Memory:
@@ -92,12 +99,14 @@ def _of_rank(compiled: Compiled, rank: int) -> Memory:
     copied = sum(size for size, _, gradients in sums if gradients > 1)  # gradients that stages sum, in buckets
     return Memory(
         **_steady(compiled, held, trained),
+        **_optimizer(compiled, trained),
         accumulated=found.accumulated,
         saved=found.saved,
         forward_peak=found.forward_peak,
         backward_peak=max(found.backward_peak, found.gradients + copied),
         received=found.received,
         gathered=found.gathered,
+        host=found.host,
     )
 
 
@@ -111,8 +120,18 @@ def _steady(compiled: Compiled, held: Iterable[ParameterSpec], trained: Iterable
         "buffers": bytes_of(nodes[n] for n, s in specs.items() if s.kind in ("buffer", "constant") and n in nodes),
         "inputs": _input_bytes(compiled, {n: s.name for n, s in specs.items() if s.kind == "input"}, nodes),
         "gradients": sum(p.nbytes(mesh) for p in trained),
-        "optimizer": sum(optimizer_bytes(p, mesh) for p in trained),
     }
+
+
+def _optimizer(compiled: Compiled, trained: Sequence[ParameterSpec]) -> dict[str, int]:
+    """Bytes of states on the device, and on the host: those of three buckets in a row come and go in a step."""
+    mesh, options = compiled.plan.mesh, compiled.plan.options
+    states = [optimizer_bytes(p, mesh) for p in trained]
+    if not options.optimizer_on_host:
+        return {"optimizer": sum(states)}
+    buckets = in_buckets([p.nbytes(mesh) for p in trained], options.bucket_bytes)
+    sizes = [sum(states[i] for i in bucket) for bucket in buckets]
+    return {"optimizer": max((sum(sizes[k : k + 3]) for k in range(len(sizes))), default=0), "states": sum(states)}
 
 
 def optimizer_bytes(spec: ParameterSpec, mesh: Mesh) -> int:
@@ -131,16 +150,16 @@ def _input_bytes(compiled: Compiled, inputs: Mapping[str, str], nodes: Mapping[s
     return total
 
 
-def most_static(specs: Sequence[ParameterSpec], mesh: Mesh) -> int:
+def most_static(specs: Sequence[ParameterSpec], mesh: Mesh, options: Options) -> int:
     """`static_bytes` of the coordinate on pp that holds most."""
     by_name = {s.name: s for s in specs}
     held = ([s.name for s in specs if r in s.ranks] for r in range(mesh.size("pp")))
-    return max(static_bytes(by_name, names, mesh) for names in held)
+    return max(static_bytes(by_name, names, mesh, options) for names in held)
 
 
-def static_bytes(specs: Mapping[str, ParameterSpec], names: Sequence[str], mesh: Mesh) -> int:
-    """Parameters, gradients and optimizer states of one rank."""
+def static_bytes(specs: Mapping[str, ParameterSpec], names: Sequence[str], mesh: Mesh, options: Options) -> int:
+    """Parameters, gradients and optimizer states of one rank, on the device."""
     held = [specs[n] for n in names]
     return sum(p.nbytes(mesh) * (2 if p.requires_grad else 1) for p in held) + sum(
-        optimizer_bytes(p, mesh) for p in held if p.requires_grad
+        optimizer_bytes(p, mesh) for p in held if p.requires_grad and not options.optimizer_on_host
     )

@@ -30,7 +30,7 @@ from autopar.steps.value_names import is_a, of
 class Walk:
     """Most bytes at once, of each kind for itself. saved: all that is kept between F, B and W; received: of this, what
     other ranks have sent. gradients: that are there at the end. trained: placeholders of stored parameters that get a
-    gradient."""
+    gradient. host: in host memory."""
 
     gathered: int = 0
     accumulated: int = 0
@@ -39,6 +39,7 @@ class Walk:
     forward_peak: int = 0
     backward_peak: int = 0
     gradients: int = 0
+    host: int = 0
     trained: set[str] = field(default_factory=set)
 
 
@@ -62,6 +63,11 @@ class _Part:
         self.sizes = {n: bytes_of([x]) for g in self.backwards for n, x in zip(g.inputs, placeholders(g.graph))}
         saved = [i for i, n in enumerate(part.forward.outputs) if is_a(n, "saved")]
         self.saved = storage_bytes(part.forward.graph, saved)
+        made = zip(part.forward.outputs, outputs(part.forward.graph), strict=True)
+        hosted = {name: bytes_of([x]) for name, x in made if is_a(name, "host")}
+        self.host = sum(hosted.values())
+        late = part.backward_weight.inputs if part.backward_weight is not None else ()
+        self.host_late = sum(size for name, size in hosted.items() if name in late)
         self.arrived = sum(self.sizes[n] for n in self.received if n in self.sizes)
         self.later = self.kept_by(part.backward_weight)
         self.same: dict[str, str] = {}  # what B leaves for W -> what else it leaves in the same storage
@@ -117,7 +123,7 @@ class _RankWalk:
         self.pipeline, self.parts = pipeline, dict[int, _Part]()
         self.shares, self.moving = slice_shares(pipeline), MovingValues(pipeline, order, rank)
         self.peaks: dict[tuple[int, str, frozenset[str]], tuple[int, int]] = {}
-        self.saved = self.received = self.reduced = 0.0
+        self.saved = self.received = self.reduced = self.host = 0.0
         self.gathered: dict[tuple[int, str], int] = {}  # stage, used parameter -> bytes
         self.gathers: set[int] = set()  # stages whose next F gathers
         self.sums: dict[int, dict[str, int]] = {}  # stage -> gradient -> bytes
@@ -212,6 +218,9 @@ class _RankWalk:
             "B": (part.left - part.saved - part.arrived, arrived_later - part.arrived),
             "W": (-part.left, -arrived_later),
         }[kind]
+        freed = part.host_late - part.host if kind == "B" else -part.host_late if kind == "W" else -part.host
+        self.host += (part.host if kind == "F" else freed) * share
+        self.found.host = max(self.found.host, round(self.host))
         self.saved += change[0] * share
         self.received += change[1] * share
         self.found.saved = max(self.found.saved, round(self.saved))

@@ -1,7 +1,7 @@
 """The most that is alive at once when a graph runs node by node, collectives as the executor starts and ends them.
 
     x dies after its last use            start: the buffers of a collective are there, and what it reads stays
-    outputs are kept                     wait:  its result is there, what it read and its buffers may go
+    outputs are kept, on the device      wait:  its result is there, what it read and its buffers may go
 
 When collectives are waited for `autopar.ir.waits` says, how they move pieces `autopar.runtime.comm`.
 """
@@ -18,9 +18,9 @@ from torch.fx import GraphModule, Node
 from autopar.ir.graph import arguments, is_call, nbytes, output_node, placeholders, shape
 from autopar.ir.placement import repetitions, scaled_blocks
 from autopar.ir.storages import Storage, bytes_of, size_of, storages
-from autopar.ir.waits import WaitPlaces
+from autopar.ir.waits import WaitPlaces, is_started
 from autopar.ir.workspace import workspace
-from autopar.ops.traits import COLLECTIVES
+from autopar.ops.traits import COPIES
 
 ours = torch.ops.autopar
 
@@ -35,7 +35,7 @@ def peak_of_values(gm: GraphModule, held: Collection[str], same: Mapping[Node, N
     for node in gm.graph.nodes:
         for collective in waits.before(node):
             run.wait(collective)
-        if node.op == "call_function" and node.target in COLLECTIVES and node.users:
+        if is_started(node):
             run.start(node)
             for collective in waits.started(node):
                 run.wait(collective)
@@ -72,7 +72,12 @@ class _Run:
         self.most = max(self.most, self._live)
 
     def start(self, node: Node) -> None:
-        """A collective: it reads its operand or a copy in rows, and writes its result or rows of it."""
+        """A collective: it reads its operand or a copy in rows, and writes its result or rows of it. A copy to or from
+        the host reads its operand and writes its result."""
+        if node.target in COPIES:
+            self._on_their_way(node, self._behind[arguments(node)["x"]][0], 0, 0)
+            self._add(self._own(node))
+            return
         if not self._own(node):  # an all-reduce that overwrites its operand
             return
         operand: Node = arguments(node)["x"]
@@ -85,8 +90,11 @@ class _Run:
             reads, arrives = not copied, target is not None and _moves(shape(node), *target)
         (read,) = self._behind[operand] if reads else (None,)
         buffers = sent * copied + result * arrives
-        self._flying[node] = read, buffers, result * arrives
+        self._on_their_way(node, read, buffers, result * arrives)
         self._add(buffers + result * (not arrives))
+
+    def _on_their_way(self, node: Node, read: Storage | None, buffers: int, result: int) -> None:
+        self._flying[node] = read, buffers, result
         if read is not None:
             self._read[read] += 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -35,3 +36,16 @@ class ParameterSpec:
         """Bytes of the whole tensor, or of one rank's piece when a mesh is given."""
         shape = self.shape if mesh is None else self.local_shape(mesh)
         return math.prod(shape) * self.dtype.itemsize
+
+
+def in_buckets(sizes: Sequence[int], most: int) -> list[list[int]]:
+    """Numbers of what is taken together, in order: up to ``most`` bytes, or one that is larger."""
+    found: list[list[int]] = []
+    room = 0
+    for i, size in enumerate(sizes):
+        if not found or size > room:
+            found.append([])
+            room = most
+        found[-1].append(i)
+        room -= size
+    return found

@@ -60,7 +60,9 @@ def _is_in(node: Node, nodes: bool | Collection[Node]) -> bool:
 
 
 def size_of(storage: Storage) -> int:
-    """Bytes."""
+    """Bytes on the device."""
+    if storage[0].target is torch.ops.autopar.to_host.default:
+        return 0
     return _size(_results(storage[0])[storage[1]])
 
 
@@ -90,6 +92,16 @@ def _copies(node: Node, base: Node) -> bool:
     except RuntimeError:
         return True
     return False
+
+
+def is_dense(x: torch.Tensor) -> bool:
+    """Whether elements lie one behind another, in whatever order of dims."""
+    expected = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(x.shape, x.stride()) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def _dtype(node: Node) -> Any:

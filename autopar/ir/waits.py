@@ -1,7 +1,7 @@
 """When the collectives of a step graph are waited for, which may overwrite what they are given: so, what they hold.
 
-A collective starts at its place in the graph, and is waited for at another. The executor (`autopar.runtime.bind`) asks
-here, and the walk of what is alive (`autopar.ir.storages`).
+A collective, or a copy to or from the host, starts at its place in the graph, and is waited for at another. The
+executor (`autopar.runtime.bind`) asks here, and the walk of what is alive (`autopar.ir.storages`).
 """
 
 from __future__ import annotations
@@ -13,17 +13,24 @@ import torch
 from torch.fx import GraphModule, Node
 
 from autopar.adapters.operators import OpOverload
-from autopar.ir.graph import arguments, is_call, nbytes
-from autopar.ops.traits import aliases
+from autopar.ir.graph import arguments, is_call, layer_of, nbytes
+from autopar.ops.traits import COLLECTIVES, COPIES, aliases
+
+
+def is_started(node: Node) -> bool:
+    """Whether a call starts at its place, and is waited for at another."""
+    return node.op == "call_function" and node.target in (*COLLECTIVES, *COPIES) and bool(node.users)
+
 
 aten = torch.ops.aten
 
 
 class WaitPlaces:
-    """Where collectives of a graph are waited for: right before their first user, reduce-scatters earlier.
+    """Where collectives of a graph are waited for: right before their first user, what leaves the graph earlier.
 
     Gradients leave a graph at its end, and until a reduce-scatter is waited for, NCCL keeps the whole gradient that it
     was given. So those on their way keep no more than twice the largest: the oldest are waited for once more start.
+    Copies to the host keep what they read: they have the time of one further layer.
     """
 
     def __init__(self, gm: GraphModule) -> None:
@@ -31,6 +38,8 @@ class WaitPlaces:
         self._due: dict[Node, list[Node]] = {}  # first user -> collectives it waits for
         self._finished: set[Node] = set()
         self._kept: dict[Node, int] = {}  # reduce-scatters on their way -> bytes, the oldest first
+        self._layer, self._layers = "", 0  # the one that runs, how many have begun
+        self._leaving: dict[Node, int] = {}  # copies to the host on their way -> layers that had begun
         self._most = 2 * max((self._bytes(node) for node in gm.graph.nodes), default=0)
 
     @staticmethod
@@ -45,6 +54,8 @@ class WaitPlaces:
         self._due.setdefault(first, []).append(node)
         if size := self._bytes(node):
             self._kept[node] = size
+        if is_call(node, torch.ops.autopar.to_host.default):
+            self._leaving[node] = self._layers
         early = []
         while sum(self._kept.values()) > self._most:
             early.append(next(iter(self._kept)))
@@ -55,8 +66,19 @@ class WaitPlaces:
     def before(self, node: Node) -> list[Node]:
         """Those to wait for before a node."""
         found = [collective for collective in self._due.pop(node, []) if collective not in self._finished]
+        found += self._left(node)
         for collective in found:
             self._kept.pop(collective, None)
+            self._leaving.pop(collective, None)
+        return found
+
+    def _left(self, node: Node) -> list[Node]:
+        """Copies to the host that one layer has run beside, where another begins."""
+        if node.op != "call_function" or layer_of(node) == self._layer:
+            return []
+        self._layer, self._layers = layer_of(node), self._layers + 1
+        found = [copy for copy, begun in self._leaving.items() if begun < self._layers - 1]
+        self._finished.update(found)
         return found
 
 

@@ -8,6 +8,7 @@ Each trait is of the target of a call. What is no operator (the name of a placeh
     is_elementwise                     each element of the result comes of one position of the operands
     PRODUCTS, CONVOLUTIONS             multiply by a weight, or may
     COLLECTIVES, SUMS, LOCAL           exchange between ranks, or pretend to
+    COPIES                             between the device and the host
     DROPOUTS, is_random                draw numbers
     is_choice                          returns places of elements: experts of a token, the largest of a row
     STOPS_GRADIENT                     no gradient goes back through them
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 
 from autopar.adapters.operators import OpOverload, is_composite, mutates, returns_alias
-from autopar.ops import cache, collectives, moe  # noqa: F401  (registers what is named here)
+from autopar.ops import cache, collectives, host, moe  # noqa: F401  (registers what is named here)
 from autopar.ops.gradient import HOLE
 
 aten, ours = torch.ops.aten, torch.ops.autopar
@@ -112,6 +113,7 @@ PRODUCTS = CONVOLUTIONS | {
 SUMS = (ours.all_reduce.default, ours.reduce_scatter.default)
 COLLECTIVES = (*SUMS, ours.all_gather.default, ours.all_to_all.default)
 LOCAL = (ours.shard_slice.default, ours.shard_pad.default)  # a rank's part of an exchange in which nobody sends
+COPIES = (ours.to_host.default, ours.from_host.default)
 
 DROPOUTS = (aten.dropout.default, aten.native_dropout.default)
 STOPS_GRADIENT = (aten.detach.default, HOLE)

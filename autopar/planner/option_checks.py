@@ -21,6 +21,11 @@ def check_names(options: Options) -> None:
             "checkpoint: auto keeps what a rank holds under a limit, found no memory_limit; set one, such as "
             'memory_limit="80GB", or checkpoint="selective" or "full"'
         )
+    if options.host_memory and not options.memory_limit and not options.checkpoint:
+        raise ValueError(
+            f"host_memory: holds what a memory_limit does not let a rank keep, found {options.host_memory:,} bytes and "
+            'no memory_limit; set one, such as memory_limit="80GB", or checkpoint="offload"'
+        )
     if options.schedule:
         SCHEDULES[options.schedule]
     for name in options.attention.split("+") if options.attention != "auto" else ():
@@ -47,7 +52,7 @@ def check_used(options: Options, mesh: Mesh) -> None:
             "zero=0; leave it out, or set zero=3"
         )
     for axis in Topologies.parse(options.topology).axes:
-        if axis != "*" and axis not in mesh.sizes:
+        if axis not in ("*", "host") and axis not in mesh.sizes:
             raise ValueError(f"topology: names links of the axis {axis!r}, found the mesh {mesh}; leave that axis out")
 
 

@@ -25,15 +25,16 @@ NEAR = 1e-3  # of the least bytes
 
 @dataclass(frozen=True)
 class LayerWay:
-    """One way for a layer. saved: bytes kept from its F to its B. seconds: of what B makes again. forward, backward:
-    most bytes alive in its F and B, with its own saved ones, without what the layers before it have saved. left: where
-    the backward comes in two, bytes that B leaves for W."""
+    """One way for a layer. saved: bytes kept from its F to its B. seconds: of what B makes again, and that it waits for
+    copies. forward, backward: most bytes alive in its F and B, with its own saved ones, without what the layers before
+    it have saved. left: where the backward comes in two, bytes that B leaves for W. host: bytes kept in host memory."""
 
     saved: int
     seconds: float
     forward: int
     backward: int
     left: int = 0
+    host: int = 0
 
     def within(self, forward: int, backward: int) -> LayerWay:
         """Where further bytes live across its F and its B."""
@@ -103,14 +104,15 @@ def least_bytes(layers: Sequence[Sequence[LayerWay]], rooms: Sequence[Room]) -> 
 
 def alive_by(layers: Sequence[Sequence[LayerWay]], choice: Sequence[int]) -> int:
     """Most bytes of the micro-batch that runs: in F and B with what the layers before have saved, in B with what those
-    behind leave for W."""
-    before = most = 0
+    behind leave for W. What the layer before one has in host memory is still there in its F, and there again in its
+    B: copies are made beside one layer."""
+    before = most = moving = 0
     behind = left_by(layers, choice)
     for ways, k in zip(layers, choice, strict=True):
         way = ways[k]
         behind -= way.left
-        most = max(most, before + way.forward, before + way.backward + behind)
-        before += way.saved
+        most = max(most, before + moving + way.forward, before + moving + way.backward + behind)
+        before, moving = before + way.saved, way.host
     return most
 
 
@@ -124,12 +126,19 @@ def left_by(layers: Sequence[Sequence[LayerWay]], choice: Sequence[int]) -> int:
     return sum(ways[k].left for ways, k in zip(layers, choice, strict=True))
 
 
+def hosted_by(layers: Sequence[Sequence[LayerWay]], choice: Sequence[int]) -> int:
+    """Bytes of one micro-batch in host memory."""
+    return sum(ways[k].host for ways, k in zip(layers, choice, strict=True))
+
+
 def _program(layers: Sequence[Sequence[LayerWay]], room: float, most: float) -> tuple[float, list[int] | None]:
     """(seconds, way of each layer); None where none fits."""
     saved, seconds = np.zeros(1), np.zeros(1)
     steps: list[tuple[Any, Any]] = []
     for ways in layers:
         own, time, alive = (np.array([getattr(w, f) for w in ways]) for f in ("saved", "seconds", "alive"))
+        if steps:  # as much as the layer before has there, if it is equal
+            alive = alive + np.array([w.host for w in ways])
         total, spent = saved[:, None] + own, seconds[:, None] + time
         state, way = np.nonzero((saved[:, None] + alive <= room) & (total <= most))
         if not state.size:

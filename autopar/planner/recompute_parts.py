@@ -10,10 +10,19 @@ it (`autopar.planner.recompute_layers`). For one part the second is exact.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.planner.recompute_layers import LayerWay, Room, alive_by, least_bytes, least_time, left_by, saved_by
+from autopar.planner.recompute_layers import (
+    LayerWay,
+    Room,
+    alive_by,
+    hosted_by,
+    least_bytes,
+    least_time,
+    left_by,
+    saved_by,
+)
 from autopar.schedule.order import BACKWARD, COMPUTE, Order
 
 Layers = Sequence[Sequence[LayerWay]]
@@ -103,12 +112,73 @@ def best_choice(ways: Sequence[Layers], events: Sequence[Moment], limits: Sequen
     return _filled(ways, choice, events, limits) if split else choice
 
 
+# --- host memory ---------------------------------------------------------------------------------------------
+
+
+def most_hosted(ways: Sequence[Layers], choice: Choice, events: Sequence[Moment]) -> dict[int, float]:
+    """Rank -> most bytes that it holds in host memory: of micro-batches that wait for their backward, or for W, and of
+    the one that runs."""
+    found: dict[int, float] = {}
+    for e in events:
+        waiting = sum(n * hosted_by(ways[p], choice[p]) for p, n in (*e.held, *e.split))
+        size = waiting + e.share * hosted_by(ways[e.part], choice[e.part])
+        found[e.rank] = max(found.get(e.rank, 0.0), size)
+    return found
+
+
+def within_host(
+    ways: Sequence[Layers], events: Sequence[Moment], limits: Sequence[float], host: float
+) -> Choice | None:
+    """As `best_choice`, with at most ``host`` bytes of a rank in host memory. Where that is too few for all layers of a
+    part, its first ones have them: what they keep waits longest."""
+    first = [len(layers) for layers in ways]  # layers of each part that may use host memory
+    while True:
+        kept = [
+            [[k for k, w in enumerate(layer) if i < first[part] or not w.host] for i, layer in enumerate(layers)]
+            for part, layers in enumerate(ways)
+        ]
+        found = _chosen_of(ways, kept, lambda fewer: best_choice(fewer, events, limits))
+        if found is None and any(first):  # for few layers none was found: there may be one for none
+            first = [0] * len(ways)
+            continue
+        if found is None:
+            return None
+        used = most_hosted(ways, found, events)
+        over = {e.part: used[e.rank] for e in events if used[e.rank] > host and first[e.part]}
+        if not over:
+            return found if max(used.values(), default=0.0) <= host else None
+        for part, size in over.items():
+            first[part] = min(first[part] - 1, int(first[part] * host / size))
+
+
+def _chosen_of(
+    ways: Sequence[Layers], kept: Sequence[Sequence[Sequence[int]]], choose: Callable[[Sequence[Layers]], Choice | None]
+) -> Choice | None:
+    """A choice among some of the ways, by their numbers among all."""
+    fewer = [[[ws[k] for k in ks] for ws, ks in zip(*pair, strict=True)] for pair in zip(ways, kept, strict=True)]
+    found = choose(fewer)
+    return found and [[ks[k] for ks, k in zip(*pair, strict=True)] for pair in zip(kept, found, strict=True)]
+
+
+def smallest_within_host(ways: Sequence[Layers], events: Sequence[Moment], host: float) -> Choice:
+    """As `smallest_choice`, of ways with which every layer takes no more than an equal share of host memory."""
+    copies = max((sum(n for _, n in (*e.held, *e.split)) + e.share for e in events), default=1.0)
+    share = host / (copies * max((len(layers) for layers in ways), default=1))
+    kept = [[[k for k, w in enumerate(layer) if w.host <= share] for layer in layers] for layers in ways]
+    found = _chosen_of(ways, kept, lambda fewer: smallest_choice(fewer, events))
+    assert found is not None
+    return found
+
+
 def _filled(ways: Sequence[Layers], choice: Choice, events: Sequence[Moment], limits: Sequence[float]) -> Choice:
     """Layer by layer the fastest way that still fits, first where most time is to be won."""
     places = [(part, i) for part, layers in enumerate(ways) for i in range(len(layers))]
     places.sort(key=lambda at: -ways[at[0]][at[1]][choice[at[0]][at[1]]].seconds)
     for part, i in places:
-        for k in range(choice[part][i]):  # ways are in order of time
+        at = choice[part][i]
+        for k in sorted(range(len(ways[part][i])), key=lambda k, w=ways[part][i]: w[k].seconds):  # type: ignore[misc]
+            if k == at:
+                break
             before, choice[part][i] = choice[part][i], k
             if _fits(ways, choice, events, limits):
                 break

@@ -143,11 +143,11 @@ class _Planner:
             "rank_of_part": mirrored(entry, self.mesh.size("pp"), parts),
         }
         tries = [(costs, facts)]
-        if (
-            self.options.checkpoints == AUTO
-        ):  # what is kept can be made again; who cannot fit is told of all that counts
-            tries.append(([replace(c, activations=0) for c in costs], facts))
-            tries.append((costs, {**facts, "limit": None}))
+        if self.options.checkpoints == AUTO:  # of a unit what goes into it is kept, the rest can be made again
+            shares = self.mesh.data_size * self.options.micro_batches
+            given = [0, *(size // shares for size in facts["sent"])]
+            tries = [([replace(c, activations=size) for c, size in zip(costs, given, strict=True)], facts)]
+            tries.append((costs, {**facts, "limit": None}))  # who cannot fit is told of all that counts
         counts = _first_that_works([partial(balance, units, parts, **how) for units, how in tries])
         return [0, *accumulate(counts)][:-1]
 
@@ -161,7 +161,7 @@ class _Planner:
             names = {self.names[x.name] for n in unit.nodes for x in self._parameters_behind(n)} - seen
             seen |= names
             made = sum(nbytes(n) for n in unit.nodes if not shares_storage(n))
-            static = static_bytes(self.specs, sorted(names), self.mesh)
+            static = static_bytes(self.specs, sorted(names), self.mesh, self.options)
             out.append(UnitCosts(self._seconds_of(unit), static, made // shares))
         return out
 

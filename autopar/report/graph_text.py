@@ -19,6 +19,7 @@ from autopar.ir.conversions import conversion_of, is_conversion
 from autopar.ir.graph import arguments, getitem_index, module_path, nbytes
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import INVARIANT
+from autopar.ops.traits import COPIES
 from autopar.report.human_numbers import human_bytes
 
 DTYPES = {
@@ -131,6 +132,8 @@ def _note(node: Node, mesh: Mesh | None) -> str:
         notes.append(f"{sent} over {arguments(node)['axis']}")
     if "kept" in node.meta:
         notes.append(f"saved, {human_bytes(nbytes(node))}")
+    if node.target in COPIES:
+        notes.append(f"{'to' if node.target is COPIES[0] else 'from'} the host, {human_bytes(nbytes(node))}")
     if "again" in node.meta:
         notes.append("made again")
     if module_path(node):

@@ -32,7 +32,7 @@ from autopar.report.tables import escaped, table_of
 from autopar.steps.graphs import Compiled
 
 AXIS_SHARES = "What each axis cuts, of bytes of parameters and FLOPs of the forward, and what it leaves whole"
-CHECKPOINT_ROWS = "What the backward makes again: values per layer, what each keeps, time of all layers"
+CHECKPOINT_ROWS = "What the backward makes again: values per layer, what each keeps, on the host, time of all layers"
 MEMORY_NOTES = {
     "parameters": "stored pieces",
     "buffers": "buffers and constants",
@@ -45,8 +45,10 @@ MEMORY_NOTES = {
     "gathered": "parameters that stay whole for all micro-batches",
     "forward_peak": "live values in F, saved ones and gradient sums included",
     "backward_peak": "live values in B, saved ones, gradients and gradient sums included",
-    "steady": "parameters + buffers + inputs + optimizer",
+    "steady": "parameters + buffers + inputs + optimizer, but for states on the host",
     "peak": "steady + the greater peak",
+    "host": "in host memory: activations",
+    "states": "in host memory: states of the optimizer; on the device are those of three buckets in a row",
 }
 
 
@@ -155,7 +157,7 @@ def checkpoint_rows(plan: Plan) -> list[dict[str, Any]]:
     """What the backward makes again, layers that are alike joined."""
     groups: dict[Any, list[LayerCheckpoint]] = {}
     for layer in plan.checkpoints:
-        key = layer.part, without_indices(layer.layer), len(layer.again), layer.saved, layer.reason
+        key = layer.part, without_indices(layer.layer), len(layer.again), layer.saved, layer.hosted, layer.reason
         groups.setdefault(key, []).append(layer)
     return [
         {
@@ -163,10 +165,11 @@ def checkpoint_rows(plan: Plan) -> list[dict[str, Any]]:
             "layers": compressed([layer.layer for layer in alike]),
             "again": again,
             "saved": saved,
+            "hosted": hosted,
             "seconds": sum(layer.seconds for layer in alike),
             "reason": reason,
         }
-        for (part, _, again, saved, reason), alike in groups.items()
+        for (part, _, again, saved, hosted, reason), alike in groups.items()
     ]
 
 
@@ -197,10 +200,12 @@ def show_summary(summary: dict[str, Any], console: Console) -> None:
 
 def _checkpoints(summary: dict[str, Any]) -> Table:
     table = table_of(
-        CHECKPOINT_ROWS, "part", "layers", "values", "kept", "time", "why", right=("values", "kept", "time")
-    )
+        CHECKPOINT_ROWS, "part", "layers", "values", "kept", "host", "time", "why",
+        right=("values", "kept", "host", "time"),
+    )  # fmt: skip
     for row in summary["checkpoints"]:
-        cells = str(row["again"]), human_bytes(row["saved"]), human_seconds(row["seconds"])
+        sizes = (human_bytes(row[name]) for name in ("saved", "hosted"))
+        cells = str(row["again"]), *sizes, human_seconds(row["seconds"])
         table.add_row(str(row["part"]), escaped(row["layers"]), *cells, escaped(row["reason"]))
     return table
 
@@ -260,7 +265,7 @@ def _memory(summary: dict[str, Any]) -> Table:
     full = f", the fullest: {summary['pipeline']['fullest']} of pp" if "pipeline" in summary else ""
     table = table_of(f"Memory of a rank{full}", "what", "bytes", "counted", right=("bytes",))
     for name, note in MEMORY_NOTES.items():
-        if summary["memory"][name] or name not in ("accumulated", "received", "gathered"):
+        if summary["memory"][name] or name not in ("accumulated", "received", "gathered", "host", "states"):
             table.add_row(name.replace("_", " "), human_bytes(summary["memory"][name]), note)
     return table
 

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from autopar.ir.graph import arguments, is_call
-from autopar.ops.traits import COLLECTIVES, LOCAL, is_random
+from autopar.ops.traits import COLLECTIVES, COPIES, LOCAL, is_random
 from autopar.rules.core import CORE, STRICT
 from autopar.rules.held import (
     ADDENDS,
@@ -53,6 +53,8 @@ def held_results(node: Node, axis: str, size: int, operands: list[Held]) -> list
 def _results(node: Node, axis: str, size: int, operands: list[Held], shapes: list[tuple[int, ...]]) -> list[Held]:
     if node.target in COLLECTIVES or node.target in LOCAL:
         return [_exchanged(node, axis, operands[0])]
+    if node.target in COPIES:
+        return operands[:1]
     if getattr(node.target, "overloadpacket", None) in _FILLED:
         known = arguments(node)
         zero = "zero" in str(node.target) or known.get("fill_value", known.get("s")) == 0

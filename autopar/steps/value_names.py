@@ -4,6 +4,7 @@ h0              a value of the model, by its node's name
 output:0        an output of the model, by its place
 grad:h0         the gradient of h0; grad:output:0 that of an output
 saved:relu      what F keeps for the backward
+host:relu       the same, in host memory
 stash:mm        what B keeps for W
 sum:weight      what the earlier backwards of a step made of grad:weight, added up
 """
@@ -23,6 +24,11 @@ def saved(name: str) -> str:
     return f"saved:{name}"
 
 
+def on_host(name: str) -> str:
+    """What F keeps of a value in host memory."""
+    return f"host:{name}"
+
+
 def stash(name: str) -> str:
     """What B keeps of a value."""
     return f"stash:{name}"
@@ -39,7 +45,8 @@ def output(place: int) -> str:
 
 
 def is_a(name: object, *kinds: str) -> TypeGuard[str]:
-    """Whether this is the name of a value of one of ``kinds``: "grad", "saved", "stash", "sum", "output"."""
+    """Whether this is the name of a value of one of ``kinds``: "grad", "saved", "host", "stash", "sum",
+    "output"."""
     return isinstance(name, str) and ":" in name and name.partition(":")[0] in kinds
 
 

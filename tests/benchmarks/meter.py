@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -52,10 +52,12 @@ QUIET = {"barrier", "wait_tensor", "_wrap_tensor_autograd", "monitored_barrier_"
 
 
 class Meter(TorchDispatchMode):
-    """Counts collectives and live storages while it is active. ``alive``: tensors that exist already (parameters)."""
+    """Counts collectives and live storages while it is active. ``alive``: tensors that exist already (parameters).
+    ``elsewhere``: says which lie in another memory, and do not count."""
 
-    def __init__(self, alive: Any = ()) -> None:
+    def __init__(self, alive: Any = (), elsewhere: Callable[[Tensor], bool] = lambda x: False) -> None:
         super().__init__()
+        self._elsewhere = elsewhere
         self.sent: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
         self.peak = 0
@@ -97,7 +99,7 @@ class Meter(TorchDispatchMode):
     def _see(self, values: Any) -> None:
         for tensor in _plain(values):
             storage = tensor.untyped_storage()
-            if storage.device.type != "meta":
+            if storage.device.type != "meta" and not self._elsewhere(tensor):
                 self._storages[id(storage)] = weakref.ref(storage)
 
 

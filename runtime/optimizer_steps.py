@@ -1,0 +1,122 @@
+"""Steps of optimizers whose parameters are ours: taken apart, where all parameters at once will not do.
+
+    torch.optim.AdamW(model.parameters()).step()     elementwise, on pieces as they are: left alone
+    torch.optim.Muon(...)                            one whole matrix at a time: `autopar.runtime.whole_matrices`
+    optimizer_on_host=True                           states come from the host bucket by bucket:
+                                                     `autopar.runtime.host_states`
+
+torch calls the hooks of a step with the optimizer, and the step itself with a stand-in: that steps our parameters when
+it is asked for its groups, and then has none of them. So hooks run before and after, and an error of theirs leaves all
+as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from autopar.runtime.host_states import HostStates, step_buckets
+from autopar.runtime.sharded_tensor import ShardedTensor
+from autopar.runtime.whole_matrices import PLAIN, WHOLE, step_each
+
+_TOGETHER = {"LBFGS"}  # one problem of all parameters
+
+_STAGES: dict[DeviceMesh, int] = {}  # meshes of our parameters -> how many stages there are
+
+
+def watch_optimizers(mesh: DeviceMesh, stages: int) -> None:
+    """Of the optimizers of parameters on a mesh those that need it are stepped in parts from now on. (Nothing is kept
+    of the parameters: torch exchanges no tensor in place that somebody has a weak reference to, as ``model.to``
+    does.)"""
+    _STAGES[mesh] = stages
+    _watching()
+
+
+def _is_ours(p: Tensor) -> bool:
+    return isinstance(p, DTensor) and p.device_mesh in _STAGES
+
+
+@functools.cache
+def _watching() -> Any:
+    return register_optimizer_step_pre_hook(_before)
+
+
+def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    ours = [p for group in optimizer.param_groups for p in group["params"] if _is_ours(p)]
+    if not ours:
+        return None
+    names = {cls.__name__ for cls in type(optimizer).__mro__}
+    if names & _TOGETHER:
+        _check_together(optimizer, ours)
+    hosts = HostStates.of(optimizer, ours)
+    whole = bool(names & WHOLE)
+    step: Callable[[], None]
+    if whole or names & PLAIN or _unknown_kernels(optimizer, names, ours):
+        step = functools.partial(step_each, optimizer, _is_ours, whole, hosts)
+    elif hosts is not None:
+        step = functools.partial(step_buckets, optimizer, _is_ours, hosts)
+    else:
+        return None
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+        args, kwargs = (optimizer, lambda: loss), {k: v for k, v in kwargs.items() if k != "closure"}
+    return (_stand_in(optimizer, step), *args[1:]), kwargs
+
+
+def _stand_in(optimizer: Optimizer, step: Callable[[], None]) -> Optimizer:
+    """An optimizer of the same kind for one call of its step. Its attributes are those of ``optimizer``, but for the
+    groups: who reads them first has our parameters stepped, and finds those that are none of ours."""
+    left: list[dict[str, Any]] = []
+
+    def groups(_: Any) -> list[dict[str, Any]]:
+        if not left:
+            step()
+            left.extend(_Others(group) for group in optimizer.param_groups)
+        return [group for group in left if group["params"]]
+
+    kind = type(type(optimizer).__name__, (type(optimizer),), {"param_groups": property(groups)})
+    made: Optimizer = object.__new__(kind)
+    made.__dict__ = optimizer.__dict__
+    return made
+
+
+class _Others(dict[str, Any]):
+    """A group without our parameters; what is written to it is written to the group."""
+
+    def __init__(self, group: dict[str, Any]) -> None:
+        super().__init__(group, params=[p for p in group["params"] if not _is_ours(p)])
+        self._group = group
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        self._group[name] = value
+
+
+def _unknown_kernels(optimizer: Optimizer, names: set[str], ours: list[Tensor]) -> bool:
+    """Fused SGD and Adagrad of DTensors, which ShardedTensors know."""
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    return fused and bool(names & {"SGD", "Adagrad"}) and any(type(p) is DTensor for p in ours)
+
+
+def _check_together(optimizer: Optimizer, ours: list[Any]) -> None:
+    name = type(optimizer).__name__
+    if any(_STAGES[p.device_mesh] > 1 for p in ours):
+        raise ValueError(
+            f"optimizer: {name} solves one problem of all parameters, found stages that hold a part of them each; "
+            "use a mesh without pp, or an optimizer that steps each parameter by itself"
+        )
+    if any(isinstance(p, ShardedTensor) for p in ours):
+        raise ValueError(
+            f"optimizer: {name} lays all parameters end to end, found some that several axes cut along one dim; "
+            "use zero=0, or an optimizer that steps each parameter by itself"
+        )
