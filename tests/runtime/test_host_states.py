@@ -1,0 +1,186 @@
+"""States of optimizers in host memory: the bits of states on the device, three buckets there at once, saved, loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import autopar
+from autopar.adapters.dtensor import local_of
+from autopar.cost.memory import memory
+from autopar.models.tiny import TINY
+from autopar.runtime.host_copies import HostArena, HostCopies
+from tests.benchmarks.meter import Meter
+from tests.ranks import run_ranks
+from tests.runtime.test_optimizers import OPTIMIZERS
+
+NAMES = ("AdamW", "AdamW foreach", "SGD fused", "Rprop", "Muon", "Adafactor", "Adafactor, relative steps")
+BUCKET = 20_000  # bytes of parameters: several buckets of the tiny model
+
+
+def arena() -> HostArena:
+    return HostCopies.on(torch.device("cpu")).arena
+
+
+def made(sizes: dict[str, int], **options: Any) -> tuple[Any, dict[str, Tensor]]:
+    """A parallel model, and a rank's part of a batch."""
+    mesh = autopar.init_mesh("cpu", 60.0, **sizes)
+    part, parts = autopar.data_part(mesh)
+    model, batch = TINY["llama"].build(dropout=0.0), TINY["llama"].batch(4, 16)
+    parallel = autopar.parallelize(model, mesh, bucket_bytes=BUCKET, **options)
+    return parallel, {k: v.chunk(parts)[part] for k, v in batch.items()}
+
+
+def steps(parallel: Any, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor], count: int = 3) -> None:
+    for _ in range(count):
+        parallel.train_step(**batch)
+        optimizer.step()
+        parallel.zero_grad()
+
+
+def states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Pieces of all states that are not single numbers."""
+    found = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor) and x.dim()]
+    return [local_of(x) if hasattr(x, "device_mesh") else x for x in found]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [({"dp": 2}, {"zero": 3}), pytest.param({"pp": 2}, {"micro_batches": 2, "zero": 0}, marks=pytest.mark.full)],
+    ids=str,
+)
+def test_steps_are_the_same_bits(sizes: dict[str, int], options: dict[str, Any]) -> None:
+    for found in run_ranks(2, _stepped, sizes, options, timeout=200.0):
+        assert set(found) == set(NAMES)
+        for name, (same, there, away) in found.items():
+            assert same, f"{name} steps otherwise"
+            assert there == 0 and away, f"{name} keeps states on the device"
+
+
+def _stepped(sizes: dict[str, int], options: dict[str, Any]) -> dict[str, Any]:
+    found = {}
+    for name in NAMES:
+        kept = []
+        for on_host in (False, True):
+            parallel, batch = made(sizes, optimizer_on_host=on_host, **options)
+            optimizer = OPTIMIZERS[name]([*parallel.parameters()])
+            steps(parallel, optimizer, batch)
+            assert all(p.grad is None for p in parallel.parameters())
+            held = [arena().holds(x) for x in states(optimizer) if x.numel()]
+            kept.append((dict(parallel.full_state_dict()), held))
+        (expected, nothing), (weights, held) = kept
+        same = all(torch.equal(x, weights[n]) for n, x in expected.items())
+        found[name] = same, sum(nothing), all(held)
+    return found
+
+
+def test_three_buckets_are_on_the_device() -> None:
+    seen, said, on_host, whole = run_ranks(1, _metered, timeout=100.0)[0]
+    assert 0.95 * seen <= said <= 1.02 * seen
+    assert on_host == whole > 3 * BUCKET
+
+
+def _metered() -> tuple[int, int, int, int]:
+    parallel, batch = made({"dp": 1}, optimizer_on_host=True)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1, momentum=0.9, foreach=False)
+    steps(parallel, optimizer, batch)
+    parallel.train_step(**batch)
+    pieces = [local_of(x) for p in parallel.parameters() for x in (p, p.grad)]
+    with Meter(pieces, arena().holds) as meter:
+        optimizer.step()
+    said = memory(parallel.compiled()[0])
+    # (AdamW has two moments, of which SGD has one, and each of its steps a value besides)
+    return meter.peak, said.parameters + said.gradients + said.optimizer // 2, 2 * arena().lent, said.states
+
+
+def test_hooks_closures_and_groups() -> None:
+    assert run_ranks(1, _habits, timeout=100.0) == [["closure", "before", "after", "0.5", "kept", "kept"]]
+
+
+def _habits() -> list[str]:
+    """A closure runs once; hooks run once, around; a scheduler's rate counts; a parameter of somebody else is stepped,
+    and its state stays; a step that fails leaves states that the next one takes."""
+    parallel, batch = made({"dp": 1}, optimizer_on_host=True)
+    other, log = torch.nn.Parameter(torch.ones(3)), list[str]()
+    other.grad = torch.ones(3)
+    matrices, rest = ([p for p in parallel.parameters() if (p.dim() == 2) == two] for two in (True, False))
+    optimizer = torch.optim.Adam([{"params": matrices}, {"params": [*rest, other], "lr": 0.25}], lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: log.append("before"))
+    optimizer.register_step_post_hook(lambda *_: log.append("after"))
+
+    def closure() -> float:
+        log.append("closure")
+        return float(parallel.train_step(**batch))
+
+    optimizer.param_groups[1]["lr"] = 0.5
+    optimizer.step(closure)
+    log.append(f"{float(1 - other[0]):.1f}")
+    log.append("kept" if not arena().holds(optimizer.state[other]["exp_avg"]) else "moved")
+    before = [x.clone() for x in states(optimizer)]
+    matrices[-1].grad = None
+    for p in matrices[:1]:
+        p.grad = p.detach().clone()
+    optimizer.param_groups[0]["betas"] = None  # the step raises
+    with contextlib.suppress(TypeError):
+        optimizer.step()
+    del log[5:]
+    same = all(torch.equal(x, y) for x, y in zip(before, states(optimizer), strict=True))
+    return [*log, "kept" if same else "lost"]
+
+
+def test_saved_and_loaded(tmp_path: Path) -> None:
+    """From states on the host to states on the device, and back."""
+    assert all(run_ranks(2, _saved, str(tmp_path), timeout=200.0))
+
+
+def _saved(folder: str) -> bool:
+    def run(at: str, on_host: bool, load: str = "") -> dict[str, Tensor]:
+        parallel, batch = made({"dp": 2}, zero=1, optimizer_on_host=on_host)
+        optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.01)
+        if load:
+            autopar.load(f"{folder}/{load}", parallel, optimizer)
+            assert all(arena().holds(x) == on_host for x in states(optimizer))
+        steps(parallel, optimizer, batch, 2)
+        if at:
+            autopar.save(f"{folder}/{at}", parallel, optimizer, step=2)
+        return dict(parallel.full_state_dict())
+
+    expected = run("device", on_host=False)
+    run("host", on_host=True)
+    expected = run("", on_host=False, load="device")
+    ways = [run("", on_host=True, load="host"), run("", True, "device"), run("", False, "host")]
+    return all(torch.equal(x, found[n]) for found in ways for n, x in expected.items())
+
+
+class Everything(torch.optim.Optimizer):
+    """Steps all parameters by one number of them all."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise AssertionError
+
+
+@pytest.mark.parametrize("kind", [Everything, functools.partial(torch.optim.LBFGS, lr=0.1)], ids=["own", "LBFGS"])
+def test_what_steps_all_together_is_refused(kind: Any) -> None:
+    (said,) = run_ranks(1, _refused, kind, timeout=60.0)
+    assert said.startswith(
+        "optimizer_on_host: needs an optimizer that steps each parameter by itself, such as those of"
+    )
+
+
+def _refused(kind: Any) -> str:
+    parallel, batch = made({"dp": 1}, optimizer_on_host=True)
+    parallel.train_step(**batch)
+    try:
+        kind(parallel.parameters()).step(lambda: torch.zeros(()))
+    except ValueError as error:
+        return str(error)
+    return ""
