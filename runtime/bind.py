@@ -209,15 +209,15 @@ class _Eager:
 
     def __init__(self, groups: Groups, comms: Comms) -> None:
         self._groups, self._comms = groups, comms
-        self._copies = HostCopies.on(groups.device)
 
     def start(self, node: Node) -> Callable[..., Any]:
         if node.target in COPIES:
-            return self._copies.to_host if node.target is ours.to_host.default else self._copies.from_host
+            copies = HostCopies.on(self._groups.device)
+            return copies.to_host if node.target is ours.to_host.default else copies.from_host
         return _start_of(node, self._groups)
 
     def finish(self, node: Node) -> Callable[[Any], Any]:
-        return self._copies.finish if node.target in COPIES else finish
+        return HostCopies.on(self._groups.device).finish if node.target in COPIES else finish
 
     def local(self, node: Node) -> Callable[..., Any]:
         return _local_of(node, self._groups)

@@ -14,7 +14,7 @@ import torch
 import autopar.api  # what is imported before the fork, no check has to import
 import autopar.models.tiny
 from autopar.runtime.devices import RANKS_SHARE_GPUS
-from tests.gpu_check import attention, compiled, dropout, experts, facts, ranks, step
+from tests.gpu_check import attention, compiled, dropout, experts, facts, offload, ranks, step
 from tests.gpu_check.processes import Check, Machine, answer, run_checks
 from tests.gpu_check.rows import FAILED, Row, table, write_json
 
@@ -24,12 +24,18 @@ SECTIONS: dict[str, Callable[[Machine], Sequence[Check]]] = {
     "experts": experts.checks,
     "dropout": dropout.checks,
     "step": step.checks,
+    "offload": offload.checks,
     "ranks": ranks.checks,
     "order": compiled.order_checks,
     "speed": compiled.speed_checks,
 }
 
-TOGETHER = {"kernels": 6, "step": 4, "ranks": 4}  # checks side by side on a GPU: most of each is starting up
+TOGETHER = {
+    "kernels": 6,
+    "step": 4,
+    "offload": 3,
+    "ranks": 4,
+}  # checks side by side on a GPU: most of each is starting up
 
 EVERY = 5.0  # seconds between two JSON files
 
