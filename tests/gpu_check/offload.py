@@ -16,6 +16,7 @@ from autopar.models.tiny import TINY
 from tests.benchmarks.common import Workload
 from tests.gpu_check.processes import Check, Machine
 from tests.gpu_check.rows import FAILED, NOT_APPLICABLE, OK, Row, guarded
+from tests.gpu_check.step import no_waits
 
 EVERYTHING = "everything on the host"
 WIDE = Workload(hidden=1024, layers=8, inner=2816, heads=16, vocab=4096, batch=4, length=1024)
@@ -73,14 +74,8 @@ def unwatched(name: str, mesh: Any, what: str, machine: Machine) -> Row:
     """A later step may not make the host wait. (The first ones make buffers.)"""
     _, step = _loop(name, mesh, checkpoint=EVERYTHING, optimizer_on_host=True, bucket_bytes=20_000)
     losses = [step() for _ in range(STEPS)]
-    if machine.is_gpu:
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits(machine):
         losses.append(step())
-    finally:
-        if machine.is_gpu:
-            torch.cuda.set_sync_debug_mode("default")
     right = all(bool(loss.isfinite()) for loss in losses)
     if not machine.is_gpu and right:
         return Row(what, "no step waits", NOT_APPLICABLE, words="four steps ran; no device to wait for")

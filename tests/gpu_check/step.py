@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Iterator
@@ -101,6 +102,19 @@ def verified(name: str, backend: str, dtype: torch.dtype, mesh: Any, what: str) 
     return Row(what, case, verdict, worst.ratio, "error", "" if report.passed else str(report).splitlines()[0])
 
 
+@contextlib.contextmanager
+def no_waits(machine: Machine) -> Iterator[None]:
+    """Within, torch raises an error where the host would wait for the device."""
+    if machine.is_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if machine.is_gpu:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 def unwatched(name: str, backend: str, mesh: Any, what: str, machine: Machine) -> Row:
     """The loop of a user: a later step may not make the host wait. (The first compiles; the optimizer is lazy.)"""
     dtype = torch.bfloat16 if machine.is_gpu else torch.float64
@@ -116,14 +130,8 @@ def unwatched(name: str, backend: str, mesh: Any, what: str, machine: Machine) -
         return loss.detach() if isinstance(loss, torch.Tensor) else torch.stack([x.detach() for x in loss]).sum()
 
     losses = [step() for _ in range(RECORDED)]
-    if machine.is_gpu:
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits(machine):
         losses.append(step())
-    finally:
-        if machine.is_gpu:
-            torch.cuda.set_sync_debug_mode("default")
     if not all(bool(loss.isfinite()) for loss in losses):
         return Row(what, "no step waits", FAILED, words=f"losses {[float(x) for x in losses]}")
     if not machine.is_gpu:
