@@ -141,7 +141,8 @@ class Saving:
         try:
             try:
                 self._staged.run()
-                write_synced(self._draft / f"rank-{self._groups.rank:05d}.json", json.dumps(self._told))
+                told = {**self._told, "sums": self._staged.sums.found}
+                write_synced(self._draft / f"rank-{self._groups.rank:05d}.json", json.dumps(told))
                 failure = ""
             except Exception as error:
                 failure = (
@@ -191,6 +192,7 @@ class Saving:
             names = [f"rank-{r:05d}.json" for r in range(self._groups.mesh.world_size)]
             told = [read_shown(self._draft / name) for name in names]
             mark = {**_joined(told, self._common), **whole_index(part["index"] for part in told)}
+            mark["sums"] = {file: part["sums"] for part in told for file in part["index"]["files"]}
             for name in names:
                 (self._draft / name).unlink()
             self._run.publish(mark, self._keep)

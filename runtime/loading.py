@@ -7,6 +7,7 @@ together   reads what it needs, and puts it in place
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import os
@@ -26,7 +27,7 @@ from autopar.runtime.in_flight import wait_for_save
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.optimizer_state import Restored, class_of
 from autopar.runtime.pending import note_step
-from autopar.runtime.run_folder import SavedStateError, checkpoint_at, read_mark
+from autopar.runtime.run_folder import MARK, SavedStateError, SavedStep, checkpoint_at, newest_in, read_mark
 from autopar.runtime.saved_tensors import SavedTensors
 from autopar.runtime.saving import several
 from autopar.runtime.state import other_kind
@@ -81,12 +82,14 @@ def load(
         given |= {"folder": str(path), "extra": sorted(map(str, extra or {}))}
         agree_on_arguments(groups, "load", given, owed=held.owed)
         wait_for_save()
-        checkpoint = Path(by_first(groups, "load", functools.partial(_chosen, path)))
+        newest: list[SavedStep | None] = []  # on rank 0, which alone has to know when it saves
+        checkpoint = Path(by_first(groups, "load", functools.partial(_chosen, path, newest)))
         make = functools.partial(_Loading, checkpoint, held, optimizers, schedulers, extra or {})
         loading = together(groups, "load", make)
         model.begin_loading()
         together(groups, "load", loading.read)
         loading.put()
+        held.line.go_on_from(checkpoint, str(loading.mark.get("run", "")), newest[0] if newest else None)
         counts = loading.counts
         model.end_loading(counts["training_steps"], counts["seed"], bool(loading.gradients))
         if not loading.gradients:
@@ -95,7 +98,9 @@ def load(
     return Loaded(checkpoint, counts["step"], loading.extra, *loading.of_run)
 
 
-def _chosen(folder: Path) -> str:
+def _chosen(folder: Path, newest: list[SavedStep | None]) -> str:
+    with contextlib.suppress(OSError):  # of a folder that this run cannot save into either
+        newest.append(newest_in(folder.parent if (folder / MARK).is_file() else folder))
     found, warning = checkpoint_at(folder)
     if warning:
         warnings.warn(f"load: {warning}", stacklevel=2)

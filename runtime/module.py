@@ -35,6 +35,7 @@ from autopar.runtime.note_watch import NoteWatch
 from autopar.runtime.optimizer_steps import watch_optimizers
 from autopar.runtime.pending import now, watch_steps
 from autopar.runtime.results import rebuild_outputs
+from autopar.runtime.run_folder import RunLine
 from autopar.runtime.scaler import GradScaler
 from autopar.runtime.stateful import Stateful
 from autopar.runtime.step_cache import Compiler, Kind, StepCache
@@ -81,6 +82,7 @@ class ParallelModule(Stateful):
         self._watch, self._observers = NoteWatch(groups), Observers()
         self._scaler: GradScaler | None = None
         self._averages: list[Any] = []
+        self._line = RunLine()
         self._last_use = 0
         self._one = torch.ones((), device=groups.device)
         self._tangents: tuple[str, ...] = ()  # outputs beside the losses that somebody has differentiated

@@ -66,20 +66,23 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
     else:
         return None
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
-    if closure is not None:
-        with torch.enable_grad():
-            loss = closure()
-        args, kwargs = (optimizer, lambda: loss), {k: v for k, v in kwargs.items() if k != "closure"}
-    return (_stand_in(optimizer, step), *args[1:]), kwargs
+    if closure is None:
+        return (_stand_in(optimizer, step), *args[1:]), kwargs
+    loss = functools.cache(torch.enable_grad()(closure))
+    kwargs = {k: v for k, v in kwargs.items() if k != "closure"}
+    return (_stand_in(optimizer, step, loss), loss), kwargs
 
 
-def _stand_in(optimizer: Optimizer, step: Callable[[], None]) -> Optimizer:
+def _stand_in(optimizer: Optimizer, step: Callable[[], None], loss: Callable[[], Any] | None = None) -> Optimizer:
     """An optimizer of the same kind for one call of its step. Its attributes are those of ``optimizer``, but for the
-    groups: who reads them first has our parameters stepped, and finds those that are none of ours."""
+    groups: who reads them first has our parameters stepped, behind the ``loss`` that makes their gradients, and finds
+    those that are none of ours."""
     left: list[dict[str, Any]] = []
 
     def groups(_: Any) -> list[dict[str, Any]]:
         if not left:
+            if loss is not None:
+                loss()
             step()
             left.extend(_Others(group) for group in optimizer.param_groups)
         return [group for group in left if group["params"]]

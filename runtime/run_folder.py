@@ -27,9 +27,12 @@ import os
 import re
 import shutil
 import time
+import uuid
+import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from autopar.runtime.checkpoint_folder import sync_path
 from autopar.values import parse
@@ -37,7 +40,8 @@ from autopar.values import parse
 MARK, LATEST, BESIDE = "checkpoint.json", "latest", ".saving-"
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{8,})(-\d+)?")
-_ORDER = re.compile(rb'\{"format": \d+, "order": (\d+)')  # how a mark begins
+_BEGIN = re.compile(rb'\{"format": \d+, "order": (\d+)(?:, "run": "(\w*)")?')  # of a mark
+_END = re.compile(rb', "sum": (\d+)\}$')  # of all before it
 _LOCK = ".lock"
 _busy: set[Path] = set()  # folders that this process is saving into: its own locks do not stop it
 
@@ -46,19 +50,45 @@ class SavedStateError(RuntimeError):
     """A checkpoint could not be written, or read. The message names the rank."""
 
 
+class SavedStep(NamedTuple):
+    """A complete checkpoint in the folder of a run. order: it was the so-manieth to be saved there; run: by which
+    one."""
+
+    order: int
+    name: str
+    run: str
+
+
+@dataclass
+class RunLine:
+    """One run, from its first checkpoint on: ``name`` stands in each, and goes over to a model that loads one. began:
+    when the model was made, in seconds; seen: by folder, the newest checkpoint there when this model last saved into it
+    or loaded from it."""
+
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)
+    began: float = field(default_factory=time.time)
+    seen: dict[Path, SavedStep | None] = field(default_factory=dict)
+
+    def go_on_from(self, checkpoint: Path, run: str, newest: SavedStep | None) -> None:
+        """A checkpoint of ``run`` has been loaded, when this was the newest one of its folder."""
+        self.name = run or self.name
+        self.seen[checkpoint.parent.resolve()] = newest
+
+
 class RunFolder:
     """One save into the folder of a run, on the rank that does what is done once: `begin`, then `publish` or `discard`,
     and `close`."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self._name = folder.resolve(), ""
+    def __init__(self, folder: Path, line: RunLine) -> None:
+        self.folder, self._line, self._name = folder.resolve(), line, ""
         self._held: IO[str] | None = None
 
     def begin(self, step: int) -> Path:
         """The empty folder to write into; what earlier saves have left is removed. Raises ValueError where another
-        process is saving into the same folder."""
+        process is saving into the same folder, and where another run has since this one began."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._take_lock()
+        self._check_alone()
         for left in self.folder.iterdir():
             if left.name.startswith(BESIDE) or left.name == f"{LATEST}.next":
                 shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
@@ -78,11 +108,14 @@ class RunFolder:
         return self.folder / self._name
 
     def publish(self, mark: Mapping[str, Any], keep: int | None) -> None:
-        """From now on the draft is the latest checkpoint; of older ones those that are more than ``keep`` go, and those
-        of the same step."""
-        name, order = self._name, 1 + max((n for n, _ in checkpoints_in(self.folder)), default=0)
-        write_synced(self.draft / MARK, json.dumps({"format": FORMAT, "order": order, **mark}))
+        """From now on the draft is the latest checkpoint; of older ones of this run those that are more than ``keep``
+        go, and those of the same step."""
+        name, newest, line = self._name, newest_in(self.folder), self._line
+        made = SavedStep(newest.order + 1 if newest is not None else 1, name, line.name)
+        text = json.dumps({"format": FORMAT, "order": made.order, "run": made.run, **mark})[:-1]
+        write_synced(self.draft / MARK, f'{text}, "sum": {zlib.crc32(text.encode())}}}')
         sync_path(self.draft)
+        line.seen[self.folder] = made
         os.rename(self.draft, self.target)
         sync_path(self.folder)
         write_synced(self.folder / f"{LATEST}.next", f"{name}\n")
@@ -93,7 +126,7 @@ class RunFolder:
             self._remove_old(name, keep)
 
     def _remove_old(self, last: str, keep: int | None) -> None:
-        found = [name for _, name in checkpoints_in(self.folder)]
+        found = [known.name for known in checkpoints_in(self.folder) if known.run == self._line.name]
         again = [name for name in found if _step_in(name) == _step_in(last) and name != last]
         rest = [name for name in found if name not in again]
         for name in again + (rest[:-keep] if keep else []):
@@ -107,6 +140,22 @@ class RunFolder:
             with contextlib.suppress(OSError):
                 os.rename(self.target, self.draft)
             shutil.rmtree(self.draft, ignore_errors=True)
+
+    def _check_alone(self) -> None:
+        """A run may begin where another one has ended, but two would go on from each other's checkpoints."""
+        newest, line = newest_in(self.folder), self._line
+        known = line.seen.get(self.folder)
+        if newest is None or newest == known:
+            return
+        if known is None:
+            since, others = "began", (self.folder / newest.name / MARK).stat().st_mtime > line.began
+        else:
+            since, others = f"saved or loaded {known.name}", newest.order >= known.order
+        if others:
+            raise ValueError(
+                f"save: another run has saved {newest.name} into {self.folder} since this one {since}; give every job, "
+                "and every model of a job, a folder of its own"
+            )
 
     def _take_lock(self) -> None:
         path = self.folder / _LOCK
@@ -136,14 +185,19 @@ class RunFolder:
 # --- reading ------------------------------------------------------------------------------------------------
 
 
-def checkpoints_in(folder: Path) -> list[tuple[int, str]]:
-    """(number, name) of the complete checkpoints of a run, in the order in which they were saved."""
+def newest_in(folder: Path) -> SavedStep | None:
+    """The complete checkpoint that was saved last, if there is one."""
+    return max(checkpoints_in(folder), default=None)
+
+
+def checkpoints_in(folder: Path) -> list[SavedStep]:
+    """The complete checkpoints in a folder, in the order in which they were saved."""
     found = []
     for path in folder.iterdir():
         if _NAME.fullmatch(path.name) and (path / MARK).is_file():
             with contextlib.suppress(OSError), (path / MARK).open("rb") as mark:  # which may be large
-                if said := _ORDER.match(mark.read(100)):
-                    found.append((int(said[1]), path.name))
+                if said := _BEGIN.match(mark.read(200)):
+                    found.append(SavedStep(int(said[1]), path.name, (said[2] or b"").decode()))
     return sorted(found)
 
 
@@ -164,14 +218,15 @@ def checkpoint_at(folder: Path) -> tuple[Path, str]:
         half = [p.name for p in folder.iterdir() if p.name.startswith(BESIDE) or _NAME.fullmatch(p.name)]
         what = f"only what a save left that was cut off ({half[0]})" if half else "none in it"
         raise ValueError(f"load: needs a checkpoint that autopar.save has written, found {what}: {folder}")
-    name = known[-1][1]
+    name = known[-1].name
     return folder / name, f"{folder / LATEST} names no checkpoint ({said!r}), the last one that was saved is {name}"
 
 
 def read_mark(checkpoint: Path) -> dict[str, Any]:
     """What a checkpoint says of itself. Raises ValueError for one that is damaged, or of a newer format."""
     try:
-        found = parse((checkpoint / MARK).read_text(encoding="utf-8"))
+        written = (checkpoint / MARK).read_bytes()
+        found = parse(written.decode())
     except (OSError, ValueError) as error:
         raise ValueError(f"load: {checkpoint / MARK} cannot be read: {error}; load an older checkpoint") from error
     number = found.get("format") if isinstance(found, dict) else None
@@ -183,6 +238,9 @@ def read_mark(checkpoint: Path) -> dict[str, Any]:
             "version that saved it, or a newer one"
         )
     assert isinstance(found, dict)
+    end = _END.search(written)
+    if end is not None and int(end[1]) != zlib.crc32(written[: end.start()]):
+        raise ValueError(f"load: {checkpoint / MARK} has other bytes than were saved; load an older checkpoint")
     return found
 
 

@@ -37,6 +37,7 @@ from torch.futures import Future
 
 from autopar.adapters.autograd import version_of
 from autopar.adapters.dtensor import local_of
+from autopar.runtime.block_sums import check_blocks
 from autopar.runtime.groups import Groups
 from autopar.runtime.run_folder import SavedStateError
 from autopar.runtime.value_tree import dtype_called
@@ -175,12 +176,14 @@ class SavedTensors(StorageReader):
     that does not say what it should."""
 
     def __init__(self, checkpoint: Path, mark: Mapping[str, Any]) -> None:
-        self._folder, self._used = checkpoint, set[str]()
+        self._folder, self._right = checkpoint, dict[str, set[int]]()
         try:
             self.files: dict[str, int] = {str(name): int(size) for name, size in mark["files"].items()}
             self._told: dict[str, Any] = dict(mark["tensors"])
             self.dtypes = {key: dtype_called(told["dtype"]) for key, told in self._told.items()}
             self.shapes = {key: tuple(map(int, told["shape"])) for key, told in self._told.items()}
+            sums: Mapping[str, Sequence[int]] = mark.get("sums", {})  # older checkpoints have none
+            self._sums = {str(name): list(map(int, found)) for name, found in sums.items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"load: the mark of {checkpoint} says nothing of its tensors: {error!r}") from error
 
@@ -246,6 +249,7 @@ class SavedTensors(StorageReader):
                     stored = self._view(data, place, self.dtypes[item.storage_index.fqn])
                     for dim, (start, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                         stored = stored.narrow(dim, start, size)
+                    self._check(place, data, stored)
                     target = planner.resolve_tensor(item).detach()
                     target.copy_(stored)
                     planner.commit_tensor(item, target)
@@ -261,6 +265,21 @@ class SavedTensors(StorageReader):
         if count == 0:
             return torch.empty(place.sizes, dtype=dtype)
         return torch.frombuffer(data, dtype=torch.uint8, count=count, offset=place.at).view(dtype).view(place.sizes)
+
+    def _check(self, place: _FilePlace, data: mmap.mmap, part: Tensor) -> None:
+        """Raises SavedStateError where what is read of a file is not what was written."""
+        if place.file not in self._sums or part.numel() == 0:
+            return
+        start = place.at + int(part.storage_offset()) * part.itemsize
+        stop = start + int(1 + sum((n - 1) * stride for n, stride in zip(part.shape, part.stride()))) * part.itemsize
+        with memoryview(data) as whole:
+            known = self._right.setdefault(place.file, set())
+            wrong = check_blocks(whole, start, stop, self._sums[place.file], known)
+        if wrong is not None:
+            raise SavedStateError(
+                f"load: {self._folder / place.file} has other bytes than were saved, behind byte {wrong}: a disk or a "
+                "copy of it has changed them; load an older one"
+            )
 
     # --- what a storage reader of torch has, beside -----------------------------------------------------------
 

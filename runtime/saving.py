@@ -84,7 +84,7 @@ def save(
         wait_for_save()
         parts = together(groups, "save", lambda: _checked_parts(held, optimizers, schedulers, chosen, extra or {}))
         _agree(groups, parts, str(path))
-        run = RunFolder(path)
+        run = RunFolder(path, held.line)
         file = f"rank-{groups.rank:05d}.safetensors"
         try:
             draft = Path(by_first(groups, "save", lambda: str(run.begin(chosen))))

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.runtime.block_sums import BlockSums
 from autopar.runtime.saved_tensors import Piece
 
 WAVE = 32 * 2**20  # bytes of a slot
@@ -71,11 +72,12 @@ def _free_memory() -> int:
 class StagedFile:
     """A file that is being written: ``head``, then the pieces. The file is made here, so that what stands in the way of
     that is known at once (OSError). ``slots``: for copies; None: pieces do not change meanwhile, and are written as
-    they are."""
+    they are. sums: of what has been written."""
 
     def __init__(self, path: Path, head: bytes, pieces: Sequence[Piece], slots: Slots | None) -> None:
         self._file = path.open("xb", buffering=0)
         self._head, self._pieces, self._slots = head, pieces, slots
+        self.sums = BlockSums()
         self._filled: queue.SimpleQueue[tuple[Tensor, int, torch.Event | None] | None] = queue.SimpleQueue()
         self.staged = threading.Event()
         self._error: BaseException | None = None
@@ -174,6 +176,7 @@ class StagedFile:
         self._filled.put((slot, used, there))
 
     def _write(self, data: memoryview) -> None:
+        self.sums.add(data)
         while data:
             data = data[self._file.write(data) :]
 

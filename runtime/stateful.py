@@ -25,6 +25,7 @@ from autopar.runtime.agreement import Claim, agree_on_arguments, agree_on_pieces
 from autopar.runtime.failures import reporting
 from autopar.runtime.groups import Groups
 from autopar.runtime.pending import about_to_write, now
+from autopar.runtime.run_folder import RunLine
 from autopar.runtime.safetensors_io import Recipes, load_pretrained, save_pretrained, saved_steps
 from autopar.runtime.scaler import GradScaler
 from autopar.runtime.step_cache import StepCache
@@ -38,7 +39,8 @@ class Held:
 
     own: its pieces of parameters by name; ``canonical``: any name of a parameter, tied ones too -> its name. buffers:
     those that are saved. last_use: when the last training step began (`autopar.runtime.pending`). averages: of
-    `autopar.ema`, in the order in which they were made. owed: what earlier calls have left to be compared.
+    `autopar.ema`, in the order in which they were made. owed: what earlier calls have left to be compared. line: which
+    run's checkpoints it saves.
     """
 
     groups: Groups
@@ -54,6 +56,7 @@ class Held:
     averages: list[Any]
     last_use: int
     owed: list[Claim]
+    line: RunLine
 
 
 class Stateful(nn.Module):
@@ -67,6 +70,7 @@ class Stateful(nn.Module):
     _seed: int
     _scaler: GradScaler | None
     _averages: list[Any]
+    _line: RunLine
     _last_use: int
 
     @property
@@ -91,6 +95,7 @@ class Stateful(nn.Module):
             list(self._averages),
             self._last_use,
             self._cache.owed(),
+            self._line,
         )
 
     def take_average(self, average: Any) -> None:

@@ -57,6 +57,13 @@ def on_first(call: Callable[[], Any]) -> None:
     dist.barrier()
 
 
+def flip(file: Path, at: int) -> None:
+    """One bit of a byte."""
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
 def damaged(folder: str) -> Said:
     """Checkpoints that were good, one fault each."""
     run, base = Run({"dp": 2}, zero=1), Path(folder)
@@ -72,10 +79,15 @@ def damaged(folder: str) -> Said:
         said[name] = told(lambda: run.load(str(copy)))
 
     def write(copy: Path, **new: Any) -> None:
-        (copy / MARK).write_text(json.dumps({**mark, **new}))
+        (copy / MARK).write_text(json.dumps({k: v for k, v in mark.items() if k != "sum"} | new))
 
     change("missing file", lambda copy: (copy / "rank-00001.safetensors").unlink())
     change("truncated file", lambda copy: os.truncate(copy / "rank-00001.safetensors", 1000))
+    change("flipped bit", lambda copy: flip(copy / "rank-00001.safetensors", -1))
+    change("flipped in the head", lambda copy: flip(copy / "rank-00000.safetensors", 20))
+    change("flipped in the mark", lambda copy: flip(copy / MARK, (good / MARK).read_text().index('"seed": ') + 8))
+    change("no sums", lambda copy: write(copy, sums={name: [] for name in mark["sums"]}))
+    change("text for sums", lambda copy: write(copy, sums="many"))
     change("half a mark", lambda copy: os.truncate(copy / MARK, 500))
     change("empty mark", lambda copy: (copy / MARK).write_text(""))
     change("list as a mark", lambda copy: (copy / MARK).write_text("[]"))
@@ -105,6 +117,12 @@ def test_damaged_checkpoints_are_named(tmp_path: Path) -> None:
     expected = {
         "missing file": "ValueError: load: .*rank-00001.safetensors is missing: the checkpoint is damaged",
         "truncated file": "rank-00001.safetensors has 1000 bytes, needs",
+        "flipped bit": r"SavedStateError: load: .*rank-00001.safetensors has other bytes than were saved, behind byte 0"
+        r".*load an older one \(on rank [01]\)",
+        "flipped in the head": "rank-00000.safetensors has other bytes than were saved",
+        "flipped in the mark": "ValueError: load: .*checkpoint.json has other bytes than were saved",
+        "no sums": "rank-0000[01].safetensors has other bytes than were saved",
+        "text for sums": "says nothing of its tensors",
         "half a mark": "checkpoint.json cannot be read: no JSON at line 1",
         "empty mark": "cannot be read",
         "list as a mark": "is no mark of a checkpoint",

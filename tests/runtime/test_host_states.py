@@ -100,7 +100,7 @@ def _metered() -> tuple[int, int, int, int]:
 
 
 def test_hooks_closures_and_groups() -> None:
-    assert run_ranks(1, _habits, timeout=100.0) == [["closure", "before", "after", "0.5", "kept", "kept"]]
+    assert run_ranks(1, _habits, timeout=100.0) == [["before", "closure", "after", "0.5", "kept", "kept"]]
 
 
 def _habits() -> list[str]:

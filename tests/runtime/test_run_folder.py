@@ -72,6 +72,48 @@ def test_folders(tmp_path: Path) -> None:
     assert (tmp_path / "step-00000009" / "mine").exists()
 
 
+def two_runs(folder: str) -> list[Any]:
+    """Of one folder: at once, one that goes on from the other's checkpoint, one that begins anew behind it."""
+    base, found = Path(folder), list[Any]()
+
+    def tried(run: Run, **how: Any) -> str:
+        try:
+            run.save(folder, **how).wait()
+        except ValueError as error:
+            return str(error).replace(folder, "FOLDER").partition(";")[0]
+        return ", ".join(sorted(p.name for p in base.iterdir() if p.name.startswith("step")))
+
+    a, b = Run({"dp": 1}), Run({"dp": 1}, seed=1)
+    found += [tried(a, step=1), tried(b, step=1, keep=1, asynchronous=True), tried(a, step=2)]
+    b.load(folder)
+    found += [tried(a, step=3, asynchronous=True), tried(b, step=3, keep=1), tried(a, step=4, keep=3)]
+    c = Run({"dp": 1}, seed=2)
+    c.step()
+    found += [tried(c, step=4, keep=1), tried(c, step=5, keep=1), tried(a, step=5)]
+    again = Run({"dp": 1}, seed=3)
+    again.load(f"{folder}/step-00000003")
+    found += [tried(again, step=3, keep=2), tried(c, step=6)]
+    return found
+
+
+def test_two_runs_do_not_mix(tmp_path: Path) -> None:
+    """The one that comes second is refused; nothing of the other is removed."""
+    other = "save: another run has saved step-0000000"
+    assert run_ranks(1, two_runs, str(tmp_path))[0] == [
+        "step-00000001",
+        f"{other}1 into FOLDER since this one began",
+        "step-00000001, step-00000002",
+        "step-00000001, step-00000002, step-00000003",
+        f"{other}3 into FOLDER since this one saved or loaded step-00000002",
+        "step-00000002, step-00000003, step-00000004",
+        "step-00000002, step-00000003, step-00000004, step-00000004-2",
+        "step-00000002, step-00000003, step-00000004, step-00000005",
+        f"{other}5 into FOLDER since this one saved or loaded step-00000004",
+        "step-00000003-2, step-00000004, step-00000005",
+        "save: another run has saved step-00000003-2 into FOLDER since this one saved or loaded step-00000005",
+    ]
+
+
 def two_models(folder: str) -> list[float]:
     """Of one process, each with its optimizer, saved beside the training in turn."""
     a, b = Run({"dp": 2}, zero=1), Run({"dp": 2}, seed=1, zero=3)
