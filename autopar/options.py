@@ -165,8 +165,8 @@ class Options:
         "auto with a memory_limit, else what the model asks for", names=CHECKPOINTS,
     )  # fmt: skip
     loss_chunks: int = _option(
-        0, COUNT, "chunks of tokens in which losses are computed: the logits of one exist at once, and the backward "
-        "makes them again; 1: whole", "as many as help, with a memory_limit; else whole",
+        0, COUNT, "chunks of tokens in which losses are computed: the logits of one exist at once; 1: whole",
+        "as many as help, with a memory_limit; else whole",
     )  # fmt: skip
     attention: str = _option(
         "auto",

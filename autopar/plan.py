@@ -125,7 +125,8 @@ class Plan:
     by node. ``batch_dims``: input -> its batch dim, None for one that is no part of the batch; empty where nothing
     cuts the batch. ``shares``: what each axis cuts, and what stands in the way; FLOPs once a batch is compiled.
     ``checkpoints``: once a batch is compiled, the layers whose backward makes something again. ``loss_chunks``: in how
-    many chunks losses are computed; 0 until a batch is compiled.
+    many chunks losses are computed; 0 until a batch is compiled. ``loss_gradients``: what makes the gradients of these
+    chunks, the "forward" or, with their logits once more, the "backward".
     """
 
     mesh: Mesh
@@ -143,6 +144,7 @@ class Plan:
     shares: tuple[AxisShare, ...] = ()
     checkpoints: tuple[LayerCheckpoint, ...] = ()
     loss_chunks: int = 0
+    loss_gradients: str = ""
 
     def parameter(self, name: str, axis: str) -> ParameterPlan:
         return self.parameters.get(name, {}).get(axis, ParameterPlan())
@@ -172,6 +174,7 @@ class Plan:
             shares=(),
             checkpoints=(),
             loss_chunks=0,
+            loss_gradients="",
         )
 
     def override(self, changes: Mapping[str, Mapping[str, Placement | str]]) -> Plan:
@@ -231,7 +234,10 @@ class Plan:
         lines += [f"  piece {name:<54} tp: {p}  of a whole fused weight" for name, p in self.weight_pieces.items()]
         for share in self.shares:
             lines += [f"  {share}", *(f"    {part}" for part in share.whole)]
-        lines += [f"  losses in {self.loss_chunks} chunks of tokens"] if self.loss_chunks > 1 else []
+        if self.loss_chunks > 1:
+            lines.append(
+                f"  losses in {self.loss_chunks} chunks of tokens, their gradients in the {self.loss_gradients}"
+            )
         lines += checkpoint_lines(self.checkpoints)
         lines += [f"  note {subject}: {reason}" for subject, reason in self.notes]
         return "\n".join(lines)
@@ -273,6 +279,7 @@ class Plan:
                 "batch_dims": dict(self.batch_dims),
                 "checkpoints": [dataclasses.asdict(layer) for layer in self.checkpoints],
                 "loss_chunks": self.loss_chunks,
+                "loss_gradients": self.loss_gradients,
                 "shares": [dataclasses.asdict(share) for share in self.shares],
                 "pipeline": dataclasses.asdict(self.pipeline) if self.pipeline is not None else None,
             },
@@ -297,7 +304,7 @@ def _renamed(value: Any) -> Any:
         return value
     if "slices" in value and "weight_pieces" not in value:
         value = {"weight_pieces" if name == "slices" else name: v for name, v in value.items()}
-    return {"shares": [], "checkpoints": [], "loss_chunks": 0, **value}
+    return {"shares": [], "checkpoints": [], "loss_chunks": 0, "loss_gradients": "", **value}
 
 
 def _placement(value: Any, at: str) -> Placement:

@@ -2,8 +2,9 @@
 
 Consumes    a local graph whose losses per row (`autopar.cross_entropy`, whole or of a piece of the vocabulary) come of
             a product with a weight, by operators that treat every row alike.
-Guarantees  the same losses, from chunks of rows, in order. What a chunk computes is noted (``chunk``), so that the
-            backward makes it again right before it takes it: F and B hold the logits of one chunk.
+Guarantees  the same losses, from chunks of rows, in order. What makes a chunk's logits is noted (``chunk``): F makes
+            their gradient at once (`early_gradients`), or the backward makes them again right before it takes them,
+            so that F and B hold the logits of one chunk.
 Leaves      a head whose logits somebody else takes, and losses whose log-sum-exp somebody takes.
 
     x = linear(h, w); l = cross_entropy(reshape(x, [64, V]), t)
@@ -13,7 +14,7 @@ Leaves      a head whose logits somebody else takes, and losses whose log-sum-ex
 
 Found by dataflow, with any number of casts, scales, caps and biases in between. The sum over ranks that a cut
 vocabulary takes (Megatron-LM, section 3) is one per chunk. Source of the idea: Liger Kernel (Hsu et al. 2024, section
-3.2), which makes gradients in the forward; here B makes logits again, one product more of three.
+3.2).
 """
 
 from __future__ import annotations

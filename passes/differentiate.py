@@ -56,17 +56,18 @@ class Differentiated:
         results: Mapping[str, str],
         fixed: Iterable[str],
         sums: Mapping[str, torch.dtype] | None = None,
+        early: bool = False,
     ) -> None:
         """results: name of each output, in order -> its kind: "loss", "sent", "mutation" or "output". fixed: names of
         the placeholders that are parameters, buffers or constants. Gradients are made for every placeholder that has
-        one; they start from losses and from what is sent. sums: see `Joint`."""
+        one; they start from losses and from what is sent. sums, early: see `Joint`."""
         self.results, self.fixed = results, set(fixed)
         self.names, values = list(results), outputs(gm)
         self.live = [i for i, v in enumerate(values) if isinstance(v, Node) and has_gradient(v)]
         self.active = [i for i in self.live if results[self.names[i]] in ("loss", "sent")]
         own_outputs(gm, self.active)
         self.calls = forward_calls(gm)
-        self.joint = _joint(gm, self.active, self.fixed, sums or {})
+        self.joint = _joint(gm, self.active, self.fixed, sums or {}, early)
 
     def stage(self, split: bool = False, checkpoints: PartCheckpoints = NOTHING) -> Stage:
         """split: make B and W as well. checkpoints: of values of the joint graph."""
@@ -184,11 +185,13 @@ def lowered(gm: GraphModule) -> GraphModule:
     return Joint(gm, [False for _ in specs], (), {}).forward()
 
 
-def _joint(gm: GraphModule, active: list[int], fixed: Iterable[str], sums: Mapping[str, torch.dtype]) -> Joint:
+def _joint(
+    gm: GraphModule, active: list[int], fixed: Iterable[str], sums: Mapping[str, torch.dtype], early: bool
+) -> Joint:
     """Gradients are wanted of every placeholder that has one and that an active output depends on."""
     values = outputs(gm)
     reached = ancestors([values[i] for i in active])
-    return Joint(gm, [has_gradient(n) and n in reached for n in placeholders(gm)], fixed, sums)
+    return Joint(gm, [has_gradient(n) and n in reached for n in placeholders(gm)], fixed, sums, early)
 
 
 def own_outputs(gm: GraphModule, active: list[int]) -> None:

@@ -23,6 +23,7 @@ from autopar.ir.graph import add_placeholder, ancestors, copy_node, is_call, out
 from autopar.ir.meta import ORIGIN, inherit
 from autopar.ir.storages import is_dense
 from autopar.ops.traits import aliases, is_cheap, is_view
+from autopar.passes.early_gradients import early_gradients
 from autopar.passes.own_gradients import own_gradients
 from autopar.passes.sum_products import sum_products
 from autopar.passes.trace_joint import joint_graph
@@ -39,14 +40,21 @@ class Joint:
     primals: placeholder -> its name in the local graph. tangents: one per output with a gradient, in order. outs: the
     outputs of the local graph. gradients: name of a wanted placeholder -> its gradient (None: it has none). wanted:
     what the backward takes of the forward. remade: what of this, and of what that is made of, it makes again; always:
-    what of this is not up to a policy. hosted: of what F keeps, what waits in host memory.
+    what of this is not up to a policy. early: gradients that F makes. hosted: of what F keeps, what waits in host
+    memory.
     """
 
     def __init__(
-        self, gm: GraphModule, wanted: Sequence[bool], fixed: Iterable[str], sums: Mapping[str, torch.dtype]
+        self,
+        gm: GraphModule,
+        wanted: Sequence[bool],
+        fixed: Iterable[str],
+        sums: Mapping[str, torch.dtype],
+        early: bool = False,
     ) -> None:
         """``wanted``: per placeholder, whether its gradient is. ``fixed``: names of parameters, buffers, constants.
-        ``sums``: placeholder -> what its gradient is summed over ranks in."""
+        ``sums``: placeholder -> what its gradient is summed over ranks in. ``early``: whether F makes gradients of
+        losses in chunks, where it can."""
         names = [n.name for n in placeholders(gm)]
         self.gm = joint = joint_graph(gm, wanted)
         nodes, count = placeholders(joint), len(outputs(gm))
@@ -56,11 +64,14 @@ class Joint:
         self.primals = dict(zip(nodes, names, strict=False))
         self.tangents = nodes[len(names) :]
         sum_products(joint, self.tangents)
+        if early:
+            early_gradients(joint, self.tangents)
         results = list(output_node(joint).args[0])  # type: ignore[arg-type]
         self.outs: list[Node | None] = results[:count]
         self.gradients = {n: g for n, g, w in zip(names, results[count:], wanted, strict=False) if w}
         self.order = {n: i for i, n in enumerate(joint.graph.nodes)}
-        self.made = ancestors(n for n in self.outs if isinstance(n, Node))
+        self.early = {n for n in joint.graph.nodes if "early" in n.meta}
+        self.made = ancestors([*(n for n in self.outs if isinstance(n, Node)), *self.early])
         kept = set(fixed)
         self.parameter_only = self._parameter_only({p for p, name in self.primals.items() if name in kept})
         grads = [g for g in self.gradients.values() if g is not None]

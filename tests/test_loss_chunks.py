@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx import Node
 
+from autopar.api import parallelize
 from autopar.compile.model import compile_model
 from autopar.cost.memory import memories, memory
 from autopar.cost.step_traffic import step_communication
 from autopar.ir.mesh import Mesh
+from autopar.ops.traits import PRODUCTS
 from autopar.options import Options
 from autopar.passes.chunk_losses import chunk_losses, heads
 from autopar.plan import Plan
 from autopar.report.graph_text import format_graph
+from autopar.runtime.groups import init_mesh
 from autopar.steps.graphs import Compiled
 from tests.cells import Cell, called, check, compile_cell, simulated
+from tests.ranks import run_ranks
 from tests.subjects import tiny
 
 CELLS = [
@@ -31,18 +38,23 @@ CELLS = [
     Cell("two losses", Mesh.of(dp=2), Options(loss_chunks=3)),
     Cell("llama", Mesh.of(cp=2), Options(loss_chunks=2)),
 ]
-STAGES = Cell("llama", Mesh.of(pp=2), Options(loss_chunks=3, micro_batches=4, schedule="zb_h1"))
+STAGES = {
+    "backward": Cell("llama", Mesh.of(pp=2), Options(loss_chunks=3, micro_batches=4, schedule="zb_h1")),
+    "forward": Cell("gpt2", Mesh.of(pp=2), Options(loss_chunks=3, micro_batches=4, schedule="1f1b")),  # tied
+}
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_equals_one_process(cell: Cell) -> None:
-    assert compile_cell(cell).plan.loss_chunks == cell.options.loss_chunks
+    plan = compile_cell(cell).plan
+    assert (plan.loss_chunks, plan.loss_gradients) == (cell.options.loss_chunks, "forward")
     check(simulated(cell))
 
 
-@pytest.mark.parametrize("cell", [STAGES], ids=str)
-def test_stages_on_ranks(cell: Cell) -> None:
-    check(called(cell))
+@pytest.mark.parametrize("maker", STAGES)
+def test_stages_on_ranks(maker: str) -> None:
+    assert compile_cell(STAGES[maker]).plan.loss_gradients == maker
+    check(called(STAGES[maker]))
 
 
 @functools.cache
@@ -51,36 +63,65 @@ def wide() -> tuple[nn.Module, dict[str, Tensor]]:
     return tiny("llama", vocab_size=2048)
 
 
-def compiled(mesh: Mesh = Mesh.of(), **options: Any) -> Compiled:  # noqa: B008  (frozen)
+def compiled(mesh: Mesh = Mesh.of(), maker: str = "", **options: Any) -> Compiled:  # noqa: B008  (frozen)
+    """``maker``: of the gradients of chunks, where it is not the plan's choice."""
     model, batch = wide()
-    return compile_model(model, batch, mesh, Options(**options), outputs=())
+    made = compile_model(model, batch, mesh, Options(**options), outputs=())
+    if maker in ("", made.plan.loss_gradients):
+        return made
+    plan = dataclasses.replace(made.plan, loss_gradients=maker, checkpoints=())
+    return compile_model(model, batch, mesh, plan=plan, outputs=())
 
 
-def test_one_chunk_of_logits_exists_at_once() -> None:
+@pytest.mark.parametrize("maker", ["forward", "backward"])
+def test_one_chunk_of_logits_exists_at_once(maker: str) -> None:
     """[128, 2048] float32 logits, and their gradient: of 8 chunks an eighth of each."""
-    logits = 128 * 2048 * 4
-    whole, parts = (memory(compiled(loss_chunks=n, checkpoint="none")) for n in (1, 8))
-    assert whole.saved - parts.saved == pytest.approx(logits, rel=0.01)
-    assert whole.forward_peak - parts.forward_peak > 7 / 8 * logits
-    weight = 2048 * 32 * 8  # its gradient, which whole logits leave behind before it is there
-    assert whole.backward_peak - parts.backward_peak > 7 / 8 * 2 * logits - weight
+    logits, weight = 128 * 2048 * 4, 2048 * 32 * 8
+    whole, parts = (memory(compiled(maker=maker, loss_chunks=n, checkpoint="none")) for n in (1, 8))
+    kept = weight if maker == "forward" else 0  # the weight's gradient
+    assert whole.saved - parts.saved == pytest.approx(logits - kept, rel=0.01)
+    assert whole.forward_peak - parts.forward_peak > 7 / 8 * logits - kept - logits / 4
+    # whole logits are gone before it is there
+    assert whole.backward_peak - parts.backward_peak > 7 / 8 * 2 * logits - weight - kept
 
 
-def test_the_gradient_of_the_weight_is_there_once() -> None:
+@pytest.mark.parametrize("maker", ["forward", "backward"])
+def test_the_gradient_of_the_weight_is_there_once(maker: str) -> None:
     """Of a vocabulary that is large against the tokens of a chunk the peak is where the embedding has its gradient as
     well, and not where the sum so far, that of the chunk and the new sum would be."""
     model, batch = tiny("llama", vocab_size=4096)
-    held = memory(compile_model(model, batch, Mesh.of(), Options(loss_chunks=32, checkpoint="none"), outputs=()))
+    options = Options(loss_chunks=32, checkpoint="none")
+    plan = dataclasses.replace(
+        compile_model(model, batch, Mesh.of(), options, outputs=()).plan, loss_gradients=maker, checkpoints=()
+    )
+    held = memory(compile_model(model, batch, Mesh.of(), plan=plan, outputs=()))
     weight, logits = 4096 * 32 * 8, 4 * 4096 * 8
-    assert held.backward_peak < held.saved + 2 * weight + 1.5 * logits
+    kept = weight if maker == "forward" else 0
+    assert max(held.forward_peak, held.backward_peak) < held.saved - kept + 2 * weight + 2.5 * logits
+
+
+def test_no_product_is_made_twice() -> None:
+    """F and B together have the head's three products, of each chunk; or its first once more."""
+    counts = {}
+    for maker in ("forward", "backward"):
+        stage = compiled(maker=maker, loss_chunks=4, checkpoint="none").stage
+        graphs = [step.unnamed for step in (stage.forward, stage.backward_reduce or stage.backward) if step is not None]
+        wide = [n for gm in graphs for n in gm.graph.nodes if n.target in PRODUCTS and _has_classes(n, 2048)]
+        counts[maker] = len(wide)
+    assert counts == {"forward": 12, "backward": 16}
+
+
+def _has_classes(node: Node, classes: int) -> bool:
+    return any(classes in x.meta["val"].shape for x in (node, *node.all_input_nodes))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved"])
 def test_chunks_hold_no_more_on_stages(schedule: str) -> None:
-    """W takes the gradients of all chunks' logits from B, as it would take those of whole logits."""
+    """W takes the gradients of all chunks' logits from B, as it would take those of whole logits; or F leaves that of
+    the weight, which B scales."""
     options: dict[str, Any] = {"micro_batches": 4, "schedule": schedule, "checkpoint": "none"}
     whole, parts = (memories(compiled(Mesh.of(pp=2), loss_chunks=n, **options)) for n in (1, 8))
-    assert all(part.peak <= all_of_it.peak for all_of_it, part in zip(whole, parts, strict=True))
+    assert all(part.peak <= all_of_it.peak + 8 for all_of_it, part in zip(whole, parts, strict=True))
 
 
 def test_the_graph() -> None:
@@ -113,6 +154,76 @@ def test_under_a_limit_they_come_where_they_help() -> None:
     model, batch = wide()
     again = compile_model(model, batch, Mesh.of(), plan=plan, outputs=())
     assert again.plan == plan and memory(again) == memory(tight)
+
+
+class Habits(nn.Module):
+    """A head, and what somebody does with the losses of its rows, before anybody asks for a gradient."""
+
+    def __init__(self, habit: str, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.habit, self.body, self.head = habit, nn.Linear(8, 8, dtype=dtype), nn.Linear(8, 16, dtype=dtype)
+
+    def forward(self, x: Tensor, target: Tensor, weight: Tensor) -> Any:
+        rows = torch.nn.functional.cross_entropy(self.head(self.body(x)), target, reduction="none")
+        if self.habit == "weighted":
+            return (rows * weight).sum() / weight.sum()
+        if self.habit == "clipped":
+            return rows.clamp(max=2.9).mean()
+        if self.habit == "square":
+            return rows.mean() ** 2
+        if self.habit == "two":
+            return {"loss": rows.mean(), "other_loss": (rows * weight).mean()}
+        if self.habit == "beside":
+            return rows.mean() + 0.1 * self.body(x).square().mean()
+        return rows.mean()
+
+
+def habit_batch(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return {
+        "x": torch.randn(8, 8, dtype=dtype),
+        "target": torch.randint(0, 16, (8,)),
+        "weight": torch.rand(8).to(dtype),
+    }
+
+
+@pytest.mark.parametrize(
+    ("habit", "maker"),
+    [
+        ("mean", "forward"),
+        ("weighted", "forward"),
+        ("beside", "forward"),
+        ("clipped", "backward"),  # which rows count depends on their losses
+        ("square", "backward"),
+        ("two", "backward"),
+    ],
+)
+def test_whose_gradient_is_known_before_the_loss(habit: str, maker: str) -> None:
+    """Such losses are exact whoever makes their gradients, for whatever gradient of their own."""
+    torch.manual_seed(1)
+    model, batch = Habits(habit), habit_batch()
+    assert compile_model(model, batch, Mesh.of(), Options(loss_chunks=3)).plan.loss_gradients == maker
+    run_ranks(1, scaled_losses, habit)
+
+
+def scaled_losses(habit: str) -> None:
+    """A loss that is scaled, and taken away, before anybody asks for its gradient; twice."""
+    torch.manual_seed(1)
+    model, batch = Habits(habit), habit_batch()
+    parallel = parallelize(copy.deepcopy(model), init_mesh("cpu", 60.0, dp=1), loss_chunks=3, example_batch=batch)
+    for scale in (3.0, -0.5):
+        for module in (model, parallel):
+            found = module(**batch)
+            loss = found["loss"] * scale + found["other_loss"] if isinstance(found, dict) else found * scale
+            loss.backward()
+    for (name, mine), right in zip(parallel.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), right.grad, rtol=1e-12, atol=1e-14, msg=name)
+
+
+def test_gradients_in_half_precision_wait_for_the_scale() -> None:
+    batch = habit_batch(torch.float16)
+    made = compile_model(Habits("mean", torch.float16), batch, Mesh.of(), Options(loss_chunks=3))
+    assert made.plan.loss_gradients == "backward"
 
 
 class Odd(nn.Module):

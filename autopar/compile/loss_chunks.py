@@ -16,6 +16,8 @@ from autopar.checkpoint_policies import AUTO
 from autopar.compile.fit_memory import LimitError
 from autopar.ir.graph import copy_graph, nbytes
 from autopar.passes.chunk_losses import Head, chunk_losses, heads
+from autopar.plan import Plan
+from autopar.planner.step_order import most_waiting, planned_order
 from autopar.rewrite.compilation import Compilation
 from autopar.steps.graphs import Cache, Compiled
 
@@ -33,42 +35,72 @@ def in_chunks(
     assert plan is not None
     count, options = plan.loss_chunks or plan.options.loss_chunks, plan.options
     found = heads(graphs[0][0]) if train and len(graphs) == 1 else []
-    if train and count > 1:
-        if not found:
-            raise ValueError(
-                f"loss_chunks: no loss can be computed in {count} chunks: it takes one of a product with a weight, of "
-                "whose logits nobody else takes any, and whole micro-batches; leave loss_chunks out"
-            )
-        ctx.plan = replace(plan, loss_chunks=count)
-        return attempt(_chunked(graphs, count))
+    if train and count > 1 and not found:
+        raise ValueError(
+            f"loss_chunks: no loss can be computed in {count} chunks: it takes one of a product with a weight, of "
+            "whose logits nobody else takes any, and whole micro-batches; leave loss_chunks out"
+        )
     several = max((_chunks_of(head) for head in found), default=1)
-    if count == 1 or options.checkpoints != AUTO or several == 1:
-        ctx.plan = replace(plan, loss_chunks=int(train))
-        return attempt(graphs)
-    return _better(graphs, ctx, several, attempt)
+    if train and count > 1:
+        ways = [(count, way) for way in ([plan.loss_gradients] if plan.loss_gradients else _makers(plan))]
+    elif count == 1 or options.checkpoints != AUTO or several == 1:
+        ways = [(int(train), "")]
+    else:
+        ways = [(1, ""), *((several, way) for way in _makers(plan))]
+    return _best(graphs, ctx, ways if options.checkpoints == AUTO else ways[:1], attempt)
 
 
-def _better(
-    graphs: Sequence[Made], ctx: Compilation, several: int, attempt: Callable[[Sequence[Made]], Compiled]
+def _makers(plan: Plan) -> list[str]:
+    """What may make the gradients of chunks, the fastest first: F does where its B follows, so that the gradient of a
+    head is there once."""
+    if plan.pipeline is not None and most_waiting(planned_order(plan)) > 1:
+        return ["backward"]
+    return ["forward", "backward"]
+
+
+def _best(
+    graphs: Sequence[Made],
+    ctx: Compilation,
+    ways: Sequence[tuple[int, str]],
+    attempt: Callable[[Sequence[Made]], Compiled],
 ) -> Compiled:
-    plan = ctx.plan
-    assert plan is not None
-    found: list[Compiled] = []
+    """The first way that makes nothing again, or the one that makes least; with the plan's word for it."""
+
+    def tried(way: tuple[int, str]) -> Compiled:
+        assert ctx.plan is not None
+        ctx.plan = replace(ctx.plan, loss_chunks=way[0], loss_gradients=way[1])
+        return _as_made(attempt(_chunked(graphs, way[0])))
+
+    if len(ways) == 1:
+        return tried(ways[0])
+    found: list[tuple[Compiled, tuple[int, str]]] = []
     errors: list[LimitError] = []
     with ctx.unobserved() as watched:
-        for count in (1, several):
-            ctx.plan = replace(plan, loss_chunks=count)
+        for way in ways:
             try:
-                found.append(attempt(_chunked(graphs, count)))
+                found.append((tried(way), way))
             except LimitError as error:
                 errors.append(error)
-            if found and not found[0].plan.checkpoints:
+            if found and not _seconds(found[-1][0]):
                 break
     if not found:
         raise min(errors, key=lambda error: error.least)
-    best = min(found, key=lambda made: sum(layer.seconds for layer in made.plan.checkpoints))
+    best, way = min(found, key=lambda pair: _seconds(pair[0]))
     ctx.plan = best.plan
-    return attempt(_chunked(graphs, best.plan.loss_chunks)) if watched else best
+    return tried(way) if watched else best
+
+
+def _seconds(made: Compiled) -> float:
+    """Lost to what is made again."""
+    return sum(layer.seconds for layer in made.plan.checkpoints)
+
+
+def _as_made(made: Compiled) -> Compiled:
+    """With the truth about who makes gradients of chunks: F cannot of every loss."""
+    if made.plan.loss_gradients == "forward":
+        early = any("early" in n.meta for part in made.pipeline.parts for n in part.forward.unnamed.graph.nodes)
+        made.plan = replace(made.plan, loss_gradients="forward" if early else "backward")
+    return made
 
 
 def _chunked(graphs: Sequence[Made], count: int) -> list[Made]:

@@ -104,8 +104,8 @@ class PipelineMaker:
                 self._known.like(self.parts[k])  # as it is before this
             part = self.cuts[sample].parts[k]
             results = part.results if self.train else dict.fromkeys(part.results, "output")
-            sums = _sums(part, self.plan.options.precision)
-            self._derived[k, sample] = Differentiated(part.graph, results, part.fixed, sums)
+            sums, early = _sums(part, self.plan.options.precision), self.plan.loss_gradients == "forward"
+            self._derived[k, sample] = Differentiated(part.graph, results, part.fixed, sums, early)
         return self._derived[k, sample]
 
     def make(self, checkpoints: Mapping[int, PartCheckpoints] | None = None) -> Pipeline:

@@ -193,7 +193,9 @@ class JointFacts:
 
     def may_be_asked(self, node: Node) -> bool:
         """Whether there is a choice: entries go with the call that they are of."""
-        return node in self.joint.made and not self.joint.is_free(node) and not is_call(node, operator.getitem)
+        joint = self.joint
+        made = node in joint.made and node not in joint.early
+        return made and not joint.is_free(node) and not is_call(node, operator.getitem)
 
     def may_be_remade(self, node: Node) -> bool:
         """Whether the backward can make it again."""

@@ -49,7 +49,8 @@ NODES = {
     # of recipes for checkpoints
     "number": "int: which of the tensors in the files a placeholder is",
     # of passes
-    "chunk": "int: number of the chunk of rows whose logits it makes: F keeps none of them",
+    "chunk": "int: number of the chunk of rows whose logits it makes: nothing of it is kept",
+    "early": "bool: of a gradient, or of what leads to it: F makes it",
     "kept": "bool: F keeps it for the backward, which makes other values again",
     "again": "bool: the backward makes it again",
     "of_slice": "bool: a token slice's rows of a value that depends on no parameter",

@@ -37,6 +37,27 @@ def make_order(plan: Plan, parts: Sequence[Stage], hops: Sequence[Hop], train: b
     return forward_order(entry.make(replace(request, micro_batches=least_micro_batches(pipeline, plan.mesh))))
 
 
+def planned_order(plan: Plan) -> Order:
+    """The order of a step whose parts all take as long."""
+    pipeline, micro_batches = plan.pipeline, plan.options.micro_batches
+    if pipeline is None:
+        return one_after_another(micro_batches, True)
+    slices = max(len(pipeline.slices), 1)
+    return SCHEDULES[pipeline.schedule].make(Request(plan.mesh.size("pp"), micro_batches, pipeline.chunks, slices))
+
+
+def most_waiting(order: Order) -> int:
+    """Of how many micro-batches the last part has run F, and neither BW nor W yet, at most."""
+    most, last = 0, order.parts - 1
+    for row in order.ranks:
+        waiting = 0
+        for action in row:
+            if order.part_of(action.stage) == last:
+                waiting += (action.kind == "F") - (action.kind in ("BW", "BWR", "W"))
+                most = max(most, waiting)
+    return most
+
+
 def one_after_another(micro_batches: int, train: bool) -> Order:
     """The order of a model that is not cut into parts: F and BW of each micro-batch."""
     kinds = ("F", "BW") if train else ("F",)

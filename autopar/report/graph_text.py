@@ -134,6 +134,8 @@ def _note(node: Node, mesh: Mesh | None) -> str:
         notes.append(f"saved, {human_bytes(nbytes(node))}")
     if node.target in COPIES:
         notes.append(f"{'to' if node.target is COPIES[0] else 'from'} the host, {human_bytes(nbytes(node))}")
+    if "early" in node.meta:
+        notes.append("for a loss's gradient of 1")
     if "again" in node.meta:
         notes.append("made again")
     if module_path(node):

@@ -20,6 +20,7 @@ class Call:
     """``shape_of`` gives an operand's shape before the axis at hand cuts it, ``result_shapes`` that of the results.
 
     ``relaxed``: the planner's view, in which a bias is no obstacle (it is split off once the plan needs it).
+    ``of_step``: in a graph of one rank, where addends may be given.
     """
 
     node: Node
@@ -27,6 +28,7 @@ class Call:
     result_shapes: tuple[Shape, ...]
     axis: str = ""
     relaxed: bool = False
+    of_step: bool = False
     sizes: dict[str, int] = field(default_factory=dict)
 
     @cached_property

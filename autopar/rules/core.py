@@ -35,13 +35,17 @@ def _softmax_backward(call: Call) -> Rule:
 
 
 def _addmm(call: Call) -> Rule:
-    """bias (... n) + (m k) (k n): what is contracted may not be cut, the bias would be added once per rank."""
+    """bias (... n) + (m k) (k n): what is contracted may not be cut, the bias would be added once per rank; but to
+    addends that ranks have of a sum of gradients they may add their own."""
     m, k, n = (
         call.factor("m", call.result[0]),
         call.factor("k", call.shape("mat1")[1]),
         call.factor("n", call.result[1]),
     )
     bias = (m, n)[2 - len(call.shape("self")) :]
+    if call.of_step:
+        both = frozenset({0, 1}), frozenset({0, 2})
+        return call.rule([bias, (m, k), (k, n)], [(m, n)], addends=dict.fromkeys([0], *k) if k else {}, linear=both)
     return call.rule(
         [bias, (m, k), (k, n)], [(m, n)], blocked=dict.fromkeys(k, "the bias would be added once per rank")
     )

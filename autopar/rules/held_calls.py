@@ -63,7 +63,7 @@ def _results(node: Node, axis: str, size: int, operands: list[Held], shapes: lis
     if is_random(node.target) or build is None:
         whole = not is_random(node.target) and all(held == WHOLE for held in operands)
         return [WHOLE if whole else UNKNOWN] * len(shapes)
-    call = LocalCall(node, lambda x: tuple(x.meta["val"].shape), tuple(shapes), axis)
+    call = LocalCall(node, lambda x: tuple(x.meta["val"].shape), tuple(shapes), axis, of_step=True)
     if build is reshape_rule:
         return [viewed(operands[0], call.shape_of(call.operands[0]), call.result)]
     if build is split_rule and (parts := _parted(call, operands[0])):

@@ -162,7 +162,8 @@ class Subject:
         for _ in range(6):
             choice = least_time(self.ways, [Room(room)])
             assert choice is not None, f"{self.name}: nothing fits {limit:,}"
-            found = self.split(frozenset().union(*(x.way(k) for x, k in zip(self.facts.layers, choice, strict=True))))
+            again = (x.way(k).again for x, k in zip(self.facts.layers, choice, strict=True))
+            found = self.split(frozenset().union(*again))
             if found.peak <= limit:
                 return found
             room -= found.peak - limit
@@ -170,7 +171,7 @@ class Subject:
 
     def policy(self, name: str) -> Split:
         """Of a registered policy."""
-        return self.split(chosen_by(CHECKPOINTS[name], name, self.facts))
+        return self.split(chosen_by(CHECKPOINTS[name], name, self.facts).again)
 
 
 @contextmanager
