@@ -29,9 +29,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from autopar.adapters.operators import OpOverload
+from autopar.ir.conversions import conversion_of, is_conversion
 from autopar.ir.graph import insert_call, is_call, remove_dead_code
 from autopar.ir.meta import TYPES, inherit
-from autopar.ir.placement import Shard
+from autopar.ir.placement import Partial, Shard
 from autopar.ops.traits import is_elementwise
 from autopar.ops.vocabulary import cross_entropy_of_piece
 
@@ -65,6 +66,19 @@ def heads(gm: GraphModule) -> list[Head]:
     """What may be computed in chunks."""
     found = [_head(node) for node in gm.graph.nodes if is_call(node, *LOSSES)]
     return [head for head in found if head is not None and head.rows > 1]
+
+
+def pending_logits(gm: GraphModule) -> tuple[int, str, int] | None:
+    """(classes, axis, its size) of a loss whose logits are sums over an axis, since a weight is cut along what its
+    product contracts; None where there is none."""
+    for loss in gm.graph.nodes:
+        x: Any = loss.args[0] if is_call(loss, *LOSSES) else None
+        while isinstance(x, Node) and x.op == "call_function" and len(x.users) == 1:
+            if is_conversion(x):
+                axis, source, _ = conversion_of(x)
+                return (x.meta["val"].shape[-1], axis, x.args[2]) if isinstance(source, Partial) else None  # type: ignore[return-value]
+            x = x.args[0] if is_call(x, *_MERGES) else _logits_of(x)
+    return None
 
 
 def chunk_losses(gm: GraphModule, head: Head, rows: int) -> None:

@@ -17,6 +17,7 @@ from autopar.compile.model import compile_model
 from autopar.cost.memory import memories, memory
 from autopar.cost.step_traffic import step_communication
 from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Shard
 from autopar.ops.traits import PRODUCTS
 from autopar.options import Options
 from autopar.passes.chunk_losses import chunk_losses, heads
@@ -236,6 +237,29 @@ class Odd(nn.Module):
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         logits = self.head(x)
         return torch.nn.functional.cross_entropy(logits, target) + logits.square().mean()
+
+
+class OddClasses(nn.Module):
+    """11 classes, of 8 values that may be cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.embed(x)).flatten(0, 1), x.flatten())
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+def test_a_head_whose_classes_do_not_divide(scattered: bool) -> None:
+    batch, options = {"x": torch.zeros(2, 4, dtype=torch.long)}, {"sequence_parallel": scattered}
+    needs = (
+        "found one of 11 classes whose logits are sums over the axis 'tp' of size 2; pad the vocabulary to 12 classes"
+    )
+    with pytest.raises(ValueError, match=needs):
+        compile_model(OddClasses(), batch, Mesh.of(tp=2), Options(loss_chunks=2, **options), outputs=())
+    whole = compile_model(OddClasses(), batch, Mesh.of(tp=2), Options(**options), outputs=())
+    assert whole.plan.stored("head.weight") == {"tp": Shard(1)}
 
 
 def test_bad_input() -> None:

@@ -63,7 +63,10 @@ def with_checkpoints(maker: PipelineMaker, finished: Callable[[Plan, Pipeline], 
     fitting = _Fitting(maker, finished)
     with maker.ctx.unobserved() as watched:
         made = fitting.under_limit(plan.options.memory_limit) if name == AUTO else fitting.by_policy(name)
-    return finished(made.plan, maker.make(_by_part(made.plan.checkpoints))) if watched else made
+    if not watched:
+        return made
+    again = maker.make(_by_part(made.plan.checkpoints))
+    return finished(made.plan, replace(again, order=made.pipeline.order))
 
 
 def _by_part(layers: Sequence[LayerCheckpoint]) -> dict[int, PartCheckpoints]:
@@ -152,6 +155,10 @@ class _Fitting:
         """Raises ValueError where nothing fits."""
         nothing = _Tried(self.by_policy("none"))
         self.splits = any(action.kind == "W" for row in nothing.made.pipeline.order.ranks for action in row)
+        if (pipeline := self.maker.further_ahead(nothing.made.pipeline)) is not None:
+            ahead = _Tried(self.finished(nothing.made.plan, pipeline))
+            if self.fits(ahead, limit):
+                return ahead.made
         if self.fits(nothing, limit):
             return nothing.made
         tried = [self.search(nothing, limit, host) for host in dict.fromkeys((self.host_limit, 0))]
@@ -164,10 +171,12 @@ class _Fitting:
         return found.made
 
     def refused(self, limit: int, least: int) -> LimitError:
-        zero = self.maker.plan.options.zero
+        plan = self.maker.plan
+        more = ["more ranks"] + ["zero=3"] * (plan.options.zero < 3) + ["smaller micro-batches"]
+        more += ["an example_batch of these sizes, for which stages are cut"] * (plan.pipeline is not None)
         return LimitError(
             f"checkpoint: no choice of what to make again fits a memory_limit of {limit:,} bytes; the least that would "
-            f"do is {least:,} bytes; use more ranks{'' if zero == 3 else ', zero=3,'} or smaller micro-batches",
+            f"do is {least:,} bytes; use {', '.join(more[:-1])}{',' * (len(more) > 2)} or {more[-1]}",
             least,
         )
 

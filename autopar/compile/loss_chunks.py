@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from autopar.checkpoint_policies import AUTO
 from autopar.compile.fit_memory import LimitError
 from autopar.ir.graph import copy_graph, nbytes
-from autopar.passes.chunk_losses import Head, chunk_losses, heads
+from autopar.passes.chunk_losses import Head, chunk_losses, heads, pending_logits
 from autopar.plan import Plan
 from autopar.planner.step_order import most_waiting, planned_order
 from autopar.rewrite.compilation import Compilation
@@ -36,9 +36,13 @@ def in_chunks(
     count, options = plan.loss_chunks or plan.options.loss_chunks, plan.options
     found = heads(graphs[0][0]) if train and len(graphs) == 1 else []
     if train and count > 1 and not found:
-        raise ValueError(
-            f"loss_chunks: no loss can be computed in {count} chunks: it takes one of a product with a weight, of "
-            "whose logits nobody else takes any, and whole micro-batches; leave loss_chunks out"
+        raise (
+            _refused_sums(*pending)
+            if (pending := pending_logits(graphs[0][0]))
+            else ValueError(
+                f"loss_chunks: no loss can be computed in {count} chunks: it takes one of a product with a weight, of "
+                "whose logits nobody else takes any, and whole micro-batches; leave loss_chunks out"
+            )
         )
     several = max((_chunks_of(head) for head in found), default=1)
     if train and count > 1:
@@ -48,6 +52,14 @@ def in_chunks(
     else:
         ways = [(1, ""), *((several, way) for way in _makers(plan))]
     return _best(graphs, ctx, ways if options.checkpoints == AUTO else ways[:1], attempt)
+
+
+def _refused_sums(classes: int, axis: str, size: int) -> ValueError:
+    more = f"pad the vocabulary to {math.ceil(classes / size) * size} classes, or " if classes % size else ""
+    return ValueError(
+        f"loss_chunks: needs a head that is whole on each rank or cut along its classes, found one of {classes} "
+        f"classes whose logits are sums over the axis {axis!r} of size {size}; {more}leave loss_chunks out"
+    )
 
 
 def _makers(plan: Plan) -> list[str]:

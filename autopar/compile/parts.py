@@ -38,6 +38,7 @@ from autopar.rewrite.step_checks import check_gradients, promise
 from autopar.rewrite.step_types import check_step_types
 from autopar.schedule.lowering import lower
 from autopar.schedule.order import Hop, Order
+from autopar.schedule.request import SCHEDULES
 from autopar.schedule.simulate import simulate
 from autopar.schedule.stream_checks import check_streams
 from autopar.steps.graphs import Cache, Pipeline, Stage, StepGraph
@@ -136,16 +137,26 @@ class PipelineMaker:
                 ctx.observe(name, step.graph)
         return Pipeline(parts, hops, order, *self.prologues, lengths)
 
-    def _order(self, parts: Sequence[Stage], hops: Sequence[Hop]) -> Order:
-        """Where checkpoints keep the limit, a schedule that searches need not do it alone."""
+    def further_ahead(self, made: Pipeline) -> Pipeline | None:
+        """The same graphs in an order that takes the limit for more micro-batches in flight; None where the schedule
+        has but one order, or no limit is so low."""
+        pipeline = self.plan.pipeline
+        if pipeline is None or not SCHEDULES[pipeline.schedule].searches:
+            return None
         try:
-            return make_order(self.plan, parts, hops, self.train, self.static)
+            order = make_order(self.plan, made.parts, made.hops, self.train, self.static)
         except ValueError:
-            options = self.plan.options
-            if options.checkpoints != AUTO:
-                raise
-            free = replace(self.plan, options=replace(options, memory_limit=0, checkpoint="none"))
-            return make_order(free, parts, hops, self.train)
+            return None
+        return replace(made, order=proven(order, made.hops))
+
+    def _order(self, parts: Sequence[Stage], hops: Sequence[Hop]) -> Order:
+        """Where checkpoints keep the limit, a schedule that searches does not take what they save for more
+        micro-batches in flight: that would ask for more of them."""
+        options = self.plan.options
+        if options.checkpoints != AUTO:
+            return make_order(self.plan, parts, hops, self.train, self.static)
+        free = replace(self.plan, options=replace(options, memory_limit=0, checkpoint="none"))
+        return make_order(free, parts, hops, self.train)
 
     def _compile_part(self, k: int, checkpoints: PartCheckpoints) -> Stage:
         part, ctx, plan = self.parts[k], self.ctx, self.plan
