@@ -43,6 +43,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.runtime import failures
+from tests.compiled_once import compiled_by_one
 from tests.warm import warm
 
 GROUP_TIMEOUT = 30.0  # seconds until a collective whose peer is absent fails
@@ -193,7 +194,7 @@ class _Pool:
         self.n, self.born = n, time.monotonic()
         self.folder = tempfile.TemporaryDirectory(prefix="autopar-ranks-")
         self.pipes: list[Connection] = []
-        self.processes = []
+        self.processes, self.tasks = [], 0
         context = multiprocessing.get_context("fork")
         sys.stdout.flush(), sys.stderr.flush()  # else each child prints the parent's buffer again
         inherited = [c for p in _POOLS.values() for c in p.pipes]
@@ -218,7 +219,9 @@ class _Pool:
         module = sys.modules[fn.__module__]
         assert "<locals>" not in fn.__qualname__, f"ranks: {fn.__qualname__} must be a module-level function"
         where = (fn.__module__, getattr(module, "__file__", None), fn.__qualname__)
-        task = pickle.dumps((where, sys.path, pickle.dumps(args)))
+        self.tasks += 1
+        folder = Path(self.folder.name) / f"task{self.tasks}"
+        task = pickle.dumps((where, sys.path, folder, pickle.dumps(args)))
         outcomes = [Outcome(rank) for rank in range(self.n)]
         pending = {}
         for rank, pipe in enumerate(self.pipes):
@@ -316,7 +319,7 @@ def _worker(rank: int, n: int, port: int, pipe: Connection, inherited: list[Conn
 
 def _answer(task: bytes) -> bytes:
     try:
-        where, path, packed = pickle.loads(task)
+        where, path, folder, packed = pickle.loads(task)
         sys.path[:] = path  # before the arguments: unpickling them may import test modules
         fn = _find(*where)
         args = pickle.loads(packed)
@@ -324,6 +327,7 @@ def _answer(task: bytes) -> bytes:
         torch.default_generator.manual_seed(0)  # torch.manual_seed also formats a stack trace, for CUDA
         random.seed(0)
         torch.set_default_dtype(torch.float32)
+        compiled_by_one(folder, dist.get_rank())
         return pickle.dumps((True, fn(*args)))
     except BaseException:
         return pickle.dumps((False, traceback.format_exc()))

@@ -5,12 +5,23 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from autopar.cache.entry_folder import EntryFolder
+from autopar.cache.step_codec import StoredStep, step_of_sections, step_sections
+from autopar.cache.stored_steps import stored_step
+from autopar.ir.mesh import Mesh
+from autopar.options import Options
+from tests.compiled_once import by_one, compiled_by_each
+from tests.plain_models import Metric, Net, Tied, build, numbers, part, put, tokens
 from tests.ranks import RankError, rank_outcomes, run_ranks
 
 
@@ -86,3 +97,34 @@ def test_ranks_that_compute_get_more_time(monkeypatch: pytest.MonkeyPatch) -> No
         RankError, match=r"(?s)rank 0 was still running after \d+ s, in which the ranks computed.*compute"
     ):
         run_ranks(2, compute, 30.0, timeout=0.5)
+
+
+def what_is_read(alone: bool) -> list[bool]:
+    """Of the steps of two models, one after the other, which were compiled by another rank."""
+    found = []
+    for kind, batch in ((Net, numbers()), (Tied, tokens())):
+        with compiled_by_each() if alone else nullcontext():
+            module = put(build(kind), batch, {"dp": 2})
+            module.train_step(**part(batch, {"dp": 2}))
+        found += [isinstance(made, StoredStep) for made in module.compiled()]
+    return found
+
+
+def test_one_of_two_ranks_compiles() -> None:
+    first, second = run_ranks(2, what_is_read, False)
+    assert [a != b for a, b in zip(first, second, strict=True)] == [True, True]
+    assert run_ranks(2, what_is_read, True) == [[False, False]] * 2
+
+
+def test_a_rank_compiles_what_no_other_was_asked_for(tmp_path: Path) -> None:
+    step = partial(by_one, stored_step, step_sections, step_of_sections, EntryFolder(tmp_path))
+    first, second, batch = step(0, count()), step(1, count()), numbers()
+
+    def read(ask: Callable[..., Any], options: Options, kind: type = Net) -> bool:
+        return isinstance(ask(build(kind), batch, Mesh.of(dp=2), options, outputs=()), StoredStep)
+
+    assert [read(first, Options()), read(second, Options())] == [False, True]
+    assert [read(first, Options()), read(second, Options(zero=3))] == [False, False]
+    assert [read(first, Options()), read(second, Options(), Metric)] == [False, False]
+    assert [read(first, Options(zero=3)), read(second, Options(zero=3))] == [False, True]
+    assert [read(first, Options()), read(first, Options(zero=1)), read(second, Options(zero=1))] == [False] * 3

@@ -144,7 +144,7 @@ class _Wanted(Generic[T]):
 
     def _made(self, folder: EntryFolder, key: str) -> T:
         """What is made now, and written if it may be."""
-        with _noticed_warnings() as warned:
+        with noticed_warnings() as warned:
             made = self.make()
         try:
             if self.key_of() != key:
@@ -190,7 +190,7 @@ def _difference(sections: Sections, name: str, data: bytes) -> str:
 
 
 @contextmanager
-def _noticed_warnings() -> Iterator[list[str]]:
+def noticed_warnings() -> Iterator[list[str]]:
     """Within: gives the texts of autopar's warnings, which are warned of as well."""
     told: list[str] = []
     warn = warnings.warn

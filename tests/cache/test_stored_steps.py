@@ -25,6 +25,7 @@ from autopar.ir.mesh import Mesh
 from autopar.models.tiny import TINY
 from autopar.options import Options
 from autopar.steps.graphs import Compiled
+from tests.compiled_once import compiled_by_each
 from tests.plain_models import Net, numbers
 from tests.subjects import SPECIAL, make
 
@@ -272,12 +273,13 @@ def steps_on_a_rank(folder: str, sizes: dict[str, int], options: dict[str, Any])
         torch.manual_seed(0)
         batch = numbers()
         rank_batch = {name: x[: len(x) // sizes.get("dp", 1)] for name, x in batch.items()}
-        model = autopar.parallelize(
-            Net().double(), autopar.init_mesh(**sizes), example_batch=rank_batch, exact=True, **options
-        )
-        found = [model.train_step(**rank_batch).item() for _ in range(2)]
-        gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
-        evaluated = model.eval_step(**rank_batch)
+        with compiled_by_each():
+            model = autopar.parallelize(
+                Net().double(), autopar.init_mesh(**sizes), example_batch=rank_batch, exact=True, **options
+            )
+            found = [model.train_step(**rank_batch).item() for _ in range(2)]
+            gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
+            evaluated = model.eval_step(**rank_batch)
         read = [isinstance(c, StoredStep) for c in model.compiled()]
         return found, gradients, str(evaluated), read
     finally:
