@@ -10,7 +10,6 @@ on. On a CPU copies are made at once; the arena then stands for another memory, 
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from dataclasses import dataclass
@@ -92,10 +91,16 @@ class HostCopies:
         self._out, self._in = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
 
     @staticmethod
-    @functools.cache
     def on(device: torch.device) -> HostCopies:
         """Those of a device: one arena for all steps of a process."""
-        return HostCopies(device)
+        return _OF_DEVICES.get(device) or _OF_DEVICES.setdefault(device, HostCopies(device))
+
+    def arrived(self) -> None:
+        """Until all copies are done. The device waits for each that it needs; the host has to before it reads what lies
+        in its memory, or writes there."""
+        for stream in (self._out, self._in):
+            if stream is not None:
+                stream.synchronize()
 
     def to_host(self, x: Tensor) -> _HostCopy:
         """Start a copy of a dense tensor."""
@@ -122,6 +127,15 @@ class HostCopies:
         if pending.arrived is not None:
             torch.cuda.current_stream(self._device).wait_event(pending.arrived)
         return pending.made
+
+
+_OF_DEVICES: dict[torch.device, HostCopies] = {}
+
+
+def host_copies_arrived() -> None:
+    """Until the host may read and write what waits in its memory, whichever device it is of."""
+    for copies in _OF_DEVICES.values():
+        copies.arrived()
 
 
 def _copied(stream: Any, made: Tensor, x: Tensor, behind: torch.Event | None) -> Any:

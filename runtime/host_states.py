@@ -4,7 +4,8 @@
     bucket 2           | arrives | steps  | leaves         three buckets of states are on the device at most
 
 Any optimizer of torch that steps each parameter by itself: its own kernels run, on the device, on the same values.
-States that a first step makes leave behind it; numbers such as its count stay where they are.
+States that a first step makes leave behind it; numbers such as its count stay where they are. On a GPU a step ends with
+copies on their way, for which `state_dict`, `autopar.save` and `autopar.load` wait.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from torch.optim import Optimizer
 from autopar.adapters.dtensor import local_of, over
 from autopar.ir.parameter import in_buckets
 from autopar.ir.storages import is_dense
-from autopar.runtime.host_copies import HostCopies
+from autopar.runtime.host_copies import HostCopies, host_copies_arrived
 from autopar.runtime.sharded_tensor import ShardedTensor
 
+_TOLD: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # whose `state_dict` waits for copies
 _MODELS: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # -> bytes of a bucket
 
 
@@ -47,6 +49,9 @@ class HostStates:
         for model, bucket in list(_MODELS.items()):
             if any(id(p) in mine for p in model.parameters()):
                 _check_apart(optimizer)
+                if optimizer not in _TOLD:
+                    _TOLD.add(optimizer)
+                    optimizer.register_state_dict_pre_hook(lambda _: host_copies_arrived())
                 return HostStates(optimizer, bucket, local_of(parameters[0]).device)  # type: ignore[arg-type]
         return None
 

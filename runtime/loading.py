@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from autopar.runtime.agreement import agree_on_arguments
 from autopar.runtime.failures import reporting
+from autopar.runtime.host_copies import host_copies_arrived
 from autopar.runtime.in_flight import wait_for_save
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.optimizer_state import Restored, class_of
@@ -82,6 +83,7 @@ def load(
         given |= {"folder": str(path), "extra": sorted(map(str, extra or {}))}
         agree_on_arguments(groups, "load", given, owed=held.owed)
         wait_for_save()
+        host_copies_arrived()
         newest: list[SavedStep | None] = []  # on rank 0, which alone has to know when it saves
         checkpoint = Path(by_first(groups, "load", functools.partial(_chosen, path, newest)))
         make = functools.partial(_Loading, checkpoint, held, optimizers, schedulers, extra or {})

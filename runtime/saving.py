@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from autopar.runtime.agreement import Claim, agree_on, agree_on_arguments, all_alike, everywhere
 from autopar.runtime.failures import reporting
 from autopar.runtime.groups import Groups
+from autopar.runtime.host_copies import host_copies_arrived
 from autopar.runtime.in_flight import Saving, wait_for_save
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.run_folder import RunFolder
@@ -82,6 +83,7 @@ def save(
         options = {"asynchronous": asynchronous, "keep": keep, "extra": sorted(map(str, extra or {}))}
         agree_on_arguments(groups, "save", options, owed=held.owed)
         wait_for_save()
+        host_copies_arrived()
         parts = together(groups, "save", lambda: _checked_parts(held, optimizers, schedulers, chosen, extra or {}))
         _agree(groups, parts, str(path))
         run = RunFolder(path, held.line)

@@ -15,6 +15,7 @@ import autopar
 from autopar.adapters.dtensor import local_of
 from autopar.cost.memory import memory
 from autopar.models.tiny import TINY
+from autopar.runtime import host_copies
 from autopar.runtime.host_copies import HostArena, HostCopies
 from tests.benchmarks.meter import Meter
 from tests.ranks import run_ranks
@@ -47,7 +48,7 @@ def steps(parallel: Any, optimizer: torch.optim.Optimizer, batch: dict[str, Tens
 def states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Pieces of all states that are not single numbers."""
     found = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor) and x.dim()]
-    return [local_of(x) if hasattr(x, "device_mesh") else x for x in found]
+    return [*map(_plain_state, found)]
 
 
 @pytest.mark.parametrize(
@@ -156,6 +157,69 @@ def _saved(folder: str) -> bool:
     expected = run("", on_host=False, load="device")
     ways = [run("", on_host=True, load="host"), run("", True, "device"), run("", False, "host")]
     return all(torch.equal(x, found[n]) for found in ways for n, x in expected.items())
+
+
+class LateCopies(HostCopies):
+    """As on a GPU: what leaves the device arrives when somebody waits for it, or when it is to come back."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.late: list[tuple[Tensor, Tensor]] = []
+
+    def to_host(self, x: Tensor) -> Any:
+        found = super().to_host(x)
+        self.late.append((found.made, x.clone()))
+        found.made.fill_(7)
+        return found
+
+    def from_host(self, x: Tensor) -> Any:
+        self.arrived()
+        return super().from_host(x)
+
+    def arrived(self) -> None:
+        while self.late:
+            made, x = self.late.pop()
+            made.copy_(x)
+
+
+def test_the_host_waits_before_it_reads_states(tmp_path: Path) -> None:
+    (found,) = run_ranks(1, _late, str(tmp_path), timeout=100.0)
+    assert [what for what, right in found.items() if not right] == [] and len(found) == 5
+
+
+def _late(folder: str) -> dict[str, bool]:
+    """Whether `state_dict`, saves and loads have what lies in host memory once all copies are done."""
+    device, late, found = torch.device("cpu"), LateCopies(), dict[str, bool]()
+    known = host_copies._OF_DEVICES.pop(device, None)
+    host_copies._OF_DEVICES[device] = late
+    try:
+        parallel, batch = made({"dp": 1}, optimizer_on_host=True)
+        optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1, momentum=0.9)
+        steps(parallel, optimizer, batch, 1)
+        assert late.late, "copies are on their way"
+        told = [x["momentum_buffer"].clone() for x in optimizer.state_dict()["state"].values()]
+        late.arrived()
+        found["state_dict"] = all(map(torch.equal, map(_plain_state, told), states(optimizer)))
+        for asynchronous in (False, True):
+            steps(parallel, optimizer, batch, 1)
+            saved = autopar.save(folder, parallel, optimizer, asynchronous=asynchronous)
+            saved.wait()
+            late.arrived()
+            expected = [x.clone() for x in states(optimizer)]
+            steps(parallel, optimizer, batch, 1)
+            autopar.load(saved.folder, parallel, optimizer)
+            found[f"load {asynchronous=}"] = not late.late
+            late.arrived()
+            found[f"save {asynchronous=}"] = all(map(torch.equal, expected, states(optimizer)))
+    finally:
+        del host_copies._OF_DEVICES[device]
+        if known is not None:
+            host_copies._OF_DEVICES[device] = known
+    return found
+
+
+def _plain_state(x: Tensor) -> Tensor:
+    return local_of(x) if hasattr(x, "device_mesh") else x
 
 
 class Everything(torch.optim.Optimizer):
