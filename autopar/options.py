@@ -105,7 +105,7 @@ def _option(default: Any, kind: ValueKind, words: str, left_out: str = "", **mor
     return field(default=default, metadata={"kind": kind, "help": words, "left_out": left_out, **more})
 
 
-_DP, _CP, _PP = ("dp", "cp"), ("cp",), ("pp",)
+_DP, _CP, _PP = ("dp", "ep", "cp"), ("cp",), ("pp",)
 
 
 @dataclass(frozen=True)

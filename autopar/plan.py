@@ -12,6 +12,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from autopar.checkpoint_policies import LayerCheckpoint, checkpoint_lines
+from autopar.ir.expert_layers import ExpertPlan
 from autopar.ir.mesh import DATA, Mesh
 from autopar.ir.meta import signature_of
 from autopar.ir.placement import (
@@ -122,8 +123,9 @@ class Plan:
     ``notes``: (subject, reason) pairs for what was left whole, and why. ``overrides``: the user's choices, kept so
     that the plans of further batch shapes follow them. ``weight_pieces``: parts of whole weights that enter compute cut
     on tp, by node. ``pipeline``: with an axis pp, its parts. ``attention``: with an axis cp, how each attention runs,
-    by node. ``batch_dims``: input -> its batch dim, None for one that is no part of the batch; empty where nothing
-    cuts the batch. ``shares``: what each axis cuts, and what stands in the way; FLOPs once a batch is compiled.
+    by node. ``experts``: how those of a layer are cut, by the node that dispatches. ``batch_dims``: input -> its batch
+    dim, None for one that is no part of the batch; empty where nothing cuts the batch. ``shares``: what each axis
+    cuts, and what stands in the way; FLOPs once a batch is compiled.
     ``checkpoints``: once a batch is compiled, the layers whose backward makes something again. ``loss_chunks``: in how
     many chunks losses are computed; 0 until a batch is compiled. ``loss_gradients``: what makes the gradients of these
     chunks, the "forward" or, with their logits once more, the "backward".
@@ -140,6 +142,7 @@ class Plan:
     weight_pieces: Mapping[str, Placement] = field(default_factory=dict)
     pipeline: PipelinePlan | None = None
     attention: Mapping[str, AttentionPlan] = field(default_factory=dict)
+    experts: Mapping[str, ExpertPlan] = field(default_factory=dict)
     batch_dims: Mapping[str, int | None] = field(default_factory=dict)
     shares: tuple[AxisShare, ...] = ()
     checkpoints: tuple[LayerCheckpoint, ...] = ()
@@ -230,6 +233,8 @@ class Plan:
             lines.append(f"  stream from {s.node:<48} {s.axis}: S({s.dim}{blocks})  {s.reason}")
         for node, a in self.attention.items():
             lines.append(f"  attention {node:<50} cp: forward {a.forward}, backward {a.backward}  {a.reason}")
+        for node, e in self.experts.items():
+            lines.append(f"  experts of {node:<49} {e.axis}: {e.dispatch}  {e.reason}")
         lines += self._candidates()
         lines += [f"  piece {name:<54} tp: {p}  of a whole fused weight" for name, p in self.weight_pieces.items()]
         for share in self.shares:
@@ -273,6 +278,7 @@ class Plan:
                 "inputs": {name: {a: str(p) for a, p in axes.items()} for name, axes in self.inputs.items()},
                 "streams": [dataclasses.asdict(s) for s in self.streams],
                 "attention": {node: dataclasses.asdict(a) for node, a in self.attention.items()},
+                "experts": {node: dataclasses.asdict(e) for node, e in self.experts.items()},
                 "notes": [list(n) for n in self.notes],
                 "weight_pieces": {name: str(p) for name, p in self.weight_pieces.items()},
                 "overrides": {name: dict(axes) for name, axes in self.overrides.items()},
@@ -304,7 +310,7 @@ def _renamed(value: Any) -> Any:
         return value
     if "slices" in value and "weight_pieces" not in value:
         value = {"weight_pieces" if name == "slices" else name: v for name, v in value.items()}
-    return {"shares": [], "checkpoints": [], "loss_chunks": 0, "loss_gradients": "", **value}
+    return {"experts": {}, "shares": [], "checkpoints": [], "loss_chunks": 0, "loss_gradients": "", **value}
 
 
 def _placement(value: Any, at: str) -> Placement:

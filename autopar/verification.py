@@ -296,7 +296,8 @@ def _part(
     if ranks > 1 and not set(tensors) <= set(dims):
         likely = likely_dims({name: tuple(x.shape) for name, x in tensors.items()}, dims)
         dims = likely | dict(plan_model(skeleton, batch, Mesh.of(dp=ranks), asked, None)[0].batch_dims)
-    return part_of_batch(batch, dims, ranks, mesh.data_part(mesh.coordinate(rank)))
+    index, micro_batches = mesh.data_part(mesh.coordinate(rank)), options.get("micro_batches", before.micro_batches)
+    return part_of_batch(batch, dims, ranks, index, mesh.size("ep"), micro_batches)
 
 
 def _computed_in(graph: GraphModule) -> set[torch.dtype]:

@@ -41,7 +41,7 @@ from autopar.schedule.request import SCHEDULES
 DOCS = Path(__file__).resolve().parent
 PAGES = tuple(
     DOCS / f"{name}.md"
-    for name in ("walkthrough", "adding", "pipelines", "context_parallel", "memory", "precision", "saving")
+    for name in ("walkthrough", "adding", "pipelines", "context_parallel", "memory", "precision", "saving", "experts")
 )
 
 _FENCED = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -25,6 +25,7 @@ from autopar.ir.storages import is_dense
 from autopar.ops.traits import aliases, is_cheap, is_view
 from autopar.passes.early_gradients import early_gradients
 from autopar.passes.own_gradients import own_gradients
+from autopar.passes.routed_sizes import routed_sizes
 from autopar.passes.sum_products import sum_products
 from autopar.passes.trace_joint import joint_graph
 from autopar.passes.widen_reductions import widen_reductions
@@ -64,6 +65,7 @@ class Joint:
         self.primals = dict(zip(nodes, names, strict=False))
         self.tangents = nodes[len(names) :]
         sum_products(joint, self.tangents)
+        routed_sizes(joint)
         if early:
             early_gradients(joint, self.tangents)
         results = list(output_node(joint).args[0])  # type: ignore[arg-type]

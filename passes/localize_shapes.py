@@ -36,8 +36,9 @@ from autopar.ir.graph import (
 )
 from autopar.ir.mesh import Mesh
 from autopar.ir.meta import TYPES, inherit, signature_of
-from autopar.ir.placement import INVARIANT, Pieces, Placement, Shard
+from autopar.ir.placement import INVARIANT, Pieces, Placement, Shard, repetitions
 from autopar.ops.facts import Facts
+from autopar.ops.moe import dispatch_to_piece
 from autopar.ops.traits import CONVOLUTIONS
 from autopar.ops.vocabulary import cross_entropy_of_piece, embedding_of_piece
 from autopar.passes.derivatives import fake_result
@@ -112,7 +113,7 @@ class _Local:
         taken = 1
         for name in later:
             other = placement(self.node, name)
-            if isinstance(other, Shard) and other.dim == p.dim:
+            if isinstance(other, Shard) and other.dim == p.dim and repetitions(other.blocks) % len(p.blocks):
                 taken *= self.mesh.size(name)
         return Shard(p.dim, p.blocks[: len(p.blocks) // taken])
 
@@ -235,6 +236,13 @@ def _cross_entropy(local: _Local) -> None:
         local.mesh.size(axis),
         _source_of(args["target"], local.gm, "labels"),
     )
+
+
+def _dispatch(local: _Local) -> None:
+    axis, node, args = local.node.meta.get("experts"), local.node, local.args
+    if axis is not None:
+        node.target, node.kwargs = dispatch_to_piece, {}
+        node.args = (args["x"], args["expert"], args["num_experts"], axis, local.mesh.size(axis))
 
 
 def _source_of(x: Node, gm: GraphModule, what: str) -> str:
@@ -361,6 +369,7 @@ LOCALIZERS: dict[Any, Callable[[_Local], None]] = {
     aten.embedding.default: _embedding,
     aten.masked_scatter.default: _masked_scatter,
     torch.ops.autopar.cross_entropy.default: _cross_entropy,
+    torch.ops.autopar.moe_dispatch.default: _dispatch,
     torch.ops.autopar.dropout.default: _dropout,
     torch.ops.autopar.random.default: _dropout,
     torch.ops.autopar.attention.default: _attention,

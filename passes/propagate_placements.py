@@ -22,6 +22,7 @@ from typing import ClassVar
 from torch.fx import GraphModule, Node
 
 from autopar.ir.conversions import convert, is_cast_input, uncast
+from autopar.ir.expert_layers import mark_experts
 from autopar.ir.graph import (
     describe,
     has_gradient,
@@ -115,6 +116,7 @@ class _PlacementSweep:
     def run(self) -> None:
         if self.axis == "cp":
             _deal(self.gm, self.plan)
+        mark_experts(self.gm, self.plan.experts, self.axis)
         for node in list(self.gm.graph.nodes):
             if node.op == "placeholder":
                 self._place_input(node)
@@ -239,10 +241,15 @@ class _PlacementSweep:
                     None if d is None else (PARTIAL if i in kept else REPLICATE) for i, d in enumerate(rule.operands)
                 ]
                 yield _Choice(needs, [PARTIAL for _ in rule.results], rank=0)
+        if (imposed := rule.imposed_cut) is not None:
+            yield _Choice(rule.required(imposed), rule.produced(imposed), rank=0)
+            return
         for i, x in enumerate(operands):
             p = self._resolved(x) if i in partial else have[i]
             dims = rule.operands[i]
-            if dims is None or not isinstance(p, Shard) or (self.axis in BATCH_AXES and x in self.weights):
+            if dims is None or not isinstance(p, Shard):
+                continue
+            if self.axis in BATCH_AXES and x in self.weights and self._used(x) != p:
                 continue
             try:
                 cut = rule.completed(rule.cut_of(dims, p, self.ranks))
@@ -336,6 +343,8 @@ class _PlacementSweep:
             return float("inf") if has_gradient(x) else 0.0
         if isinstance(src, Invariant) and isinstance(dst, Partial):
             return float("inf")  # whole values are nobody's own part of a sum
+        if src != dst and any(isinstance(p, Shard) and p.routed for p in (src, dst)):
+            return float("inf")
         return weight[conversion(src, dst)] * nbytes(x)
 
     def _converted(self, x: Node, need: Placement, before: Node, source: Placement | None = None) -> Node:

@@ -142,8 +142,8 @@ def _parts_of(axis: str, count: int) -> list[range]:
 
 
 def data_part(mesh: DeviceMesh) -> tuple[int, int]:
-    """(which part of the batch this rank is given, how many parts there are): over dp, and over rp within that. Ranks
-    that differ in other axes are given the same part.
+    """(which part of the batch this rank is given, how many parts there are): over dp, over rp within that, and over ep
+    within that. Ranks that differ in other axes are given the same part.
 
     ``batch.chunk(parts)[part]``, or a DistributedSampler of rank ``part`` and ``num_replicas=parts``.
     """

@@ -27,7 +27,7 @@ import autopar
 from autopar import api
 from autopar.adapters.operators import argument_defaults
 from autopar.compile.model import compile_graph
-from autopar.ir.batch import without_constants
+from autopar.ir.batch import part_of_batch, without_constants
 from autopar.ir.mesh import Mesh
 from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import nested_piece
@@ -135,7 +135,8 @@ def _called(cell: Cell) -> Errors:
     known = subject(cell.name)
     mesh = autopar.init_mesh("cpu", 30.0, **cell.mesh.sizes)
     at = cell.mesh.data_part(cell.mesh.coordinate(dist.get_rank()))
-    part = {k: v.chunk(cell.mesh.data_size)[at] for k, v in known.batch.items()}
+    sizes = cell.mesh.data_size, at, cell.mesh.size("ep"), cell.options.micro_batches
+    part = part_of_batch(known.batch, dict.fromkeys(known.batch, 0), *sizes)
     chosen = {f.name: getattr(cell.options, f.name) for f in dataclasses.fields(Options)}
     with _given(cell):
         parallel = autopar.parallelize(known.model, mesh, exact=True, example_batch=part, **chosen)

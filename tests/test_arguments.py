@@ -120,7 +120,6 @@ def bad_calls() -> None:
                 "fraction": lambda: init("cpu", dp=1.0),
                 "bool": lambda: init("cpu", dp=True),
                 "axis": lambda: init("cpu", tensor=1),
-                "experts": lambda: init("cpu", ep=1),
                 "in time": lambda: init("cpu", mb=1),
             }
         ),
@@ -133,9 +132,8 @@ def bad_calls() -> None:
             "size": "mesh: axis 'dp' needs a whole number as its size, found '1'",
             "fraction": "mesh: axis 'dp' needs a whole number as its size, found 1.0",
             "bool": "mesh: axis 'dp' needs a whole number as its size, found True",
-            "axis": "mesh: unknown axis 'tensor'; the axes are pp, rp, dp, cp, tp",
-            "experts": "mesh: nothing is cut over axis 'ep', found ep=1; the axes are pp, rp, dp, cp, tp",
-            "in time": "mesh: nothing is cut over axis 'mb', found mb=1; the axes are pp, rp, dp, cp, tp",
+            "axis": "mesh: unknown axis 'tensor'; the axes are pp, rp, dp, cp, ep, tp",
+            "in time": "mesh: nothing is cut over axis 'mb', found mb=1; the axes are pp, rp, dp, cp, ep, tp",
         },
     )
 

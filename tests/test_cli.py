@@ -212,7 +212,8 @@ def test_verify_of_a_cut_sequence(capsys: pytest.CaptureFixture[str], tmp_path: 
 BAD: list[tuple[str, list[object], str]] = [
     ("axis", ["--mesh", "dq=2"], "unknown axis 'dq'; the axes are"),
     ("mesh", ["--mesh", "two"], "expected name=size pairs"),
-    ("unplanned axis", ["--mesh", "ep=2,tp=2"], "nothing is cut over axis 'ep', found ep=2; the axes are pp"),
+    ("unplanned axis", ["--mesh", "mb=2,tp=2"], "nothing is cut over axis 'mb', found mb=2; the axes are pp"),
+    ("no experts", ["--mesh", "ep=2"], "experts: nothing to cut over axis 'ep' of size 2: the model has no experts"),
     ("schedule", ["--mesh", "pp=2", "--schedule", "1f2b"], "unknown name '1f2b'; known are gpipe, 1f1b"),
     ("schedule without pp", ["--mesh", "tp=2", "--schedule", "1f1b"], "schedule: counts with an axis pp only, found"),
     ("cuts", ["--mesh", "pp=2", "--schedule", "1f1b", "--cuts", "model.layers.9"], "no operation belongs to"),

@@ -71,5 +71,5 @@ def test_a_slice_of_tokens_is_a_fraction() -> None:
     assert rows_of_slice(32, Shard(0, (16, 16)), 6, 4, 16) == [(4, 6), (20, 6)]
     with pytest.raises(ValueError, match="block of 12 does not divide"):
         local_shape((12,), Shard(0), mesh.pieces("sl"))
-    with pytest.raises(ValueError, match="unknown axis 'sl'; the axes are pp, rp, dp, cp, tp"):
+    with pytest.raises(ValueError, match="unknown axis 'sl'; the axes are pp, rp, dp, cp, ep, tp"):
         Mesh.of(sl=2)

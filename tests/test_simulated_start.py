@@ -77,7 +77,7 @@ def test_what_goes_wrong_in_the_crowd_is_raised() -> None:
 
 
 def test_mistakes_are_told() -> None:
-    for mesh, message in (("dp=1", "two ranks or more"), ("dp", "expected name=size"), ({"ep": 4}, "nothing is cut")):
+    for mesh, message in (("dp=1", "two ranks or more"), ("dp", "expected name=size"), ({"mb": 4}, "nothing is cut")):
         with pytest.raises(ValueError, match=message):
             autopar.simulate_start(mesh)
     with pytest.raises(ValueError, match="ranks"):

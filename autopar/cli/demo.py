@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from autopar.api import parallelize
 from autopar.cost.memory import memory
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import DATA, Mesh
 from autopar.models.tiny import TINY
 from autopar.report.human_numbers import human_bytes
 from autopar.runtime.comm import Ledger
@@ -92,7 +92,7 @@ def _settings(steps: int, mesh: str, zero: int, out: Path) -> Settings:
         sizes[axis.strip()] = int(size)
     parts = Mesh.of(**sizes).data_size  # names and sizes
     if BATCH % parts:
-        axes = "rp times dp" if "rp" in sizes else "dp"
+        axes = " times ".join(axis for axis in reversed(DATA) if axis in sizes) or "dp"
         raise ValueError(f"--mesh: the batch of {BATCH} does not divide over {axes}={parts}; choose 1, 2, 4 or 8")
     return Settings(steps, sizes, zero, out)
 

@@ -20,7 +20,12 @@ def add_model(parser: argparse.ArgumentParser, seq: int, batch: int | None, dtyp
     default = "%(default)s" if batch else "dp x micro-batches"
     add = parser.add_argument
     add("--config", required=True, metavar="CONFIG.json", help="a transformers config.json, or its folder")
-    add("--mesh", required=True, metavar="dp=2,tp=4", help="axes (rp, dp, cp, tp, pp) and their sizes; any size works")
+    add(
+        "--mesh",
+        required=True,
+        metavar="dp=2,tp=4",
+        help="axes (rp, dp, cp, ep, tp, pp) and their sizes; any size works",
+    )
     add("--seq", type=positive, default=seq, help="tokens per example (default: %(default)s)")
     add(
         "--batch",

@@ -11,7 +11,7 @@ from autopar.cli.command import Command
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--mesh", required=True, metavar="dp=8,tp=8", help="axes and sizes: pp, rp, dp, cp, tp")
+    parser.add_argument("--mesh", required=True, metavar="dp=8,tp=8", help="axes and sizes: pp, rp, dp, cp, ep, tp")
     parser.add_argument("--ranks", type=int, default=3, metavar="N", help="that really run (default: %(default)s)")
 
 

@@ -127,8 +127,14 @@ def whole_batch(batch: Mapping[str, Any], dims: BatchDims, ranks: int) -> dict[s
     return out
 
 
-def part_of_batch(batch: Mapping[str, Any], dims: BatchDims, ranks: int, index: int) -> dict[str, Any]:
-    """The part of one dp rank of the whole batch. Raises ValueError for a batch that does not divide."""
+def part_of_batch(
+    batch: Mapping[str, Any], dims: BatchDims, ranks: int, index: int, experts: int = 1, micro_batches: int = 1
+) -> dict[str, Any]:
+    """The part of one of the ranks that have other samples of the whole batch: consecutive examples; where ``experts``
+    neighbours of them share experts, these have consecutive examples of each of the ``micro_batches``, so that samples
+    have the place, and so the random numbers, that they have in one process.
+
+    Raises ValueError for a batch that does not divide."""
 
     def part(name: str, x: Tensor) -> Tensor:
         dim = dims.get(name)
@@ -139,7 +145,10 @@ def part_of_batch(batch: Mapping[str, Any], dims: BatchDims, ranks: int, index: 
                 f"data_parallel: the batch of {x.shape[dim]} (dim {dim} of input {name}) does not divide over axis "
                 f"'dp' of size {ranks}; use a batch of {-(-x.shape[dim] // ranks) * ranks}"
             )
-        return x.chunk(ranks, dim)[index].contiguous()
+        whole = x.chunk(ranks // experts, dim)[index // experts]
+        if experts == 1 or whole.shape[dim] % (experts * micro_batches):
+            return whole.chunk(experts, dim)[index % experts].contiguous()
+        return torch.cat([x.chunk(experts, dim)[index % experts] for x in whole.chunk(micro_batches, dim)], dim)
 
     out: dict[str, Any] = map_tensors(dict(batch), part)
     return out

@@ -17,8 +17,10 @@ from autopar.ir.placement import Pieces
 # sequence; they are typed like any other axis. A slice is cut first: it is consecutive tokens of the whole.
 AXES = ("pp", "mb", "rp", "dp", "cp", "ep", "tp", "sl")
 IN_TIME = ("mb", "sl")
-DATA = ("dp", "rp")  # whose ranks have other samples, as they cut the batch; rp: replicas of all that dp cuts
-PLANNED = ("pp", "rp", "dp", "cp", "tp")  # the axes that a user may ask for: nothing is cut over ep yet
+# Whose ranks have other samples: dp has blocks of the batch, rp (replicas of all that dp cuts) parts of these, ep (over
+# which experts are cut) parts of those.
+DATA = ("dp", "rp", "ep")
+PLANNED = ("pp", "rp", "dp", "cp", "ep", "tp")  # the axes that a user may ask for
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ class Mesh:
         return math.prod(map(self.size, DATA))
 
     def data_part(self, coordinate: Mapping[str, int]) -> int:
-        """Which part of the batch a rank has: dp cuts it first, then rp."""
+        """Which part of the batch a rank has: dp cuts it first, then rp, then ep."""
         part = 0
         for axis in DATA:
             part = part * self.size(axis) + coordinate.get(axis, 0)

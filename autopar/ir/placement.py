@@ -31,10 +31,14 @@ class Shard:
     Fused projections need blocks: GPT-2's qkv is ``Shard(0, (h, h, h))``, so that each rank holds
     its own heads of q, of k and of v. A causal sequence needs signs: of ``Shard(1, (s/2, -s/2))``, known as zigzag,
     each of n ranks holds chunk i and chunk 2n-1-i of 2n, and all have the same number of pairs to compute.
+
+    ``routed``: the rows of a rank are those that its experts were chosen for; how many is known when they are there.
+    Shapes have as many as each rank would get if all got as many. No conversion leads to or from such pieces.
     """
 
     dim: int
     blocks: tuple[int, ...] = ()
+    routed: bool = False
 
     def __post_init__(self) -> None:
         assert self.dim >= 0, "Shard.dim counts from the front"
@@ -42,6 +46,8 @@ class Shard:
         object.__setattr__(self, "blocks", () if len(blocks) == 1 and blocks[0] > 0 else blocks)
 
     def __str__(self) -> str:
+        if self.routed:
+            return f"S({self.dim};routed)"
         return f"S({self.dim})" if not self.blocks else f"S({self.dim};{_runs(self.blocks)})"
 
 
@@ -95,6 +101,7 @@ def _runs(blocks: tuple[int, ...]) -> str:
 
 
 _RUNS = r"-?\d+(?:x\d+)?(?:,-?\d+(?:x\d+)?)*"
+_ROUTED = re.compile(r"S\((\d+);routed\)")
 _SHARD = re.compile(rf"S\((\d+)(?:;(?:({_RUNS})|\(({_RUNS})\)x(\d+)))?\)")
 
 
@@ -103,6 +110,8 @@ def parse_placement(text: str) -> Placement:
     fixed: dict[str, Placement] = {"R": REPLICATE, "I": INVARIANT, "P": PARTIAL}
     if text in fixed:
         return fixed[text]
+    if routed := _ROUTED.fullmatch(text):
+        return Shard(int(routed[1]), routed=True)
     match = _SHARD.fullmatch(text)
     if not match:
         raise ValueError(f"placement: expected R, I, P, S(dim) or S(dim;blocks), found {text!r}")
@@ -153,7 +162,7 @@ def conversion(src: Placement, dst: Placement) -> str:
     if src == dst:
         return "none"
     kind = CONVERSIONS.get((type(src), type(dst)))
-    if kind is None:
+    if kind is None or any(isinstance(p, Shard) and p.routed for p in (src, dst)):
         raise ValueError(f"placement: no conversion {src} -> {dst}")
     return kind
 

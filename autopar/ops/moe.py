@@ -19,6 +19,7 @@ from torch import Tensor
 
 from autopar.ops.kernels.chips import chip_of
 from autopar.ops.tiles import Tiles
+from autopar.ops.vocabulary import first_row
 
 
 @torch.library.custom_op(
@@ -42,33 +43,76 @@ def _(x: Tensor, expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tens
 
 
 @torch.library.custom_op(
-    "autopar::moe_dispatch_backward", mutates_args=(), schema="(Tensor grad, Tensor order, SymInt k) -> Tensor"
+    "autopar::moe_dispatch_own",
+    mutates_args=(),
+    schema="(Tensor x, Tensor expert, int experts, int ranks) -> (Tensor rows, Tensor order, Tensor offsets)",
 )
-def moe_dispatch_backward(grad: Tensor, order: Tensor, k: int) -> Tensor:
-    """grad [T*K, H] of the rows -> gradient of x [T, H]. A sum of K terms in fixed order: deterministic."""
-    unsorted = torch.empty_like(grad, memory_format=torch.contiguous_format).index_copy_(0, order, grad)
-    return unsorted.view(-1, k, grad.shape[1]).sum(1)
+def moe_dispatch_own(x: Tensor, expert: Tensor, experts: int, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`moe_dispatch` of the pairs whose expert is one of the first ``experts`` [0, experts); others have any number:
+    rows [n, H], order [n], offsets [experts]. n is known when it is there (the host waits for it); shapes say what each
+    of the ``ranks`` would get of T*K if all got as many."""
+    wanted = expert.reshape(-1)
+    (pairs,) = ((wanted >= 0) & (wanted < experts)).nonzero(as_tuple=True)
+    ranked, place = torch.sort(wanted.index_select(0, pairs), stable=True)
+    order = pairs.index_select(0, place)
+    bounds = torch.arange(experts, device=x.device, dtype=ranked.dtype)
+    offsets = torch.searchsorted(ranked, bounds, right=True).to(torch.int32)
+    return x.index_select(0, order // expert.shape[1]), order, offsets
+
+
+@moe_dispatch_own.register_fake
+def _(x: Tensor, expert: Tensor, experts: int, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
+    rows = x.new_empty(expert.shape[0] * expert.shape[1] // ranks, x.shape[1])
+    return rows, x.new_empty(rows.shape[0], dtype=torch.int64), x.new_empty(experts, dtype=torch.int32)
+
+
+def dispatch_to_piece(x: Tensor, expert: Tensor, experts: int, axis: str, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`moe_dispatch` on a rank that holds ``experts`` / size consecutive experts: x [T, H] and expert [T, K] of all
+    ranks -> the rows of its own."""
+    own = experts // size
+    local = expert - first_row(own, axis, size, expert.device)
+    out: tuple[Tensor, Tensor, Tensor] = torch.ops.autopar.moe_dispatch_own(x, local, own, size)
+    return out
+
+
+def _by_pair(rows: Tensor, order: Tensor, pairs: int) -> Tensor:
+    """[n, H] in the order of experts -> [pairs, H] in that of tokens; zeros for pairs that are no rows."""
+    made = rows.new_empty if rows.shape[0] == pairs else rows.new_zeros
+    return made(pairs, rows.shape[1]).index_copy_(0, order, rows)
+
+
+@torch.library.custom_op(
+    "autopar::moe_dispatch_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor order, SymInt k, SymInt tokens) -> Tensor",
+)
+def moe_dispatch_backward(grad: Tensor, order: Tensor, k: int, tokens: int) -> Tensor:
+    """grad [n, H] of the rows -> gradient of x [T, H]. A sum of K terms in fixed order: deterministic."""
+    return _by_pair(grad, order, tokens * k).view(tokens, k, grad.shape[1]).sum(1)
 
 
 @moe_dispatch_backward.register_fake
-def _(grad: Tensor, order: Tensor, k: int) -> Tensor:
-    return grad.new_empty(grad.shape[0] // k, grad.shape[1])
+def _(grad: Tensor, order: Tensor, k: int, tokens: int) -> Tensor:
+    return grad.new_empty(tokens, grad.shape[1])
 
 
 def _dispatch_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    ctx.k = inputs[1].shape[1]
+    ctx.tokens, ctx.k = inputs[1].shape
+    ctx.arguments = len(inputs)
     ctx.save_for_backward(output[1])
     ctx.mark_non_differentiable(output[1], output[2])
     ctx.set_materialize_grads(False)
 
 
 def _dispatch_backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Any, ...]:
+    others = [None] * (ctx.arguments - 1)
     if grad is None:
-        return None, None, None
-    return torch.ops.autopar.moe_dispatch_backward(grad, *ctx.saved_tensors, ctx.k), None, None
+        return None, *others
+    return torch.ops.autopar.moe_dispatch_backward(grad, *ctx.saved_tensors, ctx.k, ctx.tokens), *others
 
 
 moe_dispatch.register_autograd(_dispatch_backward, setup_context=_dispatch_setup)
+moe_dispatch_own.register_autograd(_dispatch_backward, setup_context=_dispatch_setup)
 
 
 def _groups(offsets: Tensor) -> Iterator[tuple[int, int, int]]:
@@ -224,10 +268,10 @@ grouped_bias.register_autograd(_bias_backward, setup_context=_bias_setup)
     "autopar::moe_combine", mutates_args=(), schema="(Tensor rows, Tensor order, Tensor weights) -> Tensor"
 )
 def moe_combine(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    """rows [T*K, H] sorted by expert, order from `moe_dispatch`, weights [T, K] -> [T, H]:
-    each token's weighted sum over its K experts."""
+    """rows [n, H] sorted by expert, order from a dispatch, weights [T, K] -> [T, H]: each token's weighted sum over
+    those of its K experts that are there."""
     tokens, k = weights.shape
-    unsorted = torch.empty_like(rows, memory_format=torch.contiguous_format).index_copy_(0, order, rows)
+    unsorted = _by_pair(rows, order, tokens * k)
     return (unsorted.view(tokens, k, -1) * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
 
 
@@ -242,9 +286,9 @@ def _(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     schema="(Tensor grad, Tensor rows, Tensor order, Tensor weights) -> (Tensor rows_grad, Tensor weights_grad)",
 )
 def moe_combine_backward(grad: Tensor, rows: Tensor, order: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """grad [T, H] -> gradients of the rows [T*K, H] and of the weights [T, K]."""
+    """grad [T, H] -> gradients of the rows [n, H] and of the weights [T, K]: zero for pairs that are not there."""
     tokens, k = weights.shape
-    unsorted = torch.empty_like(rows, memory_format=torch.contiguous_format).index_copy_(0, order, rows)
+    unsorted = _by_pair(rows, order, tokens * k)
     to_weights = (unsorted.view(tokens, k, -1) * grad.unsqueeze(1)).sum(-1, dtype=weights.dtype)
     spread = (grad.unsqueeze(1) * weights.unsqueeze(-1)).to(rows.dtype).view(tokens * k, -1)
     return spread.index_select(0, order), to_weights

@@ -22,6 +22,7 @@ from autopar.planner.batch_dims import decide_batch_dims
 from autopar.planner.closure import Analysis
 from autopar.planner.context_parallel import ContextPlan, plan_context
 from autopar.planner.derived_notes import derived_notes
+from autopar.planner.experts import expert_parameters, plan_experts
 from autopar.planner.kernel_notes import kernel_notes
 from autopar.planner.option_checks import check_names, check_used
 from autopar.planner.plan_fits import check_fits
@@ -72,9 +73,13 @@ def make_plan(
         notes += _refusals(parameters, chosen.refused, {name: len(global_shape(n)) for n, name in names.items()})
         if options.sequence_parallel:
             streams = find_streams(gm, chosen.contractions, mesh, "tp", context.chunks(mesh.size("cp")))
-    for axis in ("cp", "dp", "rp"):  # as they cut: cp before dp
+    experts = plan_experts(gm, mesh) if mesh.size("ep") > 1 else {}
+    of_experts = expert_parameters(gm, names, experts)
+    for axis in ("ep", "cp", "dp", "rp"):  # as they cut: ep before cp before dp
         for node, name in names.items() if mesh.size(axis) > 1 else ():
             p = _data_parallel(node, parameters[name], options, mesh, axis)
+            if of_experts.get(name) == axis:
+                p = ParameterPlan(Shard(0), Shard(0), f"experts are cut over {axis}; each rank has its own")
             parameters[name][axis] = p if fixed is None else fixed.parameter(name, axis)
     if options.micro_batches > 1:
         for axes in parameters.values():
@@ -85,7 +90,7 @@ def make_plan(
     notes += [*context.notes, *kernel_notes(gm), *derived_notes(gm)]
     plan = Plan(
         mesh, digest, options, parameters, inputs, streams, tuple(notes), weight_pieces=pieces,
-        attention=context.attention, batch_dims=dims,
+        attention=context.attention, experts=experts, batch_dims=dims,
     )  # fmt: skip
     if fixed is not None and fixed.overrides:
         known = {n: axes for n, axes in fixed.overrides.items() if n in plan.parameters or n in plan.inputs}
@@ -197,7 +202,8 @@ def _earlier(mesh: Mesh, axis: str) -> dict[str, Pieces]:
 
 
 def _inputs(gm: GraphModule, mesh: Mesh, micro_batches: int, dims: BatchDims) -> dict[str, dict[str, Placement]]:
-    """The batch is cut along its dim, over dp, over rp, and then over micro-batches."""
+    """The batch is cut along its dim, over dp, over rp, over micro-batches, and then over ep: what is gathered over ep
+    is a piece of all the others."""
     tensors = {s.name: n for n, s in _nodes(gm) if s.kind == "input"}
     sizes = {axis: mesh.size(axis) for axis in DATA} | {"mb": micro_batches}
     cuts = {axis: size for axis, size in sizes.items() if size > 1}
@@ -213,6 +219,9 @@ def _inputs(gm: GraphModule, mesh: Mesh, micro_batches: int, dims: BatchDims) ->
                 f"{max(-(-rows // pieces), 1) * pieces}"
             )
         out[name] = dict.fromkeys(cuts, Shard(dim)) if dim is not None else {}
+        if dim is not None and "ep" in cuts:
+            others = pieces // cuts["ep"]
+            out[name]["ep"] = Shard(dim, (rows // others,) * others)
     return out
 
 

@@ -70,7 +70,7 @@ def _checked_facts(node: Node) -> list[Any]:
     for x in (node, *node.all_input_nodes):
         get = x.meta.get
         found += [get("val"), get("placements"), get("result_placements"), get("global_shape"), get("has_gradient"),
-                  get("conversion"), get("dealt"), get("global_groups")]  # fmt: skip
+                  get("conversion"), get("dealt"), get("global_groups"), get("experts")]  # fmt: skip
     return found
 
 

@@ -9,7 +9,9 @@ from typing import Any
 
 from torch.fx import Node
 
+from autopar.ir.conversions import is_conversion
 from autopar.ir.graph import arguments, tensor_operands
+from autopar.ir.placement import Shard
 from autopar.rules.rule import Dims, Rule
 
 Shape = tuple[int, ...]
@@ -38,6 +40,17 @@ class Call:
     @cached_property
     def operands(self) -> list[Node]:
         return tensor_operands(self.node)
+
+    @cached_property
+    def seen(self) -> Any:
+        """What a rule may ask for beside shapes: how an exchange gets what it converts, and whether a combine gets rows
+        of this axis' own tokens (None: nobody has said)."""
+        if is_conversion(self.node):
+            return self.node.args[0].meta.get("placements", {}).get(self.axis)  # type: ignore[union-attr]
+        if "order" in self.args and isinstance(self.args["order"], Node):
+            placed = self.args["order"].meta.get("placements", {})
+            return isinstance(placed[self.axis], Shard) if self.axis in placed else None
+        return None
 
     @property
     def result(self) -> Shape:

@@ -65,7 +65,13 @@ def _key(call: Call) -> Hashable:
 
     args = frozen(node.args, leaf), frozen(node.kwargs, leaf)
     operands = tuple((call.shape_of(x), _dtypes(x), has_gradient(x)) for x in places)
-    marks = node.meta.get("conversion"), node.meta.get("dealt"), node.meta.get("global_groups")
+    marks = (
+        node.meta.get("conversion"),
+        node.meta.get("dealt"),
+        node.meta.get("global_groups"),
+        node.meta.get("experts"),
+        call.seen,
+    )
     return node.target, args, operands, call.result_shapes, _dtypes(node), call.axis, call.relaxed, marks
 
 

@@ -24,6 +24,7 @@ from autopar.ir.placement import (
     Replicate,
     Shard,
     extent,
+    scaled_blocks,
 )
 
 
@@ -37,6 +38,7 @@ class Cat:
 Dim = tuple[str, ...] | Cat
 Dims = tuple[Dim, ...]
 Cut = dict[str, tuple[int, ...]]  # the factors cut by an axis, each with the blocks of its own extent, as in `Shard`
+ROUTED = "routed "  # before the name of a factor in a cut: its pieces are routed rows
 
 
 class RuleError(Exception):
@@ -54,6 +56,9 @@ class Rule:
     ``addends``: operand -> factor; when the factor is cut the operand is expected Partial: each rank's own part of
     a sum (the row offsets of the tokens it holds).
     ``one_block``: factors of which rank r must hold the r-th consecutive entries (the rows of a vocabulary).
+    ``rows``: (rows sorted by expert, tokens, experts), of which an operator may have no tokens or no experts ("").
+    Rows are cut with the tokens that they are of, or, as routed ones, with the experts that they are for.
+    ``imposed``: a factor that the plan wants cut, though no operand has it.
     """
 
     operands: tuple[Dims | None, ...]
@@ -65,6 +70,8 @@ class Rule:
     keep_partial: bool = False
     addends: dict[int, str] = field(default_factory=dict)
     one_block: frozenset[str] = frozenset()
+    rows: tuple[str, str, str] = ("", "", "")
+    imposed: str = ""
 
     def cut_of(self, dims: Dims, shard: Shard, ranks: Pieces) -> Cut:
         """The factors that a Shard of a tensor with these dims cuts. Raises RuleError if it cuts none cleanly."""
@@ -72,6 +79,8 @@ class Rule:
         size = self.dim_size(dim)
         blocks = shard.blocks or (size,)
         cut = self._cut_cat(dim, blocks) if isinstance(dim, Cat) else self._cut_merged(dim, blocks, ranks)
+        if cut is not None and shard.routed:
+            cut |= {ROUTED + factor: () for factor in list(cut)}
         if cut is None:
             raise RuleError(f"{shard} does not fall on a boundary of the dim's factors {self.show(dim)}")
         for factor, sizes in cut.items():
@@ -91,7 +100,27 @@ class Rule:
                 if isinstance(dim, Cat) and any(part in cut for part in dim.parts):
                     for part in dim.parts:
                         full.setdefault(part, (self.sizes[part],))
-        return full
+        return self._with_rows(full)
+
+    @property
+    def imposed_cut(self) -> Cut | None:
+        """What the plan asks for."""
+        return self.completed({self.imposed: (self.sizes[self.imposed],)}) if self.imposed else None
+
+    def _with_rows(self, cut: Cut) -> Cut:
+        """With what is cut together with rows that are sorted by expert."""
+        rows, tokens, experts = self.rows
+        if rows and (experts in cut or ROUTED + rows in cut):
+            cut |= {rows: (self.sizes[rows],), ROUTED + rows: ()}
+            return cut | {experts: (self.sizes[experts],)} if experts else cut
+        for given, other in ((rows, tokens), (tokens, rows)):
+            if given in cut and other in self.sizes:
+                if any(b * self.sizes[other] % self.sizes[given] for b in cut[given]):
+                    raise RuleError(
+                        f"blocks of {cut[given]} of {self.sizes[given]} do not scale to {self.sizes[other]}"
+                    )
+                cut.setdefault(other, scaled_blocks(cut[given], self.sizes[other]))
+        return cut
 
     def _cut_cat(self, dim: Cat, blocks: tuple[int, ...]) -> Cut | None:
         cut, position = {}, 0
@@ -134,6 +163,8 @@ class Rule:
                 if factor in cut:
                     outer = math.prod(self.sizes[f] for f in dim[:i])
                     inner = math.prod(self.sizes[f] for f in dim[i + 1 :])
+                    if ROUTED + factor in cut:
+                        return Shard(position, routed=True)
                     return Shard(position, tuple(b * inner for b in cut[factor]) * outer)
         return None
 
@@ -151,10 +182,9 @@ class Rule:
         for i, dims in enumerate(self.operands):
             if dims is None:
                 out.append(None)
-            elif i in self.addends and self.addends[i] in cut:
-                out.append(PARTIAL)
             else:
-                out.append(self.shard_of(dims, cut) or REPLICATE)
+                adds = self.addends.get(i) in cut
+                out.append(self.shard_of(dims, cut) or (PARTIAL if adds else REPLICATE))
         return out
 
     def produced(self, cut: Cut) -> list[Placement]:
@@ -170,7 +200,7 @@ def apply(rule: Rule, operands: Sequence[Placement], gradients: Sequence[bool], 
     Raises RuleError when the op would be wrong on pieces, or when a gradient would arrive unsummed or twice summed.
     """
     used = [(i, p, g) for i, (p, g) in enumerate(zip(operands, gradients, strict=True)) if rule.operands[i] is not None]
-    cut: Cut | None = None
+    cut: Cut | None = rule.imposed_cut
     for i, p, _ in used:
         if isinstance(p, Shard):
             dims = rule.operands[i]

@@ -12,7 +12,7 @@ from autopar.ir.mesh import AXES
 from autopar.ir.placement import Shard, extent, repetitions
 from autopar.rules.builders import UNARY, broadcast_dims, named_dims
 from autopar.rules.call import Call
-from autopar.rules.rule import Dim, Dims, Rule
+from autopar.rules.rule import Dims, Rule
 
 
 def embedding_rule(call: Call) -> Rule:
@@ -168,17 +168,36 @@ def _is_bool(node: Node) -> bool:
 
 
 def moe_dispatch_rule(call: Call) -> Rule:
-    """x (t, h), expert (t, k) -> rows (t·k, h), order (t·k), offsets (e): every rank sorts the tokens it holds."""
+    """x (t, h), expert (t, k) -> rows (t·k, h), order (t·k), offsets (e): every rank sorts the tokens it holds. Where
+    experts are cut each has the rows that are for its own, of all tokens."""
     tokens, width = call.shape("x")
     t, h = call.factor("t", tokens), call.factor("h", width)
     k = call.factor("k", call.shape("expert")[1])
     e = call.factor("e", call.result_shapes[2][0])
-    rows: Dim = (*t, *k)
-    blocked = {f: "every token goes to several experts" for f in k} | {f: "experts are offsets here" for f in e}
+    own = call.node.meta.get("experts") == call.axis
+    rows = _rows_of(call, call.result_shapes[0][0], own)
+    blocked = {f: "every token goes to several experts" for f in k}
     blocked |= {f: "the order of rows beside the result does not have it" for f in h}
-    if call.axis == "tp":
-        blocked |= {f: "tokens are gathered before experts that tp cuts" for f in t}
-    return call.rule([(t, h), (t, k)], [(rows, h), (rows,), (e,)], blocked=blocked)
+    if not own:
+        blocked |= {f: "experts are offsets here" for f in e}
+    if call.axis == "tp" or own:
+        blocked |= {f: "tokens are gathered before experts that are cut" for f in t}
+    linked, imposed = _linked(rows, t, e if own else ()), "".join(e) if own else ""
+    return call.rule([(t, h), (t, k)], [(rows, h), (rows,), (e,)], blocked=blocked, rows=linked, imposed=imposed)
+
+
+def _rows_of(call: Call, rows: int, own: bool) -> tuple[str, ...]:
+    """The dim of rows: each token times k. Of rows for a rank's own experts nobody can say so."""
+    t, k = call.sizes.get("t", 1), call.sizes.get("k", 1)
+    if not own and rows == t * k:
+        return (*call.factor("t", t), *call.factor("k", k))
+    return call.factor("n", rows)
+
+
+def _linked(*factors: tuple[str, ...]) -> tuple[str, str, str]:
+    """`Rule.rows`."""
+    rows, tokens, experts = ("".join(f) if len(f) == 1 else "" for f in factors)
+    return (rows, tokens, experts) if rows == "n" else ("", "", "")
 
 
 def grouped_mm_rule(call: Call) -> Rule:
@@ -188,35 +207,44 @@ def grouped_mm_rule(call: Call) -> Rule:
     n, i, e = call.factor("n", rows), call.factor("i", width), call.factor("e", experts)
     o = call.factor("o", a if not call.args["transposed"] else b)
     weight: Dims = (e, i, o) if call.args["transposed"] else (e, o, i)
-    blocked = {f: "cut by expert parallelism, through the dispatch" for f in e}
-    sets = (frozenset({0}), frozenset({1}))
-    return call.rule([(n, i), weight, (e,)], [(n, o)], blocked=blocked, linear=sets, addends={2: "n"} if n else {})
+    sets, adds = (frozenset({0}), frozenset({1})), {2: "n"} if n else {}
+    linked, blocked = _linked(n, (), e), _experts_blocked(call, e)
+    return call.rule([(n, i), weight, (e,)], [(n, o)], blocked=blocked, linear=sets, addends=adds, rows=linked)
 
 
 def grouped_bias_rule(call: Call) -> Rule:
     """rows (n, o) + bias (e, o) of the row's expert."""
     rows, width = call.shape("rows")
     n, o, e = call.factor("n", rows), call.factor("o", width), call.factor("e", call.shape("bias")[0])
-    blocked = {f: "cut by expert parallelism, through the dispatch" for f in e}
-    return call.rule([(n, o), (e, o), (e,)], [(n, o)], blocked=blocked, addends={2: "n"} if n else {})
+    linked, blocked, adds = _linked(n, (), e), _experts_blocked(call, e), {2: "n"} if n else {}
+    return call.rule([(n, o), (e, o), (e,)], [(n, o)], blocked=blocked, addends=adds, rows=linked)
+
+
+def _experts_blocked(call: Call, e: tuple[str, ...]) -> dict[str, str]:
+    if call.of_step or call.node.meta.get("experts") == call.axis:
+        return {}
+    return dict.fromkeys(e, "cut by expert parallelism, through the dispatch")
 
 
 def moe_combine_rule(call: Call) -> Rule:
-    """rows (t·k, h), order (t·k), weights (t, k) -> (t, h)."""
+    """rows (t·k, h), order (t·k), weights (t, k) -> (t, h): of rows for a rank's own experts an addend."""
     tokens, top = call.shape("weights")
     t, k = call.factor("t", tokens), call.factor("k", top)
     h = call.factor("h", call.shape("rows")[1])
-    rows: Dim = (*t, *k)
+    own = call.node.meta.get("experts") == call.axis
+    rows = _rows_of(call, call.shape("rows")[0], own)
     blocked = {f: "the experts of a token are summed" for f in k}
     order = call.args["order"]
-    if call.axis == "tp" or (is_conversion(order) and conversion_of(order)[0] == call.axis):
+    made_so = is_conversion(order) and conversion_of(order)[0] == call.axis
+    if call.axis == "tp" or own or made_so or call.seen is False:
         # a slice of the rows of all tokens is not the rows of a slice of the tokens
         blocked |= {
             f: "rows are sorted by expert, so only the rank that sorted them can tell whose they are" for f in t
         }
-    return call.rule(
-        [(rows, h), (rows,), (t, k)], [(t, h)], blocked=blocked, linear=(frozenset({0}),), keep_partial=True
-    )
+    operands = [(rows, h), (rows,), (t, k)]
+    sets = (frozenset({0}),)
+    linked = _linked(rows, () if own else t, ())
+    return call.rule(operands, [(t, h)], blocked=blocked, linear=sets, keep_partial=True, rows=linked)
 
 
 # --- selection ------------------------------------------------------------------------------------------
@@ -285,11 +313,22 @@ def conversion_of_other_axis(call: Call) -> Rule:
             continue
         outer = _repetitions(touched[i], max(a, b))
         major = call.factor(f"d{i}", outer)
-        inner_in, inner_out = call.factor(f"in{i}", a // outer), call.factor(f"out{i}", b // outer)
+        unit = _unit(call, i, a, (a // outer, b // outer))
+        minor = call.factor(f"unit{i}", unit)
+        inner_in, inner_out = call.factor(f"in{i}", a // outer // unit), call.factor(f"out{i}", b // outer // unit)
         blocked |= {f: "another axis converts it" for f in (*inner_in, *inner_out)}
-        dims_in.append((*major, *inner_in))
-        dims_out.append((*major, *inner_out))
+        dims_in.append((*major, *inner_in, *minor))
+        dims_out.append((*major, *inner_out, *minor))
     return call.rule([tuple(dims_in)], [tuple(dims_out)], blocked=blocked, linear=UNARY, keep_partial=True)
+
+
+def _unit(call: Call, dim: int, size: int, pieces: tuple[int, int]) -> int:
+    """Rows of what is cut alike again and again (tokens of a sequence): a conversion of whole ones leaves the cut."""
+    given = call.seen
+    if not isinstance(given, Shard) or given.dim != dim or repetitions(given.blocks) == 1:
+        return 1
+    unit = size // repetitions(given.blocks)
+    return 1 if any(piece % unit for piece in pieces) else unit
 
 
 def _repetitions(placement: Shard, size: int) -> int:

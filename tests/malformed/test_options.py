@@ -52,7 +52,7 @@ def test_options_without_the_axis_that_they_are_about() -> None:
                 assert problem == "", (name, mesh)
             else:
                 assert problem.startswith(f"{name}: counts with an axis ") and judge.unclear(problem) == "", problem
-    assert _refusal(autopar.Options(zero=3), Mesh.of(tp=2)).startswith("zero: counts with an axis dp or cp only")
+    assert _refusal(autopar.Options(zero=3), Mesh.of(tp=2)).startswith("zero: counts with an axis dp or ep or cp only")
     assert _refusal(autopar.Options(gathers="layer"), Mesh.of(dp=2)).startswith("gathers: says when parameters that ")
     assert _refusal(autopar.Options(topology="tp=ring"), Mesh.of(cp=2)).startswith("topology: names links of the axis")
     assert _refusal(autopar.Options(), Mesh.of(ep=2)) == ""

@@ -1,0 +1,59 @@
+"""Layers of experts in a graph, found by dataflow, and how one is cut.
+
+rows, order, offsets = moe_dispatch(x, expert, E)      products with weights of experts take the offsets, the
+hidden = grouped_mm(rows, w, offsets)                  combine takes the order
+out = moe_combine(hidden, order, weights)
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+
+import autopar.ops.moe  # noqa: F401  (registers the operators)
+from autopar.ir.conversions import uncast
+from autopar.ir.graph import arguments, is_call
+
+ours = torch.ops.autopar
+_GROUPED = {ours.grouped_mm.default: "weight", ours.grouped_bias.default: "bias"}
+
+
+@dataclass(frozen=True)
+class ExpertPlan:
+    """How one layer's experts are cut: over which axis, how tokens get to them, and why."""
+
+    axis: str
+    dispatch: str
+    reason: str = ""
+
+
+def dispatches(gm: GraphModule) -> list[Node]:
+    """Where tokens are sorted by expert, one for each layer."""
+    return [node for node in gm.graph.nodes if is_call(node, ours.moe_dispatch.default)]
+
+
+def layer_of_dispatch(dispatch: Node) -> list[Node]:
+    """The calls that ask which rows are whose: products with and biases of experts, and combines."""
+    entries = [user for user in dispatch.users if is_call(user, operator.getitem) and user.args[1] in (1, 2)]
+    wanted = (*_GROUPED, ours.moe_combine.default)
+    return list(dict.fromkeys(user for entry in entries for user in entry.users if is_call(user, *wanted)))
+
+
+def expert_weights(dispatch: Node) -> list[Node]:
+    """Placeholders of the layer's weights and biases, one entry per expert along dim 0."""
+    grouped = [node for node in layer_of_dispatch(dispatch) if node.target in _GROUPED]
+    taken = (uncast(arguments(node)[_GROUPED[node.target]]) for node in grouped)  # type: ignore[index]
+    return list(dict.fromkeys(x for x in taken if x.op == "placeholder"))
+
+
+def mark_experts(gm: GraphModule, plans: Mapping[str, ExpertPlan], axis: str) -> None:
+    """Note on the calls of each layer whose experts are cut on an axis that they are: their rules ask."""
+    for node in dispatches(gm):
+        chosen = plans.get(node.name)
+        if chosen is not None and chosen.axis == axis:
+            for x in (node, *layer_of_dispatch(node)):
+                x.meta["experts"] = axis

@@ -1,0 +1,43 @@
+"""Which experts are cut over which axis, and how tokens get to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch.fx import GraphModule, Node
+
+from autopar.ir.expert_layers import ExpertPlan, dispatches, expert_weights
+from autopar.ir.graph import arguments, global_shape
+from autopar.ir.mesh import Mesh
+
+AXIS = "ep"
+
+
+def plan_experts(gm: GraphModule, mesh: Mesh) -> dict[str, ExpertPlan]:
+    """By dispatch. Raises ValueError for a model without experts, and for experts that do not divide."""
+    ranks, found = mesh.size(AXIS), dispatches(gm)
+    if not found:
+        raise ValueError(
+            f"experts: nothing to cut over axis {AXIS!r} of size {ranks}: the model has no experts that autopar knows "
+            "(autopar::moe_dispatch); use dp for what is not cut by expert"
+        )
+    for node in found:
+        experts = int(arguments(node)["num_experts"])
+        if experts % ranks:
+            fits = [n for n in range(2, experts + 1) if experts % n == 0]
+            raise ValueError(
+                f"experts: {experts} experts do not divide over axis {AXIS!r} of size {ranks}; use one of "
+                f"{', '.join(map(str, fits))} ranks, and dp for the others"
+            )
+    return {node.name: ExpertPlan(AXIS, "gather", "everybody has all tokens") for node in found}
+
+
+def expert_parameters(gm: GraphModule, names: Mapping[Node, str], plans: Mapping[str, ExpertPlan]) -> dict[str, str]:
+    """Name of a parameter -> the axis over which its experts are cut."""
+    return {
+        names[x]: plans[node.name].axis
+        for node in dispatches(gm)
+        if node.name in plans
+        for x in expert_weights(node)
+        if x in names and len(global_shape(x)) > 1
+    }

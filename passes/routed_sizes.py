@@ -1,0 +1,81 @@
+"""routed_sizes: sizes of rows that a rank's experts get are asked of the rows.
+
+Consumes    a joint graph, whose shapes say how many rows a rank would get if all got as many.
+Guarantees  no number of them is written into it: where a size was, the size of the call's own operand stands.
+Leaves      graphs without routed rows. A number that nobody can be asked about is an error.
+
+    d = slice_backward(g, [128, 64], 1, 0, 32, 1)
+        -->
+    n = sym_size(g, 0); d = slice_backward(g, [n, 64], 1, 0, 32, 1)
+
+Routed is what `moe_dispatch_own` returns but for the offsets, and all that is made of it row by row, gradients too.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import GraphModule, Node
+
+from autopar.ir.graph import arguments, describe, insert_call, is_call, set_argument, tensor_operands, values
+
+aten, ours = torch.ops.aten, torch.ops.autopar
+_ENDS = (  # take rows, and return none
+    ours.moe_combine.default, ours.moe_dispatch_backward.default, ours.grouped_mm_weight_grad.default,
+    ours.grouped_sum.default,
+)  # fmt: skip
+_ROWS = {ours.moe_dispatch_own.default: (0, 1), ours.moe_combine_backward.default: (0,)}  # results that are rows
+_SHAPES = ("size", "sizes", "shape", "input_sizes", "self_sizes", "input_size")  # arguments: of the result
+_BESIDE = (ours.grouped_mm.default, ours.grouped_bias.default)  # take something else beside rows
+
+
+def routed_sizes(gm: GraphModule) -> None:
+    """See the module's docstring. Raises ValueError for a value beside rows of which nobody knows its rows."""
+    routed: dict[Node, int] = {}
+    for node in list(gm.graph.nodes):
+        if is_call(node, operator.getitem) and node.args[0].target in _ROWS:
+            source, number = node.args
+            if number in _ROWS[source.target] and _is_routed(source, routed):
+                routed[node] = node.meta["val"].shape[0]
+        elif is_call(node, operator.getitem):
+            if node.args[0] in routed:
+                routed[node] = routed[node.args[0]]
+        elif node.op == "call_function" and node.target not in (*_ENDS, *_ROWS):
+            _visit(node, routed)
+    if routed:
+        gm.recompile()
+
+
+def _is_routed(source: Node, routed: dict[Node, int]) -> bool:
+    return is_call(source, ours.moe_dispatch_own.default) or any(x in routed for x in source.all_input_nodes)
+
+
+def _visit(node: Node, routed: dict[Node, int]) -> None:
+    given = [x for x in tensor_operands(node) if x in routed]
+    if not given:
+        return
+    rows, made = routed[given[0]], values(node)
+    of_rows = [x.shape[:1] == (rows,) for x in made]
+    if not any(of_rows):
+        return  # a sum over rows
+    if not all(of_rows):
+        raise ValueError(f"experts: {describe(node)} makes something else of the rows of a rank's experts than rows")
+    routed[node] = rows
+    _refuse_counts_beside(node, rows, routed)
+    for name, x in arguments(node).items():
+        if name in _SHAPES and list(x) == list(made[0].shape):
+            size = insert_call(node, aten.sym_size.int, (given[0], 0), like=node, val=rows)
+            set_argument(node, name, [size, *x[1:]])
+
+
+def _refuse_counts_beside(node: Node, rows: int, routed: dict[Node, int]) -> None:
+    if node.target in _BESIDE:
+        return
+    for x in tensor_operands(node):
+        shape = x.meta["val"].shape
+        if x not in routed and len(shape) == node.meta["val"].dim() and shape[:1] == (rows,) and rows > 1:
+            raise ValueError(
+                f"experts: {describe(node)} takes {x.name} of {rows} rows beside the rows of a rank's experts, whose "
+                "number is known when they are there; make it of these rows"
+            )
