@@ -6,6 +6,7 @@ import contextlib
 import gc
 import itertools
 import re
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -358,6 +359,12 @@ def test_streams_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     once, twice = ([line.format(k) for line in (*there, *back)] for k in (1, 2))
     assert log == [*once, twice[0], "out waits for in 1", *twice[1:]]
     assert copies.arena.lent == 0 and copies.arena.held == copies.arena.most == x.nbytes
+    source, pending = weakref.ref(x), copies.to_host(x)
+    del x
+    assert source() is not None, "its memory would be another's while it is read"
+    copies.finish(pending)
+    del pending
+    assert source() is None
 
 
 # --- bad input ----------------------------------------------------------------------------------------------

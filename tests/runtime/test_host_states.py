@@ -159,6 +159,59 @@ def _saved(folder: str) -> bool:
     return all(torch.equal(x, found[n]) for found in ways for n, x in expected.items())
 
 
+@pytest.mark.full
+def test_loaded_on_other_meshes(tmp_path: Path) -> None:
+    """From two ranks onto four, whose states are there or here, and back: the bits of states on the device."""
+    run_ranks(2, _went_on, str(tmp_path), {"dp": 2}, 1, True, "", "first", timeout=100.0)
+    for zero in (1, 3):
+        ways = [
+            run_ranks(4, _went_on, str(tmp_path), {"dp": 2, "tp": 2}, zero, on_host, "first", f"{zero}{on_host}")[0]
+            for on_host in (False, True)
+        ]
+        ways += [run_ranks(2, _went_on, str(tmp_path), {"dp": 2}, 3, x, f"{zero}{not x}", "")[0] for x in (True, False)]
+        for one, other in (ways[:2], ways[2:]):
+            assert all(torch.equal(x, other[n]) for n, x in one.items())
+
+
+def _went_on(folder: str, sizes: dict[str, int], zero: int, on_host: bool, load: str, save: str) -> dict[str, Tensor]:
+    parallel, batch = made(sizes, zero=zero, optimizer_on_host=on_host)
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.01)
+    if load:
+        autopar.load(f"{folder}/{load}", parallel, optimizer)
+        assert all(arena().holds(x) == on_host for x in states(optimizer) if x.numel())
+    steps(parallel, optimizer, batch, 2)
+    if save:
+        autopar.save(f"{folder}/{save}", parallel, optimizer)
+    return dict(parallel.full_state_dict())
+
+
+def test_habits_between_steps() -> None:
+    """Groups that come later, parameters frozen for a while, several backwards to a step, zeros as gradients."""
+    for same, there in run_ranks(2, _between, timeout=100.0):
+        assert same and there
+
+
+def _between() -> tuple[bool, bool]:
+    found = []
+    for on_host in (False, True):
+        parallel, batch = made({"dp": 2}, zero=2, micro_batches=2, optimizer_on_host=on_host)
+        parameters = [*parallel.parameters()]
+        optimizer = torch.optim.AdamW(parameters[:5], lr=0.01)
+        for number in range(5):
+            for k, p in enumerate(parameters):
+                p.requires_grad_(number not in (1, 2) or k % 2 == 0)
+            parallel.train_step(**batch)
+            if number == 2:
+                continue
+            if number == 3:
+                optimizer.add_param_group({"params": parameters[5:], "lr": 0.1, "weight_decay": 0.0})
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        found.append((dict(parallel.full_state_dict()), [arena().holds(x) for x in states(optimizer) if x.numel()]))
+    (expected, here), (weights, there) = found
+    return all(torch.equal(x, weights[n]) for n, x in expected.items()), all(there) and not any(here)
+
+
 class LateCopies(HostCopies):
     """As on a GPU: what leaves the device arrives when somebody waits for it, or when it is to come back."""
 
