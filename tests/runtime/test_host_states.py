@@ -18,6 +18,7 @@ from autopar.models.tiny import TINY
 from autopar.runtime import host_copies
 from autopar.runtime.host_copies import HostArena, HostCopies
 from tests.benchmarks.meter import Meter
+from tests.compiled_once import compiled_once
 from tests.ranks import run_ranks
 from tests.runtime.test_optimizers import OPTIMIZERS
 
@@ -64,6 +65,7 @@ def test_steps_are_the_same_bits(sizes: dict[str, int], options: dict[str, Any])
             assert there == 0 and away, f"{name} keeps states on the device"
 
 
+@compiled_once()
 def _stepped(sizes: dict[str, int], options: dict[str, Any]) -> dict[str, Any]:
     found = {}
     for name in NAMES:
@@ -140,6 +142,7 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     assert all(run_ranks(2, _saved, str(tmp_path), timeout=200.0))
 
 
+@compiled_once()
 def _saved(folder: str) -> bool:
     def run(at: str, on_host: bool, load: str = "") -> dict[str, Tensor]:
         parallel, batch = made({"dp": 2}, zero=1, optimizer_on_host=on_host)
