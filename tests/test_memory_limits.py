@@ -116,9 +116,7 @@ def _limited(name: str, axes: dict[str, int], options: dict[str, Any]) -> Seen:
     with holding(), Meter([local, list(parallel.buffers()), batch]) as meter:
         parallel.train_step(**batch)
     plan = parallel.plan
-    said = memories(compile_model(*wide(name), Mesh.of(**axes), plan=plan, outputs=()))[
-        mesh.get_local_rank("pp") if "pp" in axes else 0
-    ]
+    said = memories(parallel.compiled()[0])[mesh.get_local_rank("pp") if "pp" in axes else 0]
     assert plan.checkpoints and sum(layer.seconds for layer in plan.checkpoints) > 0
     return Seen(plan.to_json(), differing(found, expected), meter.peak + said.optimizer, said.peak)
 
