@@ -82,6 +82,12 @@ class Executor:
         measure: bool = False,
     ) -> None:
         pipeline = compiled.pipeline
+        if compiled.plan.experts and backend != "eager":
+            raise ValueError(
+                f"backend: {backend!r} makes code for sizes that stay, found experts that are cut over axis "
+                f"{next(iter(compiled.plan.experts.values())).axis!r}: how many rows a rank's experts get is known "
+                "when they are there; use backend='eager'"
+            )
         self.compiled, self.groups = compiled, groups
         self._backend, records = BACKENDS[backend]
         self.feed = Feed(compiled, groups.device)

@@ -193,6 +193,22 @@ def test_routing_changes_between_steps() -> None:
     run_ranks(2, counted, routed(8, 8, 2, "any"))
 
 
+def compiled_code(batch: dict[str, Tensor]) -> str:
+    """The refusal."""
+    parallel = parallelize(Layer(8), init_mesh("cpu", 60.0, ep=2), example_batch=batch, backend="inductor")
+    part, parts = data_part(parallel.mesh)
+    try:
+        parallel.train_step(**{name: x.chunk(parts)[part] for name, x in batch.items()})
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_backends_for_fixed_sizes_are_refused() -> None:
+    for found in run_ranks(2, compiled_code, routed(8, 8, 2, "any")):
+        assert "backend: 'inductor' makes code for sizes that stay" in found and "backend='eager'" in found
+
+
 class Counted(Layer):
     """Adds something of as many rows as a rank would get."""
 

@@ -46,6 +46,14 @@ def test_refused_over_cp(kind: str) -> None:
         check_model(model, batch, Mesh.of(cp=2))
 
 
+WITH_EXPERTS = [
+    "afmoe", "aria_text", "axk1", "bailing_hybrid", "cohere2_moe", "deepseek_v3", "deepseek_v4", "ernie4_5_moe",
+    "exaone_moe", "flex_olmo", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granitemoe", "granitemoe_swa",
+    "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "hy_v4", "jamba", "laguna", "mimo_v2_flash",
+    "minimax", "minimax_m2", "mixtral", "nemotron_h", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe", "qwen3_next",
+    "solar_open",
+]  # fmt: skip
+
 ALL = [
     *itertools.product(CAUSAL, ("dp=2", "tp=2")),
     *((kind, "cp=2") for kind in CAUSAL if kind not in REFUSED_OVER_CP),
@@ -57,6 +65,13 @@ ALL = [
 @pytest.mark.parametrize(("kind", "mesh"), ALL)
 def test_every_type(kind: str, mesh: str) -> None:
     test_equals_one_process(kind, mesh)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", WITH_EXPERTS)
+def test_every_type_with_experts(kind: str) -> None:
+    model, batch = make(kind, "causal")
+    assert check_model(model, batch, Mesh.of(ep=2)).worst < 1e-10
 
 
 @pytest.mark.full
