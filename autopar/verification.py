@@ -236,7 +236,8 @@ def reference(
             arguments = adapter.arguments(model, batch)
         with shared_random(seed) if seed is not None else contextlib.nullcontext():
             output = model(**arguments)
-        losses = [x for x in flatten(output)[0] if isinstance(x, Tensor) and not x.dim() and x.requires_grad]
+        returned = output["loss"] if isinstance(output, Mapping) and "loss" in output else output
+        losses = [x for x in flatten(returned)[0] if isinstance(x, Tensor) and not x.dim() and x.requires_grad]
         if not losses:
             raise ValueError(
                 "verify: the model returns no scalar with a gradient; pass what makes it return a loss (labels)"

@@ -19,16 +19,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.lazy import graph_module
 from autopar.ir.flow import Flow
-from autopar.ir.graph import add_placeholder, ancestors, copy_node, has_gradient, is_call, outputs, reach
+from autopar.ir.graph import add_placeholder, ancestors, copy_node, has_gradient, is_call, loss_places, outputs, reach
 from autopar.ir.own_backward import parts_of_token
-from autopar.ir.signature import OutputSpec, Signature
+from autopar.ir.signature import Signature
 from autopar.ops.gradient import OWN_BACKWARD
 from autopar.ops.traits import is_view
 from autopar.passes.joint import part_of_view
@@ -75,9 +74,10 @@ def uncut(gm: GraphModule, tangents: Sequence[str] = (), used: Mapping[Node, Nod
     """A local graph as its only part. ``tangents``: names of outputs that gradients come for, beside the losses.
     ``used``: used node -> its parameter, where what is between them is cut out; then the graph is a new one."""
     signature = gm.meta["signature"]
-    results = {}
+    results, losses = {}, loss_places(gm)
     for i, (spec, value) in enumerate(zip(signature.outputs, outputs(gm), strict=True)):
-        results[output(i)] = "sent" if spec.name in tangents and has_gradient(value) else _kind(spec, value)
+        kind = "loss" if i in losses else spec.kind
+        results[output(i)] = "sent" if spec.name in tangents and has_gradient(value) else kind
     fixed = [s.node for s in signature.inputs if s.kind in ("parameter", "buffer", "constant")]
     held = [s.name for s in signature.inputs if s.kind == "parameter"]
     if used is not None:
@@ -108,12 +108,6 @@ def _behind_conversions(gm: GraphModule, used: Mapping[Node, Node]) -> GraphModu
     return made
 
 
-def _kind(spec: OutputSpec, value: Any) -> str:
-    """Of an output of the model: a loss is a scalar with a gradient."""
-    loss = isinstance(value, Node) and has_gradient(value) and not value.meta["val"].dim() and spec.kind == "output"
-    return "loss" if loss else spec.kind
-
-
 def _mutations(signature: Signature, results: Mapping[str, str]) -> dict[str, str]:
     """Output -> name of the buffer whose new value it is."""
     return {name: signature.outputs[output_place(name)].name for name, kind in results.items() if kind == "mutation"}
@@ -131,7 +125,7 @@ class _Cutter:
     def _outputs(self) -> list[list[tuple[str, str, Node]]]:
         """Per part: (name, kind, value) of the model's outputs that it makes."""
         found: list[list[tuple[str, str, Node]]] = [[] for _ in range(self.count)]
-        specs = self.gm.meta["signature"].outputs
+        specs, losses = self.gm.meta["signature"].outputs, loss_places(self.gm)
         for i, (spec, value) in enumerate(zip(specs, outputs(self.gm), strict=True)):
             if not isinstance(value, Node):
                 continue
@@ -139,7 +133,7 @@ class _Cutter:
             if spec.kind == "own":  # keys for later token slices: their gradient comes back as that of a sent value
                 found[part].append((value.name, "sent", value))
                 continue
-            found[part].append((output(i), _kind(spec, value), value))
+            found[part].append((output(i), "loss" if i in losses else spec.kind, value))
         return found
 
     def _home(self, value: Node) -> int:

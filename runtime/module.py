@@ -178,9 +178,9 @@ class ParallelModule(Stateful):
     def train_step(self, *args: Any, **batch: Any) -> Tensor:
         """Forward and backward of this rank's part of the batch, in all its micro-batches.
 
-        Returns the loss of the whole batch (a scalar, or a tuple of them for a model with several losses); gradients
-        accumulate in ``.grad`` of the parameters, as ``backward()`` does. Raises ValueError for batches that do not
-        fit.
+        Returns the loss of the whole batch: the output called "loss", else each scalar with a gradient (a tuple of
+        them, if there are several), which are differentiated together; gradients accumulate in ``.grad`` of the
+        parameters, as ``backward()`` does. Raises ValueError for batches that do not fit.
         """
         with reporting("train_step"), outside(self._groups.device) as surroundings:
             if has_forward_hooks(self):

@@ -34,7 +34,8 @@ class Expected(NamedTuple):
 
 
 def total_loss(output: Any) -> Tensor:
-    """The sum of all losses in what a model returns: scalars with a gradient."""
+    """The loss in what a model returns, or the sum of all: scalars with a gradient."""
+    output = output["loss"] if isinstance(output, Mapping) and "loss" in output else output
     leaves = [output] if isinstance(output, Tensor) else output.values() if isinstance(output, Mapping) else output
     losses = [x for x in leaves if isinstance(x, Tensor) and not x.dim() and x.requires_grad]
     assert losses, "the model returns no loss"

@@ -26,7 +26,7 @@ from tests.cells import Cell, called, check, compile_cell, simulated
 from tests.harness import Run
 from tests.ranks import run_ranks
 from tests.reference import eager
-from tests.subjects import SEED
+from tests.subjects import SEED, tiny
 
 CELLS = [
     Cell("mixtral", Mesh.of(ep=2)),
@@ -130,6 +130,28 @@ def test_whoever_gets_the_tokens(ranks: int, tokens: int, experts: int, top: int
     model, batch, mesh = Layer(experts), routed(tokens, experts, top, choice), Mesh.of(ep=ranks)
     made = compile_graph(capture(model, routed(tokens, experts, top, "any"), exact=True), mesh, outputs=())
     check(Run(made, model, batch, mesh, SEED).errors(eager(model, batch, SEED)))
+
+
+AUXILIARY = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+
+
+@pytest.mark.parametrize("mesh", [Mesh.of(ep=2), Mesh.of(dp=2, ep=2), Mesh.of(ep=2, tp=2)], ids=str)
+def test_an_auxiliary_loss_is_that_of_the_whole_batch(mesh: Mesh) -> None:
+    """A product of two means of all rows and layers. It is an output beside the loss that it is part of, and counts
+    once."""
+    model, batch = tiny("qwen3_moe", **AUXILIARY)
+    expected = eager(model, batch, SEED)
+    plain, _ = tiny("qwen3_moe")
+    assert abs(expected.loss - eager(plain, batch, SEED).loss) > 0.1
+    made = compile_graph(capture(model, batch, exact=True), mesh, outputs=())
+    assert len(made.losses) == 1
+    check(Run(made, model, batch, mesh, SEED).errors(expected))
+
+
+def test_auxiliary_losses_of_micro_batches_are_others() -> None:
+    model, batch = tiny("qwen3_moe", **AUXILIARY)
+    with pytest.raises(ValueError, match="micro_batches: samples of different micro-batches meet at"):
+        compile_model(model, batch, Mesh.of(ep=2), Options(micro_batches=2), exact=True, outputs=())
 
 
 def test_the_graph() -> None:

@@ -173,7 +173,7 @@ class Habits(nn.Module):
         if self.habit == "square":
             return rows.mean() ** 2
         if self.habit == "two":
-            return {"loss": rows.mean(), "other_loss": (rows * weight).mean()}
+            return {"first_loss": rows.mean(), "other_loss": (rows * weight).mean()}
         if self.habit == "beside":
             return rows.mean() + 0.1 * self.body(x).square().mean()
         return rows.mean()
@@ -215,7 +215,7 @@ def scaled_losses(habit: str) -> None:
     for scale in (3.0, -0.5):
         for module in (model, parallel):
             found = module(**batch)
-            loss = found["loss"] * scale + found["other_loss"] if isinstance(found, dict) else found * scale
+            loss = found["first_loss"] * scale + found["other_loss"] if isinstance(found, dict) else found * scale
             loss.backward()
     for (name, mine), right in zip(parallel.named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(mine.grad.full_tensor(), right.grad, rtol=1e-12, atol=1e-14, msg=name)

@@ -23,7 +23,7 @@ from autopar.compile.slices import samples_of
 from autopar.cost.axis_shares import axis_shares
 from autopar.cost.memory import most_static
 from autopar.ir.batch import with_constants
-from autopar.ir.graph import copy_graph, has_gradient, mark_gradients, output_node, remove_dead_code
+from autopar.ir.graph import copy_graph, loss_places, mark_gradients, output_node, remove_dead_code
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
 from autopar.passes.differentiate import lowered
@@ -143,12 +143,12 @@ def _of_micro_batch(gm: GraphModule, ctx: Compilation) -> tuple[GraphModule, lis
 
 
 def keep_outputs(gm: GraphModule, names: Sequence[str]) -> None:
-    """Drop the outputs that are not asked for; losses (scalars with a gradient) and new buffer values stay."""
-    signature, out = gm.meta["signature"], output_node(gm)
+    """Drop the outputs that are not asked for; losses and new buffer values stay."""
+    signature, out, losses = gm.meta["signature"], output_node(gm), loss_places(gm)
     kept = [
         (spec, value)
-        for spec, value in zip(signature.outputs, out.args[0], strict=True)  # type: ignore[arg-type]
-        if spec.kind == "mutation" or spec.name in names or (has_gradient(value) and not value.meta["val"].dim())
+        for i, (spec, value) in enumerate(zip(signature.outputs, out.args[0], strict=True))  # type: ignore[arg-type]
+        if spec.kind == "mutation" or spec.name in names or i in losses
     ]
     out.args = (tuple(value for _, value in kept),)
     gm.meta["signature"] = dataclasses.replace(signature, outputs=tuple(spec for spec, _ in kept))

@@ -266,6 +266,18 @@ def ancestors(nodes: Iterable[Node]) -> set[Node]:
     return set(reach(nodes))
 
 
+def loss_places(gm: GraphModule) -> list[int]:
+    """Which outputs of a graph with a signature are losses: the scalars with a gradient, or the one called "loss"
+    alone, as transformers' models return beside what it is made of."""
+    specs = gm.meta["signature"].outputs
+    found = [
+        i
+        for i, (spec, x) in enumerate(zip(specs, outputs(gm), strict=True))
+        if spec.kind == "output" and isinstance(x, Node) and has_gradient(x) and not x.meta["val"].dim()
+    ]
+    return [i for i in found if specs[i].name == "loss"] or found
+
+
 def output_node(gm: GraphModule) -> Node:
     """The node that returns."""
     return next(iter(reversed(gm.graph.nodes)))
