@@ -82,7 +82,7 @@ class Executor:
         measure: bool = False,
     ) -> None:
         pipeline = compiled.pipeline
-        if compiled.plan.experts and backend != "eager":
+        if backend != "eager" and compiled.plan.experts:
             raise ValueError(
                 f"backend: {backend!r} makes code for sizes that stay, found experts that are cut over axis "
                 f"{next(iter(compiled.plan.experts.values())).axis!r}: how many rows a rank's experts get is known "
