@@ -271,7 +271,7 @@ class Odd(nn.Module):
         x = self.second(self.first(self.table(tokens)).relu())
         logits = x @ self.table.weight.t()
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
-        return {"loss": loss, "other": self.odd(x).square().mean()}
+        return {"tokens": loss, "other": self.odd(x).square().mean()}
 
 
 def odd_batch() -> dict[str, Tensor]:
