@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule, Node
 
-from autopar.adapters.export import flatten, unflatten
+from autopar.adapters.export import flatten, paths, unflatten
 from autopar.adapters.fake import copy_with, skeleton_of, twin_of
 from autopar.api import load_adapters, parallelize
 from autopar.capture import adapter_for, model_dtypes
@@ -236,8 +236,8 @@ def reference(
             arguments = adapter.arguments(model, batch)
         with shared_random(seed) if seed is not None else contextlib.nullcontext():
             output = model(**arguments)
-        returned = output["loss"] if isinstance(output, Mapping) and "loss" in output else output
-        losses = [x for x in flatten(returned)[0] if isinstance(x, Tensor) and not x.dim() and x.requires_grad]
+        found = {path: x for path, x in paths(output) if isinstance(x, Tensor) and not x.dim() and x.requires_grad}
+        losses = [found["loss"]] if "loss" in found else list(found.values())
         if not losses:
             raise ValueError(
                 "verify: the model returns no scalar with a gradient; pass what makes it return a loss (labels)"

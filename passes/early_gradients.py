@@ -17,12 +17,12 @@ Source: Liger Kernel (Hsu et al. 2024, section 3.2), within one operator; here i
 from __future__ import annotations
 
 import operator
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.ir.graph import ancestors, is_call, output_node, placeholders, tensor_operands
+from autopar.ir.graph import ancestors, is_call, output_node, placeholders, reach, tensor_operands
 from autopar.ir.meta import TRACE, inherit
 from autopar.ops.traits import is_view
 from autopar.rules.held import ADDENDS, WHOLE
@@ -137,23 +137,15 @@ def _reorder(gm: GraphModule, tangents: Sequence[Node], chunks: set[Node], early
     nodes = [n for n in gm.graph.nodes if n.op == "call_function"]
     order |= dict.fromkeys(n for n in nodes if not (n in late or n in wanted or n in dependent))
     place = {n: i for i, n in enumerate(nodes)}
+
+    def missing(node: Node) -> list[Node]:
+        return [x for x in node.all_input_nodes if x not in order]
+
     for node in sorted(early, key=place.__getitem__):
-        order |= dict.fromkeys(sorted(_missing(node, order), key=place.__getitem__))
+        order |= dict.fromkeys(sorted(reach([node], missing), key=place.__getitem__))
     order |= dict.fromkeys(n for n in nodes if n not in dependent)
     order |= dict.fromkeys(nodes)
     end = output_node(gm)
     for node in order:
         if node.op == "call_function":
             end.prepend(node)
-
-
-def _missing(node: Node, there: Container[Node]) -> set[Node]:
-    """The node and what it depends on, but for what is there."""
-    found: set[Node] = set()
-    queue = [node]
-    while queue:
-        x = queue.pop()
-        if x not in there and x not in found:
-            found.add(x)
-            queue += x.all_input_nodes
-    return found

@@ -59,25 +59,18 @@ MORE_RANKS = [
 ]
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=str)
+def in_full(cells: list[Cell]) -> list[Any]:
+    """Cells for ``-m full``."""
+    return [pytest.param(cell, marks=pytest.mark.full) for cell in cells]
+
+
+@pytest.mark.parametrize("cell", [*CELLS, *in_full(MORE)], ids=str)
 def test_equals_one_process(cell: Cell) -> None:
     check(simulated(cell))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("cell", MORE, ids=str)
-def test_more_meshes(cell: Cell) -> None:
-    check(simulated(cell))
-
-
-@pytest.mark.parametrize("cell", RANKS, ids=str)
+@pytest.mark.parametrize("cell", [*RANKS, *in_full(MORE_RANKS)], ids=str)
 def test_on_ranks(cell: Cell) -> None:
-    check(called(cell))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("cell", MORE_RANKS, ids=str)
-def test_more_on_ranks(cell: Cell) -> None:
     check(called(cell))
 
 

@@ -31,9 +31,13 @@ def moe_dispatch(x: Tensor, expert: Tensor, num_experts: int) -> tuple[Tensor, T
     """x [T, H], expert [T, K] int -> rows [T*K, H] sorted by expert (stable), order [T*K] int64 with
     rows[i] = x[order[i] // K], offsets [E] int32, cumulative."""
     ranked, order = torch.sort(expert.reshape(-1), stable=True)
-    bounds = torch.arange(num_experts, device=x.device, dtype=ranked.dtype)
-    offsets = torch.searchsorted(ranked, bounds, right=True).to(torch.int32)
-    return x.index_select(0, order // expert.shape[1]), order, offsets
+    return x.index_select(0, order // expert.shape[1]), order, _ends(ranked, num_experts)
+
+
+def _ends(ranked: Tensor, experts: int) -> Tensor:
+    """Experts of rows, sorted -> where the rows of each of the first ``experts`` end."""
+    bounds = torch.arange(experts, device=ranked.device, dtype=ranked.dtype)
+    return torch.searchsorted(ranked, bounds, right=True).to(torch.int32)
 
 
 @moe_dispatch.register_fake
@@ -55,9 +59,7 @@ def moe_dispatch_own(x: Tensor, expert: Tensor, experts: int, ranks: int) -> tup
     (pairs,) = ((wanted >= 0) & (wanted < experts)).nonzero(as_tuple=True)
     ranked, place = torch.sort(wanted.index_select(0, pairs), stable=True)
     order = pairs.index_select(0, place)
-    bounds = torch.arange(experts, device=x.device, dtype=ranked.dtype)
-    offsets = torch.searchsorted(ranked, bounds, right=True).to(torch.int32)
-    return x.index_select(0, order // expert.shape[1]), order, offsets
+    return x.index_select(0, order // expert.shape[1]), order, _ends(ranked, experts)
 
 
 @moe_dispatch_own.register_fake
