@@ -227,18 +227,18 @@ def test_ranks_in_different_calls_are_told_so_at_once() -> None:
 
 
 def questions_of_an_agreement(more: bool) -> tuple[int, int]:
-    """How many this rank asks of the store in steady state, and how many keys that leaves there."""
+    """How many this rank asks of the store in steady state, and how many keys of agreements are left there."""
     groups = Groups(init_mesh(dp=dist.get_world_size()))
     claims = [Claim(("dp",), {f"x{i}": "7"}, "", "") for i in range(5 if more else 1)]
     agree_on(groups, claims, "the batch")
     with patch("autopar.runtime.store_line.own_client", lambda store: Counting(own_client(store))):
         board().line = Line(default_store())
-    asked, keys = Counting.asked, default_store().num_keys()
+    asked = Counting.asked
     for _ in range(10):
         dist.barrier()
         agree_on(groups, claims, "the batch")
     dist.barrier()
-    return Counting.asked - asked, default_store().num_keys() - keys
+    return Counting.asked - asked, sum(f"{groups.name}/agree/" in key for key in default_store().list_keys())
 
 
 class Counting:
@@ -263,7 +263,8 @@ def test_an_agreement_asks_as_little_of_many_ranks(more: bool) -> None:
     few, many = (run_ranks(n, questions_of_an_agreement, more) for n in (2, 8))
     for found in (few, many):
         assert all(asked <= 10 * (2 + 1 + 2 + 1) for asked, _ in found), found
-        assert max(left for _, left in found) <= 1, "keys of rounds that are over are deleted"
+        # That all hold the same, and that all were late: of the last round.
+        assert all(1 <= left <= 2 for _, left in found), "keys of rounds that are over are deleted"
 
 
 def test_an_absent_rank_is_named() -> None:
