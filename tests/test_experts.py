@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import operator
 from typing import Any
 
@@ -250,6 +251,28 @@ def test_bad_input() -> None:
         compile_model(nn.Linear(4, 4), {"input": torch.randn(4, 4)}, Mesh.of(ep=2))
     with pytest.raises(ValueError, match="does not divide into 4 pieces"):
         compile_model(Layer(8), routed(6, 8, 2, "any"), Mesh.of(ep=4))
+
+
+PLANS = {
+    "an axis that the mesh lacks": ({"axis": "dp"}, "cut over 'dp', which must be 'ep' and an axis of the mesh"),
+    "a dispatcher that nobody wrote": ({"dispatch": "post"}, "by 'post'; use one of gather"),
+    "a layer without": (None, "nothing is said of the experts of moe_dispatch"),
+}
+
+
+@pytest.mark.parametrize("what", PLANS)
+def test_plans_that_nobody_could_follow_are_refused(what: str) -> None:
+    change, error = PLANS[what]
+    batch: dict[str, Any] = routed(12, 6, 2, "any")
+    made = compile_model(Layer(6), batch, Mesh.of(ep=2)).plan
+    data = json.loads(made.to_json())
+    data["experts"] = {name: {**chosen, **change} for name, chosen in data["experts"].items()} if change else {}
+    with pytest.raises(ValueError, match=f"plan: .*{error}"):
+        compile_model(Layer(6), batch, Mesh.of(ep=2), plan=Plan.from_json(json.dumps(data)))
+    told = json.dumps(json.loads(made.to_json()) | {"loss_gradients": "sideways"})
+    with pytest.raises(ValueError, match="losses in chunks are made in the 'sideways'; use 'forward' or 'backward'"):
+        compile_model(Layer(6), batch, Mesh.of(ep=2), plan=Plan.from_json(told))
+    compile_model(Layer(6), batch, Mesh.of(ep=2), plan=Plan.from_json(made.to_json()))
 
 
 def test_sizes_of_rows_are_asked_of_them() -> None:

@@ -11,6 +11,7 @@ from autopar.ir.graph import arguments, global_shape
 from autopar.ir.mesh import Mesh
 
 AXIS = "ep"
+DISPATCHES = ("gather",)
 
 
 def plan_experts(gm: GraphModule, mesh: Mesh) -> dict[str, ExpertPlan]:
@@ -22,14 +23,39 @@ def plan_experts(gm: GraphModule, mesh: Mesh) -> dict[str, ExpertPlan]:
             "(autopar::moe_dispatch); use dp for what is not cut by expert"
         )
     for node in found:
-        experts = int(arguments(node)["num_experts"])
-        if experts % ranks:
-            fits = [n for n in range(2, experts + 1) if experts % n == 0]
-            raise ValueError(
-                f"experts: {experts} experts do not divide over axis {AXIS!r} of size {ranks}; use one of "
-                f"{', '.join(map(str, fits))} ranks, and dp for the others"
-            )
+        _check_divides(node, AXIS, ranks)
     return {node.name: ExpertPlan(AXIS, "gather", "everybody has all tokens") for node in found}
+
+
+def _check_divides(dispatch: Node, axis: str, ranks: int) -> None:
+    experts = int(arguments(dispatch)["num_experts"])
+    if experts % ranks:
+        fits = [n for n in range(2, experts + 1) if experts % n == 0]
+        raise ValueError(
+            f"experts: {experts} experts do not divide over axis {axis!r} of size {ranks}; use one of "
+            f"{', '.join(map(str, fits))} ranks, and dp for the others"
+        )
+
+
+def check_experts(gm: GraphModule, mesh: Mesh, plans: Mapping[str, ExpertPlan]) -> None:
+    """Whether a plan that was read says of each layer how its experts are cut, in words that exist. Raises
+    ValueError."""
+    for name, chosen in plans.items():
+        if chosen.axis != AXIS or mesh.size(AXIS) == 1:
+            raise ValueError(
+                f"plan: experts of {name} are cut over {chosen.axis!r}, which must be {AXIS!r} and an axis of the mesh "
+                f"{mesh}; make a plan for this mesh"
+            )
+        if chosen.dispatch not in DISPATCHES:
+            raise ValueError(
+                f"plan: tokens get to the experts of {name} by {chosen.dispatch!r}; use one of {', '.join(DISPATCHES)}"
+            )
+    for node in dispatches(gm) if mesh.size(AXIS) > 1 else ():
+        if node.name not in plans:
+            raise ValueError(
+                f"plan: nothing is said of the experts of {node.name} over axis {AXIS!r}; make a plan for this model"
+            )
+        _check_divides(node, AXIS, mesh.size(AXIS))
 
 
 def expert_parameters(gm: GraphModule, names: Mapping[Node, str], plans: Mapping[str, ExpertPlan]) -> dict[str, str]:

@@ -11,8 +11,11 @@ from autopar.ir.meta import signature_of
 from autopar.ir.placement import Placement, Shard, check_shard, local_shape
 from autopar.plan import Plan
 from autopar.planner.batch_dims import check_dims_exist
+from autopar.planner.experts import check_experts
 from autopar.planner.slice_lengths import check_lengths, slice_unit, token_count
 from autopar.schedule.request import SCHEDULES
+
+MAKERS = ("", "forward", "backward")  # of the gradients of losses in chunks; "": not decided
 
 
 def check_fits(plan: Plan, gm: GraphModule, train: bool = False) -> None:
@@ -36,6 +39,11 @@ def check_fits(plan: Plan, gm: GraphModule, train: bool = False) -> None:
                 f"plan: an override of {name!r}, which is no parameter or input of this model; leave it out"
             )
     check_dims_exist(plan.batch_dims, inputs)
+    check_experts(gm, plan.mesh, plan.experts)
+    if plan.loss_gradients not in MAKERS:
+        raise ValueError(
+            f"plan: gradients of losses in chunks are made in the {plan.loss_gradients!r}; use 'forward' or 'backward'"
+        )
     for name, axes in plan.parameters.items():
         _check_cuts(plan, f"parameter {name}", parameters[name], {a: p.stored for a, p in axes.items()})
     for name, placed in plan.inputs.items():
