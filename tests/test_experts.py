@@ -269,9 +269,6 @@ def test_plans_that_nobody_could_follow_are_refused(what: str) -> None:
     data["experts"] = {name: {**chosen, **change} for name, chosen in data["experts"].items()} if change else {}
     with pytest.raises(ValueError, match=f"plan: .*{error}"):
         compile_model(Layer(6), batch, Mesh.of(ep=2), plan=Plan.from_json(json.dumps(data)))
-    told = json.dumps(json.loads(made.to_json()) | {"loss_gradients": "sideways"})
-    with pytest.raises(ValueError, match="losses in chunks are made in the 'sideways'; use 'forward' or 'backward'"):
-        compile_model(Layer(6), batch, Mesh.of(ep=2), plan=Plan.from_json(told))
     compile_model(Layer(6), batch, Mesh.of(ep=2), plan=Plan.from_json(made.to_json()))
 
 
