@@ -7,6 +7,7 @@
     autopar verify --config CONFIG.json --mesh dp=2,tp=2 --zero 3
     autopar schedule --name zb_h1 --stages 8 --micro-batches 24 --times F=18.5,B=18.1,W=9.3,comm=0.6
     autopar attention --ranks 8 --seq 131072 --heads 32 --kv-heads 8 --topology ring
+    autopar experts --ranks 64 --per-node 8 --experts 256 --top-k 8 --hidden 7168 --tokens 4096
     autopar start --mesh pp=16,dp=16,cp=8,tp=8
     autopar cache --clear
     autopar demo
@@ -24,13 +25,14 @@ from autopar.cli.attention_command import ATTENTION
 from autopar.cli.cache_command import CACHE
 from autopar.cli.command import Parser
 from autopar.cli.demo_command import DEMO
+from autopar.cli.experts_command import EXPERTS
 from autopar.cli.plan_command import PLAN
 from autopar.cli.schedule_command import SCHEDULE
 from autopar.cli.show_command import SHOW
 from autopar.cli.start_command import START
 from autopar.cli.verify_command import VERIFY
 
-COMMANDS = (PLAN, SHOW, VERIFY, SCHEDULE, ATTENTION, START, CACHE, DEMO)
+COMMANDS = (PLAN, SHOW, VERIFY, SCHEDULE, ATTENTION, EXPERTS, START, CACHE, DEMO)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,6 +6,7 @@ traffic, step_traffic                 bytes per collective, per graph, per step
 memory, stage_memory                  what a rank holds, and how it rises and falls in a step
 stage_costs, step_timeline            actions of a pipeline's parts, and a step of it simulated
 attention_costs, attention_timeline, attention_traffic      the same for attention over ranks
+expert_traffic                        ways to bring tokens to experts on other ranks, from numbers alone
 
 Stands on ir, attention, rules and steps. The planner, compile and reports import it.
 """

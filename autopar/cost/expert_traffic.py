@@ -1,0 +1,146 @@
+"""What ways to bring tokens to experts on other ranks send, before any graph is there: copies, bytes and seconds.
+
+    gather      every token to every rank of the axis; what comes back is summed on the way
+    plain       a copy per token and expert
+    dedup       a copy per token and rank that has one of its experts; that rank adds up what it has of the token
+    two_level   a copy per token and node, to the rank at the same place there, and from it one per rank of the node
+
+A token chooses ``top_k`` of ``experts`` evenly; with ``groups`` (node-limited routing: DeepSeek-V3, 2.1.2) first
+``limit`` of them, then its experts from these. Ranks have consecutive experts, nodes consecutive ranks. A copy moves
+four times in a step: to the experts, back, and both ways for gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+from autopar.cost.topology import Topology
+
+_NUMBERS = {"gather": 8, "plain": 0, "dedup": 4, "two_level": 4}  # bytes of an expert's number that goes with a copy
+_CALLS = {"gather": 7, "plain": 5, "dedup": 8, "two_level": 8}  # exchanges of a layer and step, on each level
+
+
+@dataclass(frozen=True)
+class Routing:
+    """``experts`` dealt to ``ranks`` of an axis, ``per_node`` of which are in a node; see the module's docstring.
+
+    Raises ValueError for experts, ranks or groups that do not divide, and for choices that cannot be made.
+    """
+
+    experts: int
+    top_k: int
+    ranks: int
+    per_node: int
+    groups: int = 1
+    limit: int = 1
+
+    def __post_init__(self) -> None:
+        e, r = self.experts, self.ranks
+        if e % r:
+            fits = ", ".join(str(n) for n in range(1, e + 1) if e % n == 0)
+            raise ValueError(f"experts: {e} experts do not divide over {r} ranks; use one of {fits}")
+        if r % self.per_node:
+            raise ValueError(
+                f"experts: {r} ranks are no whole number of nodes of {self.per_node}; use a multiple of "
+                f"{self.per_node} ranks, or nodes of {math.gcd(r, self.per_node)}"
+            )
+        if e % self.groups:
+            raise ValueError(f"experts: {e} experts do not divide into {self.groups} groups; use a divisor of {e}")
+        if not 1 <= self.limit <= self.groups:
+            raise ValueError(f"experts: a token may use 1 to {self.groups} groups, found a limit of {self.limit}")
+        if not 1 <= self.top_k <= self.reach:
+            raise ValueError(
+                f"experts: a token chooses 1 to {self.reach} of {self.reach} experts that it may use, found "
+                f"{self.top_k}; choose fewer experts, or let it use more groups"
+            )
+
+    @property
+    def nodes(self) -> int:
+        return self.ranks // self.per_node
+
+    @property
+    def reach(self) -> int:
+        """Experts from which a token chooses once its groups are chosen."""
+        return self.experts // self.groups * self.limit
+
+    def reached(self, parts: int) -> float:
+        """Of ``parts`` equal runs of experts (a divisor of their number), how many have an expert of a token, on
+        average."""
+        return sum(self._chosen(part * self.experts // parts, self.experts // parts) for part in range(parts))
+
+    def _chosen(self, first: int, count: int) -> float:
+        """How probably one of experts [first, first + count) is chosen."""
+        size = self.experts // self.groups
+        shared = [max(min(first + count, g + size) - max(first, g), 0) for g in range(0, self.experts, size)]
+        ways = Counter({(0, 0): 1})  # (groups chosen, experts of these that are asked for) -> ways to choose so
+        for own in shared:
+            ways += Counter({(n + 1, there + own): k for (n, there), k in ways.items() if n < self.limit})
+        missed = sum(k * math.comb(self.reach - there, self.top_k) for (n, there), k in ways.items() if n == self.limit)
+        return 1 - missed / (math.comb(self.groups, self.limit) * math.comb(self.reach, self.top_k))
+
+    @property
+    def most_nodes(self) -> int:
+        """Nodes that a token can reach."""
+        size, node = self.experts // self.groups, self.experts // self.nodes
+        spans = sorted((_nodes_of(first, size, node) for first in range(0, self.experts, size)), reverse=True)
+        return min(self.top_k, self.nodes, sum(spans[: self.limit]))
+
+    def worst_rows(self, tokens: int) -> int:
+        """Rows that a rank's experts get if all ``tokens`` of every rank choose as many of them as they can."""
+        size, own = self.experts // self.groups, self.experts // self.ranks
+        within = own if own <= size else min(own, self.limit * size)
+        return tokens * self.ranks * min(self.top_k, within)
+
+
+def _nodes_of(first: int, count: int, node: int) -> int:
+    """On how many nodes experts [first, first + count) are, with ``node`` experts each."""
+    return (first + count - 1) // node - first // node + 1
+
+
+@dataclass(frozen=True)
+class DispatchCost:
+    """Of one layer, per rank. Copies: of a token, that leave its rank, or the rank at which they came to a node; bytes
+    and seconds: of a whole step, forward and backward."""
+
+    name: str
+    copies_inside: float
+    copies_between: float
+    bytes_inside: float
+    bytes_between: float
+    seconds: float
+
+
+def dispatch_costs(
+    routing: Routing, tokens: int, width: int, itemsize: int, inside: Topology, between: Topology
+) -> list[DispatchCost]:
+    """One row per way, in the order of the module's docstring. ``tokens``: of a rank; ``width``: numbers of a token, of
+    ``itemsize`` bytes each; ``inside``, ``between``: links of a rank within its node, and to other nodes."""
+    found = []
+    for name, (near, far) in _copies(routing).items():
+        weights = 2 * itemsize if _NUMBERS[name] else 0  # there, and their gradient back
+        copy = tokens * (4 * width * itemsize + routing.top_k * (_NUMBERS[name] + weights))
+        times = [
+            wires.seconds("all_gather" if name == "gather" else "all_to_all", n * copy, ranks, _CALLS[name])
+            for wires, n, ranks in ((inside, near, routing.per_node), (between, far, routing.nodes))
+            if ranks > 1
+        ]
+        # Levels of one exchange run beside each other; those of two_level one after the other.
+        seconds = sum(times) if name == "two_level" else max(times, default=0.0)
+        found.append(DispatchCost(name, near, far, near * copy, far * copy, seconds))
+    return found
+
+
+def _copies(routing: Routing) -> dict[str, tuple[float, float]]:
+    """Name -> copies of a token (inside its node, between nodes). A gather goes around a ring, on which one rank of a
+    node has its neighbour in the next one."""
+    r, g, n, k = routing.ranks, routing.per_node, routing.nodes, routing.top_k
+    ranks = routing.reached(r)
+    other = (r - 1) / g if n > 1 else 0.0
+    return {
+        "gather": (r - 1 - other, other),
+        "plain": (k * (g - 1) / r, k * (n - 1) / n),
+        "dedup": (ranks * (g - 1) / r, ranks * (r - g) / r),
+        "two_level": (ranks * (g - 1) / g, routing.reached(n) * (n - 1) / n),
+    }
