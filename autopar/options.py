@@ -18,6 +18,8 @@ from autopar.precision import PRECISIONS, Precision, a_precision
 from autopar.schedule.request import SCHEDULES
 from autopar.values import a_text, byte_count, dims_by_name, number_or_lengths, one_of, texts, whole_number, yes_or_no
 
+DISPATCHES = ("gather", "dedup")  # every token to every rank of ep; a copy per token and rank with an expert of it
+
 
 @dataclass(frozen=True)
 class ValueKind:
@@ -183,6 +185,10 @@ class Options:
         "the faster by estimate",
         axes=_CP,
     )
+    dispatch: str = _option(
+        "auto", _choice("auto", *DISPATCHES), "how tokens get to experts on other ranks", "the fastest by estimate",
+        axes=("ep",),
+    )  # fmt: skip
     topology: str = _option(
         "",
         LINKS,

@@ -26,6 +26,7 @@ from autopar.ops.traits import aliases, is_cheap, is_view
 from autopar.passes.early_gradients import early_gradients
 from autopar.passes.own_gradients import own_gradients
 from autopar.passes.routed_sizes import routed_sizes
+from autopar.passes.shared_counts import shared_counts
 from autopar.passes.sum_products import sum_products
 from autopar.passes.trace_joint import joint_graph
 from autopar.passes.widen_reductions import widen_reductions
@@ -65,6 +66,7 @@ class Joint:
         self.primals = dict(zip(nodes, names, strict=False))
         self.tangents = nodes[len(names) :]
         sum_products(joint, self.tangents)
+        shared_counts(joint)
         routed_sizes(joint)
         if early:
             early_gradients(joint, self.tangents)

@@ -22,6 +22,7 @@ from torch.fx import GraphModule, Node
 from autopar.attention.algorithm_table import ALGORITHMS
 from autopar.attention.operator import FACT_NAMES, attention_of_piece, problem_of_pieces
 from autopar.ir.conversions import conversion_of, exchange, exchange_slice, is_conversion
+from autopar.ir.expert_layers import dispatch_of
 from autopar.ir.graph import (
     ancestors,
     arguments,
@@ -37,6 +38,7 @@ from autopar.ir.graph import (
 from autopar.ir.mesh import Mesh
 from autopar.ir.meta import TYPES, inherit, signature_of
 from autopar.ir.placement import INVARIANT, Pieces, Placement, Shard, repetitions
+from autopar.ops.copies import combine_by_copies, dispatch_by_copies
 from autopar.ops.facts import Facts
 from autopar.ops.moe import dispatch_to_piece
 from autopar.ops.traits import CONVOLUTIONS
@@ -239,10 +241,18 @@ def _cross_entropy(local: _Local) -> None:
 
 
 def _dispatch(local: _Local) -> None:
-    axis, node, args = local.node.meta.get("experts"), local.node, local.args
-    if axis is not None:
-        node.target, node.kwargs = dispatch_to_piece, {}
-        node.args = (args["x"], args["expert"], args["num_experts"], axis, local.mesh.size(axis))
+    chosen, node, args = local.node.meta.get("experts"), local.node, local.args
+    if chosen is not None:
+        node.target, node.kwargs = dispatch_by_copies if chosen.by_copies else dispatch_to_piece, {}
+        node.args = (args["x"], args["expert"], args["num_experts"], chosen.axis, local.mesh.size(chosen.axis))
+
+
+def _combine(local: _Local) -> None:
+    chosen, node, args = local.node.meta.get("experts"), local.node, local.args
+    if chosen is not None and chosen.by_copies:
+        node.target, node.kwargs = combine_by_copies, {}
+        _, *where = dispatch_of(node).args
+        node.args = (args["rows"], args["order"], args["weights"], *where)
 
 
 def _source_of(x: Node, gm: GraphModule, what: str) -> str:
@@ -370,6 +380,7 @@ LOCALIZERS: dict[Any, Callable[[_Local], None]] = {
     aten.masked_scatter.default: _masked_scatter,
     torch.ops.autopar.cross_entropy.default: _cross_entropy,
     torch.ops.autopar.moe_dispatch.default: _dispatch,
+    torch.ops.autopar.moe_combine.default: _combine,
     torch.ops.autopar.dropout.default: _dropout,
     torch.ops.autopar.random.default: _dropout,
     torch.ops.autopar.attention.default: _attention,

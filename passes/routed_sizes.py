@@ -8,7 +8,8 @@ Leaves      graphs without routed rows. A number that nobody can be asked about 
         -->
     n = sym_size(g, 0); d = slice_backward(g, [n, 64], 1, 0, 32, 1)
 
-Routed is what `moe_dispatch_own` returns but for the offsets, and all that is made of it row by row, gradients too.
+Routed is what `moe_dispatch_own` returns but for the offsets, and all that is made of it row by row, gradients too. The
+gradient of that dispatch has a row for each token that it was given: where these came from other ranks, they are asked.
 """
 
 from __future__ import annotations
@@ -43,12 +44,25 @@ def routed_sizes(gm: GraphModule) -> None:
                 routed[node] = routed[node.args[0]]
         elif node.op == "call_function" and node.target not in (*_ENDS, *_ROWS):
             _visit(node, routed)
+        elif is_call(node, ours.moe_dispatch_backward.default):
+            _ask_who_came(node)
     if routed:
         gm.recompile()
 
 
 def _is_routed(source: Node, routed: dict[Node, int]) -> bool:
     return is_call(source, ours.moe_dispatch_own.default) or any(x in routed for x in source.all_input_nodes)
+
+
+def _ask_who_came(node: Node) -> None:
+    """The gradient of a dispatch has a row per token that it was given."""
+    order = arguments(node)["order"]
+    dispatch = order.args[0] if is_call(order, operator.getitem) else order
+    if is_call(dispatch, ours.moe_dispatch_own.default):
+        came, expert = dispatch.args[:2]
+        if is_call(came, ours.all_to_all_rows.default):
+            rows = came.meta["val"].shape[0]
+            set_argument(node, "tokens", insert_call(node, aten.sym_size.int, (expert, 0), like=node, val=rows))
 
 
 def _visit(node: Node, routed: dict[Node, int]) -> None:

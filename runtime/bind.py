@@ -131,7 +131,7 @@ class _Calls(Protocol):
     """What the nodes of a lowered graph call."""
 
     def start(self, node: Node) -> Callable[..., Any]:
-        """Of a collective or copy: takes its tensor, returns what ``finish`` takes."""
+        """Of a collective or copy: takes its tensors, returns what ``finish`` takes."""
 
     def finish(self, node: Node) -> Callable[[Any], Any]:
         """Waits for what was started."""
@@ -154,7 +154,8 @@ def _lower(gm: GraphModule, calls: _Calls) -> GraphModule:
     for node in gm.graph.nodes:
         wait(waits.before(node))
         if is_started(node):
-            new[node] = graph.call_function(calls.start(node), (new[named_arguments(node)["x"]],))
+            given = [x for x in named_arguments(node).values() if isinstance(x, Node)]
+            new[node] = graph.call_function(calls.start(node), tuple(new[x] for x in given))
             wait(waits.started(node))
         elif node.op == "call_function" and node.target in LOCAL:
             new[node] = graph.call_function(calls.local(node), (new[named_arguments(node)["x"]],))
@@ -230,7 +231,7 @@ class _Eager:
 
 
 def _start_of(node: Node, groups: Groups) -> Callable[..., Any]:
-    given = {k: v for k, v in named_arguments(node).items() if k not in ("x", "size")}
+    given = {k: v for k, v in named_arguments(node).items() if k not in ("x", "splits", "size")}
     kind = kind_of(node)
     if kind == "all_reduce":
         return comm.all_reduce(groups, node.name, in_place=overwritten(node) is not None, **given)
@@ -238,6 +239,7 @@ def _start_of(node: Node, groups: Groups) -> Callable[..., Any]:
         "all_gather": comm.all_gather,
         "reduce_scatter": comm.reduce_scatter,
         "all_to_all": comm.all_to_all,
+        "all_to_all_rows": comm.all_to_all_rows,
     }
     return make[kind](groups, node.name, **given)
 

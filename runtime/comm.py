@@ -56,7 +56,7 @@ def ledger_between(before: Ledger, after: Ledger) -> dict[tuple[str, str], Traff
 def traffic_of(kind: str, shape: tuple[int, ...], dtype: torch.dtype, ranks: int) -> int:
     """Bytes that one rank sends in a collective whose input on this rank has this shape."""
     local = torch.Size(shape).numel() * dtype.itemsize
-    factor = {"all_reduce": 2, "all_gather": ranks, "reduce_scatter": 1, "all_to_all": 1}[kind]
+    factor = {"all_reduce": 2, "all_gather": ranks, "reduce_scatter": 1, "all_to_all": 1, "all_to_all_rows": 1}[kind]
     return factor * local * (ranks - 1) // ranks
 
 
@@ -120,7 +120,7 @@ def finish(pending: PendingCollective) -> Tensor:
     return pending.buffer if pending.done is None else pending.done(pending.buffer)
 
 
-Start = Callable[[Tensor], PendingCollective]
+Start = Callable[..., PendingCollective]
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -193,6 +193,18 @@ def all_to_all(
         )
 
     return start_all_to_all
+
+
+def all_to_all_rows(groups: Groups, node: str, back: bool, axis: str) -> Start:
+    """Rows for each rank -> rows from each; ``splits`` [2, ranks] on the host has their numbers, there and here."""
+    collective = Collective(groups, "all_to_all_rows", axis, node)
+
+    def start_all_to_all_rows(x: Tensor, splits: Tensor) -> PendingCollective:
+        sent, received = reversed(splits.tolist()) if back else splits.tolist()
+        out = x.new_empty(sum(received), *x.shape[1:])
+        return collective.launch(dist.all_to_all_single, out, x.contiguous(), received, sent, buffer=out)
+
+    return start_all_to_all_rows
 
 
 def _regroup(groups: Groups, node: str, dim: int, src: list[int], dst: list[int], axis: str) -> Start:

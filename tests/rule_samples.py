@@ -15,6 +15,7 @@ from torch import Tensor
 
 from autopar.attention.operator import attention_of_piece
 from autopar.ir.conversions import convert, exchange, exchange_slice
+from autopar.ops.copies import combine_by_copies, dispatch_by_copies
 from autopar.ops.moe import dispatch_to_piece
 from autopar.ops.vocabulary import cross_entropy_of_piece, embedding_of_piece
 from autopar.rules import RULES
@@ -361,7 +362,14 @@ def dispatch() -> Sample:
 EXPERTS = (ours.moe_dispatch.default, ours.grouped_mm.default, ours.grouped_bias.default, ours.moe_combine.default)
 # Not tried alone: a getitem has the placement of the result that it takes (every sample of several results), the others
 # are what localisation makes of embedding, loss and conversions (test_rules tries them on meshes of two axes).
-PIECES = (attention_of_piece, dispatch_to_piece, embedding_of_piece, cross_entropy_of_piece)
+PIECES = (
+    attention_of_piece,
+    dispatch_to_piece,
+    dispatch_by_copies,
+    combine_by_copies,
+    embedding_of_piece,
+    cross_entropy_of_piece,
+)
 # The parts of a model's own backward have no derivative of their own; test_autograd_function types and runs them.
 BACKWARDS = (ours.gradient_of.default, ours.own_backward.default, ours.with_backward.default)
 STRUCTURE = (operator.getitem, convert, exchange, exchange_slice, *PIECES, *BACKWARDS)

@@ -67,7 +67,8 @@ def _collective(node: Node, env: list[dict[Node, Any]], mesh: Mesh) -> list[torc
     out: list[torch.Tensor] = []
     for rank in range(mesh.world_size):
         group = group_of(mesh, axis, rank)
-        out.append(run([env[r][x] for r in group], group.index(rank), *node.args[1:]))
+        given = [[env[r][a] for r in group] if isinstance(a, Node) else a for a in node.args[1:]]
+        out.append(run([env[r][x] for r in group], group.index(rank), *given))
     return out
 
 
@@ -104,6 +105,13 @@ def _all_to_all(xs: Any, me: int, src: int, src_blocks: Any, dst: int, dst_block
     return piece(whole, Shard(dst, scaled_blocks(dst_blocks, whole.shape[dst])), size, me).contiguous()
 
 
+def _all_to_all_rows(xs: Any, me: int, splits: Any, back: bool, axis: str, size: int) -> torch.Tensor:
+    sent = [s.tolist()[1 if back else 0] for s in splits]
+    assert [counts[me] for counts in sent] == splits[me].tolist()[0 if back else 1], "rows that nobody sends"
+    assert [len(x) for x in xs] == [sum(counts) for counts in sent]
+    return torch.cat([x.split(counts)[me] for x, counts in zip(xs, sent)])
+
+
 def _shard_slice(xs: list[torch.Tensor], me: int, dim: int, blocks: list[int], axis: str, size: int) -> torch.Tensor:
     return piece(xs[me], Shard(dim, scaled_blocks(blocks, xs[me].shape[dim])), size, me).contiguous()
 
@@ -122,6 +130,7 @@ COLLECTIVE = {
     ops.all_gather.default: (_all_gather, 3),
     ops.reduce_scatter.default: (_reduce_scatter, 3),
     ops.all_to_all.default: (_all_to_all, 5),
+    ops.all_to_all_rows.default: (_all_to_all_rows, 3),
     ops.shard_slice.default: (_shard_slice, 3),
     ops.shard_pad.default: (_shard_pad, 3),
 }

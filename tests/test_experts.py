@@ -18,7 +18,7 @@ from autopar.compile.model import compile_graph, compile_model
 from autopar.cost.step_traffic import step_communication
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import REPLICATE, Shard, conversion, parse_placement
-from autopar.options import Options
+from autopar.options import DISPATCHES, Options
 from autopar.passes.routed_sizes import routed_sizes
 from autopar.plan import Plan
 from autopar.report.graph_text import format_graph
@@ -29,8 +29,13 @@ from tests.ranks import run_ranks
 from tests.reference import eager
 from tests.subjects import SEED, tiny
 
+DEDUP = Options(dispatch="dedup")
 CELLS = [
     Cell("mixtral", Mesh.of(ep=2)),
+    Cell("gpt_oss", Mesh.of(ep=4), DEDUP),
+    Cell("deepseek_v3", Mesh.of(cp=2, ep=2), DEDUP),
+    Cell("mixtral", Mesh.of(dp=2, ep=2), Options(zero=3, micro_batches=2, dispatch="dedup")),
+    Cell("qwen3_moe", Mesh.of(ep=2, tp=2), Options(sequence_parallel=True, checkpoint="full", dispatch="dedup")),
     Cell("gpt_oss", Mesh.of(ep=4)),  # biases, and sizes of rows in its backward
     Cell("deepseek_v3", Mesh.of(cp=2, ep=2)),  # shared experts; tokens cut twice
     Cell("qwen3_moe", Mesh.of(ep=2, tp=2), Options(sequence_parallel=True)),
@@ -46,12 +51,25 @@ MORE = [
     Cell("mixtral", Mesh.of(dp=2, cp=2, ep=2), Options(zero=3)),
     Cell("qwen3_moe", Mesh.of(rp=2, ep=2), Options(zero=1)),
     Cell("gpt_oss", Mesh.of(ep=2), Options(loss_chunks=3, micro_batches=2)),
+    *(Cell(name, Mesh.of(ep=2), DEDUP) for name in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")),
+    *(Cell(name, Mesh.of(ep=4), DEDUP) for name in ("mixtral", "qwen3_moe", "deepseek_v3")),
+    *(Cell("mixtral", Mesh.of(dp=2, ep=2), Options(zero=zero, dispatch="dedup")) for zero in range(4)),
+    *(Cell(name, Mesh.of(ep=2, tp=2), DEDUP) for name in ("mixtral", "gpt_oss", "deepseek_v3")),
+    *(Cell(name, Mesh.of(cp=2, ep=2), DEDUP) for name in ("mixtral", "gpt_oss", "qwen3_moe")),
+    Cell("mixtral", Mesh.of(dp=2, cp=2, ep=2), Options(zero=3, dispatch="dedup")),
+    Cell("gpt_oss", Mesh.of(ep=2), Options(loss_chunks=3, micro_batches=2, dispatch="dedup")),
+    Cell("qwen3_moe", Mesh.of(ep=4), Options(checkpoint="offload", dispatch="dedup")),
 ]
 RANKS = [
-    Cell("qwen3_moe", Mesh.of(ep=2)),
+    Cell("qwen3_moe", Mesh.of(ep=2), DEDUP),
     Cell("mixtral", Mesh.of(pp=2, ep=2), Options(schedule="zb_h1", micro_batches=2)),
 ]
 MORE_RANKS = [
+    Cell("qwen3_moe", Mesh.of(ep=2)),
+    Cell("mixtral", Mesh.of(pp=2, ep=2), Options(schedule="zb_h1", micro_batches=2, dispatch="dedup")),
+    Cell("deepseek_v3", Mesh.of(pp=2, ep=2), Options(schedule="dual_pipe_v", micro_batches=4, dispatch="dedup")),
+    Cell("gpt_oss", Mesh.of(pp=2, ep=2), Options(schedule="1f1b", micro_batches=4, dispatch="dedup")),
+    Cell("mixtral", Mesh.of(pp=2, ep=2), Options(schedule="tera_pipe", micro_batches=2, dispatch="dedup")),
     Cell("deepseek_v3", Mesh.of(pp=2, ep=2), Options(schedule="dual_pipe_v", micro_batches=4)),
     Cell("gpt_oss", Mesh.of(pp=2, ep=2), Options(schedule="1f1b", micro_batches=4)),
     Cell("mixtral", Mesh.of(dp=2, ep=2), Options(zero=3, micro_batches=2)),
@@ -119,10 +137,12 @@ def routed(tokens: int, experts: int, top: int, choice: str) -> dict[str, Tensor
         (4, 12, 8, 2, "lower half"),
     ],
 )
-def test_whoever_gets_the_tokens(ranks: int, tokens: int, experts: int, top: int, choice: str) -> None:
+@pytest.mark.parametrize("dispatch", DISPATCHES)
+def test_whoever_gets_the_tokens(dispatch: str, ranks: int, tokens: int, experts: int, top: int, choice: str) -> None:
     """The graph is made for as many rows on each rank; what comes is something else."""
     model, batch, mesh = Layer(experts), routed(tokens, experts, top, choice), Mesh.of(ep=ranks)
-    made = compile_graph(capture(model, routed(tokens, experts, top, "any"), exact=True), mesh, outputs=())
+    graph, options = capture(model, routed(tokens, experts, top, "any"), exact=True), Options(dispatch=dispatch)
+    made = compile_graph(graph, mesh, options, outputs=())
     check(Run(made, model, batch, mesh, SEED).errors(eager(model, batch, SEED)))
 
 

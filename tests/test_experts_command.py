@@ -139,7 +139,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert row(out, "plain")[4] == "1,644" and float(row(out, "two_level")[5]) < float(row(out, "dedup")[5])
     assert "least time: two_level" in out and "a token reaches 5.29 nodes, at most 8" in out
     assert "32768 if routing is even (469.8 MB), at worst 1048576" in out
-    assert "autopar runs gather; plain, dedup, two_level: priced, not yet run" in out and "warning" not in out
+    assert "autopar runs gather, dedup; plain, two_level: priced, not yet run" in out and "warning" not in out
 
 
 def test_limits_of_nodes(capsys: pytest.CaptureFixture[str]) -> None:

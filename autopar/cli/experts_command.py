@@ -20,6 +20,7 @@ from autopar.cli.shared_arguments import positive
 from autopar.cost.expert_traffic import DispatchCost, Routing, dispatch_costs
 from autopar.cost.hardware import DEFAULT, DEVICES
 from autopar.cost.topology import Topology
+from autopar.options import DISPATCHES
 
 _BYTES = dict(zip(DTYPES, (2, 2, 4, 8), strict=True))
 _INSIDE = Topology(bandwidth=300e9, latency=5e-6)  # NVLink of an A100, each direction: NVIDIA's data sheet
@@ -89,8 +90,6 @@ def _table(costs: list[DispatchCost]) -> Table:
 
 
 def _notes(routing: Routing, costs: list[DispatchCost]) -> list[str]:
-    from autopar.planner.experts import DISPATCHES
-
     fastest = min(costs, key=lambda c: c.seconds)
     lines = [f"least time: {fastest.name} ({fastest.seconds * 1e3:.4g} ms by estimate)"]
     missing = [c.name for c in costs if c.name not in DISPATCHES]

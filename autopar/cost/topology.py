@@ -80,7 +80,7 @@ class Topology:
     def seconds(self, kind: str, nbytes: float, size: int, calls: int = 1) -> float:
         """What ``size`` ranks take for collectives of a kind (or "send": to a neighbour), or parts of them, that send
         so many bytes per rank: one after another, each with one delay."""
-        straight = kind == "all_to_all" or (kind in ROUND and self.kind == "mesh")
+        straight = kind.startswith("all_to_all") or (kind in ROUND and self.kind == "mesh")
         routes = [self.route(0, distance, size) for distance in range(1, size if straight else 2)]
         loads = Counter(name for route in routes for name, _ in route)  # of a link of each rank, in messages
         hops = size - 1 if kind in ROUND and self.kind == "ring" else 1

@@ -7,6 +7,7 @@ Bytes are those that one rank sends under the ring algorithms, which are optimal
     all_gather         (n-1)/n b       b is what everyone has afterwards
     reduce_scatter     (n-1)/n b       b is what everyone had before
     all_to_all         (n-1)/n b/n     a rank keeps one n-th of its own piece of b/n
+    all_to_all_rows    (n-1)/n b/n     of rows for experts: if routing is even
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Shard, conversion
 from autopar.ops import collectives as collectives  # registers the raw collectives
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_rows")
 _RAW = {getattr(torch.ops.autopar, kind).default: kind for kind in KINDS}
 
 
@@ -34,7 +35,7 @@ def collective_bytes(kind: str, nbytes_whole: int, n: int) -> int:
     """Bytes that one of ``n`` ranks sends, rounded up; 0 for what stays local (none, slice, pad, divide)."""
     if kind not in KINDS or n == 1:
         return 0
-    if kind == "all_to_all":
+    if kind.startswith("all_to_all"):
         return math.ceil((n - 1) * nbytes_whole / n**2)
     return math.ceil((2 if kind == "all_reduce" else 1) * (n - 1) * nbytes_whole / n)
 
@@ -105,7 +106,9 @@ def transfer(node: Node, mesh: Mesh) -> Transfer | None:
     args = arguments(node)
     axis = str(args["axis"])
     n = mesh.size(axis)
-    whole = {"all_gather": nbytes(node), "all_to_all": nbytes(node) * n}.get(kind, nbytes(args["x"]))
+    whole = {"all_gather": nbytes(node), "all_to_all": nbytes(node) * n, "all_to_all_rows": nbytes(node) * n}.get(
+        kind, nbytes(args["x"])
+    )
     return Transfer(axis, kind, collective_bytes(kind, whole, n))
 
 

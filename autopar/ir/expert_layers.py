@@ -15,10 +15,12 @@ import torch
 from torch.fx import GraphModule, Node
 
 import autopar.ops.moe  # noqa: F401  (registers the operators)
-from autopar.ir.conversions import uncast
+from autopar.ir.conversions import is_conversion, uncast
 from autopar.ir.graph import arguments, is_call
+from autopar.ir.placement import Shard
 
 ours = torch.ops.autopar
+GATHER = "gather"
 _GROUPED = {ours.grouped_mm.default: "weight", ours.grouped_bias.default: "bias"}
 
 
@@ -29,6 +31,11 @@ class ExpertPlan:
     axis: str
     dispatch: str
     reason: str = ""
+
+    @property
+    def by_copies(self) -> bool:
+        """Whether tokens stay cut, and copies of them go to the ranks of their experts."""
+        return self.dispatch != GATHER
 
 
 def dispatches(gm: GraphModule) -> list[Node]:
@@ -56,4 +63,19 @@ def mark_experts(gm: GraphModule, plans: Mapping[str, ExpertPlan], axis: str) ->
         chosen = plans.get(node.name)
         if chosen is not None and chosen.axis == axis:
             for x in (node, *layer_of_dispatch(node)):
-                x.meta["experts"] = axis
+                x.meta["experts"] = chosen
+
+
+def dispatch_of(combine: Node) -> Node:
+    """The dispatch that made the order which a combine takes."""
+    node: Node = arguments(combine)["order"]
+    while is_call(node, operator.getitem) or is_conversion(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def blocks_of_tokens(node: Node, axis: str) -> tuple[int, ...]:
+    """The blocks in which the tokens of a dispatch, or of that of a combine, are cut on an axis; (): in one."""
+    dispatch = dispatch_of(node) if "order" in arguments(node) else node
+    placed = arguments(dispatch)["x"].meta.get("placements", {}).get(axis)
+    return placed.blocks if isinstance(placed, Shard) and placed.dim == 0 else ()

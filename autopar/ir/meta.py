@@ -38,7 +38,7 @@ NODES = {
     "global shapes",
     # what rules ask for
     "dealt": "tuple[tuple[int, ...], tuple[int, ...]]: blocks of queries and of keys of attention over cut sequences",
-    "experts": "str: the axis over which the experts of a dispatch, or of a combine, are cut",
+    "experts": "ExpertPlan: how the experts of a dispatch, product or combine are cut",
     "global_groups": "int: groups of a convolution, or of group_norm, before they were cut",
     "derived": "DerivedRule | NoRule: what was found out about a call that the table of rules does not know",
     # answers kept, of questions that cost

@@ -18,6 +18,7 @@ _library.define("reduce_scatter(Tensor x, int dim, int[] blocks, str axis, int s
 _library.define(
     "all_to_all(Tensor x, int src_dim, int[] src_blocks, int dst_dim, int[] dst_blocks, str axis, int size) -> Tensor"
 )
+_library.define("all_to_all_rows(Tensor x, Tensor splits, bool back, str axis, int size) -> Tensor")
 _library.define("shard_slice(Tensor x, int dim, int[] blocks, str axis, int size) -> Tensor")
 _library.define("shard_pad(Tensor x, int dim, int[] blocks, str axis, int size) -> Tensor")
 
@@ -54,6 +55,12 @@ def _all_to_all(
 ) -> Tensor:
     whole = _resized(x, src_dim, x.shape[src_dim] * size)
     return _resized(whole, dst_dim, _divided(whole, dst_dim, size))
+
+
+@torch.library.register_fake("autopar::all_to_all_rows", lib=_library)
+def _all_to_all_rows(x: Tensor, splits: Tensor, back: bool, axis: str, size: int) -> Tensor:
+    """As many as go, if routing is even."""
+    return x.new_empty(x.shape)
 
 
 @torch.library.register_fake("autopar::shard_slice", lib=_library)

@@ -49,12 +49,12 @@ def _(x: Tensor, expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tens
 @torch.library.custom_op(
     "autopar::moe_dispatch_own",
     mutates_args=(),
-    schema="(Tensor x, Tensor expert, int experts, int ranks) -> (Tensor rows, Tensor order, Tensor offsets)",
+    schema="(Tensor x, Tensor expert, int experts, SymInt rows) -> (Tensor rows, Tensor order, Tensor offsets)",
 )
-def moe_dispatch_own(x: Tensor, expert: Tensor, experts: int, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
+def moe_dispatch_own(x: Tensor, expert: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """`moe_dispatch` of the pairs whose expert is one of the first ``experts`` [0, experts); others have any number:
-    rows [n, H], order [n], offsets [experts]. n is known when it is there (the host waits for it); shapes say what each
-    of the ``ranks`` would get of T*K if all got as many."""
+    rows [n, H], order [n], offsets [experts]. n is known when it is there (the host waits for it); shapes say
+    ``rows``: what each rank would get if all got as many."""
     wanted = expert.reshape(-1)
     (pairs,) = ((wanted >= 0) & (wanted < experts)).nonzero(as_tuple=True)
     ranked, place = torch.sort(wanted.index_select(0, pairs), stable=True)
@@ -63,9 +63,9 @@ def moe_dispatch_own(x: Tensor, expert: Tensor, experts: int, ranks: int) -> tup
 
 
 @moe_dispatch_own.register_fake
-def _(x: Tensor, expert: Tensor, experts: int, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
-    rows = x.new_empty(expert.shape[0] * expert.shape[1] // ranks, x.shape[1])
-    return rows, x.new_empty(rows.shape[0], dtype=torch.int64), x.new_empty(experts, dtype=torch.int32)
+def _(x: Tensor, expert: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    order = x.new_empty(rows, dtype=torch.int64)
+    return x.new_empty(rows, x.shape[1]), order, x.new_empty(experts, dtype=torch.int32)
 
 
 def dispatch_to_piece(x: Tensor, expert: Tensor, experts: int, axis: str, size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -73,7 +73,8 @@ def dispatch_to_piece(x: Tensor, expert: Tensor, experts: int, axis: str, size: 
     ranks -> the rows of its own."""
     own = experts // size
     local = expert - first_row(own, axis, size, expert.device)
-    out: tuple[Tensor, Tensor, Tensor] = torch.ops.autopar.moe_dispatch_own(x, local, own, size)
+    rows = expert.shape[0] * expert.shape[1] // size
+    out: tuple[Tensor, Tensor, Tensor] = torch.ops.autopar.moe_dispatch_own(x, local, own, rows)
     return out
 
 
@@ -274,7 +275,7 @@ def moe_combine(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     those of its K experts that are there."""
     tokens, k = weights.shape
     unsorted = _by_pair(rows, order, tokens * k)
-    return (unsorted.view(tokens, k, -1) * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
+    return (unsorted.view(tokens, k, rows.shape[1]) * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
 
 
 @moe_combine.register_fake
@@ -291,8 +292,8 @@ def moe_combine_backward(grad: Tensor, rows: Tensor, order: Tensor, weights: Ten
     """grad [T, H] -> gradients of the rows [n, H] and of the weights [T, K]: zero for pairs that are not there."""
     tokens, k = weights.shape
     unsorted = _by_pair(rows, order, tokens * k)
-    to_weights = (unsorted.view(tokens, k, -1) * grad.unsqueeze(1)).sum(-1, dtype=weights.dtype)
-    spread = (grad.unsqueeze(1) * weights.unsqueeze(-1)).to(rows.dtype).view(tokens * k, -1)
+    to_weights = (unsorted.view(tokens, k, rows.shape[1]) * grad.unsqueeze(1)).sum(-1, dtype=weights.dtype)
+    spread = (grad.unsqueeze(1) * weights.unsqueeze(-1)).to(rows.dtype).view(tokens * k, rows.shape[1])
     return spread.index_select(0, order), to_weights
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from autopar.adapters.operators import OpOverload, is_composite, mutates, returns_alias
-from autopar.ops import cache, collectives, host, moe  # noqa: F401  (registers what is named here)
+from autopar.ops import cache, collectives, copies, host, moe  # noqa: F401  (registers what is named here)
 from autopar.ops.gradient import HOLE
 
 aten, ours = torch.ops.aten, torch.ops.autopar
@@ -111,7 +111,7 @@ PRODUCTS = CONVOLUTIONS | {
 }
 
 SUMS = (ours.all_reduce.default, ours.reduce_scatter.default)
-COLLECTIVES = (*SUMS, ours.all_gather.default, ours.all_to_all.default)
+COLLECTIVES = (*SUMS, ours.all_gather.default, ours.all_to_all.default, ours.all_to_all_rows.default)
 LOCAL = (ours.shard_slice.default, ours.shard_pad.default)  # a rank's part of an exchange in which nobody sends
 COPIES = (ours.to_host.default, ours.from_host.default)
 
@@ -129,6 +129,7 @@ def is_random(target: Any) -> bool:
 
 _CHOICES = {
     aten.topk, aten.sort, aten.argsort, aten.argmax, aten.argmin, aten.kthvalue, aten.median, aten.mode,
+    ours.moe_copies, ours.row_splits,
 }  # fmt: skip
 
 

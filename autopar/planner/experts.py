@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from torch.fx import GraphModule, Node
 
+from autopar.cost.expert_traffic import Routing, dispatch_costs
+from autopar.cost.hardware import DEFAULT
+from autopar.cost.topology import Topologies
 from autopar.ir.expert_layers import ExpertPlan, dispatches, expert_weights
 from autopar.ir.graph import arguments, global_shape
 from autopar.ir.mesh import Mesh
+from autopar.options import DISPATCHES, Options
 
 AXIS = "ep"
-DISPATCHES = ("gather",)
 
 
-def plan_experts(gm: GraphModule, mesh: Mesh) -> dict[str, ExpertPlan]:
-    """By dispatch. Raises ValueError for a model without experts, and for experts that do not divide."""
+def plan_experts(gm: GraphModule, mesh: Mesh, options: Options) -> dict[str, ExpertPlan]:
+    """By dispatch: as was asked for, or what takes least time by estimate. Raises ValueError for a model without
+    experts, and for experts that do not divide."""
     ranks, found = mesh.size(AXIS), dispatches(gm)
     if not found:
         raise ValueError(
@@ -24,7 +29,21 @@ def plan_experts(gm: GraphModule, mesh: Mesh) -> dict[str, ExpertPlan]:
         )
     for node in found:
         _check_divides(node, AXIS, ranks)
-    return {node.name: ExpertPlan(AXIS, "gather", "everybody has all tokens") for node in found}
+    return {node.name: _chosen(node, mesh, options) for node in found}
+
+
+def _chosen(dispatch: Node, mesh: Mesh, options: Options) -> ExpertPlan:
+    if options.dispatch != "auto":
+        return ExpertPlan(AXIS, options.dispatch, "asked for")
+    args, ranks = arguments(dispatch), mesh.size(AXIS)
+    (tokens, width), (_, top) = global_shape(args["x"]), global_shape(args["expert"])
+    routing = Routing(int(args["num_experts"]), top, ranks, ranks)
+    own = math.ceil(tokens / (mesh.data_size * mesh.size("cp") * options.micro_batches))
+    wires = Topologies.parse(options.topology, DEFAULT.links).of(AXIS)
+    costs = dispatch_costs(routing, own, width, args["x"].meta["val"].dtype.itemsize, wires, wires)
+    seconds = {c.name: c.seconds for c in costs if c.name in DISPATCHES}
+    times = ", ".join(f"{name} {took * 1e3:.3g} ms" for name, took in seconds.items())
+    return ExpertPlan(AXIS, min(seconds, key=seconds.__getitem__), f"by estimate of a layer: {times}")
 
 
 def _check_divides(dispatch: Node, axis: str, ranks: int) -> None:

@@ -73,7 +73,7 @@ def make_plan(
         notes += _refusals(parameters, chosen.refused, {name: len(global_shape(n)) for n, name in names.items()})
         if options.sequence_parallel:
             streams = find_streams(gm, chosen.contractions, mesh, "tp", context.chunks(mesh.size("cp")))
-    experts = plan_experts(gm, mesh) if mesh.size("ep") > 1 else {}
+    experts = plan_experts(gm, mesh, options) if mesh.size("ep") > 1 else {}
     of_experts = expert_parameters(gm, names, experts)
     for axis in ("ep", "cp", "dp", "rp"):  # as they cut: ep before cp before dp
         for node, name in names.items() if mesh.size(axis) > 1 else ():

@@ -10,6 +10,7 @@ from typing import Any
 from torch.fx import Node
 
 from autopar.ir.conversions import is_conversion
+from autopar.ir.expert_layers import ExpertPlan, blocks_of_tokens
 from autopar.ir.graph import arguments, tensor_operands
 from autopar.ir.placement import Shard
 from autopar.rules.rule import Dims, Rule
@@ -43,14 +44,22 @@ class Call:
 
     @cached_property
     def seen(self) -> Any:
-        """What a rule may ask for beside shapes: how an exchange gets what it converts, and whether a combine gets rows
-        of this axis' own tokens (None: nobody has said)."""
+        """What a rule may ask for beside shapes: how an exchange gets what it converts, how tokens are cut whose copies
+        go to experts, and whether a combine gets rows of this axis' own tokens (None: nobody has said)."""
         if is_conversion(self.node):
             return self.node.args[0].meta.get("placements", {}).get(self.axis)  # type: ignore[union-attr]
+        if (chosen := self.experts) is not None and chosen.by_copies and self.args.keys() & {"order", "expert"}:
+            return blocks_of_tokens(self.node, self.axis)
         if "order" in self.args and isinstance(self.args["order"], Node):
             placed = self.args["order"].meta.get("placements", {})
             return isinstance(placed[self.axis], Shard) if self.axis in placed else None
         return None
+
+    @property
+    def experts(self) -> ExpertPlan | None:
+        """How the experts that a call asks for are cut on this axis, if they are."""
+        found: ExpertPlan | None = self.node.meta.get("experts")
+        return found if found is not None and found.axis == self.axis else None
 
     @property
     def result(self) -> Shape:

@@ -58,7 +58,7 @@ class Rule:
     ``one_block``: factors of which rank r must hold the r-th consecutive entries (the rows of a vocabulary).
     ``rows``: (rows sorted by expert, tokens, experts), of which an operator may have no tokens or no experts ("").
     Rows are cut with the tokens that they are of, or, as routed ones, with the experts that they are for.
-    ``imposed``: a factor that the plan wants cut, though no operand has it.
+    ``imposed``: what the plan wants cut, though operands may not have it or not be cut.
     """
 
     operands: tuple[Dims | None, ...]
@@ -71,7 +71,7 @@ class Rule:
     addends: dict[int, str] = field(default_factory=dict)
     one_block: frozenset[str] = frozenset()
     rows: tuple[str, str, str] = ("", "", "")
-    imposed: str = ""
+    imposed: Cut = field(default_factory=dict)
 
     def cut_of(self, dims: Dims, shard: Shard, ranks: Pieces) -> Cut:
         """The factors that a Shard of a tensor with these dims cuts. Raises RuleError if it cuts none cleanly."""
@@ -105,7 +105,7 @@ class Rule:
     @property
     def imposed_cut(self) -> Cut | None:
         """What the plan asks for."""
-        return self.completed({self.imposed: (self.sizes[self.imposed],)}) if self.imposed else None
+        return self.completed(self.imposed) if self.imposed else None
 
     def _with_rows(self, cut: Cut) -> Cut:
         """With what is cut together with rows that are sorted by expert."""
@@ -201,7 +201,7 @@ def apply(rule: Rule, operands: Sequence[Placement], gradients: Sequence[bool], 
     """
     used = [(i, p, g) for i, (p, g) in enumerate(zip(operands, gradients, strict=True)) if rule.operands[i] is not None]
     cut: Cut | None = rule.imposed_cut
-    for i, p, _ in used:
+    for i, p, _ in used if cut is None else ():
         if isinstance(p, Shard):
             dims = rule.operands[i]
             assert dims is not None

@@ -12,7 +12,7 @@ from autopar.ir.mesh import AXES
 from autopar.ir.placement import Shard, extent, repetitions
 from autopar.rules.builders import UNARY, broadcast_dims, named_dims
 from autopar.rules.call import Call
-from autopar.rules.rule import Dims, Rule
+from autopar.rules.rule import ROUTED, Dims, Rule
 
 
 def embedding_rule(call: Call) -> Rule:
@@ -169,21 +169,30 @@ def _is_bool(node: Node) -> bool:
 
 def moe_dispatch_rule(call: Call) -> Rule:
     """x (t, h), expert (t, k) -> rows (t·k, h), order (t·k), offsets (e): every rank sorts the tokens it holds. Where
-    experts are cut each has the rows that are for its own, of all tokens."""
+    experts are cut each has the rows that are for its own, of all tokens: it is given these, or they come from the
+    ranks that have them."""
     tokens, width = call.shape("x")
     t, h = call.factor("t", tokens), call.factor("h", width)
     k = call.factor("k", call.shape("expert")[1])
     e = call.factor("e", call.result_shapes[2][0])
-    own = call.node.meta.get("experts") == call.axis
-    rows = _rows_of(call, call.result_shapes[0][0], own)
+    own = call.experts
+    rows = _rows_of(call, call.result_shapes[0][0], own is not None)
     blocked = {f: "every token goes to several experts" for f in k}
     blocked |= {f: "the order of rows beside the result does not have it" for f in h}
     if not own:
         blocked |= {f: "experts are offsets here" for f in e}
     if call.axis == "tp" or own:
         blocked |= {f: "tokens are gathered before experts that are cut" for f in t}
-    linked, imposed = _linked(rows, t, e if own else ()), "".join(e) if own else ""
+    linked, imposed = _linked(rows, t, e if own else ()), _blocks_of(call, t)
+    imposed |= {f: (call.sizes[f],) for f in e if own}
     return call.rule([(t, h), (t, k)], [(rows, h), (rows,), (e,)], blocked=blocked, rows=linked, imposed=imposed)
+
+
+def _blocks_of(call: Call, t: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+    """How tokens are cut whose copies go to their experts: as the dispatch has them."""
+    if call.experts is None or not call.experts.by_copies:
+        return {}
+    return {f: call.seen or (call.sizes[f],) for f in t}
 
 
 def _rows_of(call: Call, rows: int, own: bool) -> tuple[str, ...]:
@@ -221,17 +230,18 @@ def grouped_bias_rule(call: Call) -> Rule:
 
 
 def _experts_blocked(call: Call, e: tuple[str, ...]) -> dict[str, str]:
-    if call.of_step or call.node.meta.get("experts") == call.axis:
+    if call.of_step or call.experts is not None:
         return {}
     return dict.fromkeys(e, "cut by expert parallelism, through the dispatch")
 
 
 def moe_combine_rule(call: Call) -> Rule:
-    """rows (t·k, h), order (t·k), weights (t, k) -> (t, h): of rows for a rank's own experts an addend."""
+    """rows (t·k, h), order (t·k), weights (t, k) -> (t, h): of rows for a rank's own experts an addend, or, where these
+    go back to the ranks that the tokens came from, what these have of them. Then experts (t, k) say where."""
     tokens, top = call.shape("weights")
     t, k = call.factor("t", tokens), call.factor("k", top)
     h = call.factor("h", call.shape("rows")[1])
-    own = call.node.meta.get("experts") == call.axis
+    own = call.experts is not None
     rows = _rows_of(call, call.shape("rows")[0], own)
     blocked = {f: "the experts of a token are summed" for f in k}
     order = call.args["order"]
@@ -241,10 +251,12 @@ def moe_combine_rule(call: Call) -> Rule:
         blocked |= {
             f: "rows are sorted by expert, so only the rank that sorted them can tell whose they are" for f in t
         }
-    operands = [(rows, h), (rows,), (t, k)]
+    operands = [(rows, h), (rows,), (t, k), (t, k)][: len(call.operands)]
     sets = (frozenset({0}),)
-    linked = _linked(rows, () if own else t, ())
-    return call.rule(operands, [(t, h)], blocked=blocked, linear=sets, keep_partial=True, rows=linked)
+    linked, imposed = _linked(rows, t, ()), _blocks_of(call, t)
+    if imposed:
+        imposed |= {f: mine for n in rows for f, mine in ((n, (call.sizes[n],)), (ROUTED + n, ()))}
+    return call.rule(operands, [(t, h)], blocked=blocked, linear=sets, keep_partial=True, rows=linked, imposed=imposed)
 
 
 # --- selection ------------------------------------------------------------------------------------------
