@@ -20,6 +20,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from autopar.ir.graph import arguments, describe, insert_call, is_call, set_argument, tensor_operands, values
+from autopar.ir.meta import inherit
 
 aten, ours = torch.ops.aten, torch.ops.autopar
 _ENDS = (  # take rows, and return none
@@ -61,8 +62,7 @@ def _ask_who_came(node: Node) -> None:
     if is_call(dispatch, ours.moe_dispatch_own.default):
         came, expert = dispatch.args[:2]
         if is_call(came, ours.all_to_all_rows.default):
-            rows = came.meta["val"].shape[0]
-            set_argument(node, "tokens", insert_call(node, aten.sym_size.int, (expert, 0), like=node, val=rows))
+            set_argument(node, "tokens", _asked(expert, came.meta["val"].shape[0], node))
 
 
 def _visit(node: Node, routed: dict[Node, int]) -> None:
@@ -79,8 +79,14 @@ def _visit(node: Node, routed: dict[Node, int]) -> None:
     _refuse_counts_beside(node, rows, routed)
     for name, x in arguments(node).items():
         if name in _SHAPES and list(x) == list(made[0].shape):
-            size = insert_call(node, aten.sym_size.int, (given[0], 0), like=node, val=rows)
-            set_argument(node, name, [size, *x[1:]])
+            set_argument(node, name, [_asked(given[0], rows, node), *x[1:]])
+
+
+def _asked(x: Node, rows: int, user: Node) -> Node:
+    """How many rows x has, for ``user``: a fact of the layer that x is of, though only a backward may ask for it."""
+    size = insert_call(user, aten.sym_size.int, (x, 0), like=x, val=rows)
+    inherit(size, x, ("call",))
+    return size
 
 
 def _refuse_counts_beside(node: Node, rows: int, routed: dict[Node, int]) -> None:

@@ -20,9 +20,10 @@ from autopar.ops.moe import dispatch_to_piece
 from autopar.ops.vocabulary import cross_entropy_of_piece, embedding_of_piece
 from autopar.rules import RULES
 from autopar.rules.table import overloads
+from tests.expert_samples import EXPERTS, dispatch, experts
 from tests.matrix_samples import matrices, products
 from tests.pointwise_samples import GENERATOR, complex_, integer, normal, pointwise, real, truth
-from tests.soundness import Ref, Sample, Step, call
+from tests.soundness import Sample, call
 from tests.space_samples import spatial
 
 aten, ours = torch.ops.aten, torch.ops.autopar
@@ -334,32 +335,6 @@ def _losses() -> Iterator[Sample]:
         yield call(ours.random.default, normal(6, 12), *place, gradients=False)
 
 
-def experts() -> Iterator[Sample]:
-    """Dispatch, product, bias, second product, combination. Expert 3 of 4 has no token; 2 or 1 per token.
-
-    Operands in order: x, the chosen experts, first weight, its bias, second weight, the experts' shares.
-    """
-    for top, transposed in ((2, False), (1, True)):
-        chosen = torch.tensor([[0, 1], [2, 0], [1, 2], [2, 1], [0, 2], [1, 0]])[:, :top].contiguous()
-        up, down = (normal(4, 6, 12), normal(4, 12, 6)) if transposed else (normal(4, 12, 6), normal(4, 6, 12))
-        yield Sample(
-            [
-                Step(ours.moe_dispatch.default, (normal(6, 6), chosen, 4)),
-                Step(ours.grouped_mm.default, (Ref(0), up, Ref(0, 2), transposed)),
-                Step(ours.grouped_bias.default, (Ref(1), normal(4, 12), Ref(0, 2))),
-                Step(ours.grouped_mm.default, (Ref(2), down, Ref(0, 2), transposed)),
-                Step(ours.moe_combine.default, (Ref(3), Ref(0, 1), normal(6, top))),
-            ],
-            private=(0, 1, 2, 3),
-        )
-
-
-def dispatch() -> Sample:
-    """The dispatch alone: its order and offsets have no width."""
-    return call(ours.moe_dispatch.default, normal(1, 6), torch.tensor([[2, 0]]), 4)
-
-
-EXPERTS = (ours.moe_dispatch.default, ours.grouped_mm.default, ours.grouped_bias.default, ours.moe_combine.default)
 # Not tried alone: a getitem has the placement of the result that it takes (every sample of several results), the others
 # are what localisation makes of embedding, loss and conversions (test_rules tries them on meshes of two axes).
 PIECES = (

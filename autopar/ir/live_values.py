@@ -146,6 +146,8 @@ def _row_dims(node: Node) -> tuple[Cut | None, Cut | None]:
         return None, (given["dim"], given["blocks"])
     if is_call(node, ours.reduce_scatter.default):
         return (given["dim"], given["blocks"]), None
+    if is_call(node, ours.all_to_all_rows.default):
+        return None, None
     return (given["dst_dim"], given["dst_blocks"]), (given["src_dim"], given["src_blocks"])
 
 

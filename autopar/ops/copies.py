@@ -31,10 +31,11 @@ ours = torch.ops.autopar
 )
 def moe_copies(expert: Tensor, experts: int, ranks: int) -> tuple[Tensor, Tensor]:
     """expert [T, K] of ``experts`` that are dealt to ``ranks`` -> sent [m] int64, tokens by rank and in their order,
-    one entry per rank that has an expert of it; counts [ranks, 1] int64 of these entries."""
-    tokens = expert.shape[0]
-    wanted = torch.zeros(tokens, ranks, dtype=torch.bool, device=expert.device)
-    wanted.scatter_(1, expert.long() // (experts // ranks), True)
+    one entry per rank that has an expert of it; counts [ranks, 1] int64 of these entries. Numbers from ``experts`` on
+    are nobody's."""
+    wanted = torch.zeros(expert.shape[0], ranks + 1, dtype=torch.bool, device=expert.device)
+    wanted.scatter_(1, (expert.long() // (experts // ranks)).clamp(max=ranks), True)
+    wanted = wanted[:, :ranks]
     sent = wanted.t().nonzero()[:, 1].contiguous()
     return sent, wanted.sum(0, dtype=torch.int64).unsqueeze(1)
 
