@@ -1,0 +1,199 @@
+"""Experts by copies: one of a token for each rank that has an expert of it, one sum of each comes back."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule
+
+from autopar.api import parallelize
+from autopar.capture import capture
+from autopar.compile.model import compile_graph, compile_model
+from autopar.cost.expert_traffic import Routing
+from autopar.cost.step_traffic import step_communication
+from autopar.ir.mesh import Mesh
+from autopar.ops.copies import even_copies
+from autopar.options import Options
+from autopar.passes.shared_counts import shared_counts
+from autopar.report.graph_text import format_graph
+from autopar.runtime.groups import data_part, init_mesh
+from autopar.steps.graphs import Compiled
+from tests import simulate
+from tests.cells import Cell, check, compile_cell
+from tests.harness import Run
+from tests.ranks import run_ranks
+from tests.reference import eager
+from tests.subjects import SEED
+from tests.test_experts import DEDUP, Layer, routed
+
+ops = torch.ops.autopar
+SPLITS = torch.tensor([[2, 0, 3], [0, 0, 0]])
+SENT = torch.tensor([1, 3, 0, 1, 2])
+
+
+def test_which_tokens_go_where() -> None:
+    """Two ranks' experts of one token, both of one rank, and an expert that nobody has."""
+    expert = torch.tensor([[5, 0], [4, 5], [1, 6], [2, 0]])
+    sent, counts = ops.moe_copies(expert, 6, 3)
+    assert sent.tolist() == [0, 2, 3, 3, 0, 1] and counts.tolist() == [[3], [1], [2]]
+    sent, counts = ops.moe_copies(expert[:0], 6, 3)
+    assert sent.tolist() == [] and counts.tolist() == [[0], [0], [0]]
+
+
+def test_even_copies() -> None:
+    assert even_copies(100, 8, 64, 4) == -(-100 * Routing(64, 8, 4, 4).reached(4) // 1)
+    assert even_copies(7, 4, 4, 2) == 14 and even_copies(0, 2, 4, 2) == 0
+
+
+def test_copies_are_taken_and_added() -> None:
+    """Each is the derivative of the other."""
+    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    rows = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.equal(ops.take_copies(x, SENT, SPLITS), x[SENT])
+    assert torch.equal(ops.add_copies(rows, SENT, SPLITS, 4)[1], rows[0] + rows[3])
+    assert torch.autograd.gradcheck(lambda x: ops.take_copies(x, SENT, SPLITS), (x,))
+    assert torch.autograd.gradcheck(lambda rows: ops.add_copies(rows, SENT, SPLITS, 4), (rows,))
+
+
+def test_counts_are_asked_for_once() -> None:
+    """Before and after; those of other experts stay."""
+    graph = Graph()
+    inputs = [graph.placeholder(name) for name in ("first", "second")]
+    found = []
+    for expert in (inputs[0], inputs[0], inputs[1]):
+        made = graph.call_function(ops.moe_copies.default, (expert, 6, 3))
+        sent, counts = (graph.call_function(operator.getitem, (made, i)) for i in (0, 1))
+        came = graph.call_function(ops.all_to_all.default, (counts, 1, [], 0, [], "ep", 3))
+        found += [sent, graph.call_function(ops.row_splits.default, (counts, came))]
+    graph.output(tuple(found))
+    gm = GraphModule({}, graph)
+    shared_counts(gm)
+    targets = Counter(str(n.target) for n in gm.graph.nodes if n.op == "call_function")
+    assert targets["autopar.moe_copies.default"] == targets["autopar.row_splits.default"] == 2
+    assert targets["autopar.all_to_all.default"] == 2
+    results: Any = gm.graph.output_node().args[0]
+    assert results[:2] == results[2:4] and results[4] not in results[:4]
+
+
+def test_the_graph() -> None:
+    made = compile_cell(Cell("mixtral", Mesh.of(ep=2), DEDUP))
+    text = format_graph(made.local)
+    assert text.count("dispatch_by_copies(") == text.count("combine_by_copies(") == 2
+    assert "ep:S(0;routed)" in text and "moe_dispatch(" not in text
+    assert "ep: dedup" in str(made.plan) and "asked for" in str(made.plan)
+
+
+def calls_of(made: Compiled) -> tuple[Counter[str], Counter[str]]:
+    """Names of operators in F and in the backward."""
+    stage = made.stage
+    backward = stage.backward_reduce or stage.backward
+    assert backward is not None
+    forward, other = (
+        Counter(str(n.target).split(".")[1] for n in gm.graph.nodes if "autopar." in str(n.target))
+        for gm in (stage.forward.graph, backward.graph)
+    )
+    return forward, other
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "full"])
+def test_the_host_waits_in_the_forward_only(checkpoint: str) -> None:
+    """Counts are exchanged once per layer, whatever the backward makes again. Exchanges of a layer: tokens, numbers,
+    weights, sums; and three gradients."""
+    options = Options(dispatch="dedup", checkpoint=checkpoint)
+    forward, backward = calls_of(compile_cell(Cell("mixtral", Mesh.of(ep=2), options)))
+    assert forward["row_splits"] == forward["moe_copies"] == forward["all_to_all"] == 2
+    assert forward["all_to_all_rows"] == 2 * 4 and "moe_dispatch_own" in forward
+    assert not backward.keys() & {"row_splits", "moe_copies", "all_to_all"}
+    assert backward["all_to_all_rows"] >= 2 * 3 + 2 * (checkpoint == "full")
+
+
+class Sent:
+    """What ranks send to others in exchanges of rows, by dtype: numbers per copy -> copies."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.copies: Counter[tuple[torch.dtype, int]] = Counter()
+        run, axis = simulate.COLLECTIVE[ops.all_to_all_rows.default]
+
+        def counted(xs: list[Tensor], me: int, splits: list[Tensor], back: bool, *rest: Any) -> Tensor:
+            to = splits[me].tolist()[1 if back else 0]
+            self.copies[xs[me].dtype, xs[me].shape[1]] += sum(to) - to[me]
+            return run(xs, me, splits, back, *rest)
+
+        monkeypatch.setitem(simulate.COLLECTIVE, ops.all_to_all_rows.default, (counted, axis))
+
+
+@pytest.mark.parametrize("choice", ["any", "one", "lower half"])
+@pytest.mark.parametrize(("ranks", "tokens", "experts", "top"), [(2, 6, 4, 2), (4, 24, 8, 4), (3, 9, 6, 3)])
+def test_what_is_sent(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, tokens: int, experts: int, top: int, choice: str
+) -> None:
+    """A copy per token and other rank that has an expert of it: there and back, forward and backward."""
+    model, batch, mesh = Layer(experts), routed(tokens, experts, top, choice), Mesh.of(ep=ranks)
+    made = compile_graph(capture(model, batch, exact=True), mesh, DEDUP, outputs=())
+    sent, own = Sent(monkeypatch), tokens // ranks
+    check(Run(made, model, batch, mesh, SEED).errors(eager(model, batch, SEED)))
+    where = [set((row // (experts // ranks)).tolist()) - {token // own} for token, row in enumerate(batch["expert"])]
+    copies = sum(map(len, where))
+    assert sent.copies[torch.float64, 4] == 4 * copies + (copies if top == 4 else 0)  # there, back, gradients
+    assert sent.copies[torch.int32, top] == copies
+    if top != 4:
+        assert sent.copies[torch.float64, top] == copies  # weights; the batch's have no gradient
+
+
+def test_bytes_of_a_plan() -> None:
+    """As of even routing; what stays on its rank is not sent."""
+    model, batch, ranks = Layer(8), routed(16, 8, 2, "any"), 4
+    made = compile_model(model, batch, Mesh.of(ep=ranks), DEDUP, exact=True, outputs=())
+    copies = even_copies(4, 2, 8, ranks)
+    sent = step_communication(made, 0)
+    assert sent["ep", "all_to_all_rows"].calls == 6
+    each = [copies * 4 * 8] * 4 + [copies * 2 * 4, copies * 2 * 8]
+    assert sent["ep", "all_to_all_rows"].bytes == sum(-(-n * 3 // 4) for n in each)
+    assert ("ep", "all_gather") not in sent
+
+
+def test_the_choice() -> None:
+    """By time: few exchanges where messages are dear, few bytes where links are slow."""
+    model, batch = Layer(8), routed(16, 8, 2, "any")
+    for topology, chosen in (("ep=switch:1e15:1", "gather"), ("ep=switch:1e3:0", "dedup")):
+        plan = compile_model(model, batch, Mesh.of(ep=4), Options(topology=topology), exact=True).plan
+        (found,) = plan.experts.values()
+        assert found.dispatch == chosen and "by estimate of a layer: gather" in found.reason, topology
+    with pytest.raises(ValueError, match="dispatch: expected 'auto', 'gather' or 'dedup', found 'post'"):
+        Options(dispatch="post")
+    with pytest.raises(ValueError, match="dispatch"):
+        compile_model(model, batch, Mesh.of(dp=2), DEDUP)
+
+
+def trained(batch: dict[str, Tensor], ranks: int) -> list[str]:
+    """Steps of AdamW whose routing changes: rows for one rank only, none at all for another. Bits of two runs."""
+    losses = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model, mesh = Layer(6), init_mesh("cpu", 60.0, ep=ranks)
+        parallel = parallelize(copy.deepcopy(model), mesh, example_batch=batch, dispatch="dedup")
+        part, parts = data_part(mesh)
+        optimizers = [torch.optim.AdamW(module.parameters(), lr=0.1) for module in (model, parallel)]
+        for choice in ("any", "one", "lower half", "any"):
+            whole = routed(6, 6, 2, choice)
+            model(**whole).backward()
+            found = parallel.train_step(**{name: x.chunk(parts)[part] for name, x in whole.items()})
+            losses.append(float(found).hex())
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        for name, x in parallel.full_state_dict().items():
+            torch.testing.assert_close(x, model.state_dict()[name], rtol=1e-10, atol=1e-12, msg=name)
+    assert losses[:4] == losses[4:]
+    return losses
+
+
+def test_routing_changes_between_steps() -> None:
+    first, *others = run_ranks(3, trained, routed(6, 6, 2, "any"), 3)
+    assert all(other == first for other in others)
