@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import operator
+import os
+import signal
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.fx import Graph, GraphModule
 
@@ -27,12 +30,13 @@ from autopar.steps.graphs import Compiled
 from tests import simulate
 from tests.cells import Cell, check, compile_cell
 from tests.harness import Run
-from tests.ranks import run_ranks
+from tests.ranks import close_pools, rank_outcomes, run_ranks
 from tests.reference import eager
 from tests.subjects import SEED
 from tests.test_experts import DEDUP, Layer, routed
 
 ops = torch.ops.autopar
+TIMEOUT = 6.0  # seconds until a collective without its peers fails
 SPLITS = torch.tensor([[2, 0, 3], [0, 0, 0]])
 SENT = torch.tensor([1, 3, 0, 1, 2])
 
@@ -197,3 +201,37 @@ def trained(batch: dict[str, Tensor], ranks: int) -> list[str]:
 def test_routing_changes_between_steps() -> None:
     first, *others = run_ranks(3, trained, routed(6, 6, 2, "any"), 3)
     assert all(other == first for other in others)
+
+
+def killed_in_exchange(batch: dict[str, Tensor], victim: int) -> str:
+    """Two good steps; in the third a rank dies when rows are about to be exchanged. What the others say."""
+    mesh = init_mesh("cpu", TIMEOUT, ep=3)
+    parallel = parallelize(Layer(6), mesh, example_batch=batch, dispatch="dedup")
+    part, parts = data_part(mesh)
+    mine = {name: x.chunk(parts)[part] for name, x in batch.items()}
+    for _ in range(2):
+        parallel.train_step(**mine)
+    exchange = dist.all_to_all_single
+
+    def dies(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 4:  # with numbers of rows
+            os.kill(os.getpid(), signal.SIGKILL)
+        return exchange(*args, **kwargs)
+
+    if dist.get_rank() == victim:
+        dist.all_to_all_single = dies
+    try:
+        parallel.train_step(**mine)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_rank_that_dies_in_an_exchange_is_named() -> None:
+    close_pools()
+    outcomes = rank_outcomes(3, killed_in_exchange, routed(6, 6, 2, "any"), 1, timeout=60, grace=TIMEOUT + 5)
+    close_pools()  # its groups are broken
+    assert "exit code -9" in (outcomes[1].lost or "")
+    for rank in (0, 2):
+        said = outcomes[rank].value
+        assert "rank 1 did not respond" in said and 'axis "ep"' in said, said
