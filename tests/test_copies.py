@@ -19,6 +19,7 @@ from autopar.api import parallelize
 from autopar.capture import capture
 from autopar.compile.model import compile_graph, compile_model
 from autopar.cost.expert_traffic import Routing
+from autopar.cost.memory import memory
 from autopar.cost.step_traffic import step_communication
 from autopar.ir.mesh import Mesh
 from autopar.ops.copies import even_copies
@@ -42,8 +43,8 @@ SENT = torch.tensor([1, 3, 0, 1, 2])
 
 
 def test_which_tokens_go_where() -> None:
-    """Two ranks' experts of one token, both of one rank, and an expert that nobody has."""
-    expert = torch.tensor([[5, 0], [4, 5], [1, 6], [2, 0]])
+    """Two ranks' experts of one token, both of one rank, and experts that nobody has."""
+    expert = torch.tensor([[5, 0], [4, 5], [1, 6], [2, 0], [9, 6]])
     sent, counts = ops.moe_copies(expert, 6, 3)
     assert sent.tolist() == [0, 2, 3, 3, 0, 1] and counts.tolist() == [[3], [1], [2]]
     sent, counts = ops.moe_copies(expert[:0], 6, 3)
@@ -90,6 +91,7 @@ def test_the_graph() -> None:
     text = format_graph(made.local)
     assert text.count("dispatch_by_copies(") == text.count("combine_by_copies(") == 2
     assert "ep:S(0;routed)" in text and "moe_dispatch(" not in text
+    assert memory(made).peak > 0  # walks what an exchange of rows holds
     assert "ep: dedup" in str(made.plan) and "asked for" in str(made.plan)
 
 

@@ -40,10 +40,10 @@ def test_options_without_the_axis_that_they_are_about() -> None:
         "zero": {"zero": 3}, "sequence_parallel": {"sequence_parallel": True}, "schedule": {"schedule": "1f1b"},
         "cuts": {"cuts": ("a",)}, "chunks": {"chunks": 2}, "slices": {"slices": 2},
         "gathers": {"gathers": "layer", "zero": 1}, "reductions": {"reductions": "micro_batch", "zero": 1},
-        "attention": {"attention": "ring"}, "layout": {"layout": "zigzag"},
+        "attention": {"attention": "ring"}, "layout": {"layout": "zigzag"}, "dispatch": {"dispatch": "dedup"},
     }  # fmt: skip
     assert values.keys() == {name for name, option in DECLARED.items() if option.axes}
-    axes = ("pp", "dp", "cp", "tp")
+    axes = ("pp", "dp", "cp", "ep", "tp")
     for name, options in values.items():
         for axis in axes:
             mesh = Mesh.of(**{"dp": 2, axis: 1})
