@@ -53,7 +53,7 @@ def test_which_tokens_go_where() -> None:
 
 def test_even_copies() -> None:
     assert even_copies(100, 8, 64, 4) == -(-100 * Routing(64, 8, 4, 4).reached(4) // 1)
-    assert even_copies(7, 4, 4, 2) == 14 and even_copies(0, 2, 4, 2) == 0
+    assert even_copies(7, 4, 4, 2) == even_copies(7, 5, 4, 2) == 14 and even_copies(0, 2, 4, 2) == 0
 
 
 def test_copies_are_taken_and_added() -> None:

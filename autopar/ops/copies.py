@@ -42,6 +42,7 @@ def moe_copies(expert: Tensor, experts: int, ranks: int) -> tuple[Tensor, Tensor
 
 def even_copies(tokens: int, top: int, experts: int, ranks: int) -> int:
     """How many copies tokens make on average if each chooses ``top`` of all experts evenly."""
+    top = min(top, experts)
     missed = math.comb(experts - experts // ranks, top) / math.comb(experts, top)
     return math.ceil(tokens * ranks * (1 - missed))
 
