@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from autopar.ir.mesh import Mesh
+from autopar.options import DISPATCHES, Options
 from tests.harness import check_model
 from tests.hf.zoo import CAUSAL, REFUSED, REFUSED_OVER_CP, WITHOUT_ATTENTION, make
 
@@ -68,10 +69,11 @@ def test_every_type(kind: str, mesh: str) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("dispatch", DISPATCHES)
 @pytest.mark.parametrize("kind", WITH_EXPERTS)
-def test_every_type_with_experts(kind: str) -> None:
+def test_every_type_with_experts(kind: str, dispatch: str) -> None:
     model, batch = make(kind, "causal")
-    assert check_model(model, batch, Mesh.of(ep=2)).worst < 1e-10
+    assert check_model(model, batch, Mesh.of(ep=2), Options(dispatch=dispatch)).worst < 1e-10
 
 
 @pytest.mark.full
