@@ -19,6 +19,7 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
+from autopar.ir.expert_layers import dispatch_of
 from autopar.ir.graph import arguments, describe, insert_call, is_call, set_argument, tensor_operands, values
 from autopar.ir.meta import inherit
 
@@ -57,12 +58,11 @@ def _is_routed(source: Node, routed: dict[Node, int]) -> bool:
 
 def _ask_who_came(node: Node) -> None:
     """The gradient of a dispatch has a row per token that it was given."""
-    order = arguments(node)["order"]
-    dispatch = order.args[0] if is_call(order, operator.getitem) else order
+    dispatch = dispatch_of(node)
     if is_call(dispatch, ours.moe_dispatch_own.default):
-        came, expert = dispatch.args[:2]
-        if is_call(came, ours.all_to_all_rows.default):
-            set_argument(node, "tokens", _asked(expert, came.meta["val"].shape[0], node))
+        given = tensor_operands(dispatch)  # tokens, and their experts
+        if is_call(given[0], ours.all_to_all_rows.default):
+            set_argument(node, "tokens", _asked(given[1], node))
 
 
 def _visit(node: Node, routed: dict[Node, int]) -> None:
@@ -79,12 +79,12 @@ def _visit(node: Node, routed: dict[Node, int]) -> None:
     _refuse_counts_beside(node, rows, routed)
     for name, x in arguments(node).items():
         if name in _SHAPES and list(x) == list(made[0].shape):
-            set_argument(node, name, [_asked(given[0], rows, node), *x[1:]])
+            set_argument(node, name, [_asked(given[0], node), *x[1:]])
 
 
-def _asked(x: Node, rows: int, user: Node) -> Node:
+def _asked(x: Node, user: Node) -> Node:
     """How many rows x has, for ``user``: a fact of the layer that x is of, though only a backward may ask for it."""
-    size = insert_call(user, aten.sym_size.int, (x, 0), like=x, val=rows)
+    size = insert_call(user, aten.sym_size.int, (x, 0), like=x, val=x.meta["val"].shape[0])
     inherit(size, x, ("call",))
     return size
 

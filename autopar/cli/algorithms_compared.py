@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +14,7 @@ from rich.table import Table
 
 from autopar.attention.layouts import LAYOUTS
 from autopar.attention.problem import Mask, Problem
+from autopar.cli.command import console_of_results
 from autopar.cost.attention_costs import PASSES, AttentionCost, candidates, pass_timeline, worth
 from autopar.cost.attention_timeline import ideal_seconds
 from autopar.cost.hardware import DEVICES, Device
@@ -38,7 +38,7 @@ def compare_algorithms(args: argparse.Namespace) -> int:
     problem, device = asked_problem(args), DEVICES[args.device]
     links = Topology("switch", args.bandwidth or device.links.bandwidth, _given(args.latency, device.links.latency))
     topology = Topology.parse(args.topology, links)
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+    console = console_of_results(_WIDTH)
     with Console(stderr=True).status("running the algorithms without data"):
         layout, why = choose_layout([problem], args.attention, args.layout, topology, device)
         choice = choose_algorithms(_as_dealt(problem, layout), args.attention, topology, device)

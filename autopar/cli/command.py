@@ -1,4 +1,4 @@
-"""What a command of the command line is. Its file loads no torch: `run` loads what it needs."""
+"""What a command of the command line is, and where it prints. Its file loads no torch: `run` loads what it needs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
+
+from rich.console import Console
 
 
 @dataclass(frozen=True)
@@ -25,3 +27,8 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         print(f"{self.prog}: {' '.join(message.split())}; see {self.prog} --help", file=sys.stderr)
         raise SystemExit(2)
+
+
+def console_of_results(width: int) -> Console:
+    """Where tables of results go: as wide as the terminal, else ``width`` characters."""
+    return Console(width=None if sys.stdout.isatty() else width, highlight=False)

@@ -9,13 +9,11 @@ Routing is even. Times are estimates of exchanges that nothing hides; their rati
 from __future__ import annotations
 
 import argparse
-import sys
 
-from rich.console import Console
 from rich.table import Table
 
 from autopar.cli.attention_command import DTYPES
-from autopar.cli.command import Command
+from autopar.cli.command import Command, console_of_results
 from autopar.cli.shared_arguments import positive
 from autopar.cost.expert_traffic import DispatchCost, Routing, dispatch_costs
 from autopar.cost.hardware import DEFAULT, DEVICES
@@ -50,7 +48,7 @@ def _run(args: argparse.Namespace) -> int:
     inside = Topology.parse(args.inside, _INSIDE) if args.inside else _INSIDE
     between = Topology.parse(args.between, links) if args.between else links
     costs = dispatch_costs(routing, args.tokens, args.hidden, size, inside, between)
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+    console = console_of_results(_WIDTH)
     for line in (*_heading(args, routing, inside, between), *_rows(args.tokens, args.hidden * size, routing)):
         console.print(line, soft_wrap=True)
     console.print(_table(costs))

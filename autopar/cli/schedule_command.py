@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from autopar.cli.command import Command
+from autopar.cli.command import Command, console_of_results
 from autopar.report.chrome_trace import events_of, write_trace
 from autopar.report.schedule_grid import grid
 from autopar.report.schedule_picture import svg
@@ -129,7 +128,7 @@ def _numbers(option: str, text: str, known: Sequence[str], example: str) -> dict
 
 
 def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+    return console_of_results(_WIDTH)
 
 
 def _print(timeline: Timeline, facts: Sequence[tuple[str, str]]) -> None:

@@ -66,9 +66,9 @@ def mark_experts(gm: GraphModule, plans: Mapping[str, ExpertPlan], axis: str) ->
                 x.meta["experts"] = chosen
 
 
-def dispatch_of(combine: Node) -> Node:
-    """The dispatch that made the order which a combine takes."""
-    node: Node = arguments(combine)["order"]
+def dispatch_of(user: Node) -> Node:
+    """The dispatch that made the order which a call takes, such as a combine."""
+    node: Node = arguments(user)["order"]
     while is_call(node, operator.getitem) or is_conversion(node):
         node = node.args[0]  # type: ignore[assignment]
     return node

@@ -255,7 +255,7 @@ def moe_combine_rule(call: Call) -> Rule:
     sets = (frozenset({0}),)
     linked, imposed = _linked(rows, t, ()), _blocks_of(call, t)
     if imposed:
-        imposed |= {f: mine for n in rows for f, mine in ((n, (call.sizes[n],)), (ROUTED + n, ()))}
+        imposed |= {ROUTED + n: () for n in rows}
     return call.rule(operands, [(t, h)], blocked=blocked, linear=sets, keep_partial=True, rows=linked, imposed=imposed)
 
 
