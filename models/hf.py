@@ -27,6 +27,7 @@ from autopar.ir.recipe import Recipe, as_they_are
 from autopar.models.hf_batches import batch_dims
 from autopar.models.hf_checkpoints import recipes_to_load, recipes_to_save
 from autopar.models.hf_examples import example_batches
+from autopar.models.hf_experts import dispatch_own_experts
 from autopar.models.hf_masks import OWN_MASKS, MaskFacts, facts_handed_inward, mask_facts, positions_from_user
 
 NAME = "autopar"
@@ -106,13 +107,14 @@ class TransformersAdapter:
         return any(isinstance(module, PreTrainedModel) for module in model.modules())
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Choose our implementations in every config of the copy; no cache."""
+        """Choose our implementations in every config of the copy, and for experts that ask no config; no cache."""
         looked_up = {type(c) for m in model.modules() if (c := _config(m)) is not None and _looks_attention_up(m)}
         for module in model.modules():
             config = _config(module)
             if config is not None:
                 own = {type(config), type(_of_text(config))}
                 _configure(config, not looked_up.isdisjoint(own) if looked_up else _registered(module))
+        dispatch_own_experts(model)
         return model
 
     def in_float32(self, model: nn.Module) -> list[str]:

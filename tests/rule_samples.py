@@ -238,6 +238,7 @@ def _made() -> Iterator[Sample]:
     yield call(aten.full_like.default, normal(6, 4), 2.0)
     yield call(aten.empty_like.default, normal(6, 4), values=False)
     yield call(aten.one_hot.default, integer(6), 6)
+    yield call(aten.one_hot.default, integer(4, 2), 6)
     yield call(aten.bucketize.Tensor, normal(6), torch.linspace(-1, 1, 6, dtype=torch.float64))
     yield call(aten.bucketize.Scalar, 0.3, torch.linspace(-1, 1, 6, dtype=torch.float64))
     yield call(aten.searchsorted.Tensor, torch.linspace(-1, 1, 6, dtype=torch.float64), normal(6))

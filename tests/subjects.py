@@ -22,6 +22,7 @@ from autopar.ir.batch import with_constants
 from autopar.ir.graph import copy_graph
 from autopar.models.tiny import TINY
 from autopar.runtime.module import step_seed
+from tests.hf.own_experts import own
 from tests.reference import Expected, eager
 from tests.subject_models import IGNORED, Cnn, Mlp, TwoLosses
 
@@ -121,6 +122,8 @@ SPECIAL: dict[str, Callable[[], Made]] = {
     "padded llama": lambda: _padded(tiny("llama")),
     "multi-query tied llama": lambda: tiny("llama_tied", num_key_value_heads=1),
     "frozen qwen3_moe": lambda: _frozen(tiny("qwen3_moe", layers=1)),
+    "jetmoe": lambda: own("jetmoe"),
+    "switch transformers": lambda: own("switch transformers"),
     "gpt2 with dropout": lambda: tiny("gpt2", layers=1, dropout=0.1),
     "padded bert with dropout": lambda: _padded(tiny("bert", layers=1, dropout=0.1)),
 }

@@ -74,7 +74,8 @@ def export(
         refused = _refusal(error)
         if refused is not None:
             raise ValueError(f"capture: {_where(refused)}: {refused}") from error
-        raise ValueError(f"capture: {_where(error)}: {_reason(error)}{_way_out(error)}") from error
+        where = _where(error)
+        raise ValueError(f"capture: {where}: {_reason(error)}{_way_out(error, where)}") from error
     keep_rows_of_targets(flat.graph)
     _drop_value_checks(flat.graph)
     flat.graph.eliminate_dead_code()
@@ -159,10 +160,11 @@ def _reason(error: BaseException) -> str:
     return text if text and isinstance(error, _PLAIN) else f"{type(error).__name__}: {text}"
 
 
-def _way_out(error: BaseException) -> str:
+def _way_out(error: BaseException, where: str) -> str:
     text = f"{type(error).__name__} {error}"
     if "DataDependent" in text or "data-dependent" in text or "item()" in text:
-        return f"; the line branches on a tensor's value: write it with torch.where or masks, or {_CONSTANTS}"
+        experts = "for experts, call autopar::moe_dispatch, grouped_mm and moe_combine; " if "expert" in where else ""
+        return f"; the line branches on a tensor's value: {experts}write it with torch.where or masks, or {_CONSTANTS}"
     return "; the model must run under torch.export(strict=False) with these inputs"
 
 

@@ -16,11 +16,15 @@ from torch.fx import GraphModule, Node
 
 import autopar.ops.moe  # noqa: F401  (registers the operators)
 from autopar.ir.conversions import is_conversion, uncast
-from autopar.ir.graph import arguments, is_call
+from autopar.ir.graph import arguments, global_shape, is_call
 from autopar.ir.placement import Shard
 
 ours = torch.ops.autopar
+aten = torch.ops.aten
 GATHER = "gather"
+_KEPT_ORDER = (
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.permute.default, aten.transpose.int,
+)  # fmt: skip
 _GROUPED = {ours.grouped_mm.default: "weight", ours.grouped_bias.default: "bias"}
 
 
@@ -51,10 +55,33 @@ def layer_of_dispatch(dispatch: Node) -> list[Node]:
 
 
 def expert_weights(dispatch: Node) -> list[Node]:
-    """Placeholders of the layer's weights and biases, one entry per expert along dim 0."""
+    """The layer's weights and biases, one entry per expert along dim 0: placeholders, also those of which a weight is
+    a view that keeps experts in one piece each (dbrx stores [E*F, H]); else what makes them in the forward."""
     grouped = [node for node in layer_of_dispatch(dispatch) if node.target in _GROUPED]
-    taken = (uncast(arguments(node)[_GROUPED[node.target]]) for node in grouped)  # type: ignore[index]
-    return list(dict.fromkeys(x for x in taken if x.op == "placeholder"))
+    experts = int(arguments(dispatch)["num_experts"])
+    taken = (_stored(arguments(node)[_GROUPED[node.target]], experts) for node in grouped)  # type: ignore[index]
+    return list(dict.fromkeys(taken))
+
+
+def _stored(weight: Node, experts: int) -> Node:
+    """What a weight is cast from and a view of. Equal parts of dim 0 are the same parts of both: views keep the order
+    of entries, and transposed are other dims only."""
+    x = uncast(weight)
+    while is_call(x, *_KEPT_ORDER):
+        before = uncast(x.args[0])  # type: ignore[arg-type]
+        if global_shape(before)[0] % experts or not _first_stays(x):
+            return x
+        x = before
+    return x
+
+
+def _first_stays(x: Node) -> bool:
+    """Whether a view, or a permutation of dims, leaves dim 0 in front."""
+    if is_call(x, aten.permute.default):
+        return int(x.args[1][0]) % x.meta["val"].dim() == 0  # type: ignore[index, arg-type]
+    if is_call(x, aten.transpose.int):
+        return all(int(dim) % x.meta["val"].dim() for dim in x.args[1:3])  # type: ignore[arg-type]
+    return True
 
 
 def mark_experts(gm: GraphModule, plans: Mapping[str, ExpertPlan], axis: str) -> None:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
 
+import torch
 from torch.fx import GraphModule, Node
 
 from autopar.cost.expert_traffic import Routing, dispatch_costs
 from autopar.cost.hardware import DEFAULT
 from autopar.cost.topology import Topologies
 from autopar.ir.expert_layers import ExpertPlan, dispatches, expert_weights
-from autopar.ir.graph import arguments, global_shape
+from autopar.ir.graph import arguments, describe, global_shape, is_call, reach
 from autopar.ir.mesh import Mesh
 from autopar.options import DISPATCHES, Options
 
 AXIS = "ep"
+ours = torch.ops.autopar
+_DRAWS = (ours.dropout.default, ours.random.default)
 
 
 def plan_experts(gm: GraphModule, mesh: Mesh, options: Options) -> dict[str, ExpertPlan]:
@@ -57,6 +61,23 @@ def _check_divides(dispatch: Node, axis: str, ranks: int) -> None:
         )
 
 
+def check_draws(gm: GraphModule, mesh: Mesh, micro_batches: int) -> None:
+    """Raises ValueError for random numbers drawn row by row in the order of experts, which no cut of the tokens
+    keeps: a rank's rows have other numbers then than those of one process, or as many as nobody knows."""
+    if mesh.data_size * mesh.size("cp") * micro_batches == 1:
+        return
+    for node in dispatches(gm):
+        rows = [x for x in node.users if is_call(x, operator.getitem) and x.args[1] == 0]
+        between = set(reach(rows, lambda x: [] if is_call(x, ours.moe_combine.default) else list(x.users)))
+        drawn = next((x for x in gm.graph.nodes if x in between and is_call(x, *_DRAWS)), None)
+        if drawn is not None:
+            raise ValueError(
+                f"experts: {describe(drawn)} draws a random number for each row in the order of experts, and that "
+                "order changes with the cut of the batch; set dropout inside of experts to 0, or draw for the tokens "
+                "before they are dispatched"
+            )
+
+
 def check_experts(gm: GraphModule, mesh: Mesh, plans: Mapping[str, ExpertPlan]) -> None:
     """Whether a plan that was read says of each layer how its experts are cut, in words that exist. Raises
     ValueError."""
@@ -87,3 +108,18 @@ def expert_parameters(gm: GraphModule, names: Mapping[Node, str], plans: Mapping
         for x in expert_weights(node)
         if x in names and len(global_shape(x)) > 1
     }
+
+
+def whole_expert_weights(gm: GraphModule, plans: Mapping[str, ExpertPlan]) -> list[tuple[str, str]]:
+    """Notes on layers whose weights the forward makes, such as by a stack: stored whole, computed with in parts."""
+    found = ((node, [x for x in expert_weights(node) if x.op != "placeholder"]) for node in dispatches(gm))
+    return [
+        (
+            f"experts of {node.name}",
+            f"{len(made)} weights are made in the forward ({', '.join(sorted({str(x.target) for x in made}))}): every "
+            f"rank of {plans[node.name].axis} stores and makes them whole, and computes with its own; zero=3 cuts "
+            "what is stored",
+        )
+        for node, made in found
+        if made and node.name in plans
+    ]

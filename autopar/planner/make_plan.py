@@ -22,7 +22,7 @@ from autopar.planner.batch_dims import decide_batch_dims
 from autopar.planner.closure import Analysis
 from autopar.planner.context_parallel import ContextPlan, plan_context
 from autopar.planner.derived_notes import derived_notes
-from autopar.planner.experts import expert_parameters, plan_experts
+from autopar.planner.experts import check_draws, expert_parameters, plan_experts, whole_expert_weights
 from autopar.planner.kernel_notes import kernel_notes
 from autopar.planner.option_checks import check_names, check_used
 from autopar.planner.plan_fits import check_fits
@@ -73,6 +73,7 @@ def make_plan(
         notes += _refusals(parameters, chosen.refused, {name: len(global_shape(n)) for n, name in names.items()})
         if options.sequence_parallel:
             streams = find_streams(gm, chosen.contractions, mesh, "tp", context.chunks(mesh.size("cp")))
+    check_draws(gm, mesh, asked.micro_batches)
     experts = plan_experts(gm, mesh, options) if mesh.size("ep") > 1 else {}
     of_experts = expert_parameters(gm, names, experts)
     for axis in ("ep", "cp", "dp", "rp"):  # as they cut: ep before cp before dp
@@ -87,7 +88,7 @@ def make_plan(
     dims = _batch_dims(gm, mesh, asked, fixed)
     inputs = _inputs(gm, mesh, options.micro_batches, dims)
     streams += tuple(context.streams)
-    notes += [*context.notes, *kernel_notes(gm), *derived_notes(gm)]
+    notes += [*context.notes, *whole_expert_weights(gm, experts), *kernel_notes(gm), *derived_notes(gm)]
     plan = Plan(
         mesh, digest, options, parameters, inputs, streams, tuple(notes), weight_pieces=pieces,
         attention=context.attention, experts=experts, batch_dims=dims,

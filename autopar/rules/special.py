@@ -26,6 +26,16 @@ def embedding_rule(call: Call) -> Rule:
     return call.rule([(v, h), ids], [(*ids, h)], blocked=blocked, linear=UNARY, one_block=frozenset({"v"}))
 
 
+def one_hot_rule(call: Call) -> Rule:
+    """(...) -> (... c). Without a number of classes that is the largest value and one: of the whole tensor."""
+    numbers = named_dims(call, call.shape("self"), "i")
+    c = call.factor("c", int(call.node.meta["val"].shape[-1]))
+    blocked = {f: "each number picks one of all classes" for f in c}
+    if int(call.args.get("num_classes", -1)) < 0:
+        blocked |= {f: "the largest number says how many classes there are" for dim in numbers for f in dim}
+    return call.rule([numbers], [(*numbers, c)], blocked=blocked)
+
+
 def cross_entropy_rule(call: Call) -> Rule:
     """(n c), (n) -> (n), (n). The exchange over classes happens inside: a maximum, and one sum of two numbers per
     row."""

@@ -154,6 +154,7 @@ add(
 )
 add("softmax.int log_softmax.int _softmax _log_softmax cumsum cumprod logcumsumexp sort topk diff", _last("dim"))
 add("scatter.src scatter.value scatter_add scatter_reduce.two scatter.reduce scatter.value_reduce", sp.scatter_rule)
+add("one_hot", sp.one_hot_rule)
 add("index_add", sp.index_add_rule)
 add("index_copy", sp.index_copy_rule)
 add("tril triu", blocks_dims(lambda c: [len(c.shape("self")) - 2, len(c.shape("self")) - 1], "the op spans it"))
@@ -201,7 +202,7 @@ add("new_zeros new_ones new_full new_empty", factory)
 add("ones_like full_like empty_like", like)
 add("zeros_like", pointwise("unary", keep=True))
 add(
-    "one_hot bucketize searchsorted.Tensor histc bincount nonzero unique_consecutive",
+    "bucketize searchsorted.Tensor histc bincount nonzero unique_consecutive",
     opaque("its size depends on values"),
 )
 add("embedding_bag", opaque("its bags differ in length"))

@@ -94,8 +94,9 @@ blenderbot bloom camembert codegen cohere2 cohere2_moe cohere ctrl cwm data2vec-
 doge electra ernie4_5 ernie4_5_moe ernie exaone4 exaone_moe falcon falcon_h1 flex_olmo gemma2 gemma3_text gemma glm4
 glm4_moe glm4_moe_lite glm gpt2 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gpt_oss gptj granite granite_swa
 granitemoe granitemoe_swa granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hy_v4 hyperclovax
-internlm3 jais2 laguna lfm2 llama4_text llama marian mbart megatron-bert mimo_v2_flash minimax minimax_m2 ministral3
-ministral mistral mixtral modernbert-decoder moshi mpt mvp nanochat nemotron_h olmo2 olmo3 olmo olmo_hybrid olmoe opt
+internlm3 jais2 jetmoe laguna lfm2 llama4_text llama longcat_flash marian mbart megatron-bert mimo_v2_flash minimax
+minimax_m2 ministral3 ministral
+mistral mixtral modernbert-decoder moshi mpt mvp nanochat nemotron_h olmo2 olmo3 olmo olmo_hybrid olmoe opt
 pegasus persimmon phi3 phi phimoe plbart qwen2 qwen2_moe qwen3 qwen3_moe rembert roberta-prelayernorm roberta roc_bert
 roformer seed_oss smollm3 solar_open stablelm starcoder2 trocr vaultgemma whisper xlm-roberta-xl xlm-roberta xlm
 """.split()  # noqa: SIM905
@@ -104,10 +105,5 @@ WITHOUT_ATTENTION = """
 bailing_hybrid bamba cpmant falcon_mamba granitemoehybrid jamba lfm3 mamba mamba2 openai-gpt qwen3_5_text qwen3_next
 rwkv
 """.split()  # noqa: SIM905
-REFUSED = {
-    "jetmoe": r"capture: .*modeling_jetmoe.py:\d+ in forward, `expert_size = .*tolist\(\)`: item\(\) takes a number .*",
-    "longcat_flash": r"capture: .*`for expert_idx_tensor in expert_hit:`.* branches on a tensor's value",
-}
-
 # In a row whose keys the added mask takes away, GPT-Neo attends to those that its triangle has filled.
 REFUSED_OVER_CP = {"gpt_neo": r'context_parallel: axis "cp" cuts the sequence of attention, found none'}

@@ -1,13 +1,8 @@
 """What is refused, on one mesh or on all, and in which words."""
 
-VALUE = "branches on a tensor's value"
-
 REFUSED: dict[tuple[str, str], str] = {
     # windows that are written out
     ("transformers longformer", "cp"): 'context_parallel: axis "cp" cuts the sequence of attention',
-    # loops over the experts that were hit
-    ("transformers switch transformers", "all"): f"`for expert_idx in expert_hit:`.*{VALUE}",
-    ("transformers nllb moe", "all"): f"`for expert_idx in expert_hit:`.*{VALUE}",
     # sizes that depend on values
     ("transformers speecht5", "all"): r"modeling_speecht5.py:\d+ in forward, `l1_loss = .*",
     # random numbers of another library

@@ -106,11 +106,21 @@ def _switch() -> Made:
         decoder_start_token_id=0,
         pad_token_id=0,
     )
-    return hf(
-        "SwitchTransformersForConditionalGeneration",
-        config,
-        {**labelled(), "attention_mask": torch.ones(ROWS, 16).long()},
+    return _routers_in_float64(
+        hf(
+            "SwitchTransformersForConditionalGeneration",
+            config,
+            {**labelled(), "attention_mask": torch.ones(ROWS, 16).long()},
+        )
     )
+
+
+def _routers_in_float64(made: Made) -> Made:
+    """Whose configs know of float32 and less only."""
+    for module in made[0].modules():
+        if isinstance(getattr(module, "dtype", None), torch.dtype) and hasattr(module, "classifier"):
+            module.dtype = torch.float64  # type: ignore[assignment]
+    return made
 
 
 def _nllb() -> Made:
@@ -125,7 +135,7 @@ def _nllb() -> Made:
         max_position_embeddings=64,
         **BART,
     )
-    return hf("NllbMoeForConditionalGeneration", config, labelled())
+    return _routers_in_float64(hf("NllbMoeForConditionalGeneration", config, labelled()))
 
 
 def _patchtst() -> Made:

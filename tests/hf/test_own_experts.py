@@ -1,0 +1,172 @@
+"""Experts of transformers that its registry does not have: dispatched, equal to one process, cut where they can be."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
+from transformers.models.switch_transformers.modeling_switch_transformers import (
+    SwitchTransformersDenseActDense,
+    SwitchTransformersExperts,
+)
+
+from autopar.capture import capture
+from autopar.compile.model import compile_model
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Shard
+from autopar.models import hf_experts
+from autopar.models.hf_experts import CODE, method_digest
+from autopar.options import Options
+from tests.cells import Cell, called, check
+from tests.harness import check_model
+from tests.hf.own_experts import own
+
+DEDUP = Options(dispatch="dedup")
+PARTS = Options(zero=3, micro_batches=2, dispatch="dedup")
+WHOLE = Options(sequence_parallel=True, checkpoint="full")
+
+
+STORED = {  # what is stored in parts, of how many layers of experts
+    "llama4_text": (".experts.gate_up_proj .experts.down_proj", 2),
+    "dbrx": (".mlp.w1 .mlp.v1 .mlp.w2", 2),
+    "jetmoe": (".input_linear.weight .output_linear.weight", 4),
+    "longcat_flash": (".experts.down_proj", 1),  # of the other, a slice: behind it are experts that do nothing
+    "switch transformers": ("", 2),
+    "nllb moe": ("", 2),
+}
+MESHES = [
+    ("dp=2", Options()),
+    ("tp=2", Options()),
+    ("ep=4", Options()),
+    ("ep=4", DEDUP),
+    ("cp=2,ep=2", Options()),
+    ("dp=2,ep=2", PARTS),
+    ("ep=2,tp=2", WHOLE),
+]
+SOME = [
+    *((kind, "ep=2", Options() if i % 2 else DEDUP) for i, kind in enumerate(STORED)),
+    ("dbrx", "ep=2,tp=2", WHOLE),
+    ("jetmoe", "dp=2,ep=2", PARTS),
+    ("switch transformers", "dp=2,ep=2", PARTS),
+]
+ALL = [
+    pytest.param(kind, mesh, options, marks=pytest.mark.full)
+    for kind, (mesh, options) in itertools.product(STORED, MESHES)
+    if kind != "nllb moe" or (options is not PARTS and mesh != "ep=4")  # see below; and it asks two of its experts
+]
+
+
+@pytest.mark.parametrize(("kind", "mesh", "options"), [*SOME, *ALL])
+def test_equals_one_process(kind: str, mesh: str, options: Options) -> None:
+    result = check_model(*own(kind), Mesh.parse(mesh), options)
+    assert result.worst < 1e-10
+    stored, layers = STORED[kind]
+    cut = [p.name for p in result.compiled.parameters if isinstance(p.placements.get("ep"), Shard)]
+    if "ep" in mesh and options.zero == 0:
+        assert len(cut) == layers * len(stored.split())
+        assert all(name.endswith(tuple(stored.split())) for name in cut)
+
+
+@pytest.mark.parametrize("kind", STORED)
+def test_every_layer_is_dispatched(kind: str) -> None:
+    model, batch = own(kind)
+    names = [str(node.target) for node in capture(model, batch, exact=True).graph.nodes]
+    twice = 2 if kind == "jetmoe" else 1  # queries of attention, and what is made of its results
+    layers = STORED[kind][1]
+    assert names.count("autopar.moe_dispatch.default") == (layers + layers // 2 if twice == 2 else layers)
+
+
+@pytest.mark.parametrize("kind", ["jetmoe", "switch transformers"])
+def test_on_real_ranks(kind: str) -> None:
+    check(called(Cell(kind, Mesh.of(ep=2), DEDUP)))
+
+
+def test_code_is_that_of_the_release_that_is_installed() -> None:
+    """Where this fails, read what transformers changed, change the forward here, and note the new digests."""
+    found = {name: method_digest(operator.attrgetter(name)(hf_experts)) for name in CODE}
+    assert found == CODE
+
+
+def test_a_release_that_computes_something_else_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = own("llama4_text")
+
+    def forward(self: Any, x: Tensor) -> Any:
+        x = x.reshape(-1, self.hidden_dim)
+        _, logits = self.router(x)
+        return self.shared_expert(x), logits
+
+    monkeypatch.setattr(Llama4TextMoe, "forward", forward)
+    names = [str(node.target) for node in capture(model, batch, exact=True).graph.nodes]
+    assert "autopar.moe_dispatch.default" not in names
+
+
+def test_experts_that_nobody_asks_are_not_part_of_the_graph() -> None:
+    """As in transformers: NLLB-MoE asks two of its four, so the others have no gradient."""
+    found = [node for node in capture(*own("nllb moe"), exact=True).graph.nodes if "moe_dispatch" in str(node.target)]
+    assert [node.args[2] for node in found] == [2, 2]
+
+
+def test_what_the_forward_makes_is_said_in_the_plan() -> None:
+    result = check_model(*own("switch transformers"), Mesh.of(ep=2))
+    notes = [text for name, text in result.compiled.plan.notes if name.startswith("experts of")]
+    assert len(notes) == 2
+    assert all(note.startswith("2 weights are made in the forward (aten.stack.default): every rank") for note in notes)
+
+
+def test_samples_meet_in_a_capacity_of_the_whole_batch() -> None:
+    with pytest.raises(ValueError, match=r"micro_batches: samples of different micro-batches meet at .*use micro_b"):
+        check_model(*own("nllb moe"), Mesh.of(dp=2), Options(micro_batches=2))
+
+
+class _Louder(SwitchTransformersExperts):
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return 2 * super().forward(*args, **kwargs)
+
+
+def _subclassed(experts: Any) -> None:
+    experts.__class__ = _Louder
+
+
+def _hooked(experts: Any) -> None:
+    experts["expert_1"].register_forward_hook(lambda module, args, out: 2 * out)
+
+
+def _replaced(experts: Any) -> None:
+    experts["expert_1"].wi = nn.Sequential(experts["expert_1"].wi)
+
+
+@pytest.mark.parametrize("change", [_subclassed, _hooked, _replaced])
+def test_experts_that_are_not_as_they_were_written_are_not_dispatched(change: Any) -> None:
+    model, batch = own("switch transformers")
+    change(next(m for m in model.modules() if isinstance(m, SwitchTransformersExperts)))
+    way_out = r"(?s)for expert_idx in expert_hit.*for experts, call autopar::moe_dispatch, grouped_mm and moe_combine"
+    with pytest.raises(ValueError, match=way_out):
+        check_model(model, batch, Mesh.of(ep=2))
+
+
+def test_rows_of_experts_that_are_dropped_are_refused() -> None:
+    model, batch = own("nllb moe")
+    for module in model.modules():
+        if hasattr(module, "moe_token_dropout"):
+            module.moe_token_dropout = 0.2  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"experts: NllbMoeExperts drops rows of experts .*set moe_token_dropout to 0"):
+        check_model(model, batch, Mesh.of(ep=2))
+    assert check_model(model.eval(), batch, Mesh.of(ep=2)).worst < 1e-10
+
+
+@pytest.mark.parametrize("mesh", ["ep=2", "dp=2", "tp=2"])
+def test_random_numbers_of_rows_are_refused_where_tokens_are_cut(mesh: str) -> None:
+    model, batch = own("switch transformers")
+    for expert in (m for m in model.modules() if isinstance(m, SwitchTransformersDenseActDense)):
+        expert.dropout.p = 0.1
+    if mesh == "tp=2":  # the rows are those of one process
+        compile_model(model, batch, Mesh.parse(mesh), exact=True)
+        return
+    with pytest.raises(
+        ValueError, match=r"experts: autopar.dropout.default .* in encoder.block.1.* before they are dis"
+    ):
+        compile_model(model, batch, Mesh.parse(mesh), exact=True)
