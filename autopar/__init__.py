@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from autopar.runtime.launch import launch
     from autopar.runtime.loading import load
     from autopar.runtime.module import ParallelModule
+    from autopar.runtime.router_bias import balance_experts
     from autopar.runtime.saving import save
     from autopar.runtime.scaler import GradScaler
     from autopar.runtime.simulated_start import simulate_start
@@ -37,6 +38,7 @@ __all__ = [
     "ParallelModule",
     "Plan",
     "Precision",
+    "balance_experts",
     "data_part",
     "ema",
     "init_mesh",
@@ -56,6 +58,7 @@ _HOME = {
     "ParallelModule": "autopar.runtime.module",
     "Plan": "autopar.plan",
     "Precision": "autopar.precision",
+    "balance_experts": "autopar.runtime.router_bias",
     "data_part": "autopar.runtime.groups",
     "ema": "autopar.runtime.ema",
     "init_mesh": "autopar.runtime.groups",

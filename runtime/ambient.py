@@ -40,3 +40,21 @@ def outside(device: torch.device) -> Iterator[Surroundings]:
     )
     with torch.autocast(device.type, enabled=False) if casts else contextlib.nullcontext():
         yield found
+
+
+def need_gradients() -> None:
+    """Raises ValueError for a step with gradients where torch makes none."""
+    if not torch.is_grad_enabled():
+        raise ValueError(
+            "train_step: makes gradients, found grad mode off (no_grad or inference_mode around the step); "
+            "leave it, or use eval_step(**batch)"
+        )
+
+
+def no_anomalies() -> None:
+    """Raises ValueError where torch would watch an eager backward."""
+    if torch.is_anomaly_enabled():
+        raise ValueError(
+            "detect_anomaly: watches the operators of an eager backward, found a step on a mesh, which has none; "
+            "look for NaN in the gradients after the step, or run the model on one process"
+        )

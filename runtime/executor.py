@@ -24,10 +24,12 @@ import torch
 from torch import Tensor
 
 from autopar.ir.graph import set_device
+from autopar.ops.moe import ends_of_rows
 from autopar.ops.watch import take_notes
 from autopar.runtime.bind import BACKENDS, Bound, bind
 from autopar.runtime.comm import Ledger, Traffic, add_ledgers, ledger_between
 from autopar.runtime.cuda_graphs import RecordedStep, why_not
+from autopar.runtime.expert_load import ExpertLoad, layers_of_experts
 from autopar.runtime.feed import SCALE, Feed
 from autopar.runtime.groups import Groups
 from autopar.runtime.held_weights import HeldWeights
@@ -98,6 +100,8 @@ class Executor:
         self.constants = {name: x if x.is_meta else x.to(groups.device) for name, x in held.items()}
         self.seeds = [spec.name for spec in self.specs.values() if spec.kind == "seed"]
         self.timeline: list[tuple[Action, float, float]] = []
+        self.load: ExpertLoad | None = None  # of the module, that it counts for
+        self._experts: dict[int, list[str]] = {}  # by stage: names of layers
         self.peaks = Peaks()
         self._known: dict[str, Any] = {}  # by name, what compiled code returns
         self.record, self._measure = record, measure
@@ -276,12 +280,27 @@ class Executor:
 
     def _run(self, entries: list[Entry], slots: list[Any]) -> None:
         for entry in entries:
-            start = entry.run(slots)
+            start = self._counted(entry, slots) if self.load is not None else entry.run(slots)
             if self._watched and entry.action is not None:
                 self._watch(entry.action, start, slots)
         self._traffic = add_ledgers(self._traffic, self._traffic_of[entries is self._backward])
         if entries is self._forward and self.held.on:
             self._traffic = add_ledgers(self._traffic, self.held.saved())
+
+    def _counted(self, entry: Entry, slots: list[Any]) -> float:
+        """Run an entry; of a forward of training, count which experts were chosen."""
+        action = entry.action
+        if self.load is None or action is None or action.kind != "F" or not self.compiled.train:
+            return entry.run(slots)
+        with ends_of_rows() as found:
+            start = entry.run(slots)
+        if found:
+            if action.stage not in self._experts:
+                self._experts[action.stage] = layers_of_experts(
+                    self.compiled.pipeline.parts[action.stage].forward.graph
+                )
+            self.load.add(self._experts[action.stage], found)
+        return start
 
     def _watch(self, action: Action, start: float, slots: list[Any]) -> None:
         self.timeline.append((action, start, time.perf_counter()))

@@ -21,7 +21,7 @@ from autopar.ir.batch import tensors_of, with_constants
 from autopar.ir.parameter import ParameterSpec
 from autopar.plan import Plan
 from autopar.runtime import state
-from autopar.runtime.ambient import Surroundings, outside
+from autopar.runtime.ambient import Surroundings, need_gradients, no_anomalies, outside
 from autopar.runtime.clipping import clip_gradients
 from autopar.runtime.comm import Ledger
 from autopar.runtime.differentiable import Forward, attach, refuse_gradients
@@ -118,6 +118,16 @@ class ParallelModule(Stateful):
         """Calls and bytes sent by this rank so far, by (axis, kind)."""
         return self._cache.traffic()
 
+    def expert_load(self, reset: bool = False) -> dict[str, Tensor]:
+        """By layer, how many tokens chose each expert in the training steps since the start, or the last ``reset``:
+        [E] int64 on the CPU, of all ranks. Collective."""
+        if self._cache.backend == "cudagraphs":
+            raise ValueError("expert_load: counts as steps run, and backend='cudagraphs' replays them; use 'eager'")
+        found = self._cache.load.summed()
+        if reset:
+            self._cache.load.clear()
+        return found
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -188,8 +198,8 @@ class ParallelModule(Stateful):
                     "train_step: hooks of the parallel model are called by model(**batch) only; register them on the "
                     "model before parallelize, which traces them, or remove them"
                 )
-            _need_gradients()
-            _no_anomalies()
+            need_gradients()
+            no_anomalies()
             self._need_scaler()
             executor, values = self._prepare(args, batch, Kind(True, ()), surroundings)
             if not executor.compiled.losses:
@@ -211,7 +221,7 @@ class ParallelModule(Stateful):
         with reporting("the forward"), outside(self._groups.device) as surroundings:
             if reason := self._cannot_differentiate():
                 raise ValueError(reason)
-            _no_anomalies()
+            no_anomalies()
             if torch.is_grad_enabled():
                 self._need_scaler()
             kind = Kind(True, None, self._tangents)
@@ -374,22 +384,6 @@ class ParallelModule(Stateful):
             torch.distributed.all_gather_object(found, (self._groups.coordinate, executor.timeline))
         self._cache.dump(folder, executor, recorded=per_rank(found))
         return loss
-
-
-def _need_gradients() -> None:
-    if not torch.is_grad_enabled():
-        raise ValueError(
-            "train_step: makes gradients, found grad mode off (no_grad or inference_mode around the step); "
-            "leave it, or use eval_step(**batch)"
-        )
-
-
-def _no_anomalies() -> None:
-    if torch.is_anomaly_enabled():
-        raise ValueError(
-            "detect_anomaly: watches the operators of an eager backward, found a step on a mesh, which has none; "
-            "look for NaN in the gradients after the step, or run the model on one process"
-        )
 
 
 def step_seed(seed: int, step: int) -> int:

@@ -23,6 +23,7 @@ from autopar.runtime.batch_watch import BatchWatch
 from autopar.runtime.batches import check_unclear, claim_shapes, shapes_of
 from autopar.runtime.comm import Ledger, add_ledgers
 from autopar.runtime.executor import Executor
+from autopar.runtime.expert_load import ExpertLoad
 from autopar.runtime.groups import Groups
 from autopar.runtime.module_watch import ModuleWatch
 from autopar.runtime.planned_state import PlannedState
@@ -74,9 +75,9 @@ class StepCache:
         micro_batches: int,
         check_batches: bool,
     ) -> None:
-        self._compiler, self._tree, self._groups, self._backend = compiler, tree, groups, backend
+        self._compiler, self._tree, self._groups, self.backend = compiler, tree, groups, backend
         self.plan, self.micro_batches, self._check_batches = plan, micro_batches, check_batches
-        self._batches = BatchWatch(groups)
+        self._batches, self.load = BatchWatch(groups), ExpertLoad(groups)
         self._steps: dict[tuple[Any, ...], _CachedStep] = {}
         self._past = add_ledgers()  # traffic of steps that are no longer kept
         self._told_last: list[str] = []  # by rank
@@ -224,7 +225,8 @@ class StepCache:
         )
         agree_on(self._groups, [same, *self._contents(batch, compiled, at_once=True)], "the compiled step")
         check_unclear(self._groups, batch, self.plan, self._check_batches)
-        runner = Executor(compiled, self._groups, self._backend)
+        runner = Executor(compiled, self._groups, self.backend)
+        runner.load = self.load
         all_alike(self._groups, "the bound step")  # one that binds slowly (inductor) would be missed in a collective
         return _CachedStep(runner, watch, self._tree.flags_elsewhere(), structure, shapes_of(batch), how)
 

@@ -11,6 +11,8 @@ gradient to the weights are separate operators, so that they can be scheduled ap
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,13 +33,33 @@ def moe_dispatch(x: Tensor, expert: Tensor, num_experts: int) -> tuple[Tensor, T
     """x [T, H], expert [T, K] int -> rows [T*K, H] sorted by expert (stable), order [T*K] int64 with
     rows[i] = x[order[i] // K], offsets [E] int32, cumulative."""
     ranked, order = torch.sort(expert.reshape(-1), stable=True)
-    return x.index_select(0, order // expert.shape[1]), order, _ends(ranked, num_experts)
+    return x.index_select(0, order // expert.shape[1]), order, _told(_ends(ranked, num_experts))
 
 
 def _ends(ranked: Tensor, experts: int) -> Tensor:
     """Experts of rows, sorted -> where the rows of each of the first ``experts`` end."""
     bounds = torch.arange(experts, device=ranked.device, dtype=ranked.dtype)
     return torch.searchsorted(ranked, bounds, right=True).to(torch.int32)
+
+
+_told_to = threading.local()
+
+
+@contextlib.contextmanager
+def ends_of_rows() -> Iterator[list[Tensor]]:
+    """Within, on this thread: where the rows of each expert end, of every dispatch that runs, as they come."""
+    outer, _told_to.found = getattr(_told_to, "found", None), []
+    try:
+        yield _told_to.found
+    finally:
+        _told_to.found = outer
+
+
+def _told(ends: Tensor) -> Tensor:
+    found = getattr(_told_to, "found", None)
+    if found is not None:
+        found.append(ends)
+    return ends
 
 
 @moe_dispatch.register_fake
@@ -59,13 +81,16 @@ def moe_dispatch_own(x: Tensor, expert: Tensor, experts: int, rows: int) -> tupl
     (pairs,) = ((wanted >= 0) & (wanted < experts)).nonzero(as_tuple=True)
     ranked, place = torch.sort(wanted.index_select(0, pairs), stable=True)
     order = pairs.index_select(0, place)
-    return x.index_select(0, order // expert.shape[1]), order, _ends(ranked, experts)
+    return x.index_select(0, order // expert.shape[1]), order, _told(_ends(ranked, experts))
 
 
 @moe_dispatch_own.register_fake
 def _(x: Tensor, expert: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     order = x.new_empty(rows, dtype=torch.int64)
     return x.new_empty(rows, x.shape[1]), order, x.new_empty(experts, dtype=torch.int32)
+
+
+DISPATCHED = (torch.ops.autopar.moe_dispatch.default, torch.ops.autopar.moe_dispatch_own.default)
 
 
 def dispatch_to_piece(x: Tensor, expert: Tensor, experts: int, axis: str, size: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,77 @@
+"""How many tokens chose each expert: counted as training steps dispatch them, summed over ranks when it is asked for.
+
+load = model.expert_load()      {"model.layers.1.mlp.experts": [E] int64, ...} since the model was made
+
+Counting asks nothing of other ranks and waits for no accelerator: the ends of experts' rows, which the dispatch makes
+anyway, are added up. What the backward makes again counts once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.fx import GraphModule
+
+from autopar.ir.graph import is_call, module_path
+from autopar.ops.moe import DISPATCHED
+from autopar.runtime.comm import all_reduce, finish
+from autopar.runtime.groups import Groups
+
+_CUTS_TOKENS = ("dp", "rp", "cp", "ep")  # ranks of other axes dispatch the same tokens
+
+
+class ExpertLoad:
+    """Of the steps of one module on this rank."""
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+        self._ends: dict[str, Tensor] = {}  # by layer: for each of this rank's experts, sum of where its rows end
+
+    def add(self, layers: Sequence[str], found: Sequence[Tensor]) -> None:
+        """What one forward of these layers dispatched."""
+        for layer, ends in zip(layers, found, strict=True):
+            if layer not in self._ends:
+                self._ends[layer] = torch.zeros_like(ends, dtype=torch.int64)
+            self._ends[layer] += ends
+
+    def summed(self) -> dict[str, Tensor]:
+        """Of all ranks, whole: [E] int64 on the CPU, by layer in their order. Collective."""
+        here = {layer: self._whole(ends.diff(prepend=ends.new_zeros(1))) for layer, ends in self._ends.items()}
+        for axis in _CUTS_TOKENS if here else ():
+            if self._groups.mesh.size(axis) > 1:
+                reduce = all_reduce(self._groups, "expert_load", axis, "sum")
+                here = {layer: finish(reduce(count)) for layer, count in here.items()}
+        own = {layer: count.cpu() for layer, count in here.items()}
+        if self._groups.mesh.size("pp") == 1:
+            return own
+        stages: list[Any] = [None] * self._groups.mesh.size("pp")
+        dist.all_gather_object(stages, own, self._groups.group("pp"))
+        return {layer: count for part in stages for layer, count in part.items()}
+
+    def _whole(self, own: Tensor) -> Tensor:
+        """Counts of this rank's experts among zeros for those of others."""
+        ranks = self._groups.mesh.size("ep")
+        whole = own.new_zeros(ranks, own.shape[0])
+        whole[self._groups.index("ep") if ranks > 1 else 0] = own
+        return whole.flatten()
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self._ends.clear()
+
+
+def layers_of_experts(graph: GraphModule) -> list[str]:
+    """The modules that dispatch, in the order of a forward; a second time in one module: "name (2)"."""
+    met: Counter[str] = Counter()
+    found = []
+    for node in graph.graph.nodes:
+        if is_call(node, *DISPATCHED):
+            path = module_path(node) or node.name
+            met[path] += 1
+            found.append(path if met[path] == 1 else f"{path} ({met[path]})")
+    return found
