@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -166,3 +169,15 @@ def test_refusals(options: list[object], message: str, capsys: pytest.CaptureFix
     given = ["--ranks", 64, "--per-node", 8, "--experts", 256, "--top-k", 8, "--hidden", 7168, *options]
     assert main(["experts", *map(str, given)]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_plan_of_sums_over_data_ranks_and_those_of_experts(tmp_path: Path) -> None:
+    """ZeRO cuts what experts do not over both at once: one row, of a group of two axes."""
+    TINY["mixtral"].build().config.save_pretrained(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "autopar", "plan", "--config", str(tmp_path / "config.json"), "--mesh", "dp=2,ep=2",
+         "--zero", "3", "--seq", "32"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"(dp,ep|ep,dp)", done.stdout.partition("Communication of a rank")[2]), done.stdout

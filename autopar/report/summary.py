@@ -282,6 +282,7 @@ def _communication(summary: dict[str, Any]) -> Table:
 
 
 def _axis(name: str) -> str:
-    """A level of an axis in words: 'cp%2' -> 'cp, 2 neighbours', 'cp/2' -> 'cp, ranks 2 apart'"""
-    axis, level, count = re.fullmatch(r"(\w+)([%/]?)(\d*)", name).groups()  # type: ignore[union-attr]
+    """A level of an axis in words: 'cp%2' -> 'cp, 2 neighbours', 'cp/2' -> 'cp, ranks 2 apart'. Several axes that are
+    one group, 'dp,ep', as they are."""
+    axis, level, count = re.fullmatch(r"([\w,]+)([%/]?)(\d*)", name).groups()  # type: ignore[union-attr]
     return {"%": f"{axis}, {count} neighbours", "/": f"{axis}, ranks {count} apart"}.get(level, axis)
