@@ -16,6 +16,7 @@ import ast
 import functools
 import hashlib
 import inspect
+import re
 import textwrap
 import types
 from collections.abc import Callable, Iterable
@@ -24,20 +25,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.models.dbrx.modeling_dbrx import DbrxExpertGLU, DbrxExperts
-from transformers.models.jetmoe.modeling_jetmoe import JetMoeMoA, JetMoeMoE, JetMoeParallelExperts, JetMoeTopKGating
-from transformers.models.llama4.modeling_llama4 import Llama4Router, Llama4TextExperts, Llama4TextMoe
-from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashExperts
-from transformers.models.nllb_moe.modeling_nllb_moe import (
-    NllbMoeDenseActDense,
-    NllbMoeExperts,
-    NllbMoeSparseMLP,
-    NllbMoeTop2Router,
-)
-from transformers.models.switch_transformers.modeling_switch_transformers import (
-    SwitchTransformersDenseActDense,
-    SwitchTransformersExperts,
-)
 
 ours = torch.ops.autopar
 Method = Callable[..., Any]
@@ -46,11 +33,18 @@ Method = Callable[..., Any]
 def dispatch_own_experts(model: nn.Module) -> None:
     """Give every such layer of a structure copy the forward that dispatches."""
     for module in model.modules():
-        for cls, known in _OWN.items():
-            if _unchanged(module, cls, *known.methods) and known.applies(module):
+        for name in map(_name, type(module).__mro__):
+            known = _OWN.get(name)
+            if known is not None and _unchanged(module, name, *known.methods) and known.applies(module):
                 _give(module, known.methods)
                 if known.router is not None:
                     _give(module.router, {"forward": known.router})
+
+
+def _name(cls: type) -> str:
+    """ "dbrx.DbrxExperts" of a class of transformers' models, so that none has to be imported; "" of others."""
+    found = re.fullmatch(r"transformers\.models\.(\w+)\.modeling_\1", cls.__module__)
+    return f"{found[1]}.{cls.__name__}" if found else ""
 
 
 def _give(module: Any, methods: dict[str, Method]) -> None:
@@ -58,15 +52,15 @@ def _give(module: Any, methods: dict[str, Method]) -> None:
         object.__setattr__(module, name, types.MethodType(method, module))
 
 
-def _unchanged(module: nn.Module, cls: type, *methods: str) -> bool:
+def _unchanged(module: nn.Module, name: str, *methods: str) -> bool:
     """Whether these methods of the module are those of the class, and those what they were when this file was
     written: another release of transformers may compute something else under the same name."""
-    asked = methods or ("forward",)
-    return isinstance(module, cls) and all(
-        getattr(type(module), name) is getattr(cls, name)
-        and name not in vars(module)
-        and method_digest(getattr(cls, name)) == CODE[f"{cls.__name__}.{name}"]
-        for name in asked
+    cls: Any = next((c for c in type(module).__mro__ if _name(c) == name), None)
+    return cls is not None and all(
+        getattr(type(module), method) is getattr(cls, method)
+        and method not in vars(module)
+        and method_digest(getattr(cls, method)) == CODE[f"{name}.{method}"]
+        for method in methods or ("forward",)
     )
 
 
@@ -81,10 +75,10 @@ def method_digest(method: Method) -> str:
     return hashlib.sha256(ast.unparse(function).encode()).hexdigest()[:16]
 
 
-def _plain(modules: Iterable[nn.Module], cls: type) -> bool:
+def _plain(modules: Iterable[nn.Module], name: str) -> bool:
     """Whether these modules, which nobody will call, are of the class and unwatched, all that is in them included."""
     return all(
-        _unchanged(module, cls) and not any(x._forward_hooks or x._forward_pre_hooks for x in module.modules())
+        _unchanged(module, name) and not any(x._forward_hooks or x._forward_pre_hooks for x in module.modules())
         for module in modules
     )
 
@@ -230,16 +224,16 @@ def _together(products: list[nn.Linear], rows: Tensor, offsets: Tensor) -> Tenso
 
 
 def _jetmoe_plain(module: Any) -> bool:
-    return _plain([module.input_linear, module.output_linear], JetMoeParallelExperts) and _unchanged(
-        module.router, JetMoeTopKGating
+    return _plain([module.input_linear, module.output_linear], "jetmoe.JetMoeParallelExperts") and _unchanged(
+        module.router, "jetmoe.JetMoeTopKGating"
     )
 
 
-def _modules_plain(module: Any, cls: type, names: tuple[str, str]) -> bool:
+def _modules_plain(module: Any, name: str, products: tuple[str, str]) -> bool:
     """Whether its experts can be one product: alike, and none of their layers replaced (by an adapter, say)."""
     experts = _modules(module)
-    inner = [getattr(expert, name) for expert in experts for name in names]
-    return _plain(experts, cls) and all(type(x) is nn.Linear for x in inner)
+    inner = [getattr(expert, product) for expert in experts for product in products]
+    return _plain(experts, name) and all(type(x) is nn.Linear for x in inner)
 
 
 @dataclass(frozen=True)
@@ -251,48 +245,48 @@ class _OwnExperts:
     router: Method | None = None
 
 
-_OWN: dict[type, _OwnExperts] = {
-    Llama4TextMoe: _OwnExperts(
+_OWN: dict[str, _OwnExperts] = {
+    "llama4.Llama4TextMoe": _OwnExperts(
         {"forward": llama4_forward},
-        lambda m: _unchanged(m.router, Llama4Router) and _plain([m.experts], Llama4TextExperts),
+        lambda m: _unchanged(m.router, "llama4.Llama4Router") and _plain([m.experts], "llama4.Llama4TextExperts"),
     ),
-    DbrxExperts: _OwnExperts({"forward": dbrx_forward}, lambda m: _plain([m.mlp], DbrxExpertGLU)),
-    LongcatFlashExperts: _OwnExperts({"forward": longcat_forward}, lambda m: True),
-    JetMoeMoE: _OwnExperts({"forward": jetmoe_forward}, _jetmoe_plain, jetmoe_gating),
-    JetMoeMoA: _OwnExperts({"map": jetmoe_queries, "reduce": jetmoe_merge}, _jetmoe_plain, jetmoe_gating),
-    SwitchTransformersExperts: _OwnExperts(
+    "dbrx.DbrxExperts": _OwnExperts({"forward": dbrx_forward}, lambda m: _plain([m.mlp], "dbrx.DbrxExpertGLU")),
+    "longcat_flash.LongcatFlashExperts": _OwnExperts({"forward": longcat_forward}, lambda m: True),
+    "jetmoe.JetMoeMoE": _OwnExperts({"forward": jetmoe_forward}, _jetmoe_plain, jetmoe_gating),
+    "jetmoe.JetMoeMoA": _OwnExperts({"map": jetmoe_queries, "reduce": jetmoe_merge}, _jetmoe_plain, jetmoe_gating),
+    "switch_transformers.SwitchTransformersExperts": _OwnExperts(
         {"forward": switch_forward},
-        lambda m: _modules_plain(m, SwitchTransformersDenseActDense, ("wi", "wo")),
+        lambda m: _modules_plain(m, "switch_transformers.SwitchTransformersDenseActDense", ("wi", "wo")),
     ),
-    NllbMoeSparseMLP: _OwnExperts(
+    "nllb_moe.NllbMoeSparseMLP": _OwnExperts(
         {"forward": nllb_forward},
         lambda m: (
-            _unchanged(m.router, NllbMoeTop2Router, "forward", "route_tokens")
-            and _unchanged(m.experts, NllbMoeExperts)
+            _unchanged(m.router, "nllb_moe.NllbMoeTop2Router", "forward", "route_tokens")
+            and _unchanged(m.experts, "nllb_moe.NllbMoeExperts")
             and not (m.experts._forward_hooks or m.experts._forward_pre_hooks)
-            and _modules_plain(m.experts, NllbMoeDenseActDense, ("fc1", "fc2"))
+            and _modules_plain(m.experts, "nllb_moe.NllbMoeDenseActDense", ("fc1", "fc2"))
         ),
     ),
 }
 
 # `method_digest` of what is replaced or not called any more, of transformers 5.
 CODE = {
-    "Llama4TextMoe.forward": "6f9863fcc8313ee9",
-    "Llama4Router.forward": "e67ac26ae72620fe",
-    "Llama4TextExperts.forward": "56705ee8b1253e4f",
-    "DbrxExperts.forward": "a259b03b3a76bd28",
-    "DbrxExpertGLU.forward": "b7b903b0c940c94f",
-    "LongcatFlashExperts.forward": "453eaea1d0333452",
-    "JetMoeMoE.forward": "bb7de2b1413a118f",
-    "JetMoeMoA.map": "9c658e1f5c7ef253",
-    "JetMoeMoA.reduce": "df65b718c9efea01",
-    "JetMoeTopKGating.forward": "6fdf82e574f66183",
-    "JetMoeParallelExperts.forward": "4a78bf31359d1e96",
-    "SwitchTransformersExperts.forward": "fed7fd55a8ef9c81",
-    "SwitchTransformersDenseActDense.forward": "0711daaf9810a59b",
-    "NllbMoeSparseMLP.forward": "892ea830b12b4809",
-    "NllbMoeTop2Router.forward": "3e070c7e61a208ca",
-    "NllbMoeTop2Router.route_tokens": "c2a13cdd7c2df2ef",
-    "NllbMoeExperts.forward": "b1b32e6c6ae65245",
-    "NllbMoeDenseActDense.forward": "d71d6fa0e690dfa2",
+    "llama4.Llama4TextMoe.forward": "6f9863fcc8313ee9",
+    "llama4.Llama4Router.forward": "e67ac26ae72620fe",
+    "llama4.Llama4TextExperts.forward": "56705ee8b1253e4f",
+    "dbrx.DbrxExperts.forward": "a259b03b3a76bd28",
+    "dbrx.DbrxExpertGLU.forward": "b7b903b0c940c94f",
+    "longcat_flash.LongcatFlashExperts.forward": "453eaea1d0333452",
+    "jetmoe.JetMoeMoE.forward": "bb7de2b1413a118f",
+    "jetmoe.JetMoeMoA.map": "9c658e1f5c7ef253",
+    "jetmoe.JetMoeMoA.reduce": "df65b718c9efea01",
+    "jetmoe.JetMoeTopKGating.forward": "6fdf82e574f66183",
+    "jetmoe.JetMoeParallelExperts.forward": "4a78bf31359d1e96",
+    "switch_transformers.SwitchTransformersExperts.forward": "fed7fd55a8ef9c81",
+    "switch_transformers.SwitchTransformersDenseActDense.forward": "0711daaf9810a59b",
+    "nllb_moe.NllbMoeSparseMLP.forward": "892ea830b12b4809",
+    "nllb_moe.NllbMoeTop2Router.forward": "3e070c7e61a208ca",
+    "nllb_moe.NllbMoeTop2Router.route_tokens": "c2a13cdd7c2df2ef",
+    "nllb_moe.NllbMoeExperts.forward": "b1b32e6c6ae65245",
+    "nllb_moe.NllbMoeDenseActDense.forward": "d71d6fa0e690dfa2",
 }

@@ -280,7 +280,7 @@ class Executor:
 
     def _run(self, entries: list[Entry], slots: list[Any]) -> None:
         for entry in entries:
-            start = self._counted(entry, slots) if self.load is not None else entry.run(slots)
+            start = self._counted(entry, slots)
             if self._watched and entry.action is not None:
                 self._watch(entry.action, start, slots)
         self._traffic = add_ledgers(self._traffic, self._traffic_of[entries is self._backward])

@@ -41,17 +41,20 @@ class ExpertLoad:
 
     def summed(self) -> dict[str, Tensor]:
         """Of all ranks, whole: [E] int64 on the CPU, by layer in their order. Collective."""
-        here = {layer: self._whole(ends.diff(prepend=ends.new_zeros(1))) for layer, ends in self._ends.items()}
-        for axis in _CUTS_TOKENS if here else ():
-            if self._groups.mesh.size(axis) > 1:
-                reduce = all_reduce(self._groups, "expert_load", axis, "sum")
-                here = {layer: finish(reduce(count)) for layer, count in here.items()}
-        own = {layer: count.cpu() for layer, count in here.items()}
+        here = [self._whole(ends.diff(prepend=ends.new_zeros(1))) for ends in self._ends.values()]
+        summed = self._over_ranks(torch.cat(here)).split([len(x) for x in here]) if here else ()
+        own = dict(zip(self._ends, summed, strict=True))
         if self._groups.mesh.size("pp") == 1:
             return own
         stages: list[Any] = [None] * self._groups.mesh.size("pp")
         dist.all_gather_object(stages, own, self._groups.group("pp"))
         return {layer: count for part in stages for layer, count in part.items()}
+
+    def _over_ranks(self, counts: Tensor) -> Tensor:
+        for axis in _CUTS_TOKENS:
+            if self._groups.mesh.size(axis) > 1:
+                counts = finish(all_reduce(self._groups, "expert_load", axis, "sum")(counts))
+        return counts.cpu()
 
     def _whole(self, own: Tensor) -> Tensor:
         """Counts of this rank's experts among zeros for those of others."""

@@ -120,7 +120,7 @@ class ParallelModule(Stateful):
 
     def expert_load(self, reset: bool = False) -> dict[str, Tensor]:
         """By layer, how many tokens chose each expert in the training steps since the start, or the last ``reset``:
-        [E] int64 on the CPU, of all ranks. Collective."""
+        [E] int64 on the CPU, of all ranks. Collective. Raises ValueError for steps that are replayed."""
         if self._cache.backend == "cudagraphs":
             raise ValueError("expert_load: counts as steps run, and backend='cudagraphs' replays them; use 'eager'")
         found = self._cache.load.summed()

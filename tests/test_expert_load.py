@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -13,19 +12,20 @@ import autopar
 from autopar.api import parallelize
 from autopar.compile.model import compile_model
 from autopar.ir.mesh import Mesh
+from autopar.models.hf import exact_experts
 from autopar.options import Options
 from autopar.runtime.expert_load import layers_of_experts
 from autopar.runtime.groups import data_part, init_mesh
+from autopar.runtime.router_bias import BIAS
 from tests.ranks import run_ranks
 from tests.subjects import ROWS, TOKENS, make, tiny
 from tests.test_experts import Layer, routed
 
 Load = dict[str, list[int]]
-LAYER = ""
 
 
-def chosen(name: str, steps: int) -> Load:
-    """What one process chooses, over some equal steps."""
+def chosen(name: str, steps: int = 1, bias: Tensor | None = None) -> Load:
+    """What one process chooses, over some equal steps; ``bias``: of its only router."""
     model, batch = make(name)
     found: dict[str, Tensor] = {}
 
@@ -38,7 +38,10 @@ def chosen(name: str, steps: int) -> Load:
     for path, module in model.named_modules():
         if type(module).__name__.endswith("Experts"):
             module.register_forward_pre_hook(look(path))
-    with autopar.models.hf.exact_experts(model):
+    for path, x in model.named_buffers():
+        if bias is not None and path.endswith(BIAS):
+            x.copy_(bias)
+    with exact_experts(model):
         model(**batch)
     return {path: (steps * count).tolist() for path, count in found.items()}
 
@@ -88,7 +91,7 @@ def test_counts_are_those_of_one_process(name: str, sizes: dict[str, int], optio
     ranks = torch.tensor(list(sizes.values())).prod().item()
     for first, second, third in run_ranks(int(ranks), counted, name, sizes, options, 2):
         assert first == second == chosen(name, 2)
-        assert third == chosen(name, 1)
+        assert third == chosen(name)
         assert all(sum(count) == 2 * ROWS * TOKENS * 2 for count in first.values())
 
 
@@ -110,7 +113,7 @@ def balanced(steps: int) -> list[list[float]]:
     for _ in range(steps):
         parallel.train_step(**mine)
         autopar.balance_experts(parallel, rate=0.25)
-        (bias,) = [x for name, x in parallel.named_buffers() if name.endswith("e_score_correction_bias")]
+        (bias,) = [x for name, x in parallel.named_buffers() if name.endswith(BIAS)]
         found.append(bias.tolist())
     return found
 
@@ -119,32 +122,17 @@ def test_biases_of_routers_follow_the_counts() -> None:
     first, second = run_ranks(2, balanced, 3)
     assert first == second
     model, _ = make("deepseek_v3")
-    (bias,) = [x for name, x in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    (bias,) = [x for name, x in model.named_buffers() if name.endswith(BIAS)]
     for found in first:
-        (counts,) = chosen_by("deepseek_v3", bias).values()
+        (counts,) = chosen("deepseek_v3", bias=bias).values()
         mean = sum(counts) / len(counts)
         bias = bias + 0.25 * torch.tensor([float((mean > n) - (mean < n)) for n in counts]).to(bias)
         assert found == bias.tolist()
 
 
-def chosen_by(name: str, bias: Tensor) -> Load:
-    """What one process chooses with this bias of its only router."""
-    model, batch = make(name)
-    found: list[Tensor] = []
-    for path, x in model.named_buffers():
-        if path.endswith("e_score_correction_bias"):
-            x.copy_(bias)
-    for module in model.modules():
-        if type(module).__name__.endswith("Experts"):
-            module.register_forward_pre_hook(lambda module, args: found.append(args[1].flatten()))
-    with autopar.models.hf.exact_experts(model):
-        model(**batch)
-    return {LAYER: torch.bincount(found[0], minlength=bias.shape[0]).tolist()}
-
-
 def one_rank(batch: dict[str, Tensor]) -> tuple[Load, str]:
     """A module of one's own, which no router's bias is in."""
-    parallel = parallelize(Layer(8), init_mesh("cpu", 60.0, dp=1), example_batch=copy.copy(batch))
+    parallel = parallelize(Layer(8), init_mesh("cpu", 60.0, dp=1), example_batch=batch)
     before = parallel.expert_load()
     assert before == {}
     parallel.train_step(**batch)
