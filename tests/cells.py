@@ -85,7 +85,8 @@ def compiled(cell: Cell) -> Compiled:
 
 
 def expect(cells: Iterable[Cell]) -> None:
-    """Cells that ranks will run: to be compiled before as many ranks are forked for their subject."""
+    """Cells that ranks will run, no others: to be compiled before as many ranks are forked for their subject."""
+    _EXPECTED.clear()
     for cell in cells:
         _EXPECTED.setdefault((cell.name, cell.mesh.world_size), {})[cell] = None
 

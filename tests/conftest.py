@@ -81,11 +81,13 @@ def cell_of(item: pytest.Item, *names: str) -> Any:
     return next((c for c in found if type(c).__name__ == "Cell"), None)  # no import of what only some tests need
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Ranks inherit what will be run where they are forked."""
-    pairs = [(group_of(item), cell_of(item, "cell")) for item in session.items]
+@pytest.fixture(autouse=True, scope="module")
+def _ranks_inherit_cells_of_their_file(request: pytest.FixtureRequest) -> None:
+    """What a file's tests will run on ranks is compiled before these are forked. Of other files nothing is: they may
+    run on other workers, each of which would compile it again."""
+    pairs = [(group_of(item), cell_of(item, "cell")) for item in request.session.items if item.path == request.path]
     cells = [cell for group, cell in pairs if cell is not None and cell.name == group]
-    if cells:
+    if "tests.cells" in sys.modules:
         sys.modules["tests.cells"].expect(cells)
 
 
