@@ -38,9 +38,8 @@ from autopar.ir.graph import (
 from autopar.ir.mesh import Mesh
 from autopar.ir.meta import TYPES, inherit, signature_of
 from autopar.ir.placement import INVARIANT, Pieces, Placement, Shard, repetitions
-from autopar.ops.copies import combine_by_copies, dispatch_by_copies
+from autopar.ops.dispatchers import DISPATCHERS
 from autopar.ops.facts import Facts
-from autopar.ops.moe import dispatch_to_piece
 from autopar.ops.traits import CONVOLUTIONS
 from autopar.ops.vocabulary import cross_entropy_of_piece, embedding_of_piece
 from autopar.passes.derivatives import fake_result
@@ -243,14 +242,16 @@ def _cross_entropy(local: _Local) -> None:
 def _dispatch(local: _Local) -> None:
     chosen, node, args = local.node.meta.get("experts"), local.node, local.args
     if chosen is not None:
-        node.target, node.kwargs = dispatch_by_copies if chosen.by_copies else dispatch_to_piece, {}
-        node.args = (args["x"], args["expert"], args["num_experts"], chosen.axis, local.mesh.size(chosen.axis))
+        way, size = DISPATCHERS[chosen.dispatch], local.mesh.size(chosen.axis)
+        node.target, node.kwargs = way.dispatch, {}
+        nodes = (chosen.per_node,) if way.nodes else ()
+        node.args = (args["x"], args["expert"], args["num_experts"], chosen.axis, size, *nodes)
 
 
 def _combine(local: _Local) -> None:
     chosen, node, args = local.node.meta.get("experts"), local.node, local.args
     if chosen is not None and chosen.by_copies:
-        node.target, node.kwargs = combine_by_copies, {}
+        node.target, node.kwargs = DISPATCHERS[chosen.dispatch].combine, {}
         _, *where = dispatch_of(node).args
         node.args = (args["rows"], args["order"], args["weights"], *where)
 

@@ -30,7 +30,10 @@ _ENDS = (  # take rows, and return none
 )  # fmt: skip
 _ROWS = {ours.moe_dispatch_own.default: (0, 1), ours.moe_combine_backward.default: (0,)}  # results that are rows
 _SHAPES = ("size", "sizes", "shape", "input_sizes", "self_sizes", "input_size")  # arguments: of the result
-_BESIDE = (ours.grouped_mm.default, ours.grouped_bias.default)  # take something else beside rows
+_BESIDE = (  # take something else beside rows
+    ours.grouped_mm.default, ours.grouped_bias.default, ours.all_to_all_rows.default, ours.unsorted_rows.default,
+    ours.sorted_rows.default,
+)  # fmt: skip
 
 
 def routed_sizes(gm: GraphModule) -> None:
@@ -44,10 +47,12 @@ def routed_sizes(gm: GraphModule) -> None:
         elif is_call(node, operator.getitem):
             if node.args[0] in routed:
                 routed[node] = routed[node.args[0]]
-        elif node.op == "call_function" and node.target not in (*_ENDS, *_ROWS):
-            _visit(node, routed)
         elif is_call(node, ours.moe_dispatch_backward.default):
             _ask_who_came(node)
+        elif is_call(node, ours.add_copies.default):
+            _ask_who_went(node)
+        elif node.op == "call_function" and node.target not in (*_ENDS, *_ROWS):
+            _visit(node, routed)
     if routed:
         gm.recompile()
 
@@ -65,6 +70,14 @@ def _ask_who_came(node: Node) -> None:
             set_argument(node, "tokens", _asked(given[1], node))
 
 
+def _ask_who_went(node: Node) -> None:
+    """Sums of copies have a row per token that was sent on: a number to ask for where these came from other ranks."""
+    copies = arguments(node)["sent"].args[0]
+    expert = arguments(copies)["expert"]
+    if is_call(expert, ours.all_to_all_rows.default):
+        set_argument(node, "tokens", _asked(expert, node))
+
+
 def _visit(node: Node, routed: dict[Node, int]) -> None:
     given = [x for x in tensor_operands(node) if x in routed]
     if not given:
@@ -78,7 +91,7 @@ def _visit(node: Node, routed: dict[Node, int]) -> None:
     routed[node] = rows
     _refuse_counts_beside(node, rows, routed)
     for name, x in arguments(node).items():
-        if name in _SHAPES and list(x) == list(made[0].shape):
+        if name in _SHAPES and isinstance(x, (list, tuple)) and list(x) == list(made[0].shape):
             set_argument(node, name, [_asked(given[0], node), *x[1:]])
 
 

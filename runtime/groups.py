@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.adapters.distributed import default_store, group_of_members, rank_table, takes_host_tensors
 from autopar.attention.exchanges import WAYS
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import LEVELLED, Mesh
 from autopar.runtime import connections
 from autopar.runtime.call_order import CallOrder
 from autopar.runtime.devices import check_devices, choose_device
@@ -27,8 +27,6 @@ from autopar.runtime.quiet_groups import leave_to_us, started, tell_count
 from autopar.runtime.rendezvous import Rounds, world_store
 from autopar.runtime.settings import time_limit
 from autopar.schedule.stream_checks import Link
-
-CONTEXT = "cp"  # the axis that has levels
 
 _meshes: dict[tuple[int, str, Mesh, timedelta], DeviceMesh] = {}
 _parts: dict[tuple[int, str, Mesh, str, timedelta], dist.ProcessGroup | None] = {}  # all but those of the axes
@@ -133,12 +131,20 @@ def _group_along(
         return within(timeout.total_seconds(), make, f"making the group {name}", ranks)
 
 
-def _parts_of(axis: str, count: int) -> list[range]:
-    """The coordinates of each group along the context axis of ``count`` ranks, or along a level of it."""
-    kind, n = axis[len(CONTEXT) : len(CONTEXT) + 1], int(axis[len(CONTEXT) + 1 :] or count)
+def _parts_of(axis: str, mesh: Mesh) -> list[range]:
+    """The coordinates of each group along an axis, or along a level of it."""
+    name, kind, given = _named_level(axis)
+    count = mesh.size(name)
+    n = int(given or count)
     if kind == "/":
         return [range(first, count, n) for first in range(n)]
     return [range(first, first + n) for first in range(0, count, n)]
+
+
+def _named_level(axis: str) -> tuple[str, str, str]:
+    """ "ep%8" -> ("ep", "%", "8"); "ep" -> ("ep", "", "")"""
+    kind = next((c for c in "%/" if c in axis), "")
+    return axis.partition(kind) if kind else (axis, "", "")
 
 
 def data_part(mesh: DeviceMesh) -> tuple[int, int]:
@@ -212,13 +218,14 @@ class Groups:
 
     def _find_levels(self) -> dict[str, str]:
         """Level -> the axis, or the subset that this rank is in: "cp%2" -> "cp[0+1]"."""
-        count, here = self.mesh.size(CONTEXT), self.coordinate.get(CONTEXT, 0)
-        along, found = self.mesh.along([CONTEXT], self.rank), {}
-        for n in (n for n in range(1, count + 1) if count % n == 0):
-            for level in (f"{CONTEXT}%{n}", f"{CONTEXT}/{n}"):
-                part = next(part for part in _parts_of(level, count) if here in part)
-                found[level] = name = self._subset_name(CONTEXT, part)
-                if name != CONTEXT:
+        found = {}
+        for axis in LEVELLED:
+            count, along = self.mesh.size(axis), self.mesh.along([axis], self.rank)
+            for n, kind in itertools.product((n for n in range(1, count + 1) if count % n == 0), "%/"):
+                level = f"{axis}{kind}{n}"
+                part = next(part for part in _parts_of(level, self.mesh) if self.coordinate.get(axis, 0) in part)
+                found[level] = name = self._subset_name(axis, part)
+                if name != axis:
                     self._subsets[name] = [along[i] for i in part]
         return found
 
@@ -235,8 +242,8 @@ class Groups:
         same ones. Raises ValueError as `group` does."""
         for axis in sorted(set(axes)):
             if axis in self._levels:
-                for part in _parts_of(axis, self.mesh.size(CONTEXT)):
-                    self.subset(CONTEXT, part)
+                for part in _parts_of(axis, self.mesh):
+                    self.subset(_named_level(axis)[0], part)
             elif (joined := self._joined(axis)) not in self._groups:
                 group = self._further(joined, joined, range(self.size(joined)))
                 assert group is not None, "every rank is in one group of each set of axes"
@@ -245,9 +252,10 @@ class Groups:
     def make_channels(self, axes: Iterable[str]) -> None:
         """The groups for `channel` along cp or its levels. Every rank of the world must call it with the same ones."""
         for axis in sorted(set(axes)):
-            for way, part in itertools.product(WAYS, _parts_of(axis, self.mesh.size(CONTEXT))):
-                name = self._subset_name(CONTEXT, part)
-                group = self._further(CONTEXT, f"{name}_{way}", part)
+            of, _, _ = _named_level(axis)
+            for way, part in itertools.product(WAYS, _parts_of(axis, self.mesh)):
+                name = self._subset_name(of, part)
+                group = self._further(of, f"{name}_{way}", part)
                 if group is not None:
                     self._channels[name, way] = group
 

@@ -17,6 +17,7 @@ from autopar.attention.operator import attention_of_piece
 from autopar.ir.conversions import convert, exchange, exchange_slice
 from autopar.ops.copies import combine_by_copies, dispatch_by_copies
 from autopar.ops.moe import dispatch_to_piece
+from autopar.ops.pairs import combine_by_pairs, dispatch_by_pairs
 from autopar.ops.vocabulary import cross_entropy_of_piece, embedding_of_piece
 from autopar.rules import RULES
 from autopar.rules.table import overloads
@@ -343,6 +344,8 @@ PIECES = (
     dispatch_to_piece,
     dispatch_by_copies,
     combine_by_copies,
+    dispatch_by_pairs,
+    combine_by_pairs,
     embedding_of_piece,
     cross_entropy_of_piece,
 )

@@ -7,6 +7,7 @@ import operator
 import os
 import signal
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,6 +26,8 @@ from autopar.ir.mesh import Mesh
 from autopar.ops.copies import even_copies
 from autopar.options import Options
 from autopar.passes.shared_counts import shared_counts
+from autopar.plan import Plan
+from autopar.planner.experts import check_experts
 from autopar.report.graph_text import format_graph
 from autopar.runtime.groups import data_part, init_mesh
 from autopar.steps.graphs import Compiled
@@ -33,8 +36,8 @@ from tests.cells import Cell, check, compile_cell
 from tests.harness import Run
 from tests.ranks import close_pools, rank_outcomes, run_ranks
 from tests.reference import eager
-from tests.subjects import SEED
-from tests.test_experts import DEDUP, Layer, routed
+from tests.subjects import SEED, subject
+from tests.test_experts import DEDUP, LEVELS, PLAIN, Layer, routed
 
 ops = torch.ops.autopar
 TIMEOUT = 6.0  # seconds until a collective without its peers fails
@@ -45,9 +48,11 @@ SENT = torch.tensor([1, 3, 0, 1, 2])
 def test_which_tokens_go_where() -> None:
     """Two ranks' experts of one token, both of one rank, and experts that nobody has."""
     expert = torch.tensor([[5, 0], [4, 5], [1, 6], [2, 0], [9, 6]])
-    sent, counts = ops.moe_copies(expert, 6, 3)
+    sent, counts = ops.moe_copies(expert, None, 6, 3, 6)
     assert sent.tolist() == [0, 2, 3, 3, 0, 1] and counts.tolist() == [[3], [1], [2]]
-    sent, counts = ops.moe_copies(expert[:0], 6, 3)
+    sent, counts = ops.moe_copies(expert, torch.tensor([2]), 4, 2, 6)
+    assert sent.tolist() == [3, 0, 1] and counts.tolist() == [[1], [2]]
+    sent, counts = ops.moe_copies(expert[:0], None, 6, 3, 6)
     assert sent.tolist() == [] and counts.tolist() == [[0], [0], [0]]
 
 
@@ -72,11 +77,13 @@ def test_counts_are_asked_for_once() -> None:
     inputs = [graph.placeholder(name) for name in ("first", "second")]
     found = []
     for expert in (inputs[0], inputs[0], inputs[1]):
-        made = graph.call_function(ops.moe_copies.default, (expert, 6, 3))
+        made = graph.call_function(ops.moe_copies.default, (expert, None, 6, 3, 6))
         sent, counts = (graph.call_function(operator.getitem, (made, i)) for i in (0, 1))
         came = graph.call_function(ops.all_to_all.default, (counts, 1, [], 0, [], "ep", 3))
         found += [sent, graph.call_function(ops.row_splits.default, (counts, came))]
     graph.output(tuple(found))
+    for node in graph.nodes:
+        node.meta["val"] = torch.zeros(2, dtype=torch.int64)
     gm = GraphModule({}, graph)
     shared_counts(gm)
     targets = Counter(str(n.target) for n in gm.graph.nodes if n.op == "call_function")
@@ -108,28 +115,34 @@ def calls_of(made: Compiled) -> tuple[Counter[str], Counter[str]]:
 
 
 @pytest.mark.parametrize("checkpoint", ["none", "full"])
-def test_the_host_waits_in_the_forward_only(checkpoint: str) -> None:
-    """Counts are exchanged once per layer, whatever the backward makes again. Exchanges of a layer: tokens, numbers,
-    weights, sums; and three gradients."""
-    options = Options(dispatch="dedup", checkpoint=checkpoint)
-    forward, backward = calls_of(compile_cell(Cell("mixtral", Mesh.of(ep=2), options)))
-    assert forward["row_splits"] == forward["moe_copies"] == forward["all_to_all"] == 2
-    assert forward["all_to_all_rows"] == 2 * 4 and "moe_dispatch_own" in forward
-    assert not backward.keys() & {"row_splits", "moe_copies", "all_to_all"}
-    assert backward["all_to_all_rows"] >= 2 * 3 + 2 * (checkpoint == "full")
+@pytest.mark.parametrize(
+    ("options", "levels", "there", "back"), [(PLAIN, 1, 2, 2), (DEDUP, 1, 4, 3), (LEVELS, 2, 8, 6)]
+)
+def test_the_host_waits_in_the_forward_only(
+    options: Options, levels: int, there: int, back: int, checkpoint: str
+) -> None:
+    """Counts are exchanged once per layer and level, whatever the backward makes again. Exchanges of a layer: tokens,
+    numbers, weights, sums; and three gradients; of rows for each expert only rows go there and back."""
+    cell = Cell("mixtral", Mesh.of(ep=4), replace(options, checkpoint=checkpoint))
+    forward, backward = calls_of(compile_cell(cell))
+    asked = forward["moe_copies"] + forward["moe_pairs"]
+    assert forward["row_splits"] == asked == forward["all_to_all"] == 2 * levels
+    assert forward["all_to_all_rows"] == 2 * there and "moe_dispatch_own" in forward
+    assert not backward.keys() & {"row_splits", "moe_copies", "moe_pairs", "all_to_all"}
+    assert backward["all_to_all_rows"] >= 2 * back + 2 * (checkpoint == "full")
 
 
 class Sent:
     """What ranks send to others in exchanges of rows, by dtype: numbers per copy -> copies."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.copies: Counter[tuple[torch.dtype, int]] = Counter()
+        self.copies: Counter[tuple[str, torch.dtype, int]] = Counter()  # by axis
         run, axis = simulate.COLLECTIVE[ops.all_to_all_rows.default]
 
-        def counted(xs: list[Tensor], me: int, splits: list[Tensor], back: bool, *rest: Any) -> Tensor:
+        def counted(xs: list[Tensor], me: int, splits: list[Tensor], back: bool, along: str, size: int) -> Tensor:
             to = splits[me].tolist()[1 if back else 0]
-            self.copies[xs[me].dtype, xs[me].shape[1]] += sum(to) - to[me]
-            return run(xs, me, splits, back, *rest)
+            self.copies[along, xs[me].dtype, xs[me].shape[1]] += sum(to) - to[me]
+            return run(xs, me, splits, back, along, size)
 
         monkeypatch.setitem(simulate.COLLECTIVE, ops.all_to_all_rows.default, (counted, axis))
 
@@ -146,10 +159,38 @@ def test_what_is_sent(
     check(Run(made, model, batch, mesh, SEED).errors(eager(model, batch, SEED)))
     where = [set((row // (experts // ranks)).tolist()) - {token // own} for token, row in enumerate(batch["expert"])]
     copies = sum(map(len, where))
-    assert sent.copies[torch.float64, 4] == 4 * copies + (copies if top == 4 else 0)  # there, back, gradients
-    assert sent.copies[torch.int32, top] == copies
+    assert sent.copies["ep", torch.float64, 4] == 4 * copies + (copies if top == 4 else 0)  # there, back, gradients
+    assert sent.copies["ep", torch.int32, top] == copies
     if top != 4:
-        assert sent.copies[torch.float64, top] == copies  # weights; the batch's have no gradient
+        assert sent.copies["ep", torch.float64, top] == copies  # weights; the batch's have no gradient
+
+
+@pytest.mark.parametrize("choice", ["any", "one", "lower half"])
+@pytest.mark.parametrize(
+    ("ranks", "per_node", "tokens", "experts", "top"), [(4, 2, 24, 8, 3), (8, 4, 16, 8, 2), (6, 2, 12, 12, 6)]
+)
+def test_what_is_sent_on_each_level(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, per_node: int, tokens: int, experts: int, top: int, choice: str
+) -> None:
+    """A copy per token and other node, and from where it comes to a node one per other rank there. Rows of pairs: each,
+    but for those of the own rank."""
+    model, batch, mesh = Layer(experts), routed(tokens, experts, top, choice), Mesh.of(ep=ranks)
+    expected = eager(model, batch, SEED)
+    levels = Options(dispatch="two_level", topology=f"ep%{per_node}=switch")
+    inside = between = pairs = 0
+    for token, row in enumerate(batch["expert"]):
+        here, to = token // (tokens // ranks), (row // (experts // ranks)).tolist()
+        pairs += sum(rank != here for rank in to)
+        between += len({rank // per_node for rank in to} - {here // per_node})
+        inside += sum(rank % per_node != here % per_node for rank in set(to))
+    for options, found in ((levels, {f"ep%{per_node}": inside, f"ep/{per_node}": between}), (PLAIN, {"ep": pairs})):
+        sent = Sent(monkeypatch)
+        made = compile_graph(capture(model, batch, exact=True), mesh, options, outputs=())
+        check(Run(made, model, batch, mesh, SEED).errors(expected))
+        for axis, copies in found.items():
+            assert sent.copies[axis, torch.float64, 4] == 4 * copies, axis
+        assert {axis for axis, _, _ in +sent.copies} <= found.keys()
+        monkeypatch.undo()
 
 
 def test_bytes_of_a_plan() -> None:
@@ -166,28 +207,58 @@ def test_bytes_of_a_plan() -> None:
 
 def test_the_choice() -> None:
     """By time: few exchanges where messages are dear, few bytes where links are slow."""
-    model, batch = Layer(8), routed(16, 8, 2, "any")
-    for topology, chosen in (("ep=switch:1e15:1", "gather"), ("ep=switch:1e3:0", "dedup")):
+    model, batch = Layer(8, 64), routed(16, 8, 2, "any") | {"x": torch.randn(16, 64, dtype=torch.float64)}
+    near = "ep%2=switch:1e15:0,ep/2=switch:1e3:0"
+    for topology, chosen in (("ep=switch:1e15:1", "plain"), ("ep=switch:1e3:0", "dedup"), (near, "two_level")):
         plan = compile_model(model, batch, Mesh.of(ep=4), Options(topology=topology), exact=True).plan
         (found,) = plan.experts.values()
-        assert found.dispatch == chosen and "by estimate of a layer: gather" in found.reason, topology
-    with pytest.raises(ValueError, match="dispatch: expected 'auto', 'gather' or 'dedup', found 'post'"):
+        assert found.dispatch == chosen and "by estimate of a layer" in found.reason, topology
+        assert ("on nodes of 2 ranks" in found.reason) == (found.per_node == 2) == (topology == near)
+    with pytest.raises(
+        ValueError, match="dispatch: expected 'auto', 'gather', 'plain', 'dedup' or 'two_level', found 'post'"
+    ):
         Options(dispatch="post")
     with pytest.raises(ValueError, match="dispatch"):
         compile_model(model, batch, Mesh.of(dp=2), DEDUP)
 
 
-def trained(batch: dict[str, Tensor], ranks: int) -> list[str]:
+@pytest.mark.parametrize(
+    ("ranks", "options", "said"),
+    [
+        (4, {"dispatch": "two_level"}, "found 4 ranks in nodes of 4; say how many are a node"),
+        (4, {"dispatch": "two_level", "topology": "ep%4=switch"}, "found 4 ranks in nodes of 4"),
+        (4, {"dispatch": "two_level", "topology": "ep%1=switch"}, "found 4 ranks in nodes of 1"),
+        (4, {"topology": "ep%3=switch"}, "4 ranks of axis 'ep' do not divide into nodes of 3; use one of 1, 2, 4"),
+        (4, {"topology": "ep%2=switch,ep/4=switch"}, "nodes of 2 and 4 ranks of axis 'ep'"),
+        (4, {"topology": "ep%x=switch"}, "expected an axis, or nodes of one of cp, ep"),
+        (2, {"topology": "cp%2=switch"}, "names links of the axis 'cp', found the mesh ep=2"),
+    ],
+)
+def test_nodes_that_are_none(ranks: int, options: dict[str, str], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        compile_model(Layer(8), routed(16, 8, 2, "any"), Mesh.of(ep=ranks), Options(**options))  # type: ignore[arg-type]
+
+
+def test_a_plan_with_nodes_that_are_none() -> None:
+    cell = Cell("mixtral", Mesh.of(ep=4), LEVELS)
+    plan = compile_cell(cell).plan
+    assert Plan.from_json(plan.to_json()) == plan
+    experts = {name: replace(found, per_node=3) for name, found in plan.experts.items()}
+    with pytest.raises(ValueError, match="by 'two_level' with 3 ranks per node, which must be several, and divide 4"):
+        check_experts(subject("mixtral").graph(), cell.mesh, experts)
+
+
+def trained(batch: dict[str, Tensor], ranks: int, options: dict[str, str]) -> list[str]:
     """Steps of AdamW whose routing changes: rows for one rank only, none at all for another. Bits of two runs."""
     losses = []
     for _ in range(2):
         torch.manual_seed(0)
-        model, mesh = Layer(6), init_mesh("cpu", 60.0, ep=ranks)
-        parallel = parallelize(copy.deepcopy(model), mesh, example_batch=batch, dispatch="dedup")
+        model, mesh = Layer(12), init_mesh("cpu", 60.0, ep=ranks)
+        parallel = parallelize(copy.deepcopy(model), mesh, example_batch=batch, **options)
         part, parts = data_part(mesh)
         optimizers = [torch.optim.AdamW(module.parameters(), lr=0.1) for module in (model, parallel)]
         for choice in ("any", "one", "lower half", "any"):
-            whole = routed(6, 6, 2, choice)
+            whole = routed(12, 12, 2, choice)
             model(**whole).backward()
             found = parallel.train_step(**{name: x.chunk(parts)[part] for name, x in whole.items()})
             losses.append(float(found).hex())
@@ -200,8 +271,10 @@ def trained(batch: dict[str, Tensor], ranks: int) -> list[str]:
     return losses
 
 
-def test_routing_changes_between_steps() -> None:
-    first, *others = run_ranks(3, trained, routed(6, 6, 2, "any"), 3)
+@pytest.mark.parametrize(("ranks", "options"), [(3, DEDUP), (3, PLAIN), (4, LEVELS)])
+def test_routing_changes_between_steps(ranks: int, options: Options) -> None:
+    given = {"dispatch": options.dispatch, "topology": options.topology}
+    first, *others = run_ranks(ranks, trained, routed(12, 12, 2, "any"), ranks, given)
     assert all(other == first for other in others)
 
 

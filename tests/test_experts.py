@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import operator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,28 +30,40 @@ from tests.ranks import run_ranks
 from tests.reference import eager
 from tests.subjects import SEED, tiny
 
+GATHER = Options(dispatch="gather")
 DEDUP = Options(dispatch="dedup")
+PLAIN = Options(dispatch="plain")
+NODES = "ep%2=switch:450e9,ep/2=switch:50e9"  # two ranks each
+LEVELS = Options(dispatch="two_level", topology=NODES)
 CELLS = [
-    Cell("mixtral", Mesh.of(ep=2)),
+    Cell("mixtral", Mesh.of(ep=2), GATHER),
     Cell("gpt_oss", Mesh.of(ep=4), DEDUP),
     Cell("deepseek_v3", Mesh.of(cp=2, ep=2), DEDUP),
     Cell("mixtral", Mesh.of(dp=2, ep=2), Options(zero=3, micro_batches=2, dispatch="dedup")),
     Cell("qwen3_moe", Mesh.of(ep=2, tp=2), Options(sequence_parallel=True, checkpoint="full", dispatch="dedup")),
-    Cell("gpt_oss", Mesh.of(ep=4)),  # biases, and sizes of rows in its backward
-    Cell("deepseek_v3", Mesh.of(cp=2, ep=2)),  # shared experts; tokens cut twice
-    Cell("qwen3_moe", Mesh.of(ep=2, tp=2), Options(sequence_parallel=True)),
-    Cell("mixtral", Mesh.of(dp=2, ep=2), Options(zero=3, micro_batches=2)),
-    Cell("qwen3_moe", Mesh.of(dp=2, ep=2), Options(checkpoint="full")),
+    Cell("gpt_oss", Mesh.of(ep=4), GATHER),  # biases, and sizes of rows in its backward
+    Cell("deepseek_v3", Mesh.of(cp=2, ep=2), GATHER),  # shared experts; tokens cut twice
+    Cell("qwen3_moe", Mesh.of(ep=2, tp=2), Options(sequence_parallel=True, dispatch="gather")),
+    Cell("mixtral", Mesh.of(dp=2, ep=2), Options(zero=3, micro_batches=2, dispatch="gather")),
+    Cell("qwen3_moe", Mesh.of(dp=2, ep=2), Options(checkpoint="full", dispatch="gather")),
+    Cell("gpt_oss", Mesh.of(ep=4), replace(LEVELS, checkpoint="full")),
+    Cell("mixtral", Mesh.of(ep=4, tp=2), replace(LEVELS, sequence_parallel=True, zero=0)),
+    Cell("deepseek_v3", Mesh.of(dp=2, ep=2), replace(PLAIN, zero=3, micro_batches=2, checkpoint="full")),
+    Cell("gpt_oss", Mesh.of(cp=2, ep=2), PLAIN),
 ]
 MORE = [
-    *(Cell(name, Mesh.of(ep=2)) for name in ("qwen3_moe", "deepseek_v3", "gpt_oss")),
-    *(Cell(name, Mesh.of(ep=4)) for name in ("mixtral", "qwen3_moe", "deepseek_v3")),
-    *(Cell("mixtral", Mesh.of(dp=2, ep=2), Options(zero=zero, micro_batches=m)) for zero in range(4) for m in (1, 2)),
-    *(Cell(name, Mesh.of(ep=2, tp=2)) for name in ("mixtral", "gpt_oss", "deepseek_v3", "qwen3_moe")),
-    *(Cell(name, Mesh.of(cp=2, ep=2)) for name in ("mixtral", "gpt_oss", "qwen3_moe")),
-    Cell("mixtral", Mesh.of(dp=2, cp=2, ep=2), Options(zero=3)),
-    Cell("qwen3_moe", Mesh.of(rp=2, ep=2), Options(zero=1)),
-    Cell("gpt_oss", Mesh.of(ep=2), Options(loss_chunks=3, micro_batches=2)),
+    *(Cell(name, Mesh.of(ep=2), GATHER) for name in ("qwen3_moe", "deepseek_v3", "gpt_oss")),
+    *(Cell(name, Mesh.of(ep=4), GATHER) for name in ("mixtral", "qwen3_moe", "deepseek_v3")),
+    *(
+        Cell("mixtral", Mesh.of(dp=2, ep=2), Options(zero=zero, micro_batches=m, dispatch="gather"))
+        for zero in range(4)
+        for m in (1, 2)
+    ),
+    *(Cell(name, Mesh.of(ep=2, tp=2), GATHER) for name in ("mixtral", "gpt_oss", "deepseek_v3", "qwen3_moe")),
+    *(Cell(name, Mesh.of(cp=2, ep=2), GATHER) for name in ("mixtral", "gpt_oss", "qwen3_moe")),
+    Cell("mixtral", Mesh.of(dp=2, cp=2, ep=2), Options(zero=3, dispatch="gather")),
+    Cell("qwen3_moe", Mesh.of(rp=2, ep=2), Options(zero=1, dispatch="gather")),
+    Cell("gpt_oss", Mesh.of(ep=2), Options(loss_chunks=3, micro_batches=2, dispatch="gather")),
     *(Cell(name, Mesh.of(ep=2), DEDUP) for name in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")),
     *(Cell(name, Mesh.of(ep=4), DEDUP) for name in ("mixtral", "qwen3_moe", "deepseek_v3")),
     *(Cell("mixtral", Mesh.of(dp=2, ep=2), Options(zero=zero, dispatch="dedup")) for zero in range(4)),
@@ -59,22 +72,35 @@ MORE = [
     Cell("mixtral", Mesh.of(dp=2, cp=2, ep=2), Options(zero=3, dispatch="dedup")),
     Cell("gpt_oss", Mesh.of(ep=2), Options(loss_chunks=3, micro_batches=2, dispatch="dedup")),
     Cell("qwen3_moe", Mesh.of(ep=4), Options(checkpoint="offload", dispatch="dedup")),
+    *(Cell(name, Mesh.of(ep=4), LEVELS) for name in ("mixtral", "qwen3_moe", "deepseek_v3")),
+    *(Cell("mixtral", Mesh.of(dp=2, ep=4), replace(LEVELS, zero=zero)) for zero in range(4)),
+    Cell("qwen3_moe", Mesh.of(cp=2, ep=4), LEVELS),
+    Cell("qwen3_moe", Mesh.of(ep=4), replace(LEVELS, checkpoint="offload")),
+    *(Cell(name, Mesh.of(ep=2), PLAIN) for name in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")),
+    *(Cell("mixtral", Mesh.of(dp=2, ep=2), replace(PLAIN, zero=zero)) for zero in range(4)),
+    *(Cell(name, Mesh.of(ep=2, tp=2), PLAIN) for name in ("mixtral", "gpt_oss", "deepseek_v3")),
+    Cell("qwen3_moe", Mesh.of(ep=4), replace(PLAIN, checkpoint="offload")),
 ]
 RANKS = [
     Cell("qwen3_moe", Mesh.of(ep=2), DEDUP),
-    Cell("mixtral", Mesh.of(pp=2, ep=2), Options(schedule="zb_h1", micro_batches=2)),
+    Cell("mixtral", Mesh.of(pp=2, ep=2), Options(schedule="zb_h1", micro_batches=2, dispatch="gather")),
+    Cell("qwen3_moe", Mesh.of(ep=4), LEVELS),
 ]
 MORE_RANKS = [
-    Cell("qwen3_moe", Mesh.of(ep=2)),
+    Cell("qwen3_moe", Mesh.of(ep=2), GATHER),
     Cell("mixtral", Mesh.of(pp=2, ep=2), Options(schedule="zb_h1", micro_batches=2, dispatch="dedup")),
     Cell("deepseek_v3", Mesh.of(pp=2, ep=2), Options(schedule="dual_pipe_v", micro_batches=4, dispatch="dedup")),
     Cell("gpt_oss", Mesh.of(pp=2, ep=2), Options(schedule="1f1b", micro_batches=4, dispatch="dedup")),
     Cell("mixtral", Mesh.of(pp=2, ep=2), Options(schedule="tera_pipe", micro_batches=2, dispatch="dedup")),
-    Cell("deepseek_v3", Mesh.of(pp=2, ep=2), Options(schedule="dual_pipe_v", micro_batches=4)),
-    Cell("gpt_oss", Mesh.of(pp=2, ep=2), Options(schedule="1f1b", micro_batches=4)),
-    Cell("mixtral", Mesh.of(dp=2, ep=2), Options(zero=3, micro_batches=2)),
-    Cell("qwen3_moe", Mesh.of(ep=2, tp=2), Options(sequence_parallel=True)),
-    Cell("qwen3_moe", Mesh.of(cp=2, ep=2)),
+    Cell("deepseek_v3", Mesh.of(pp=2, ep=2), Options(schedule="dual_pipe_v", micro_batches=4, dispatch="gather")),
+    Cell("gpt_oss", Mesh.of(pp=2, ep=2), Options(schedule="1f1b", micro_batches=4, dispatch="gather")),
+    Cell("mixtral", Mesh.of(dp=2, ep=2), Options(zero=3, micro_batches=2, dispatch="gather")),
+    Cell("qwen3_moe", Mesh.of(ep=2, tp=2), Options(sequence_parallel=True, dispatch="gather")),
+    Cell("qwen3_moe", Mesh.of(cp=2, ep=2), GATHER),
+    Cell("mixtral", Mesh.of(pp=2, ep=2), Options(schedule="zb_h1", micro_batches=2, dispatch="plain")),
+    Cell("deepseek_v3", Mesh.of(pp=2, ep=2), Options(schedule="dual_pipe_v", micro_batches=4, dispatch="plain")),
+    Cell("deepseek_v3", Mesh.of(dp=2, ep=4), replace(LEVELS, zero=3, micro_batches=2)),
+    Cell("mixtral", Mesh.of(pp=2, ep=4), replace(LEVELS, schedule="zb_h1", micro_batches=2)),
 ]
 
 
@@ -137,13 +163,15 @@ def routed(tokens: int, experts: int, top: int, choice: str) -> dict[str, Tensor
         (4, 12, 8, 2, "lower half"),
     ],
 )
-@pytest.mark.parametrize("dispatch", DISPATCHES)
-def test_whoever_gets_the_tokens(dispatch: str, ranks: int, tokens: int, experts: int, top: int, choice: str) -> None:
+def test_whoever_gets_the_tokens(ranks: int, tokens: int, experts: int, top: int, choice: str) -> None:
     """The graph is made for as many rows on each rank; what comes is something else."""
     model, batch, mesh = Layer(experts), routed(tokens, experts, top, choice), Mesh.of(ep=ranks)
-    graph, options = capture(model, routed(tokens, experts, top, "any"), exact=True), Options(dispatch=dispatch)
-    made = compile_graph(graph, mesh, options, outputs=())
-    check(Run(made, model, batch, mesh, SEED).errors(eager(model, batch, SEED)))
+    graph, expected = capture(model, routed(tokens, experts, top, "any"), exact=True), eager(model, batch, SEED)
+    nodes = [n for n in range(2, ranks) if ranks % n == 0]
+    ways = [Options(dispatch=name) for name in DISPATCHES if name != "two_level"]
+    for options in [*ways, *(Options(dispatch="two_level", topology=f"ep%{n}=switch") for n in nodes)]:
+        made = compile_graph(copy.deepcopy(graph), mesh, options, outputs=())
+        check(Run(made, model, batch, mesh, SEED).errors(expected))
 
 
 AUXILIARY = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
@@ -169,7 +197,7 @@ def test_auxiliary_losses_of_micro_batches_are_others() -> None:
 
 
 def test_the_graph() -> None:
-    made = compile_cell(Cell("mixtral", Mesh.of(ep=2)))
+    made = compile_cell(Cell("mixtral", Mesh.of(ep=2), GATHER))
     text = format_graph(made.local)
     weight = next(p for name, p in made.plan.parameters.items() if "experts.down_proj" in name)["ep"]
     assert (weight.stored, weight.used) == (Shard(0), Shard(0))
@@ -178,7 +206,7 @@ def test_the_graph() -> None:
 
 
 def test_the_plan_says_so() -> None:
-    plan = compile_cell(Cell("mixtral", Mesh.of(ep=2))).plan
+    plan = compile_cell(Cell("mixtral", Mesh.of(ep=2), GATHER)).plan
     assert "experts of moe_dispatch " in str(plan) and "ep: gather" in str(plan)
     assert Plan.from_json(plan.to_json()) == plan
 
@@ -186,7 +214,7 @@ def test_the_plan_says_so() -> None:
 def test_bytes() -> None:
     """Everybody gets all tokens: x and weights there, gradients back, results and their gradients; expert numbers."""
     model, batch, ranks = Layer(8), routed(16, 8, 2, "any"), 4
-    made = compile_model(model, batch, Mesh.of(ep=ranks), exact=True, outputs=())
+    made = compile_model(model, batch, Mesh.of(ep=ranks), GATHER, exact=True, outputs=())
     sent = step_communication(made, 0)
     own, outside = 16 // ranks, ranks - 1
     hidden, pairs = own * 4 * 8 * outside, own * 2 * 8 * outside

@@ -6,6 +6,7 @@ import itertools
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from autopar.cost.step_traffic import step_communication
 from autopar.cost.topology import Topology
 from autopar.ir.mesh import Mesh
 from autopar.models.tiny import HIDDEN, TINY
-from autopar.options import Options
+from autopar.options import DISPATCHES, Options
 
 LINKS = Topology(bandwidth=1e9, latency=0.0)
 
@@ -101,14 +102,21 @@ def test_against_every_choice(routing: Routing) -> None:
         assert r.worst_rows(5) == 5 * r.ranks * most
 
 
-def test_what_a_graph_sends() -> None:
-    """`gather` of two layers, in a compiled step."""
+@pytest.mark.parametrize("name", DISPATCHES)
+def test_what_a_graph_sends(name: str) -> None:
+    """In two layers of a compiled step. Copies are whole ones there."""
     model, batch = TINY["qwen3_moe"].build().double(), TINY["qwen3_moe"].batch(8, 16)
-    step = compile_model(model, batch, Mesh.of(ep=4), Options(), outputs=())
+    step = compile_model(model, batch, Mesh.of(ep=4), Options(dispatch=name, topology="ep%2=switch"), outputs=())
     traffic = step_communication(step, 0)
-    found = sum(t.bytes for (axis, kind), t in traffic.items() if axis == "ep" and kind != "all_reduce")
-    (gather,) = [c for c in dispatch_costs(Routing(4, 2, 4, 4), 32, HIDDEN, 8, LINKS, LINKS) if c.name == "gather"]
-    assert found == 2 * gather.bytes_inside > 0 and gather.bytes_between == 0
+    kinds = ("all_gather", "reduce_scatter", "all_to_all_rows")
+    found = Counter({axis: t.bytes for (axis, kind), t in traffic.items() if kind == kinds[2]})
+    found["ep"] += sum(t.bytes for (axis, kind), t in traffic.items() if axis == "ep" and kind in kinds[:2])
+    (cost,) = [c for c in dispatch_costs(Routing(4, 2, 4, 2), 32, HIDDEN, 8, LINKS, LINKS) if c.name == name]
+    if name == "two_level":
+        assert found["ep%2"] == pytest.approx(2 * cost.bytes_inside, rel=0.02)
+        assert found["ep/2"] == pytest.approx(2 * cost.bytes_between, rel=0.02) and found["ep"] == 0
+    else:
+        assert found["ep"] == pytest.approx(2 * (cost.bytes_inside + cost.bytes_between), rel=0.02)
 
 
 def test_seconds() -> None:
@@ -142,7 +150,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert row(out, "plain")[4] == "1,644" and float(row(out, "two_level")[5]) < float(row(out, "dedup")[5])
     assert "least time: two_level" in out and "a token reaches 5.29 nodes, at most 8" in out
     assert "32768 if routing is even (469.8 MB), at worst 1048576" in out
-    assert "autopar runs gather, dedup; plain, two_level: priced, not yet run" in out and "warning" not in out
+    assert 'on a mesh: topology="ep%8=switch:3e11:5e-6,ep/8=switch:' in out and "warning" not in out
 
 
 def test_limits_of_nodes(capsys: pytest.CaptureFixture[str]) -> None:

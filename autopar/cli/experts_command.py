@@ -18,7 +18,6 @@ from autopar.cli.shared_arguments import positive
 from autopar.cost.expert_traffic import DispatchCost, Routing, dispatch_costs
 from autopar.cost.hardware import DEFAULT, DEVICES
 from autopar.cost.topology import Topology
-from autopar.options import DISPATCHES
 
 _BYTES = dict(zip(DTYPES, (2, 2, 4, 8), strict=True))
 _INSIDE = Topology(bandwidth=300e9, latency=5e-6)  # NVLink of an A100, each direction: NVIDIA's data sheet
@@ -52,7 +51,7 @@ def _run(args: argparse.Namespace) -> int:
     for line in (*_heading(args, routing, inside, between), *_rows(args.tokens, args.hidden * size, routing)):
         console.print(line, soft_wrap=True)
     console.print(_table(costs))
-    for line in _notes(routing, costs):
+    for line in _notes(routing, costs, inside, between):
         console.print(line, soft_wrap=True)
     return 0
 
@@ -87,13 +86,14 @@ def _table(costs: list[DispatchCost]) -> Table:
     return table
 
 
-def _notes(routing: Routing, costs: list[DispatchCost]) -> list[str]:
+def _notes(routing: Routing, costs: list[DispatchCost], inside: Topology, between: Topology) -> list[str]:
     fastest = min(costs, key=lambda c: c.seconds)
     lines = [f"least time: {fastest.name} ({fastest.seconds * 1e3:.4g} ms by estimate)"]
-    missing = [c.name for c in costs if c.name not in DISPATCHES]
-    if missing:
-        lines.append(f"autopar runs {', '.join(DISPATCHES)}; {', '.join(missing)}: priced, not yet run")
     if routing.nodes > 1:
+        n = routing.per_node
+        lines.append(
+            f'on a mesh: topology="ep%{n}={inside},ep/{n}={between}", and dispatch="auto" or one of these names'
+        )
         lines.append(f"a token reaches {routing.reached(routing.nodes):.2f} nodes, at most {routing.most_nodes}")
     if routing.limit < routing.groups and routing.nodes > 1 and routing.groups % routing.nodes:
         lines.append(

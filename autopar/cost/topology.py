@@ -6,6 +6,8 @@
 
     Topology.parse("ring:50e9:5e-6")                          50 GB/s per link and direction, 5 us per hop
     Topologies.parse("cp=ring:50e9:5e-6,tp=switch:450e9")     per mesh axis; of others the links of the device
+    Topologies.parse("ep%8=switch:450e9,ep/8=switch:50e9")    8 ranks of ep that follow each other are a node: the links
+                                                              within it, and those of a rank to its like in other nodes
 
 All links carry both directions at full speed at the same time.
 """
@@ -114,7 +116,19 @@ class Topologies:
 
     def given(self, axis: str) -> Topology | None:
         """The same, if there is an entry for it."""
-        return self.axes.get(re.split("[%/,]", axis)[0]) or self.axes.get("*")
+        return self.axes.get(axis) or self.axes.get(re.split("[%/,]", axis)[0]) or self.axes.get("*")
+
+    def per_node(self, axis: str) -> int:
+        """How many ranks of an axis that follow each other are one node; 0 if no entry says so. Raises ValueError for
+        entries that do not agree."""
+        named = [re.split("[%/]", name) for name in self.axes]
+        found = sorted({int(level[1]) for level in named if level[0] == axis and len(level) == 2})
+        if len(found) > 1:
+            raise ValueError(
+                f"topology: nodes of {' and '.join(map(str, found))} ranks of axis {axis!r} in {str(self)!r}; name one "
+                f"size, as in {axis}%{found[0]}=switch,{axis}/{found[0]}=switch"
+            )
+        return found[0] if found else 0
 
     def __str__(self) -> str:
         return ",".join(str(t) if axis == "*" else f"{axis}={t}" for axis, t in self.axes.items())

@@ -30,11 +30,13 @@ _GROUPED = {ours.grouped_mm.default: "weight", ours.grouped_bias.default: "bias"
 
 @dataclass(frozen=True)
 class ExpertPlan:
-    """How one layer's experts are cut: over which axis, how tokens get to them, and why."""
+    """How one layer's experts are cut: over which axis, how tokens get to them, and why. ``per_node``: how many ranks
+    of the axis that follow each other are one node; 0 where there is one."""
 
     axis: str
     dispatch: str
     reason: str = ""
+    per_node: int = 0
 
     @property
     def by_copies(self) -> bool:

@@ -5,14 +5,18 @@
     x' = all_to_all_rows(take_copies(x, sent))    -> moe_dispatch_own -> products -> moe_combine = sums of x'
     y = add_copies(all_to_all_rows(sums), sent)
 
+Where an axis has nodes, a token goes once to each node that has an expert of it, to the rank at the same place there
+(level "ep/8"), and from it to the ranks of that node ("ep%8"): the same steps twice, and sums of sums on the way back.
+
 `dispatch_by_copies` and `combine_by_copies` are what a local graph calls; both ask for the same counts, of which a
-joint graph keeps one (`autopar.passes.shared_counts`). Known as deduplicated dispatch: DeepEP (DeepSeek-AI, 2025). How
-many rows come is known when they are there: shapes say how many if routing is even.
+joint graph keeps one (`autopar.passes.shared_counts`). Known as deduplicated dispatch, and in two levels from DeepEP
+(DeepSeek-AI, 2025). How many rows come is known when they are there: shapes say how many if routing is even.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,37 +31,48 @@ ours = torch.ops.autopar
 @torch.library.custom_op(
     "autopar::moe_copies",
     mutates_args=(),
-    schema="(Tensor expert, int experts, int ranks) -> (Tensor sent, Tensor counts)",
+    schema="(Tensor expert, Tensor? first, int experts, int ranks, int every) -> (Tensor sent, Tensor counts)",
 )
-def moe_copies(expert: Tensor, experts: int, ranks: int) -> tuple[Tensor, Tensor]:
-    """expert [T, K] of ``experts`` that are dealt to ``ranks`` -> sent [m] int64, tokens by rank and in their order,
-    one entry per rank that has an expert of it; counts [ranks, 1] int64 of these entries. Numbers from ``experts`` on
-    are nobody's."""
+def moe_copies(expert: Tensor, first: Tensor | None, experts: int, ranks: int, every: int) -> tuple[Tensor, Tensor]:
+    """expert [T, K] of which [first, first + ``experts``) are dealt to ``ranks`` -> sent [m] int64, tokens by rank and
+    in their order, one entry per rank that has an expert of it; counts [ranks, 1] int64 of these entries. ``first``:
+    [1] (None: 0). Other numbers are nobody's here. Shapes are of an even choice from ``every`` expert that there is."""
     wanted = torch.zeros(expert.shape[0], ranks + 1, dtype=torch.bool, device=expert.device)
-    wanted.scatter_(1, (expert.long() // (experts // ranks)).clamp(max=ranks), True)
+    wanted.scatter_(1, holders_of(expert if first is None else expert - first, experts, ranks), True)
     wanted = wanted[:, :ranks]
     sent = wanted.t().nonzero()[:, 1].contiguous()
     return sent, wanted.sum(0, dtype=torch.int64).unsqueeze(1)
 
 
-def even_copies(tokens: int, top: int, experts: int, ranks: int) -> int:
-    """How many copies tokens make on average if each chooses ``top`` of all experts evenly."""
-    top = min(top, experts)
-    missed = math.comb(experts - experts // ranks, top) / math.comb(experts, top)
-    return math.ceil(tokens * ranks * (1 - missed))
+def holders_of(expert: Tensor, experts: int, ranks: int) -> Tensor:
+    """int64: which of ``ranks`` has an expert of [0, experts), in consecutive runs; ``ranks`` for other numbers."""
+    there = (expert >= 0) & (expert < experts)
+    return torch.where(there, expert.long() // (experts // ranks), ranks)
+
+
+def even_copies(tokens: int, top: int, experts: int, ranks: int, every: int = 0) -> int:
+    """How many copies tokens make for ``ranks`` that have ``experts``, on average, if each token has chosen ``top`` of
+    ``every`` expert (0: of these) evenly, and of these at least one."""
+    every = every or experts
+    top = min(top, every)
+
+    def reached(count: int) -> float:
+        return 1 - math.comb(every - count, top) / math.comb(every, top)
+
+    return math.ceil(tokens * ranks * reached(experts // ranks) / reached(experts))
 
 
 @moe_copies.register_fake
-def _(expert: Tensor, experts: int, ranks: int) -> tuple[Tensor, Tensor]:
-    copies = even_copies(expert.shape[0], expert.shape[1], experts, ranks)
+def _(expert: Tensor, first: Tensor | None, experts: int, ranks: int, every: int) -> tuple[Tensor, Tensor]:
+    copies = even_copies(expert.shape[0], expert.shape[1], experts, ranks, every)
     return expert.new_empty(copies, dtype=torch.int64), expert.new_empty(ranks, 1, dtype=torch.int64)
 
 
 @torch.library.custom_op("autopar::row_splits", mutates_args=(), schema="(Tensor counts, Tensor came) -> Tensor")
 def row_splits(counts: Tensor, came: Tensor) -> Tensor:
-    """counts [R, 1] of rows for each rank, came [1, R] of rows from each -> both, [2, R] int64 on the host, which waits
-    for them."""
-    return torch.stack([counts[:, 0], came[0]]).to("cpu", copy=True)
+    """counts [R, n] of rows for each rank, came [1, R*n] of rows from each -> both, [2, R] int64 on the host, which
+    waits for them."""
+    return torch.stack([counts.sum(1), came.view_as(counts).sum(1)]).to("cpu", copy=True)
 
 
 @row_splits.register_fake
@@ -142,33 +157,89 @@ def exchange_rows(x: Tensor, splits: Tensor, back: bool, axis: str, size: int) -
     return out
 
 
-def _ways(expert: Tensor, experts: int, axis: str, size: int) -> tuple[Tensor, Tensor]:
-    """(sent, splits): which tokens go, and how many rows go and come."""
-    sent, counts = ours.moe_copies(expert, experts, size)
-    came = ours.all_to_all(counts, 1, [], 0, [], axis, size)
-    return sent, ours.row_splits(counts, came)
+@dataclass(frozen=True)
+class _NodeLevel:
+    """Ranks among which copies go: ``size`` ones along ``axis``, to which [first, first + ``experts``) are dealt."""
+
+    axis: str
+    size: int
+    first: Tensor | None
+    experts: int
 
 
-def dispatch_by_copies(x: Tensor, expert: Tensor, experts: int, axis: str, size: int) -> tuple[Tensor, Tensor, Tensor]:
+@dataclass
+class _Copies:
+    """Tokens of a level on their way to the next, or to the experts; ``expert`` [T, K]: numbers among ``every``."""
+
+    level: _NodeLevel
+    expert: Tensor
+    every: int
+
+    def __post_init__(self) -> None:
+        at = self.level
+        self.sent, counts = ours.moe_copies(self.expert, at.first, at.experts, at.size, self.every)
+        came = ours.all_to_all(counts, 1, [], 0, [], at.axis, at.size)
+        self.splits = ours.row_splits(counts, came)
+
+    def there(self, x: Tensor) -> Tensor:
+        """x [T, ...] of this level's tokens -> of the copies that came."""
+        rows = ours.take_copies(x, self.sent, self.splits)
+        return exchange_rows(rows, self.splits, False, self.level.axis, self.level.size)
+
+    def back(self, sums: Tensor) -> Tensor:
+        """What was made of the copies that came -> its sums [T, ...] for this level's tokens."""
+        rows = exchange_rows(sums, self.splits, True, self.level.axis, self.level.size)
+        out: Tensor = ours.add_copies(rows, self.sent, self.splits, self.expert.shape[0])
+        return out
+
+
+def _levels(experts: int, axis: str, size: int, per_node: int, device: torch.device) -> list[_NodeLevel]:
+    """The axis as it is, or, of ranks on several nodes, first among nodes and then within each."""
+    nodes = size // per_node
+    if 1 in (nodes, per_node):
+        return [_NodeLevel(axis, size, None, experts)]
+    own = experts // nodes
+    node = first_row(experts // size, axis, size, device) // own * own
+    return [
+        _NodeLevel(f"{axis}/{per_node}", nodes, None, experts),
+        _NodeLevel(f"{axis}%{per_node}", per_node, node, own),
+    ]
+
+
+def _ways(expert: Tensor, experts: int, axis: str, size: int, per_node: int) -> tuple[list[_Copies], Tensor]:
+    """The levels that copies go through, and the numbers of experts of those that came last."""
+    found, numbers = [], expert.int()
+    for level in _levels(experts, axis, size, per_node, expert.device):
+        found.append(_Copies(level, numbers, experts))
+        numbers = found[-1].there(numbers)
+    return found, numbers
+
+
+def dispatch_by_copies(
+    x: Tensor, expert: Tensor, experts: int, axis: str, size: int, per_node: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
     """`autopar::moe_dispatch` of a rank that has ``experts`` / size consecutive ones: x [T, H] and expert [T, K] of its
-    own tokens -> the rows of its own experts, of the tokens of all ranks."""
+    own tokens -> the rows of its own experts, of the tokens of all ranks. ``per_node``: ranks that follow each other
+    and are one node; one, or all of them: no levels."""
     own = experts // size
-    sent, splits = _ways(expert, experts, axis, size)
-    came = exchange_rows(ours.take_copies(x, sent, splits), splits, False, axis, size)
-    numbers = exchange_rows(ours.take_copies(expert.int(), sent, splits), splits, False, axis, size)
+    ways, numbers = _ways(expert, experts, axis, size, per_node)
+    for way in ways:
+        x = way.there(x)
     local = numbers - first_row(own, axis, size, expert.device)
     rows = expert.shape[0] * expert.shape[1]
-    out: tuple[Tensor, Tensor, Tensor] = ours.moe_dispatch_own(came, local, own, rows)
+    out: tuple[Tensor, Tensor, Tensor] = ours.moe_dispatch_own(x, local, own, rows)
     return out
 
 
 def combine_by_copies(
-    rows: Tensor, order: Tensor, weights: Tensor, expert: Tensor, experts: int, axis: str, size: int
+    rows: Tensor, order: Tensor, weights: Tensor, expert: Tensor, experts: int, axis: str, size: int, per_node: int = 1
 ) -> Tensor:
     """`autopar::moe_combine` of what `dispatch_by_copies` sorted: weights and expert [T, K] of the rank's own tokens ->
     [T, H] of them."""
-    sent, splits = _ways(expert, experts, axis, size)
-    came = exchange_rows(ours.take_copies(weights, sent, splits), splits, False, axis, size)
-    sums = exchange_rows(ours.moe_combine(rows, order, came), splits, True, axis, size)
-    out: Tensor = ours.add_copies(sums, sent, splits, weights.shape[0])
+    ways, _ = _ways(expert, experts, axis, size, per_node)
+    for way in ways:
+        weights = way.there(weights)
+    out: Tensor = ours.moe_combine(rows, order, weights)
+    for way in reversed(ways):
+        out = way.back(out)
     return out

@@ -17,7 +17,7 @@ from autopar.ir.graph import arguments, describe, global_shape, is_call, reach
 from autopar.ir.mesh import Mesh
 from autopar.options import DISPATCHES, Options
 
-AXIS = "ep"
+AXIS, LEVELS = "ep", "two_level"
 ours = torch.ops.autopar
 _DRAWS = (ours.dropout.default, ours.random.default)
 
@@ -37,18 +37,29 @@ def plan_experts(gm: GraphModule, mesh: Mesh, options: Options) -> dict[str, Exp
 
 
 def _chosen(dispatch: Node, mesh: Mesh, options: Options) -> ExpertPlan:
+    ranks, wiring = mesh.size(AXIS), Topologies.parse(options.topology, DEFAULT.links)
+    per_node = wiring.per_node(AXIS) or ranks
+    several = 1 < per_node < ranks
+    if options.dispatch == LEVELS and not several:
+        raise ValueError(
+            f"experts: dispatch={LEVELS!r} needs an axis {AXIS!r} over several nodes of several ranks, found "
+            f'{ranks} ranks in nodes of {per_node}; say how many are a node, such as topology="{AXIS}%8=switch", '
+            'or use dispatch="dedup"'
+        )
     if options.dispatch != "auto":
-        return ExpertPlan(AXIS, options.dispatch, "asked for")
-    args, ranks = arguments(dispatch), mesh.size(AXIS)
+        return ExpertPlan(AXIS, options.dispatch, "asked for", per_node if several else 0)
+    args = arguments(dispatch)
     (tokens, width), (_, top) = global_shape(args["x"]), global_shape(args["expert"])
     experts = int(args["num_experts"])
-    routing = Routing(experts, min(top, experts), ranks, ranks)
+    routing = Routing(experts, min(top, experts), ranks, per_node)
     own = math.ceil(tokens / (mesh.data_size * mesh.size("cp") * options.micro_batches))
-    wires = Topologies.parse(options.topology, DEFAULT.links).of(AXIS)
-    costs = dispatch_costs(routing, own, width, args["x"].meta["val"].dtype.itemsize, wires, wires)
-    seconds = {c.name: c.seconds for c in costs if c.name in DISPATCHES}
+    wires = wiring.of(f"{AXIS}%{per_node}"), wiring.of(f"{AXIS}/{per_node}")
+    costs = dispatch_costs(routing, own, width, args["x"].meta["val"].dtype.itemsize, *wires)
+    seconds = {c.name: c.seconds for c in costs if c.name != LEVELS or several}
     times = ", ".join(f"{name} {took * 1e3:.3g} ms" for name, took in seconds.items())
-    return ExpertPlan(AXIS, min(seconds, key=seconds.__getitem__), f"by estimate of a layer: {times}")
+    nodes = f" on nodes of {per_node} ranks" if several else ""
+    chosen = min(seconds, key=seconds.__getitem__)
+    return ExpertPlan(AXIS, chosen, f"by estimate of a layer{nodes}: {times}", per_node if several else 0)
 
 
 def _check_divides(dispatch: Node, axis: str, ranks: int) -> None:
@@ -90,6 +101,12 @@ def check_experts(gm: GraphModule, mesh: Mesh, plans: Mapping[str, ExpertPlan]) 
         if chosen.dispatch not in DISPATCHES:
             raise ValueError(
                 f"plan: tokens get to the experts of {name} by {chosen.dispatch!r}; use one of {', '.join(DISPATCHES)}"
+            )
+        ranks = mesh.size(AXIS)
+        if chosen.dispatch == LEVELS and not (1 < chosen.per_node < ranks and ranks % chosen.per_node == 0):
+            raise ValueError(
+                f"plan: tokens get to the experts of {name} by {LEVELS!r} with {chosen.per_node} ranks per node, which "
+                f"must be several, and divide {ranks} ranks of axis {AXIS!r} into several nodes"
             )
     for node in dispatches(gm) if mesh.size(AXIS) > 1 else ():
         if node.name not in plans:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 from autopar.adapters.operators import OpOverload
 from autopar.attention.algorithm_table import ALGORITHMS
 from autopar.checkpoint_policies import AUTO, CHECKPOINTS
 from autopar.cost.topology import Topologies
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import LEVELLED, Mesh
 from autopar.options import DECLARED, Options
 from autopar.schedule.request import SCHEDULES
 
@@ -51,9 +53,29 @@ def check_used(options: Options, mesh: Mesh) -> None:
             f"gathers: says when parameters that ZeRO cuts are gathered, found gathers={options.gathers!r} with "
             "zero=0; leave it out, or set zero=3"
         )
-    for axis in Topologies.parse(options.topology).axes:
+    wiring = Topologies.parse(options.topology)
+    for name in wiring.axes:
+        axis, *level = re.split("[%/]", name)
         if axis not in ("*", "host") and axis not in mesh.sizes:
             raise ValueError(f"topology: names links of the axis {axis!r}, found the mesh {mesh}; leave that axis out")
+        if level:
+            _check_level(name, axis, level, mesh)
+            wiring.per_node(axis)
+
+
+def _check_level(name: str, axis: str, level: list[str], mesh: Mesh) -> None:
+    size = mesh.size(axis)
+    if axis not in LEVELLED or len(level) != 1 or not (level[0].isascii() and level[0].isdigit()):
+        raise ValueError(
+            f"topology: expected an axis, or nodes of one of {', '.join(LEVELLED)} such as ep%8 (within 8 ranks) and "
+            f"ep/8 (between them), found {name!r}"
+        )
+    if not 0 < int(level[0]) <= size or size % int(level[0]):
+        fits = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+        raise ValueError(
+            f"topology: {size} ranks of axis {axis!r} do not divide into nodes of {level[0]}; use one of "
+            f"{fits} in {name!r}"
+        )
 
 
 def _is_operator(name: str) -> bool:

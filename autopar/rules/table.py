@@ -11,8 +11,7 @@ import autopar.ops  # noqa: F401  (registers the operators that the table names)
 from autopar.adapters.operators import makes_tensors, mutates
 from autopar.attention.operator import attention_of_piece
 from autopar.ir.conversions import convert, exchange, exchange_slice
-from autopar.ops.copies import combine_by_copies, dispatch_by_copies
-from autopar.ops.moe import dispatch_to_piece
+from autopar.ops.dispatchers import DISPATCHERS
 from autopar.ops.vocabulary import cross_entropy_of_piece, embedding_of_piece
 from autopar.rules import gradient_holes as own
 from autopar.rules import space
@@ -208,8 +207,8 @@ add(
 add("embedding_bag", opaque("its bags differ in length"))
 
 RULES[attention_of_piece] = attention_rule
-RULES[dispatch_to_piece] = RULES[dispatch_by_copies] = sp.moe_dispatch_rule
-RULES[combine_by_copies] = sp.moe_combine_rule
+for _way in DISPATCHERS.values():
+    RULES[_way.dispatch], RULES[_way.combine] = sp.moe_dispatch_rule, sp.moe_combine_rule
 RULES[embedding_of_piece] = sp.embedding_rule
 RULES[cross_entropy_of_piece] = sp.cross_entropy_rule
 RULES[operator.getitem] = sp.getitem_rule

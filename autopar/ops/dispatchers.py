@@ -1,0 +1,39 @@
+"""How tokens get to experts on other ranks, by the names of the option ``dispatch``: a function that stands for
+`autopar::moe_dispatch`, and one for `autopar::moe_combine`, in the graph of a rank.
+
+    dispatch(x, expert, experts, axis, ranks[, per node])                    -> rows, order, offsets
+    combine(rows, order, weights[, expert, experts, axis, ranks[, per node]])  -> y
+
+A further way is an entry here, its words in `autopar.options.DISPATCHES` and its cost in `autopar.cost.expert_traffic`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autopar.ops.copies import combine_by_copies, dispatch_by_copies
+from autopar.ops.moe import dispatch_to_piece
+from autopar.ops.pairs import combine_by_pairs, dispatch_by_pairs
+
+
+@dataclass(frozen=True)
+class Dispatcher:
+    """See the module's docstring. by_copies: tokens stay cut, and their experts are told to the combine, too. nodes:
+    both are told how many ranks a node has."""
+
+    dispatch: Callable[..., Any]
+    combine: Callable[..., Any]
+    by_copies: bool = True
+    nodes: bool = False
+
+
+DISPATCHERS = {
+    "gather": Dispatcher(dispatch_to_piece, torch.ops.autopar.moe_combine.default, by_copies=False),
+    "plain": Dispatcher(dispatch_by_pairs, combine_by_pairs),
+    "dedup": Dispatcher(dispatch_by_copies, combine_by_copies),
+    "two_level": Dispatcher(dispatch_by_copies, combine_by_copies, nodes=True),
+}
