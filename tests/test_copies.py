@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import operator
 import os
 import signal
@@ -278,18 +279,19 @@ def test_routing_changes_between_steps(ranks: int, options: Options) -> None:
     assert all(other == first for other in others)
 
 
-def killed_in_exchange(batch: dict[str, Tensor], victim: int) -> str:
-    """Two good steps; in the third a rank dies when rows are about to be exchanged. What the others say."""
-    mesh = init_mesh("cpu", TIMEOUT, ep=3)
-    parallel = parallelize(Layer(6), mesh, example_batch=batch, dispatch="dedup")
+def killed_in_exchange(batch: dict[str, Tensor], ranks: int, options: dict[str, str], victim: int, turn: int) -> str:
+    """Two good steps; in the third a rank dies when rows are about to be exchanged, for the ``turn``-th time. What the
+    others say."""
+    mesh = init_mesh("cpu", TIMEOUT, ep=ranks)
+    parallel = parallelize(Layer(12), mesh, example_batch=batch, **options)
     part, parts = data_part(mesh)
     mine = {name: x.chunk(parts)[part] for name, x in batch.items()}
     for _ in range(2):
         parallel.train_step(**mine)
-    exchange = dist.all_to_all_single
+    exchange, turns = dist.all_to_all_single, itertools.count(1)
 
     def dies(*args: Any, **kwargs: Any) -> Any:
-        if len(args) == 4:  # with numbers of rows
+        if len(args) == 4 and next(turns) == turn:  # with numbers of rows
             os.kill(os.getpid(), signal.SIGKILL)
         return exchange(*args, **kwargs)
 
@@ -302,11 +304,24 @@ def killed_in_exchange(batch: dict[str, Tensor], victim: int) -> str:
     return "no error"
 
 
-def test_a_rank_that_dies_in_an_exchange_is_named() -> None:
+@pytest.mark.parametrize(
+    ("ranks", "options", "turn"),
+    [
+        (3, DEDUP, 1),
+        pytest.param(3, DEDUP, 6, marks=pytest.mark.full),  # in the backward
+        pytest.param(3, PLAIN, 1, marks=pytest.mark.full),
+        pytest.param(3, PLAIN, 4, marks=pytest.mark.full),
+        pytest.param(4, LEVELS, 4, marks=pytest.mark.full),  # within a node
+        (4, LEVELS, 10),  # in the backward
+    ],
+)
+def test_a_rank_that_dies_in_an_exchange_is_named(ranks: int, options: Options, turn: int) -> None:
     close_pools()
-    outcomes = rank_outcomes(3, killed_in_exchange, routed(6, 6, 2, "any"), 1, timeout=60, grace=TIMEOUT + 5)
+    given = {"dispatch": options.dispatch, "topology": options.topology}
+    batch = routed(12, 12, 2, "any")
+    outcomes = rank_outcomes(ranks, killed_in_exchange, batch, ranks, given, 1, turn, timeout=60, grace=TIMEOUT + 5)
     close_pools()  # its groups are broken
     assert "exit code -9" in (outcomes[1].lost or "")
-    for rank in (0, 2):
+    for rank in {*range(ranks)} - {1}:
         said = outcomes[rank].value
-        assert "rank 1 did not respond" in said and 'axis "ep"' in said, said
+        assert "rank 1 did not respond" in said and 'axis "ep' in said, said

@@ -99,7 +99,7 @@ MORE_RANKS = [
     Cell("qwen3_moe", Mesh.of(cp=2, ep=2), GATHER),
     Cell("mixtral", Mesh.of(pp=2, ep=2), Options(schedule="zb_h1", micro_batches=2, dispatch="plain")),
     Cell("deepseek_v3", Mesh.of(pp=2, ep=2), Options(schedule="dual_pipe_v", micro_batches=4, dispatch="plain")),
-    Cell("deepseek_v3", Mesh.of(dp=2, ep=4), replace(LEVELS, zero=3, micro_batches=2)),
+    Cell("deepseek_v3", Mesh.of(dp=2, ep=4), replace(LEVELS, zero=3)),
     Cell("mixtral", Mesh.of(pp=2, ep=4), replace(LEVELS, schedule="zb_h1", micro_batches=2)),
 ]
 
