@@ -28,7 +28,7 @@ from tests.cells import Cell, called, check, compile_cell, simulated
 from tests.harness import Run
 from tests.ranks import run_ranks
 from tests.reference import eager
-from tests.subjects import SEED, tiny
+from tests.subjects import SEED, subject, tiny
 
 GATHER = Options(dispatch="gather")
 DEDUP = Options(dispatch="dedup")
@@ -208,6 +208,9 @@ def test_the_graph() -> None:
 def test_the_plan_says_so() -> None:
     plan = compile_cell(Cell("mixtral", Mesh.of(ep=2), GATHER)).plan
     assert "experts of moe_dispatch " in str(plan) and "ep: gather" in str(plan)
+    rows = subject("mixtral").batch["input_ids"].numel()  # of two ranks, and of two experts each
+    note = f"a rank's experts get {rows} rows if routing is even, which memory and times are estimated for, and at most"
+    assert "experts of moe_dispatch and 1 more" in str(plan) and f"{note} {2 * rows} (" in str(plan)
     assert Plan.from_json(plan.to_json()) == plan
 
 

@@ -49,10 +49,7 @@ def _chosen(dispatch: Node, mesh: Mesh, options: Options) -> ExpertPlan:
     if options.dispatch != "auto":
         return ExpertPlan(AXIS, options.dispatch, "asked for", per_node if several else 0)
     args = arguments(dispatch)
-    (tokens, width), (_, top) = global_shape(args["x"]), global_shape(args["expert"])
-    experts = int(args["num_experts"])
-    routing = Routing(experts, min(top, experts), ranks, per_node)
-    own = math.ceil(tokens / (mesh.data_size * mesh.size("cp") * options.micro_batches))
+    width, (routing, own) = global_shape(args["x"])[1], _routing(dispatch, mesh, options)
     wires = wiring.of(f"{AXIS}%{per_node}"), wiring.of(f"{AXIS}/{per_node}")
     costs = dispatch_costs(routing, own, width, args["x"].meta["val"].dtype.itemsize, *wires)
     seconds = {c.name: c.seconds for c in costs if c.name != LEVELS or several}
@@ -127,7 +124,40 @@ def expert_parameters(gm: GraphModule, names: Mapping[Node, str], plans: Mapping
     }
 
 
-def whole_expert_weights(gm: GraphModule, plans: Mapping[str, ExpertPlan]) -> list[tuple[str, str]]:
+def expert_notes(
+    gm: GraphModule, mesh: Mesh, options: Options, plans: Mapping[str, ExpertPlan]
+) -> list[tuple[str, str]]:
+    """How many rows a rank's experts get, and which weights stay whole."""
+    found: dict[str, list[str]] = {}
+    for node in dispatches(gm):
+        if node.name in plans:
+            found.setdefault(_rows_of(node, mesh, options), []).append(node.name)
+    more = {text: f" and {len(names) - 1} more" * (len(names) > 1) for text, names in found.items()}
+    rows = [(f"experts of {names[0]}{more[text]}", text) for text, names in found.items()]
+    return [*rows, *_whole_weights(gm, plans)]
+
+
+def _rows_of(dispatch: Node, mesh: Mesh, options: Options) -> str:
+    args, (routing, own) = arguments(dispatch), _routing(dispatch, mesh, options)
+    row = global_shape(args["x"])[1] * args["x"].meta["val"].dtype.itemsize
+    even, worst = own * routing.top_k, routing.worst_rows(own)
+    return (
+        f"a rank's experts get {even} rows if routing is even, which memory and times are estimated for, and at most "
+        f"{worst} ({row * even / 1e6:.3g} and {row * worst / 1e6:.3g} MB for each value of that width)"
+    )
+
+
+def _routing(dispatch: Node, mesh: Mesh, options: Options) -> tuple[Routing, int]:
+    """How tokens choose, and how many of them a rank has at a time."""
+    args, ranks = arguments(dispatch), mesh.size(AXIS)
+    tokens, top = global_shape(args["expert"])
+    per_node = Topologies.parse(options.topology).per_node(AXIS) or ranks
+    experts = int(args["num_experts"])
+    own = math.ceil(tokens / (mesh.data_size * mesh.size("cp") * options.micro_batches))
+    return Routing(experts, min(top, experts), ranks, per_node), own
+
+
+def _whole_weights(gm: GraphModule, plans: Mapping[str, ExpertPlan]) -> list[tuple[str, str]]:
     """Notes on layers whose weights the forward makes, such as by a stack: stored whole, computed with in parts."""
     found = ((node, [x for x in expert_weights(node) if x.op != "placeholder"]) for node in dispatches(gm))
     return [

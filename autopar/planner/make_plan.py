@@ -22,7 +22,7 @@ from autopar.planner.batch_dims import decide_batch_dims
 from autopar.planner.closure import Analysis
 from autopar.planner.context_parallel import ContextPlan, plan_context
 from autopar.planner.derived_notes import derived_notes
-from autopar.planner.experts import check_draws, expert_parameters, plan_experts, whole_expert_weights
+from autopar.planner.experts import check_draws, expert_notes, expert_parameters, plan_experts
 from autopar.planner.kernel_notes import kernel_notes
 from autopar.planner.option_checks import check_names, check_used
 from autopar.planner.plan_fits import check_fits
@@ -88,7 +88,7 @@ def make_plan(
     dims = _batch_dims(gm, mesh, asked, fixed)
     inputs = _inputs(gm, mesh, options.micro_batches, dims)
     streams += tuple(context.streams)
-    notes += [*context.notes, *whole_expert_weights(gm, experts), *kernel_notes(gm), *derived_notes(gm)]
+    notes += [*context.notes, *expert_notes(gm, mesh, options, experts), *kernel_notes(gm), *derived_notes(gm)]
     plan = Plan(
         mesh, digest, options, parameters, inputs, streams, tuple(notes), weight_pieces=pieces,
         attention=context.attention, experts=experts, batch_dims=dims,
