@@ -18,12 +18,12 @@ from autopar.precision import PRECISIONS, Precision, a_precision
 from autopar.schedule.request import SCHEDULES
 from autopar.values import a_text, byte_count, dims_by_name, number_or_lengths, one_of, texts, whole_number, yes_or_no
 
-DISPATCHES = {
-    "gather": "every token to every rank of ep",
-    "plain": "a row per token and expert",
-    "dedup": "a copy per token and rank with an expert of it",
-    "two_level": "a copy per token and node with an expert of it, there one per rank",
-}
+DISPATCHES = (
+    "gather",  # every token to every rank of ep
+    "plain",  # a row per token and expert
+    "dedup",  # a copy per token and rank with an expert of it
+    "two_level",  # a copy per token and node with an expert of it, there one per rank
+)
 
 
 @dataclass(frozen=True)

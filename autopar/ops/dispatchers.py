@@ -4,7 +4,7 @@
     dispatch(x, expert, experts, axis, ranks[, per node])                    -> rows, order, offsets
     combine(rows, order, weights[, expert, experts, axis, ranks[, per node]])  -> y
 
-A further way is an entry here, its words in `autopar.options.DISPATCHES` and its cost in `autopar.cost.expert_traffic`.
+A further way is an entry here, its name in `autopar.options.DISPATCHES` and its cost in `autopar.cost.expert_traffic`.
 """
 
 from __future__ import annotations
@@ -22,17 +22,15 @@ from autopar.ops.pairs import combine_by_pairs, dispatch_by_pairs
 
 @dataclass(frozen=True)
 class Dispatcher:
-    """See the module's docstring. by_copies: tokens stay cut, and their experts are told to the combine, too. nodes:
-    both are told how many ranks a node has."""
+    """See the module's docstring. nodes: both functions are told how many ranks a node has."""
 
     dispatch: Callable[..., Any]
     combine: Callable[..., Any]
-    by_copies: bool = True
     nodes: bool = False
 
 
 DISPATCHERS = {
-    "gather": Dispatcher(dispatch_to_piece, torch.ops.autopar.moe_combine.default, by_copies=False),
+    "gather": Dispatcher(dispatch_to_piece, torch.ops.autopar.moe_combine.default),
     "plain": Dispatcher(dispatch_by_pairs, combine_by_pairs),
     "dedup": Dispatcher(dispatch_by_copies, combine_by_copies),
     "two_level": Dispatcher(dispatch_by_copies, combine_by_copies, nodes=True),

@@ -77,11 +77,17 @@ def moe_dispatch_own(x: Tensor, expert: Tensor, experts: int, rows: int) -> tupl
     """`moe_dispatch` of the pairs whose expert is one of the first ``experts`` [0, experts); others have any number:
     rows [n, H], order [n], offsets [experts]. n is known when it is there (the host waits for it); shapes say
     ``rows``: what each rank would get if all got as many."""
+    order, ends = pairs_by_expert(expert, experts)
+    return x.index_select(0, order // expert.shape[1]), order, _told(ends)
+
+
+def pairs_by_expert(expert: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """expert [T, K] -> order [n] int64, t * K + k of those pairs whose expert is in [0, experts), by expert and in their
+    order; and where those of each expert end, [experts] int32. The host waits for n."""
     wanted = expert.reshape(-1)
     (pairs,) = ((wanted >= 0) & (wanted < experts)).nonzero(as_tuple=True)
     ranked, place = torch.sort(wanted.index_select(0, pairs), stable=True)
-    order = pairs.index_select(0, place)
-    return x.index_select(0, order // expert.shape[1]), order, _told(_ends(ranked, experts))
+    return pairs.index_select(0, place), _ends(ranked, experts)
 
 
 @moe_dispatch_own.register_fake

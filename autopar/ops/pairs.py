@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from autopar.ops.copies import exchange_rows
+from autopar.ops.moe import pairs_by_expert
 
 ours = torch.ops.autopar
 
@@ -29,11 +30,8 @@ ours = torch.ops.autopar
 def moe_pairs(expert: Tensor, experts: int, ranks: int) -> tuple[Tensor, Tensor]:
     """expert [T, K] -> pairs [m] int64, t * K + k of those in [0, experts), by expert and in their order; counts
     [ranks, experts / ranks] int64, how many each expert has."""
-    wanted = expert.reshape(-1).long()
-    (there,) = ((wanted >= 0) & (wanted < experts)).nonzero(as_tuple=True)
-    ranked, place = torch.sort(wanted.index_select(0, there), stable=True)
-    ends = torch.searchsorted(ranked, torch.arange(experts, device=expert.device), right=True)
-    return there.index_select(0, place), ends.diff(prepend=ends.new_zeros(1)).view(ranks, experts // ranks)
+    pairs, ends = pairs_by_expert(expert, experts)
+    return pairs, ends.long().diff(prepend=ends.new_zeros(1, dtype=torch.int64)).view(ranks, experts // ranks)
 
 
 @moe_pairs.register_fake
