@@ -82,8 +82,8 @@ def moe_dispatch_own(x: Tensor, expert: Tensor, experts: int, rows: int) -> tupl
 
 
 def pairs_by_expert(expert: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """expert [T, K] -> order [n] int64, t * K + k of those pairs whose expert is in [0, experts), by expert and in their
-    order; and where those of each expert end, [experts] int32. The host waits for n."""
+    """expert [T, K] -> order [n] int64, t * K + k of those pairs whose expert is in [0, experts), by expert and in
+    their order; and where those of each expert end, [experts] int32. The host waits for n."""
     wanted = expert.reshape(-1)
     (pairs,) = ((wanted >= 0) & (wanted < experts)).nonzero(as_tuple=True)
     ranked, place = torch.sort(wanted.index_select(0, pairs), stable=True)
