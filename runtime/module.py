@@ -23,7 +23,6 @@ from autopar.plan import Plan
 from autopar.runtime import state
 from autopar.runtime.ambient import Surroundings, need_gradients, no_anomalies, outside
 from autopar.runtime.clipping import clip_gradients
-from autopar.runtime.comm import Ledger
 from autopar.runtime.differentiable import Forward, attach, refuse_gradients
 from autopar.runtime.executor import Executor, per_rank
 from autopar.runtime.failures import reporting
@@ -31,21 +30,21 @@ from autopar.runtime.feed import SCALE
 from autopar.runtime.groups import Groups
 from autopar.runtime.host_states import keep_on_host
 from autopar.runtime.inputs import by_name, check_values
+from autopar.runtime.model_on_mesh import ModelOnMesh
 from autopar.runtime.note_watch import NoteWatch
 from autopar.runtime.optimizer_steps import watch_optimizers
 from autopar.runtime.pending import now, watch_steps
 from autopar.runtime.results import rebuild_outputs
 from autopar.runtime.run_folder import RunLine
 from autopar.runtime.scaler import GradScaler
-from autopar.runtime.stateful import Stateful
 from autopar.runtime.step_cache import Compiler, Kind, StepCache
 from autopar.runtime.transfers import to_device
 from autopar.runtime.tree import Tree
 from autopar.steps.graphs import Compiled
-from autopar.values import a_path
+from autopar.values import a_path, number
 
 
-class ParallelModule(Stateful):
+class ParallelModule(ModelOnMesh):
     """A model on a mesh, made by `autopar.parallelize`.
 
     ``train_step(**batch)``: forward and backward of all micro-batches; returns the loss of the whole batch.
@@ -84,7 +83,7 @@ class ParallelModule(Stateful):
         self._averages: list[Any] = []
         self._line = RunLine()
         self._last_use = 0
-        self._one = torch.ones((), device=groups.device)
+        self._weight = torch.ones((), dtype=torch.float64, device=groups.device)
         self._tangents: tuple[str, ...] = ()  # outputs beside the losses that somebody has differentiated
         self._loaded = sync or all(values.get(s.name) is not None for s in specs)
         # with pipeline stages: what this rank's stages use; steps write to buffers
@@ -98,89 +97,6 @@ class ParallelModule(Stateful):
         if plan.options.optimizer_on_host:
             keep_on_host(self, plan.options.bucket_bytes)
         watch_steps()
-
-    # --- what it is ---------------------------------------------------------------------------------------
-
-    @property
-    def mesh(self) -> Any:
-        """The torch DeviceMesh."""
-        return self._groups.device_mesh
-
-    @property
-    def parameter_specs(self) -> tuple[ParameterSpec, ...]:
-        return self._tree.specs
-
-    def compiled(self) -> list[Compiled]:
-        """Everything compiled so far, oldest first."""
-        return [e.compiled for e in self._cache.runners]
-
-    def traffic(self) -> Ledger:
-        """Calls and bytes sent by this rank so far, by (axis, kind)."""
-        return self._cache.traffic()
-
-    def expert_load(self, reset: bool = False) -> dict[str, Tensor]:
-        """By layer, how many tokens chose each expert in the training steps since the start, or the last ``reset``:
-        [E] int64 on the CPU, of all ranks. Collective. Raises ValueError for steps that are replayed."""
-        if self._cache.backend == "cudagraphs":
-            raise ValueError("expert_load: counts as steps run, and backend='cudagraphs' replays them; use 'eager'")
-        found = self._cache.load.summed()
-        if reset:
-            self._cache.load.clear()
-        return found
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            tree = self.__dict__.get("_tree")
-            if tree is None or name.startswith("_"):
-                raise
-            return getattr(tree.root, name)  # config, main_input_name, methods of the model, ...
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        tree = self.__dict__.get("_tree")
-        if tree is None or name in self.__dict__ or isinstance(getattr(type(self), name, None), property):
-            super().__setattr__(name, value)
-        elif hasattr(type(self), name):
-            raise ValueError(
-                f"parallelize: {name} of a model on a mesh is autopar's own and cannot be set; "
-                "set it on the model before, and parallelize it then"
-            )
-        else:
-            setattr(tree.root, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        delattr(self._tree.root, name)
-
-    @property
-    def training(self) -> bool:
-        """The mode of the model itself; each submodule has its own."""
-        tree = self.__dict__.get("_tree")
-        return tree is None or tree.root.training
-
-    @training.setter
-    def training(self, mode: bool) -> None:
-        tree = self.__dict__.get("_tree")
-        if tree is not None:
-            tree.root.training = mode
-
-    def train(self, mode: bool = True) -> ParallelModule:
-        """As the model does it: its own `train` may keep parts in eval mode."""
-        self._tree.root.train(mode)
-        return self
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raises ValueError: what `copy` and `pickle` call."""
-        raise ValueError(
-            "parallelize: a model on a mesh cannot be copied or pickled, since it is bound to process groups; "
-            "keep its state (full_state_dict, state_dict), or copies of its parameters"
-        )
-
-    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises ValueError: a step has its own backward."""
-        raise ValueError("hooks: a parallel model has its own backward, which calls the hooks of parameters only")
-
-    register_full_backward_pre_hook = register_backward_hook = register_full_backward_hook
 
     # --- steps --------------------------------------------------------------------------------------------
 
@@ -323,7 +239,7 @@ class ParallelModule(Stateful):
             plain = value if type(value) is Tensor else value.as_subclass(Tensor)  # results would be of the subclass
             values[name] = to_device(plain, self._groups.device)  # contiguous: the step is compiled for that
         seed = step_seed(self._seed, self.training_steps)
-        values[SCALE] = self._scaler.seed if self._scaler is not None else self._one
+        values[SCALE] = self._weight if self._scaler is None else self._scaler.seed * self._weight
         values |= {name: torch.full((), seed, device=self._groups.device) for name in executor.seeds}  # without a copy
         return executor, values
 
@@ -341,6 +257,16 @@ class ParallelModule(Stateful):
         for name, value in written.items():
             buffers[name].copy_(value)
         return before
+
+    @contextlib.contextmanager
+    def loss_weight(self, weight: float) -> Iterator[None]:
+        """Within: `train_step` leaves the gradients of ``weight`` times the loss; it returns the loss itself. For means
+        over several calls, such as accumulation by a loop. On all ranks alike."""
+        before, self._weight = self._weight, torch.full_like(self._weight, number("weight", weight))
+        try:
+            yield
+        finally:
+            self._weight = before
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:

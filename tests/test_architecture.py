@@ -38,7 +38,7 @@ FLOORS: tuple[set[str], ...] = (
     {"cache"},
     {"api"},
     {"verification", "models"},
-    {"cli"},
+    {"cli", "integrations"},
     {"autopar", "__main__"},
 )
 # What runs step graphs knows nothing of how they were made.
@@ -50,6 +50,7 @@ EXTRA_LIBRARIES = {
     "passes": set(),
     "runtime": set(),
     "core": {"flash_attn", "triton"},
+    "integrations": {"transformers", "accelerate"},
 }
 
 # Only here process groups are made.
@@ -193,10 +194,10 @@ def test_rooms_say_what_is_in_them() -> None:
 
 
 def test_libraries() -> None:
-    """Only torch and small libraries, and transformers only in models/."""
+    """Only torch and small libraries, and transformers only in models/ and integrations/."""
     wrong = []
     for file, tree in trees().items():
-        allowed = SMALL_LIBRARIES | EXTRA_LIBRARIES[area(file)]
+        allowed = SMALL_LIBRARIES | EXTRA_LIBRARIES.get(file.parent.name, EXTRA_LIBRARIES[area(file)])
         for name, line in imports(file, tree):
             top = name.split(".")[0]
             if top not in allowed and top not in sys.stdlib_module_names:
@@ -212,7 +213,7 @@ def is_adapter(file: Path) -> bool:
     name = relative(file)
     return (
         name == "autopar/capture.py"
-        or name.startswith("autopar/adapters/")
+        or name.startswith(("autopar/adapters/", "autopar/integrations/"))
         or re.match(r"models/hf\w*\.py$", name) is not None
     )
 

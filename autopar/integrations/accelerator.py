@@ -1,0 +1,309 @@
+"""accelerate's Accelerator on a mesh.
+
+    accelerator = Accelerator(mesh=mesh, options={"zero": 3})
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+
+`prepare` puts the model on the mesh (and the optimizer's parameters with it), and gives each rank its part of the data.
+The processes that accelerate counts are the parts of the batch: ranks that differ in tp, cp or pp are one of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+import torch.distributed as dist
+from accelerate.data_loader import prepare_data_loader
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import recursively_apply
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from autopar.api import parallelize
+from autopar.ir.mesh import DATA
+from autopar.runtime.groups import data_part, mesh_of
+from autopar.runtime.loading import load
+from autopar.runtime.module import ParallelModule
+from autopar.runtime.saving import save
+
+STATE = "mesh"  # the folder in a checkpoint where the pieces are
+_PRECISIONS = {"no": {}, "bf16": {"precision": "bf16"}}
+
+
+class Accelerator(accelerate.Accelerator):
+    """As accelerate's, and:
+
+    mesh: from `autopar.init_mesh`. options: keyword arguments of `autopar.parallelize` for the models that are
+    prepared, such as {"zero": 3, "example_batch": batch}; ``mixed_precision="bf16"`` is ``precision="bf16"`` of these.
+    gather, gather_for_metrics, reduce: over the parts of the batch, each once.
+
+    Raises ValueError for what has no meaning on a mesh.
+    """
+
+    _models: list[Any]
+    _optimizers: list[Any]
+    _schedulers: list[Any]
+    _dataloaders: list[Any]
+
+    def __init__(self, *args: Any, mesh: DeviceMesh, options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.on_mesh(mesh, options)
+
+    def on_mesh(self, mesh: DeviceMesh, options: Mapping[str, Any] | None = None) -> None:
+        """What `__init__` does, for an accelerator that somebody else has made."""
+        axes = mesh_of(mesh)
+        if accelerate.PartialState().num_processes != axes.world_size:
+            raise ValueError(
+                f"accelerate: sees {accelerate.PartialState().num_processes} processes, the mesh has "
+                f"{axes.world_size} ranks; start them with torchrun or autopar.launch, and make the mesh first"
+            )
+        if self.mixed_precision not in _PRECISIONS:
+            raise ValueError(
+                f"accelerate: a mesh takes mixed_precision 'no' or 'bf16', found {self.mixed_precision!r}; use 'bf16', "
+                "or a loop of your own with autopar.GradScaler"
+            )
+        if self.dispatch_batches:
+            raise ValueError(
+                "accelerate: dispatch_batches=True sends each process another batch, found a mesh, whose ranks read "
+                "their own parts; leave it out"
+            )
+        self.mesh, self.options = mesh, _PRECISIONS[self.mixed_precision] | dict(options or {})
+        self._part, self._parts = data_part(mesh)
+
+    @property
+    def num_processes(self) -> int:
+        """Parts of the batch."""
+        return self._parts if "_parts" in self.__dict__ else super().num_processes
+
+    # --- prepare ----------------------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """As accelerate's. An optimizer may be of the parameters that the model had before."""
+        placed = {}
+        for model in args:
+            if isinstance(model, nn.Module) and not isinstance(model, ParallelModule):
+                placed[id(model)] = self.place(model)
+        moved = {old: new for parallel, names in placed.values() for old, new in _moved(parallel, names).items()}
+        for optimizer in args:
+            if isinstance(optimizer, Optimizer) and moved:
+                _take_parameters(optimizer, moved)
+        args = tuple(placed[id(x)][0] if id(x) in placed else x for x in args)
+        return super().prepare(*args, device_placement=device_placement)
+
+    def place(self, model: nn.Module) -> tuple[ParallelModule, dict[str, int]]:
+        """A model on the mesh, and which parameters it had: the id of each by name."""
+        names = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+        return parallelize(model, self.mesh, **self.options), names
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> ParallelModule:
+        """A model on the mesh stays as it is, any other one is put there."""
+        parallel = model if isinstance(model, ParallelModule) else self.place(model)[0]
+        if all(known is not parallel for known in self._models):
+            self._models.append(parallel)
+        return parallel
+
+    def prepare_data_loader(
+        self,
+        data_loader: Any,
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    ) -> Any:
+        """Each rank reads its part of the batch."""
+        if any(known is data_loader for known in self._dataloaders):
+            return data_loader
+        prepared = prepare_data_loader(
+            data_loader,
+            self.device,
+            num_processes=self._parts,
+            process_index=self._part,
+            split_batches=self.split_batches,
+            put_on_device=self.device_placement if device_placement is None else device_placement,
+            rng_types=self.rng_types.copy(),
+            dispatch_batches=False,
+            even_batches=self.even_batches,
+            use_seedable_sampler=self.use_seedable_sampler,
+            data_seed=self.dataloader_config.data_seed,
+            non_blocking=self.non_blocking,
+            use_stateful_dataloader=self.use_stateful_dataloader,
+        )
+        self._dataloaders.append(prepared)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """As accelerate's; a step of it is one per part of the batch."""
+        known = any(made is scheduler for made in self._schedulers)
+        prepared = super().prepare_scheduler(scheduler)
+        if known or not isinstance(prepared, AcceleratedScheduler):
+            return prepared
+        steps = _ScheduleOnMesh(
+            prepared.scheduler, prepared.optimizers, prepared.step_with_optimizer, prepared.split_batches
+        )
+        steps.parts = self._parts
+        self._schedulers[-1] = steps
+        return steps
+
+    # --- steps ------------------------------------------------------------------------------------------------
+
+    def train_step(self, model: ParallelModule, **batch: Any) -> Tensor:
+        """``loss = model(**batch).loss; self.backward(loss)`` in one, which works on pipelines, too."""
+        with model.loss_weight(1 / self.gradient_accumulation_steps):
+            return model.train_step(**batch)
+
+    def autocast(self, *_: Any, **__: Any) -> contextlib.AbstractContextManager[None]:
+        """Nothing: steps compute in the precision that they were compiled for."""
+        return contextlib.nullcontext()
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Over all ranks, stages of a pipeline included."""
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        for model in self._models:
+            if set(map(id, given)) == set(map(id, model.parameters())):
+                return model.clip_grad_norm_(max_norm, norm_type)
+        if mesh_of(self.mesh).size("pp") > 1:
+            raise ValueError(
+                "clip_grad_norm_: on a mesh with pp a rank has the parameters of its own stages only, found some of "
+                "them; clip all, with model.parameters()"
+            )
+        found: Tensor = super().clip_grad_norm_(given, max_norm, norm_type)
+        return found
+
+    # --- values of all parts ----------------------------------------------------------------------------------
+
+    def gather(self, tensor: Any) -> Any:
+        """Tensors of all parts of the batch, one behind the other, on every rank."""
+        return recursively_apply(self._gathered, tensor, error_on_other_type=True)
+
+    def _gathered(self, tensor: Tensor) -> Tensor:
+        if self._parts == 1:
+            return tensor
+        rows = torch.atleast_1d(tensor).contiguous()
+        for group in self._data_groups():
+            found = [torch.empty_like(rows) for _ in range(group.size())]
+            dist.all_gather(found, rows, group=group)
+            rows = torch.cat(found)
+        return rows
+
+    def _data_groups(self) -> list[dist.ProcessGroup]:
+        """Gathered over one after the other, they bring the parts in their order."""
+        axes = [axis for axis in reversed(DATA) if axis in mesh_of(self.mesh).sizes]
+        return [self.mesh.get_group(axis) for axis in axes]
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As accelerate's, over the parts of the batch: rows that only fill the last batch are left out."""
+        try:
+            recursively_apply(lambda x: x, input_data, error_on_other_type=True)
+        except TypeError:
+            use_gather_object = True
+        if not use_gather_object:
+            return super().gather_for_metrics(input_data)
+        rows = list(input_data)
+        for group in self._data_groups():
+            found: list[Any] = [None] * group.size()
+            dist.all_gather_object(found, rows, group=group)
+            rows = [x for part in found for x in part]
+        state = self.gradient_state
+        return rows[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else rows
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Over the parts of the batch, each once: "sum", "mean" or "none"."""
+
+        def reduced(x: Tensor) -> Tensor:
+            if reduction == "none":
+                return x
+            total = self._gathered(x[None]).sum(0) * scale if self._parts > 1 else x * scale
+            return total / self._parts if reduction == "mean" else total
+
+        return recursively_apply(reduced, tensor, error_on_other_type=True)
+
+    # --- state ------------------------------------------------------------------------------------------------
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
+        """Whole weights by original name, on the CPU of every rank. Collective."""
+        found: dict[str, Tensor] = self.prepare_model(model).full_state_dict()
+        return found
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **how: Any) -> str:
+        """As accelerate's: the model and its optimizers by `autopar.save`, to be loaded on any mesh. Collective."""
+
+        def write(_: Any, __: Any, folder: str) -> None:
+            save(Path(folder) / STATE, self._only_model("save_state"), optimizers, scheduler=schedulers)
+
+        with self._by_hook(self.register_save_state_pre_hook, write) as (optimizers, schedulers):
+            folder: str = super().save_state(output_dir, safe_serialization=safe_serialization, **how)
+        return folder
+
+    def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **how: Any) -> None:
+        """What `save_state` wrote, on this mesh or another. Collective."""
+
+        def read(_: Any, folder: str) -> None:
+            load(Path(folder) / STATE, self._only_model("load_state"), optimizers, scheduler=schedulers)
+
+        with self._by_hook(self.register_load_state_pre_hook, read) as (optimizers, schedulers):
+            super().load_state(input_dir, load_kwargs, **how)
+
+    def _only_model(self, call: str) -> ParallelModule:
+        if len(self._placed) != 1:
+            raise ValueError(
+                f"{call}: saves one model with its optimizers, found {len(self._placed)} prepared; call autopar.save "
+                "for each of several"
+            )
+        return self._placed[0]
+
+    @contextlib.contextmanager
+    def _by_hook(
+        self, register: Callable[..., Any], hook: Callable[..., None]
+    ) -> Iterator[tuple[list[Any], list[Any]]]:
+        """Within: accelerate sees no models, optimizers and schedules, the hook does their part."""
+        kept = self._models, self._optimizers, self._schedulers
+        self._placed = self._models
+        handle = register(hook)
+        self._models, self._optimizers, self._schedulers = [], [], []
+        try:
+            yield [x.optimizer for x in kept[1]], [getattr(x, "scheduler", x) for x in kept[2]]
+        finally:
+            handle.remove()
+            self._models, self._optimizers, self._schedulers = kept
+
+
+class _ScheduleOnMesh(AcceleratedScheduler):
+    """Steps once per part of the batch, where accelerate steps once per process."""
+
+    parts = 1
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        if not self.step_with_optimizer or self.split_batches or not self.gradient_state.sync_gradients:
+            super().step(*args, **kwargs)
+        elif not any(optimizer.step_was_skipped for optimizer in self.optimizers):
+            last = getattr(self.scheduler, "total_steps", None)
+            for _ in range(self.parts):
+                if last is None or self.scheduler.last_epoch < last:
+                    self.scheduler.step(*args, **kwargs)
+
+
+def _moved(parallel: ParallelModule, names: Mapping[str, int]) -> dict[int, nn.Parameter | None]:
+    """By id of the parameter that was: the one on the mesh, or None for one that only other stages have."""
+    own = dict(parallel.named_parameters(remove_duplicate=False))
+    held: dict[int, nn.Parameter | None] = dict.fromkeys(names.values())
+    return held | {names[name]: p for name, p in own.items() if name in names}
+
+
+def _take_parameters(optimizer: Optimizer, moved: Mapping[int, nn.Parameter | None]) -> None:
+    """An optimizer of the parameters before gets those on the mesh. Raises ValueError for one that has made steps."""
+    ids = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    if not any(i in moved for i in ids):
+        return
+    if optimizer.state:
+        raise ValueError(
+            "prepare: needs an optimizer that has made no step yet, found one with a state for whole parameters; "
+            "prepare it before the first step"
+        )
+    for group in optimizer.param_groups:
+        new = [moved.get(id(p), p) for p in group["params"]]
+        group["params"] = [p for p in new if p is not None]

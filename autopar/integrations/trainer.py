@@ -1,0 +1,193 @@
+"""transformers' Trainer on a mesh.
+
+    trainer = Trainer(model=model, args=args, mesh=mesh, options={"zero": 3}, train_dataset=data)
+    trainer.train()
+
+The model is put on the mesh as the trainer is made. A "device" of the arguments (per_device_train_batch_size) is a part
+of the batch: ranks that differ in tp, cp or pp are one. A step is `train_step`, on every mesh. Checkpoints have the
+files that transformers reads, and in a folder of their own the pieces of weights and optimizer, for any mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate.utils import find_batch_size
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+from transformers.trainer import TRAINING_ARGS_NAME
+
+from autopar.integrations.accelerator import STATE, Accelerator
+from autopar.integrations.training_arguments import check_training_arguments
+from autopar.runtime.groups import data_part
+from autopar.runtime.loading import load
+from autopar.runtime.saving import save
+
+_BEHIND: Any = object  # a trainer, which brings the rest
+_TRAINER: Any = transformers.Trainer
+IGNORED = -100  # the label that counts in no loss of transformers
+
+
+class OnMesh(_BEHIND):
+    """In front of a class that is made from transformers.Trainer: ``class Mine(OnMesh, SFTTrainer): ...``
+
+    mesh: from `autopar.init_mesh`. options: keyword arguments of `autopar.parallelize`, such as {"zero": 3,
+    "micro_batches": 4}; ``bf16=True`` of the training arguments is ``precision="bf16"``. model: as transformers has it,
+    on the CPU or the meta device, in one piece.
+
+    A trainer with a ``compute_loss`` of its own calls ``model(**inputs)`` there and differentiates what it returns,
+    which a mesh with pp refuses. Raises ValueError for training arguments that have no meaning on a mesh.
+    """
+
+    model: Any  # on the mesh, once the trainer is made
+
+    def __init__(
+        self, *args: Any, mesh: DeviceMesh | None = None, options: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        if mesh is None:
+            raise ValueError("Trainer: needs a mesh, found none; pass mesh=autopar.init_mesh(dp=2, tp=2)")
+        self._mesh, self._mesh_options = mesh, dict(options or {})
+        self._part, self._parts = data_part(mesh)
+        super().__init__(*args, **kwargs)
+        self._set_signature_columns_if_needed()  # as long as the model is its own class
+        self._to_mesh()
+
+    def _to_mesh(self) -> None:
+        self.model = self.model_wrapped = self.accelerator.place(self.model)[0]
+        self.callback_handler.model = self.model
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """That of `autopar.integrations`, once arguments are checked."""
+        check_training_arguments(self, self._parts)
+        super().create_accelerator_and_postprocess()
+        self.accelerator.__class__ = Accelerator
+        self.accelerator.on_mesh(self._mesh, self._mesh_options)
+
+    def _move_model_to_device(self, model: Any, device: Any) -> None:
+        """Pieces go to devices, when they are cut."""
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Of one step of the optimizer, over all parts of the batch."""
+        return self._train_batch_size * args.gradient_accumulation_steps * self._parts
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> float:
+        """This rank's share of those that its part of the batch needs; transformers adds up all ranks."""
+        found: float = super().floating_point_ops(inputs)
+        return found * self._parts / self.args.world_size
+
+    # --- steps ------------------------------------------------------------------------------------------------
+
+    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """`train_step`; for a trainer with a loss of its own what transformers does."""
+        if type(self).compute_loss is not OnMesh.compute_loss:
+            return super().training_step(model, inputs, num_items_in_batch)
+        model.train()
+        inputs, scaled = self._with_count(self._prepare_inputs(inputs), num_items_in_batch)
+        weight = 1.0 if scaled else 1 / self.current_gradient_accumulation_steps
+        with model.loss_weight(weight):
+            loss = model.train_step(**inputs)
+        first = loss[0] if isinstance(loss, tuple) else loss
+        return first.detach() * weight
+
+    def _with_count(self, inputs: dict[str, Any], count: Any) -> tuple[dict[str, Any], bool]:
+        """``count`` is an input of models whose loss is a sum over it: of all batches of a step of the optimizer."""
+        if not self.model_accepts_loss_kwargs or count is None:
+            return inputs, False
+        return {**inputs, "num_items_in_batch": torch.as_tensor(count, device=self.args.device)}, True
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The model's own loss, which on a mesh is that of all parts of the batch."""
+        outputs = model(**self._with_count(inputs, num_items_in_batch)[0])
+        if isinstance(outputs, dict) and "loss" not in outputs:
+            raise ValueError(
+                f"Trainer: needs a model that returns a loss, found {', '.join(outputs)} for {', '.join(inputs)}; pass "
+                "what makes it return one (labels)"
+            )
+        loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+        return (loss, outputs) if return_outputs else loss
+
+    def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As transformers', each rank with the outputs for its part of the batch."""
+        rows = find_batch_size(inputs)
+        found = super().prediction_step(model, self._without_filler(inputs, rows), *args, **kwargs)
+        return pytree.tree_map(lambda x: self._of_part(x, rows) if isinstance(x, DTensor) else x, found)
+
+    def _without_filler(self, inputs: dict[str, Any], rows: int | None) -> dict[str, Any]:
+        """Rows that only fill the last batch count in no loss; transformers itself leaves them out of metrics."""
+        state, labels = self.accelerator.gradient_state, inputs.get("labels")
+        if not state.end_of_dataloader or state.remainder <= 0 or rows is None:
+            return inputs
+        if not isinstance(labels, Tensor) or labels.is_floating_point():
+            return inputs
+        labels = labels.clone()
+        labels[max(0, state.remainder - self._part * rows) :] = IGNORED
+        return {**inputs, "labels": labels}
+
+    def _of_part(self, output: DTensor, rows: int | None) -> Tensor:
+        whole: Tensor = output.full_tensor()
+        is_cut = rows is not None and whole.dim() > 0 and whole.shape[0] == rows * self._parts
+        return whole.chunk(self._parts)[self._part] if is_cut else whole
+
+    def _clip_grad_norm(self, model: Any) -> Tensor:
+        found: Tensor = model.clip_grad_norm_(self.args.max_grad_norm)
+        return found
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        return model.clip_grad_norm_(float("inf")) if grad_norm is None else grad_norm
+
+    # --- checkpoints ------------------------------------------------------------------------------------------
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """The folder that transformers writes for the model. Collective."""
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        self.model.save_pretrained(folder)
+        if not self.args.should_save:
+            return
+        processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if processing is not None:
+            processing.save_pretrained(folder)
+        torch.save(self.args, folder / TRAINING_ARGS_NAME)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Pieces of weights, optimizer and schedule, by `autopar.save`."""
+        save(Path(output_dir) / STATE, self.model, _plain(self.optimizer), scheduler=self.lr_scheduler)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Weights; those that have pieces of an optimizer with them are loaded with it."""
+        folder = Path(resume_from_checkpoint)
+        if (folder / STATE).is_dir():
+            return
+        if (folder / "optimizer.pt").exists():
+            raise ValueError(
+                f"resume_from_checkpoint: needs a checkpoint of a trainer on a mesh, found {folder}, whose "
+                "optimizer.pt is of one process; start from its weights: from_pretrained(folder)"
+            )
+        self.model.load_pretrained(folder)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and (folder := Path(checkpoint) / STATE).is_dir():
+            load(folder, self.model, _plain(self.optimizer), scheduler=self.lr_scheduler)
+
+    def _load_best_model(self) -> None:
+        folder = Path(self.state.best_model_checkpoint)
+        if (folder / STATE).is_dir():
+            load(folder / STATE, self.model)
+        else:
+            self.model.load_pretrained(folder)
+
+
+class Trainer(OnMesh, _TRAINER):
+    """transformers.Trainer with ``mesh=`` and ``options=``: see `OnMesh`."""
+
+
+def _plain(optimizer: Any) -> Any:
+    """Behind accelerate's."""
+    return getattr(optimizer, "optimizer", optimizer)

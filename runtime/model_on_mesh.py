@@ -1,0 +1,125 @@
+"""What a ParallelModule is beside its steps: the user's model, as torch and its library know it.
+
+Its submodules, attributes and methods are those of the model, with this rank's pieces as parameters; what would need
+whole weights (calling a submodule, generating, another vocabulary) says what to do instead.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from autopar.ir.parameter import ParameterSpec
+from autopar.runtime.comm import Ledger
+from autopar.runtime.stateful import Stateful
+from autopar.steps.graphs import Compiled
+
+
+class ModelOnMesh(Stateful):
+    """The model as a module."""
+
+    @property
+    def mesh(self) -> Any:
+        """The torch DeviceMesh."""
+        return self._groups.device_mesh
+
+    @property
+    def parameter_specs(self) -> tuple[ParameterSpec, ...]:
+        return self._tree.specs
+
+    def compiled(self) -> list[Compiled]:
+        """Everything compiled so far, oldest first."""
+        return [e.compiled for e in self._cache.runners]
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's pieces are."""
+        return self._groups.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the first floating parameter."""
+        specs = self.parameter_specs
+        return next((s.dtype for s in specs if s.dtype.is_floating_point), torch.get_default_dtype())
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """Of the whole model, on every rank; a tied one counts once."""
+        own = self._tree.own
+        tables = {f"{path}.weight" for path, m in self._tree.root.named_modules() if isinstance(m, nn.Embedding)}
+        return sum(
+            math.prod(s.shape)
+            for s in self.parameter_specs
+            if (own.get(s.name, s).requires_grad or not only_trainable)
+            and not (exclude_embeddings and tables & {s.name, *s.aliases})
+        )
+
+    def traffic(self) -> Ledger:
+        """Calls and bytes sent by this rank so far, by (axis, kind)."""
+        return self._cache.traffic()
+
+    def expert_load(self, reset: bool = False) -> dict[str, Tensor]:
+        """By layer, how many tokens chose each expert in the training steps since the start, or the last ``reset``:
+        [E] int64 on the CPU, of all ranks. Collective. Raises ValueError for steps that are replayed."""
+        if self._cache.backend == "cudagraphs":
+            raise ValueError("expert_load: counts as steps run, and backend='cudagraphs' replays them; use 'eager'")
+        found = self._cache.load.summed()
+        if reset:
+            self._cache.load.clear()
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            tree = self.__dict__.get("_tree")
+            if tree is None or name.startswith("_"):
+                raise
+            return getattr(tree.root, name)  # config, main_input_name, methods of the model, ...
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        tree = self.__dict__.get("_tree")
+        if tree is None or name in self.__dict__ or isinstance(getattr(type(self), name, None), property):
+            super().__setattr__(name, value)
+        elif hasattr(type(self), name):
+            raise ValueError(
+                f"parallelize: {name} of a model on a mesh is autopar's own and cannot be set; "
+                "set it on the model before, and parallelize it then"
+            )
+        else:
+            setattr(tree.root, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._tree.root, name)
+
+    @property
+    def training(self) -> bool:
+        """The mode of the model itself; each submodule has its own."""
+        tree = self.__dict__.get("_tree")
+        return tree is None or tree.root.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        tree = self.__dict__.get("_tree")
+        if tree is not None:
+            tree.root.training = mode
+
+    def train(self, mode: bool = True) -> Self:
+        """As the model does it: its own `train` may keep parts in eval mode."""
+        self._tree.root.train(mode)
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises ValueError: what `copy` and `pickle` call."""
+        raise ValueError(
+            "parallelize: a model on a mesh cannot be copied or pickled, since it is bound to process groups; "
+            "keep its state (full_state_dict, state_dict), or copies of its parameters"
+        )
+
+    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises ValueError: a step has its own backward."""
+        raise ValueError("hooks: a parallel model has its own backward, which calls the hooks of parameters only")
+
+    register_full_backward_pre_hook = register_backward_hook = register_full_backward_hook

@@ -1,0 +1,160 @@
+"""transformers' Trainer, its own loop, on a mesh: what it logs equals what one process logs; checkpoints move."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import LlamaForCausalLM
+
+import autopar
+from autopar import integrations
+from tests.integrations.loops import arguments, as_started, differences, llama, rows, trained
+from tests.ranks import refusal, run_ranks
+
+EXACT = 1e-10
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, float]]]:
+    folder = tmp_path_factory.mktemp("one")
+    return folder, trained(None, str(folder))
+
+
+def resumed(folder: str) -> list[dict[str, float]]:
+    """Another mesh, a pipeline, goes on from a checkpoint of steps 1 and 2."""
+    return trained({"pp": 2, "dp": 2}, folder, options={"micro_batches": 2}, resume=f"{folder}/checkpoint-2")
+
+
+def test_logs_and_checkpoints_are_those_of_one_process(
+    one_process: tuple[Path, list[dict[str, float]]], tmp_path: Path
+) -> None:
+    """Losses, norms before clipping, learning rates, evaluations, counts of tokens and flops; then on with pp."""
+    folder, expected = one_process
+    for logs in run_ranks(4, trained, {"dp": 2, "tp": 2}, str(tmp_path), timeout=200):
+        assert max(differences(logs, expected).values()) < EXACT
+    for step in (2, 4):
+        name = f"checkpoint-{step}"
+        states = [LlamaForCausalLM.from_pretrained(f / name, dtype="auto").state_dict() for f in (folder, tmp_path)]
+        assert all(float((states[1][n] - x).abs().max()) < EXACT for n, x in states[0].items())
+    logs = run_ranks(4, resumed, str(tmp_path), timeout=200)[0]
+    worst = differences(logs, expected)
+    assert len(logs) == len(expected) and worst.pop("train_loss") > 0  # a mean of the last two steps over all four
+    assert max(worst.values()) < EXACT
+
+
+def single(sizes: dict[str, int] | None, folder: str) -> list[dict[str, float]]:
+    return trained(
+        sizes, folder, lambda: llama(torch.float32), exact=False, max_steps=2, save_strategy="no", eval_strategy="no"
+    )
+
+
+def test_in_float32(tmp_path: Path) -> None:
+    expected = single(None, str(tmp_path))
+    found = run_ranks(4, single, {"dp": 2, "tp": 2}, str(tmp_path), timeout=200)[0]
+    assert differences(found, expected)["loss"] < 1e-5
+
+
+def bert() -> transformers.PreTrainedModel:
+    """Its loss is a mean over rows, whatever the trainer counts."""
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64,
+        max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return transformers.BertForSequenceClassification(config).double()
+
+
+def classified(sizes: dict[str, int] | None, folder: str) -> list[dict[str, float]]:
+    """Three batches in an epoch: the second step of each epoch has one batch instead of two."""
+    data = [{"input_ids": row["input_ids"], "labels": torch.tensor(i % 2)} for i, row in enumerate(rows(24, 1))]
+    given = {"train_dataset": data, "eval_dataset": data[:7], "compute_metrics": None}
+    return trained(sizes, folder, bert, given=given, max_steps=3, save_strategy="no")
+
+
+def test_a_loss_that_is_a_mean_of_rows(tmp_path: Path) -> None:
+    expected = classified(None, str(tmp_path))
+    found = run_ranks(4, classified, {"dp": 2, "tp": 2}, str(tmp_path), timeout=200)[0]
+    assert max(differences(found, expected).values()) < EXACT
+
+
+def half(sizes: dict[str, int] | None, folder: str) -> list[dict[str, float]]:
+    return trained(
+        sizes, folder, lambda: llama(torch.float32), exact=False, bf16=True, activation_checkpointing=True,
+        eval_strategy="no", save_strategy="no",
+    )  # fmt: skip
+
+
+def test_in_bfloat16_with_activation_checkpoints(tmp_path: Path) -> None:
+    expected = half(None, str(tmp_path))
+    found = run_ranks(2, half, {"tp": 2}, str(tmp_path), timeout=200)[0]
+    worst = differences(found, expected)
+    assert 1e-6 < worst["loss"] < 0.02 and worst["grad_norm"] < 0.05
+
+
+class Smoothed(integrations.OnMesh, transformers.Trainer):
+    """A loss of its own, of the outputs."""
+
+    loss_is_scaled_for_ga = False
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        outputs = model(**inputs)
+        loss = outputs.loss * 2
+        return (loss, outputs) if return_outputs else loss
+
+
+def doubled(folder: str) -> list[dict[str, float]]:
+    return trained({"dp": 2}, folder, cls=Smoothed, max_steps=2, save_strategy="no")
+
+
+def test_a_loss_of_ones_own(tmp_path: Path) -> None:
+    """In `compute_loss`, without a pipeline."""
+
+    class Plain(transformers.Trainer):
+        loss_is_scaled_for_ga = False
+        compute_loss = Smoothed.compute_loss
+
+    expected = trained(None, str(tmp_path), cls=Plain, max_steps=2, save_strategy="no")
+    found = run_ranks(2, doubled, str(tmp_path), timeout=200)[0]
+    assert max(differences(found, expected).values()) < EXACT
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"fp16": True}, "fp16 has no meaning on a mesh.*bf16=True"),
+    ({"bf16_full_eval": True}, "bf16_full_eval has no meaning"),
+    ({"torch_compile": True}, "torch_compile.*inductor"),
+    ({"auto_find_batch_size": True}, "auto_find_batch_size.*plan"),
+    ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha.*before the trainer"),
+    ({"optim": "lomo"}, "optim='lomo' steps within the backward"),
+    ({"average_tokens_across_devices": False}, "average_tokens_across_devices=False; leave it out"),
+    ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance.*group_by_length"),
+    ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches=True"),
+]
+
+
+def refusals(folder: str) -> list[str]:
+    found = []
+    with as_started():
+        mesh = autopar.init_mesh("cpu", dp=2)
+        for changes, _ in REFUSED:
+            args = arguments(folder, 2, **changes)
+            found.append(refusal(integrations.Trainer, model=llama(), args=args, mesh=mesh, eval_dataset=rows(2, 2)))
+        how = {"args": arguments(folder, 2, eval_strategy="no"), "mesh": mesh}
+        found.append(refusal(integrations.Trainer, model_init=llama, **how))
+        found.append(refusal(integrations.Trainer, model=autopar.parallelize(llama(), mesh), **how))
+        trainer = integrations.Trainer(model=llama(), train_dataset=rows(4, 1), **how)
+        found.append(refusal(trainer.train, resume_from_checkpoint=f"{folder}/checkpoint-2"))
+    return found
+
+
+def test_what_has_no_meaning_is_refused(one_process: tuple[Path, Any], tmp_path: Path) -> None:
+    words = [pattern for _, pattern in REFUSED]
+    words += ["pass model=", "needs the model before parallelize", "optimizer.pt is of one process.*from_pretrained"]
+    found = run_ranks(2, refusals, str(one_process[0]))[0]
+    for text, pattern in zip(found, words, strict=True):
+        assert re.search(pattern, text)
+    assert "pass mesh=" in refusal(integrations.Trainer, model=llama())
