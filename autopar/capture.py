@@ -17,6 +17,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -47,6 +48,20 @@ from autopar.ops.ctc import functional_ctc_loss
 from autopar.precision import Precision
 
 __all__ = ["ADAPTERS", "Adapter", "InputSpec", "LiftFloat32", "OutputSpec", "Signature", "adapter_for", "capture"]
+
+
+class OwnFolder(Protocol):
+    """A folder that a library writes and reads itself. names: of the tensors in it."""
+
+    names: set[str]
+
+    def write(self, folder: Path, state: Mapping[str, Tensor]) -> None:
+        """``state``: the whole tensors."""
+        ...
+
+    def read(self, folder: Path) -> dict[str, Tensor]:
+        """Whole tensors by name. Raises ValueError for a folder of another model."""
+        ...
 
 
 class Adapter(Protocol):
@@ -95,6 +110,10 @@ class Adapter(Protocol):
 
     def recipes_to_save(self, model: nn.Module, names: list[str]) -> list[Recipe]:
         """What the library writes into a checkpoint for the model's tensors of these names."""
+        ...
+
+    def own_folder(self, model: nn.Module) -> OwnFolder | None:
+        """For models whose folder the library writes in a way of its own, with a part of the tensors in it."""
         ...
 
 

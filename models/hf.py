@@ -29,6 +29,7 @@ from autopar.models.hf_checkpoints import recipes_to_load, recipes_to_save
 from autopar.models.hf_examples import example_batches
 from autopar.models.hf_experts import dispatch_own_experts
 from autopar.models.hf_masks import OWN_MASKS, MaskFacts, facts_handed_inward, mask_facts, positions_from_user
+from autopar.models.hf_peft import AdapterFolder, is_peft
 
 NAME = "autopar"
 
@@ -144,7 +145,10 @@ class TransformersAdapter:
         return exact_experts(model)
 
     def example_batches(self, model: nn.Module) -> list[dict[str, Any]]:
-        return example_batches(model)
+        return example_batches(model.get_base_model() if is_peft(model) else model)  # type: ignore[operator]
+
+    def own_folder(self, model: nn.Module) -> AdapterFolder | None:
+        return AdapterFolder(model) if is_peft(model) else None
 
     def batch_dims(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, int | None]:
         return batch_dims(model, batch)

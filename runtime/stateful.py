@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.adapters.state_dict import EXTRA, IncompatibleKeys
-from autopar.capture import adapter_for
+from autopar.capture import OwnFolder, adapter_for
 from autopar.ir.parameter import ParameterSpec
 from autopar.plan import Plan
 from autopar.runtime import state
@@ -29,6 +29,7 @@ from autopar.runtime.run_folder import RunLine
 from autopar.runtime.safetensors_io import Recipes, load_pretrained, save_pretrained, saved_steps
 from autopar.runtime.scaler import GradScaler
 from autopar.runtime.step_cache import StepCache
+from autopar.runtime.together import together
 from autopar.runtime.tree import Tree
 from autopar.values import a_path, yes_or_no
 
@@ -201,6 +202,10 @@ class Stateful(nn.Module):
         ignore = getattr(skeleton, "_keys_to_ignore_on_load_unexpected", None) or ()
         with reporting("load_pretrained"):
             folder = a_path("folder", folder)
+            if (of_library := self._own_folder()) is not None:
+                given = together(self._groups, "load_pretrained", lambda: of_library.read(folder))
+                self.load_state_dict(given, strict=False)
+                return
             about_to_write()
             into = {name: state.local_tensor(p) for name, p in own.items()}
             load_pretrained(
@@ -219,6 +224,12 @@ class Stateful(nn.Module):
             folder = a_path("folder", folder)
             how = {"folder": str(folder), "max_shard_size": max_shard_size}
             agree_on_arguments(self._groups, "save_pretrained", how, owed=self._cache.owed())
+            if (of_library := self._own_folder()) is not None:
+                mine = [s for s in specs if of_library.names & {s.name, *s.aliases}]
+                held = {n: x for n, x in self._persistent().items() if n in of_library.names}
+                whole = state.full_state_dict(own, mine, self._groups, held, rank0_only=True)
+                together(self._groups, "save_pretrained", lambda: of_library.write(folder, whole) if whole else None)
+                return
             save_pretrained(
                 folder,
                 own,
@@ -230,6 +241,10 @@ class Stateful(nn.Module):
                 self.training_steps,
                 self._recipes(load=False),
             )
+
+    def _own_folder(self) -> OwnFolder | None:
+        adapter = adapter_for(self._tree.root)
+        return adapter.own_folder(self._tree.structure()) if adapter is not None else None
 
     def _recipes(self, load: bool) -> Recipes | None:
         """What the model's library makes of tensors in files, or writes there."""
