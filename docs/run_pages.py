@@ -39,10 +39,10 @@ from autopar.rules import RULES
 from autopar.schedule.request import SCHEDULES
 
 DOCS = Path(__file__).resolve().parent
-PAGES = tuple(
-    DOCS / f"{name}.md"
-    for name in ("walkthrough", "adding", "pipelines", "context_parallel", "memory", "precision", "saving", "experts")
-)
+NAMES = (
+    "walkthrough", "adding", "pipelines", "context_parallel", "memory", "precision", "saving", "experts", "loops",
+)  # fmt: skip
+PAGES = tuple(DOCS / f"{name}.md" for name in NAMES)
 
 _FENCED = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

@@ -114,9 +114,9 @@ class ModelOnMesh(Stateful):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raises ValueError: what `copy` and `pickle` call."""
         raise ValueError(
-            "parallelize: a model on a mesh cannot be copied or pickled, since it is bound to process groups; "
-            "keep its state (full_state_dict, state_dict), or copies of its parameters; autopar.ema(model) is the moving "
-            "average that AveragedModel makes of a copy"
+            "parallelize: a model on a mesh cannot be copied or pickled, since it is bound to process groups; keep its "
+            "state (full_state_dict, state_dict), or copies of its parameters; the average that AveragedModel makes of "
+            "a copy is autopar.ema(model)"
         )
 
     def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
