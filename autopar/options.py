@@ -24,6 +24,7 @@ DISPATCHES = (
     "dedup",  # a copy per token and rank with an expert of it
     "two_level",  # a copy per token and node with an expert of it, there one per rank
 )
+EXPERT_AXES = ("ep", "dp", "cp", "tp")  # over which experts may be cut
 
 
 @dataclass(frozen=True)
@@ -190,9 +191,14 @@ class Options:
         "the faster by estimate",
         axes=_CP,
     )
+    experts: str = _option(
+        "ep", _choice("auto", *EXPERT_AXES),
+        "the axis over which experts are cut: one of their own, or one that there is for something else; auto: ep, or "
+        "without it what takes least time by estimate, not cutting them included", axes=EXPERT_AXES,
+    )  # fmt: skip
     dispatch: str = _option(
         "auto", _choice("auto", *DISPATCHES), "how tokens get to experts on other ranks", "the fastest by estimate",
-        axes=("ep",),
+        axes=EXPERT_AXES,
     )  # fmt: skip
     topology: str = _option(
         "",

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.ir.expert_layers import axis_of_experts
 from autopar.ir.graph import set_device
 from autopar.ops.moe import ends_of_rows
 from autopar.ops.watch import take_notes
@@ -299,7 +300,7 @@ class Executor:
                 self._experts[action.stage] = layers_of_experts(
                     self.compiled.pipeline.parts[action.stage].forward.graph
                 )
-            self.load.add(self._experts[action.stage], found)
+            self.load.add(self._experts[action.stage], found, axis_of_experts(self.compiled.plan.experts))
         return start
 
     def _watch(self, action: Action, start: float, slots: list[Any]) -> None:

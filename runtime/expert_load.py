@@ -22,7 +22,7 @@ from autopar.ops.moe import DISPATCHED
 from autopar.runtime.comm import all_reduce, finish
 from autopar.runtime.groups import Groups
 
-_CUTS_TOKENS = ("dp", "rp", "cp", "ep")  # ranks of other axes dispatch the same tokens
+_CUTS_TOKENS = ("dp", "rp", "cp", "ep")  # ranks of others dispatch the same tokens, if not to experts of their own
 
 
 class ExpertLoad:
@@ -30,10 +30,12 @@ class ExpertLoad:
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
+        self._axis = ""  # over which experts are cut
         self._ends: dict[str, Tensor] = {}  # by layer: for each of this rank's experts, sum of where its rows end
 
-    def add(self, layers: Sequence[str], found: Sequence[Tensor]) -> None:
-        """What one forward of these layers dispatched."""
+    def add(self, layers: Sequence[str], found: Sequence[Tensor], axis: str) -> None:
+        """What one forward of these layers dispatched, with experts cut over an axis, if any."""
+        self._axis = axis
         for layer, ends in zip(layers, found, strict=True):
             if layer not in self._ends:
                 self._ends[layer] = torch.zeros_like(ends, dtype=torch.int64)
@@ -51,16 +53,16 @@ class ExpertLoad:
         return {layer: count for part in stages for layer, count in part.items()}
 
     def _over_ranks(self, counts: Tensor) -> Tensor:
-        for axis in _CUTS_TOKENS:
+        for axis in dict.fromkeys((*_CUTS_TOKENS, self._axis or "ep")):
             if self._groups.mesh.size(axis) > 1:
                 counts = finish(all_reduce(self._groups, "expert_load", axis, "sum")(counts))
         return counts.cpu()
 
     def _whole(self, own: Tensor) -> Tensor:
         """Counts of this rank's experts among zeros for those of others."""
-        ranks = self._groups.mesh.size("ep")
+        ranks = self._groups.mesh.size(self._axis)
         whole = own.new_zeros(ranks, own.shape[0])
-        whole[self._groups.index("ep") if ranks > 1 else 0] = own
+        whole[self._groups.index(self._axis) if ranks > 1 else 0] = own
         return whole.flatten()
 
     def clear(self) -> None:

@@ -86,6 +86,11 @@ def _first_stays(x: Node) -> bool:
     return True
 
 
+def axis_of_experts(plans: Mapping[str, ExpertPlan]) -> str:
+    """The axis over which experts are cut, the same for all layers; "": none."""
+    return next((chosen.axis for chosen in plans.values()), "")
+
+
 def mark_experts(gm: GraphModule, plans: Mapping[str, ExpertPlan], axis: str) -> None:
     """Note on the calls of each layer whose experts are cut on an axis that they are: their rules ask."""
     for node in dispatches(gm):

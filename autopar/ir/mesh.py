@@ -20,7 +20,7 @@ IN_TIME = ("mb", "sl")
 # Whose ranks have other samples: dp has blocks of the batch, rp (replicas of all that dp cuts) parts of these, ep (over
 # which experts are cut) parts of those.
 DATA = ("dp", "rp", "ep")
-LEVELLED = ("cp", "ep")  # may have levels: neighbours ("ep%8"), and every n-th rank ("ep/8")
+LEVELLED = ("cp", "ep", "dp", "tp")  # may have levels: neighbours ("ep%8"), and every n-th rank ("ep/8")
 PLANNED = ("pp", "rp", "dp", "cp", "ep", "tp")  # the axes that a user may ask for
 
 

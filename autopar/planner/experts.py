@@ -2,70 +2,77 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Mapping
 
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.cost.expert_traffic import Routing, dispatch_costs
-from autopar.cost.hardware import DEFAULT
 from autopar.cost.topology import Topologies
-from autopar.ir.expert_layers import ExpertPlan, dispatches, expert_weights
+from autopar.ir.expert_layers import GATHER, ExpertPlan, axis_of_experts, dispatches, expert_weights
 from autopar.ir.graph import arguments, describe, global_shape, is_call, reach
 from autopar.ir.mesh import Mesh
-from autopar.options import DISPATCHES, Options
+from autopar.options import DISPATCHES, EXPERT_AXES, Options
+from autopar.planner.expert_axis import cuts_tokens, exchange_costs, routing_of
 
-AXIS, LEVELS = "ep", "two_level"
+LEVELS = "two_level"
 ours = torch.ops.autopar
 _DRAWS = (ours.dropout.default, ours.random.default)
 
 
-def plan_experts(gm: GraphModule, mesh: Mesh, options: Options) -> dict[str, ExpertPlan]:
-    """By dispatch: as was asked for, or what takes least time by estimate. Raises ValueError for a model without
-    experts, and for experts that do not divide."""
-    ranks, found = mesh.size(AXIS), dispatches(gm)
+def plan_experts(gm: GraphModule, mesh: Mesh, options: Options, axis: str) -> dict[str, ExpertPlan]:
+    """By dispatch: as was asked for, or what takes least time by estimate, with experts over an axis ("": not cut).
+    Raises ValueError for a model without experts, and for experts that do not divide."""
+    if not axis:
+        return {}
+    ranks, found = mesh.size(axis), dispatches(gm)
     if not found:
+        others = "use dp for what is not cut by expert" if axis == "ep" else "leave the option experts out"
         raise ValueError(
-            f"experts: nothing to cut over axis {AXIS!r} of size {ranks}: the model has no experts that autopar knows "
-            "(autopar::moe_dispatch); use dp for what is not cut by expert"
+            f"experts: nothing to cut over axis {axis!r} of size {ranks}: the model has no experts that autopar knows "
+            f"(autopar::moe_dispatch); {others}"
         )
     for node in found:
-        _check_divides(node, AXIS, ranks)
-    return {node.name: _chosen(node, mesh, options) for node in found}
+        _check_divides(node, axis, mesh)
+    return {node.name: _chosen(node, mesh, options, axis) for node in found}
 
 
-def _chosen(dispatch: Node, mesh: Mesh, options: Options) -> ExpertPlan:
-    ranks, wiring = mesh.size(AXIS), Topologies.parse(options.topology, DEFAULT.links)
-    per_node = wiring.per_node(AXIS) or ranks
+def _chosen(dispatch: Node, mesh: Mesh, options: Options, axis: str) -> ExpertPlan:
+    ranks, wiring = mesh.size(axis), Topologies.parse(options.topology)
+    per_node = wiring.per_node(axis) or ranks
     several = 1 < per_node < ranks
     if options.dispatch == LEVELS and not several:
         raise ValueError(
-            f"experts: dispatch={LEVELS!r} needs an axis {AXIS!r} over several nodes of several ranks, found "
-            f'{ranks} ranks in nodes of {per_node}; say how many are a node, such as topology="{AXIS}%8=switch", '
+            f"experts: dispatch={LEVELS!r} needs an axis {axis!r} over several nodes of several ranks, found "
+            f'{ranks} ranks in nodes of {per_node}; say how many are a node, such as topology="{axis}%8=switch", '
             'or use dispatch="dedup"'
         )
+    if not cuts_tokens(axis, options):
+        if options.dispatch not in ("auto", GATHER):
+            raise ValueError(
+                f"experts: ranks of axis {axis!r} have the same tokens, found dispatch={options.dispatch!r}, which "
+                "sends tokens; set sequence_parallel=True, or leave dispatch out"
+            )
+        return ExpertPlan(axis, GATHER, f"ranks of {axis} have the same tokens: results are summed")
     if options.dispatch != "auto":
-        return ExpertPlan(AXIS, options.dispatch, "asked for", per_node if several else 0)
-    args = arguments(dispatch)
-    width, (routing, own) = global_shape(args["x"])[1], _routing(dispatch, mesh, options)
-    wires = wiring.of(f"{AXIS}%{per_node}"), wiring.of(f"{AXIS}/{per_node}")
-    costs = dispatch_costs(routing, own, width, args["x"].meta["val"].dtype.itemsize, *wires)
-    seconds = {c.name: c.seconds for c in costs if c.name != LEVELS or several}
+        return ExpertPlan(axis, options.dispatch, "asked for", per_node if several else 0)
+    seconds = exchange_costs(dispatch, mesh, options, axis)
     times = ", ".join(f"{name} {took * 1e3:.3g} ms" for name, took in seconds.items())
     nodes = f" on nodes of {per_node} ranks" if several else ""
     chosen = min(seconds, key=seconds.__getitem__)
-    return ExpertPlan(AXIS, chosen, f"by estimate of a layer{nodes}: {times}", per_node if several else 0)
+    return ExpertPlan(axis, chosen, f"by estimate of a layer{nodes}: {times}", per_node if several else 0)
 
 
-def _check_divides(dispatch: Node, axis: str, ranks: int) -> None:
-    experts = int(arguments(dispatch)["num_experts"])
+def _check_divides(dispatch: Node, axis: str, mesh: Mesh) -> None:
+    experts, ranks = int(arguments(dispatch)["num_experts"]), mesh.size(axis)
     if experts % ranks:
         fits = [n for n in range(2, experts + 1) if experts % n == 0]
+        within = [n for n in fits if ranks % n == 0]
+        split = f": {axis}={ranks // within[-1]},ep={within[-1]} for this {axis}={ranks}" if within else ""
+        others = "and dp for the others" if axis == "ep" else f"or an axis ep beside {axis}{split}"
         raise ValueError(
             f"experts: {experts} experts do not divide over axis {axis!r} of size {ranks}; use one of "
-            f"{', '.join(map(str, fits))} ranks, and dp for the others"
+            f"{', '.join(map(str, fits))} ranks, {others}"
         )
 
 
@@ -89,28 +96,31 @@ def check_draws(gm: GraphModule, mesh: Mesh, micro_batches: int) -> None:
 def check_experts(gm: GraphModule, mesh: Mesh, plans: Mapping[str, ExpertPlan]) -> None:
     """Whether a plan that was read says of each layer how its experts are cut, in words that exist. Raises
     ValueError."""
+    alone = mesh.size("ep") > 1  # an axis for them
+    axis = "ep" if alone else axis_of_experts(plans)
+    ranks = mesh.size(axis) if axis in EXPERT_AXES else 1
     for name, chosen in plans.items():
-        if chosen.axis != AXIS or mesh.size(AXIS) == 1:
+        if chosen.axis != axis or ranks == 1:
+            which = "'ep'" if alone else f"the same one of {', '.join(EXPERT_AXES)} for all layers"
             raise ValueError(
-                f"plan: experts of {name} are cut over {chosen.axis!r}, which must be {AXIS!r} and an axis of the mesh "
+                f"plan: experts of {name} are cut over {chosen.axis!r}, which must be {which} and an axis of the mesh "
                 f"{mesh}; make a plan for this mesh"
             )
         if chosen.dispatch not in DISPATCHES:
             raise ValueError(
                 f"plan: tokens get to the experts of {name} by {chosen.dispatch!r}; use one of {', '.join(DISPATCHES)}"
             )
-        ranks = mesh.size(AXIS)
         if chosen.dispatch == LEVELS and not (1 < chosen.per_node < ranks and ranks % chosen.per_node == 0):
             raise ValueError(
                 f"plan: tokens get to the experts of {name} by {LEVELS!r} with {chosen.per_node} ranks per node, which "
-                f"must be several, and divide {ranks} ranks of axis {AXIS!r} into several nodes"
+                f"must be several, and divide {ranks} ranks of axis {axis!r} into several nodes"
             )
-    for node in dispatches(gm) if mesh.size(AXIS) > 1 else ():
+    for node in dispatches(gm) if ranks > 1 else ():
         if node.name not in plans:
             raise ValueError(
-                f"plan: nothing is said of the experts of {node.name} over axis {AXIS!r}; make a plan for this model"
+                f"plan: nothing is said of the experts of {node.name} over axis {axis!r}; make a plan for this model"
             )
-        _check_divides(node, AXIS, mesh.size(AXIS))
+        _check_divides(node, axis, mesh)
 
 
 def expert_parameters(gm: GraphModule, names: Mapping[Node, str], plans: Mapping[str, ExpertPlan]) -> dict[str, str]:
@@ -131,30 +141,20 @@ def expert_notes(
     found: dict[str, list[str]] = {}
     for node in dispatches(gm):
         if node.name in plans:
-            found.setdefault(_rows_of(node, mesh, options), []).append(node.name)
+            found.setdefault(_rows_of(node, mesh, options, plans[node.name].axis), []).append(node.name)
     more = {text: f" and {len(names) - 1} more" * (len(names) > 1) for text, names in found.items()}
     rows = [(f"experts of {names[0]}{more[text]}", text) for text, names in found.items()]
     return [*rows, *_whole_weights(gm, plans)]
 
 
-def _rows_of(dispatch: Node, mesh: Mesh, options: Options) -> str:
-    args, (routing, own) = arguments(dispatch), _routing(dispatch, mesh, options)
+def _rows_of(dispatch: Node, mesh: Mesh, options: Options, axis: str) -> str:
+    args, (routing, own) = arguments(dispatch), routing_of(dispatch, mesh, options, axis)
     row = global_shape(args["x"])[1] * args["x"].meta["val"].dtype.itemsize
     even, worst = own * routing.top_k, routing.worst_rows(own)
     return (
         f"a rank's experts get {even} rows if routing is even, which memory and times are estimated for, and at most "
         f"{worst} ({row * even / 1e6:.3g} and {row * worst / 1e6:.3g} MB for each value of that width)"
     )
-
-
-def _routing(dispatch: Node, mesh: Mesh, options: Options) -> tuple[Routing, int]:
-    """How tokens choose, and how many of them a rank has at a time."""
-    args, ranks = arguments(dispatch), mesh.size(AXIS)
-    tokens, top = global_shape(args["expert"])
-    per_node = Topologies.parse(options.topology).per_node(AXIS) or ranks
-    experts = int(args["num_experts"])
-    own = math.ceil(tokens / (mesh.data_size * mesh.size("cp") * options.micro_batches))
-    return Routing(experts, min(top, experts), ranks, per_node), own
 
 
 def _whole_weights(gm: GraphModule, plans: Mapping[str, ExpertPlan]) -> list[tuple[str, str]]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch.fx import GraphModule, Node
 
 from autopar.cost.axis_shares import axis_shares
 from autopar.cost.topology import Topologies
 from autopar.ir.batch import BatchDims
+from autopar.ir.expert_layers import axis_of_experts
 from autopar.ir.graph import global_shape
 from autopar.ir.mesh import DATA, Mesh
 from autopar.ir.meta import input_specs
@@ -22,6 +23,7 @@ from autopar.planner.batch_dims import decide_batch_dims
 from autopar.planner.closure import Analysis
 from autopar.planner.context_parallel import ContextPlan, plan_context
 from autopar.planner.derived_notes import derived_notes
+from autopar.planner.expert_axis import expert_axis
 from autopar.planner.experts import check_draws, expert_notes, expert_parameters, plan_experts
 from autopar.planner.kernel_notes import kernel_notes
 from autopar.planner.option_checks import check_names, check_used
@@ -66,21 +68,21 @@ def make_plan(
     streams: tuple[Stream, ...] = ()
     pieces: dict[str, Placement] = {}
     context = plan_context(gm, mesh, options) if mesh.size("cp") > 1 else ContextPlan()
+    check_draws(gm, mesh, asked.micro_batches)
+    axis, why = expert_axis(gm, mesh, asked) if fixed is None else (_axis_of(fixed), "")
+    experts = plan_experts(gm, mesh, asked, axis)
+    of_experts = {name: axis for name in expert_parameters(gm, names, experts)}
+    notes += [("experts", why)] if why else []
     if mesh.size("tp") > 1:
-        chosen = _over_tp(gm, mesh, names, fixed, parameters)
+        chosen = _over_tp(gm, mesh, names, fixed, parameters, of_experts if axis == "tp" else ())
         pieces |= chosen.weight_pieces
         notes += chosen.notes
         notes += _refusals(parameters, chosen.refused, {name: len(global_shape(n)) for n, name in names.items()})
         if options.sequence_parallel:
             streams = find_streams(gm, chosen.contractions, mesh, "tp", context.chunks(mesh.size("cp")))
-    check_draws(gm, mesh, asked.micro_batches)
-    experts = plan_experts(gm, mesh, options) if mesh.size("ep") > 1 else {}
-    of_experts = expert_parameters(gm, names, experts)
     for axis in ("ep", "cp", "dp", "rp"):  # as they cut: ep before cp before dp
         for node, name in names.items() if mesh.size(axis) > 1 else ():
-            p = _data_parallel(node, parameters[name], options, mesh, axis)
-            if of_experts.get(name) == axis:
-                p = ParameterPlan(Shard(0), Shard(0), f"experts are cut over {axis}; each rank has its own")
+            p = _data_parallel(node, parameters[name], options, mesh, axis, of_experts.get(name, ""))
             parameters[name][axis] = p if fixed is None else fixed.parameter(name, axis)
     if options.micro_batches > 1:
         for axes in parameters.values():
@@ -88,7 +90,7 @@ def make_plan(
     dims = _batch_dims(gm, mesh, asked, fixed)
     inputs = _inputs(gm, mesh, options.micro_batches, dims)
     streams += tuple(context.streams)
-    notes += [*context.notes, *expert_notes(gm, mesh, options, experts), *kernel_notes(gm), *derived_notes(gm)]
+    notes += [*context.notes, *expert_notes(gm, mesh, asked, experts), *kernel_notes(gm), *derived_notes(gm)]
     plan = Plan(
         mesh, digest, options, parameters, inputs, streams, tuple(notes), weight_pieces=pieces,
         attention=context.attention, experts=experts, batch_dims=dims,
@@ -110,10 +112,13 @@ def _over_tp(
     names: dict[Node, str],
     fixed: Plan | None,
     parameters: dict[str, dict[str, ParameterPlan]],
+    of_experts: Collection[str],
 ) -> TensorParallel:
-    """Enters into ``parameters`` how tp cuts each. Raises ValueError where it cuts none."""
+    """Enters into ``parameters`` how tp cuts each, ``of_experts`` by expert. Raises ValueError where it cuts none."""
     keep = {n: p.stored for n, name in names.items() if isinstance((p := _fixed(fixed, name, "tp")).stored, Shard)}
-    chosen = plan_tensor_parallel(Analysis(gm, mesh, "tp"), names, keep)
+    by_expert = {n: Shard(0) for n, name in names.items() if name in of_experts}
+    chosen = plan_tensor_parallel(Analysis(gm, mesh, "tp"), names, keep, by_expert)
+    chosen.parameters |= {names[n]: _of_expert("tp") for n in by_expert}
     for name, decision in chosen.parameters.items():
         parameters[name]["tp"] = decision
     if fixed is not None:
@@ -176,11 +181,22 @@ def _fixed(plan: Plan | None, name: str, axis: str) -> ParameterPlan:
     return plan.parameter(name, axis) if plan is not None else ParameterPlan()
 
 
+def _of_expert(axis: str) -> ParameterPlan:
+    return ParameterPlan(Shard(0), Shard(0), f"experts are cut over {axis}; each rank has its own")
+
+
+def _axis_of(fixed: Plan) -> str:
+    return "ep" if fixed.mesh.size("ep") > 1 else axis_of_experts(fixed.experts)
+
+
 def _data_parallel(
-    node: Node, axes: Mapping[str, ParameterPlan], options: Options, mesh: Mesh, axis: str
+    node: Node, axes: Mapping[str, ParameterPlan], options: Options, mesh: Mesh, axis: str, by_expert: str
 ) -> ParameterPlan:
     """On an axis whose ranks have other samples or tokens. DDP: whole, the gradient is all-reduced. ZeRO: cut along the
-    first dim that divides, gathered for use. Over replicas (rp) never: these hold the same pieces."""
+    first dim that divides, gathered for use. Over replicas (rp) never: these hold the same pieces. ``by_expert``: the
+    axis over which experts are cut, of weights that are theirs: an axis that cuts before it leaves them in one."""
+    if axis == by_expert:
+        return _of_expert(axis)
     if axis == "rp":
         return ParameterPlan(INVARIANT, REPLICATE, "the same on all replicas; gradients are summed")
     if options.zero == 0:
@@ -189,8 +205,9 @@ def _data_parallel(
         return ParameterPlan(INVARIANT, REPLICATE, "a vector: too small to gather; gradients are summed")
     shape = nested_shape(global_shape(node), {a: p.stored for a, p in axes.items()}, _earlier(mesh, axis))
     ranks = mesh.size(axis)
-    for dim, size in sorted(enumerate(shape), key=lambda d: (-(d[1] % ranks == 0), d[0])):
-        if size % ranks == 0:
+    first = 1 if by_expert in _later(mesh, axis) else 0
+    for dim, size in enumerate(shape):
+        if size % ranks == 0 and dim >= first:
             when = ONCE if options.gathers_once else EACH
             return ParameterPlan(Shard(dim), REPLICATE, f"gathered {when}, gradients scattered")
     return ParameterPlan(INVARIANT, REPLICATE, f"no dim of {tuple(shape)} divides over {ranks}; whole")
@@ -200,6 +217,12 @@ def _earlier(mesh: Mesh, axis: str) -> dict[str, Pieces]:
     """The axes that cut before one."""
     order = list(mesh.cut_order)
     return {a: mesh.cut_order[a] for a in order[: order.index(axis)]}
+
+
+def _later(mesh: Mesh, axis: str) -> list[str]:
+    """The axes that cut after one."""
+    order = list(mesh.cut_order)
+    return order[order.index(axis) + 1 :]
 
 
 def _inputs(gm: GraphModule, mesh: Mesh, micro_batches: int, dims: BatchDims) -> dict[str, dict[str, Placement]]:

@@ -11,7 +11,7 @@ from autopar.attention.algorithm_table import ALGORITHMS
 from autopar.checkpoint_policies import AUTO, CHECKPOINTS
 from autopar.cost.topology import Topologies
 from autopar.ir.mesh import LEVELLED, Mesh
-from autopar.options import DECLARED, Options
+from autopar.options import DECLARED, EXPERT_AXES, Options
 from autopar.schedule.request import SCHEDULES
 
 
@@ -48,6 +48,7 @@ def check_used(options: Options, mesh: Mesh) -> None:
                 f"{name}: counts with an axis {' or '.join(axes)} only, found {name}={value!r} on the mesh {mesh}; "
                 f"leave it out, or add such an axis"
             )
+    _check_experts(options, mesh)
     if options.gathers != DECLARED["gathers"].default and options.zero == 0:
         raise ValueError(
             f"gathers: says when parameters that ZeRO cuts are gathered, found gathers={options.gathers!r} with "
@@ -61,6 +62,25 @@ def check_used(options: Options, mesh: Mesh) -> None:
         if level:
             _check_level(name, axis, level, mesh)
             wiring.per_node(axis)
+
+
+def _check_experts(options: Options, mesh: Mesh) -> None:
+    axis = options.experts
+    if axis in EXPERT_AXES[1:] and axis not in mesh.sizes:
+        raise ValueError(
+            f"experts: expected an axis of the mesh {mesh} over which to cut experts, found experts={axis!r}; add that "
+            'axis, or an axis "ep" that is for experts alone'
+        )
+    if axis in EXPERT_AXES[1:] and mesh.size("ep") > 1:
+        raise ValueError(
+            f"experts: an axis 'ep' is for experts, found experts={axis!r} beside ep={mesh.size('ep')}; leave one of "
+            f"them out (what others call {axis} with ep inside of it is, without experts=, {axis}/ep times ep)"
+        )
+    if axis == "ep" and "ep" not in mesh.sizes and options.dispatch != DECLARED["dispatch"].default:
+        raise ValueError(
+            f"dispatch: counts with experts that are cut over an axis, found dispatch={options.dispatch!r} on the mesh "
+            f'{mesh} without an axis ep; leave it out, add such an axis, or say experts="dp" (or "cp", "tp", "auto")'
+        )
 
 
 def _check_level(name: str, axis: str, level: list[str], mesh: Mesh) -> None:

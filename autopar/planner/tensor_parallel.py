@@ -29,15 +29,18 @@ class TensorParallel:
     notes: list[tuple[str, str]] = field(default_factory=list)
 
 
-def plan_tensor_parallel(analysis: Analysis, names: dict[Node, str], fixed: dict[Node, Shard]) -> TensorParallel:
+def plan_tensor_parallel(
+    analysis: Analysis, names: dict[Node, str], fixed: dict[Node, Shard], by_expert: dict[Node, Shard]
+) -> TensorParallel:
     """Choose closures greedily, cheapest traffic per product first; each weight is cut along one dim only.
 
-    ``fixed``: the user's choices, whose closures come first. Raises ValueError where the heads of no attention divide.
+    ``fixed``: the user's choices, whose closures come first. ``by_expert``: weights of experts that the axis cuts so,
+    through their dispatch. Raises ValueError where the heads of no attention divide.
     """
     out = TensorParallel()
     candidates = _candidates(analysis, names, out)
     total = sum(p.meta["val"].numel() for p in analysis.parameters)
-    taken: dict[Node, Shard] = dict(fixed)
+    taken = fixed | by_expert
     for closure in sorted(candidates, key=_traffic_per_product):
         if any(p in taken and taken[p] != s for p, s in closure.parameters.items()):
             continue

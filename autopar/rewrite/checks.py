@@ -10,6 +10,7 @@ from torch.fx import GraphModule, Node
 
 from autopar.adapters.operators import mutates
 from autopar.ir.conversions import conversion_of, is_conversion, uncast
+from autopar.ir.expert_layers import axis_of_experts
 from autopar.ir.graph import describe, global_shape, has_gradient, outputs, placeholders, placement, shape_on, values
 from autopar.ir.meta import input_specs, names_of_parameters
 from autopar.ir.placement import INVARIANT, PARTIAL, REPLICATE, Invariant, Placement, Shard, check_shard, conversion
@@ -134,14 +135,14 @@ def _check_outputs(gm: GraphModule, axis: str) -> None:
 
 
 def check_planned_shards(gm: GraphModule, ctx: Compilation) -> None:
-    """Every weight that the plan cuts on tp or ep enters compute cut. What can't be is refused, never left whole."""
+    """Every weight that the plan cuts on tp, or by expert, enters compute cut; what cannot is refused, never whole."""
     assert ctx.plan is not None
-    names = names_of_parameters(gm)
+    names, axes = names_of_parameters(gm), {"tp", axis_of_experts(ctx.plan.experts)}
     for node in gm.graph.nodes:
         if is_conversion(node) and (source := uncast(node.args[0])).name in names:
             axis, src, dst = conversion_of(node)
             name = names[source.name]
-            if axis in ("tp", "ep") and isinstance(src, Shard) and ctx.plan.parameter(name, axis).used == src != dst:
+            if axis in axes and isinstance(src, Shard) and ctx.plan.parameter(name, axis).used == src != dst:
                 user = next(iter(node.users))
                 raise ValueError(
                     f"plan: {name} is planned as {src} on axis {axis!r}, but {describe(user)} needs it as {dst}; "

@@ -336,11 +336,12 @@ def conversion_of_other_axis(call: Call) -> Rule:
         outer = _repetitions(touched[i], max(a, b))
         major = call.factor(f"d{i}", outer)
         unit = _unit(call, i, a, (a // outer, b // outer))
+        piece = call.factor(f"piece{i}", min(a, b) // outer // unit)  # of a rank: all are cut alike
         minor = call.factor(f"unit{i}", unit)
-        inner_in, inner_out = call.factor(f"in{i}", a // outer // unit), call.factor(f"out{i}", b // outer // unit)
-        blocked |= {f: "another axis converts it" for f in (*inner_in, *inner_out)}
-        dims_in.append((*major, *inner_in, *minor))
-        dims_out.append((*major, *inner_out, *minor))
+        ranks_in, ranks_out = (call.factor(f"{way}{i}", n // min(a, b)) for way, n in (("in", a), ("out", b)))
+        blocked |= {f: "another axis converts it" for f in (*ranks_in, *ranks_out)}
+        dims_in.append((*major, *ranks_in, *piece, *minor))
+        dims_out.append((*major, *ranks_out, *piece, *minor))
     return call.rule([tuple(dims_in)], [tuple(dims_out)], blocked=blocked, linear=UNARY, keep_partial=True)
 
 
