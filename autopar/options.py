@@ -18,6 +18,7 @@ from autopar.precision import PRECISIONS, Precision, a_precision
 from autopar.schedule.request import SCHEDULES
 from autopar.values import a_text, byte_count, dims_by_name, number_or_lengths, one_of, texts, whole_number, yes_or_no
 
+CHIPS = ("A100", "H100", "H200", "B200", "L40S", "MI300X", "V100")  # `autopar.cost.hardware` knows their speeds
 DISPATCHES = (
     "gather",  # every token to every rank of ep
     "plain",  # a row per token and expert
@@ -92,6 +93,10 @@ def _lengths(text: str) -> int | tuple[int, ...]:
 def _dims(text: str) -> tuple[tuple[str, int | None], ...]:
     pairs = (pair.rpartition("=") for pair in text.split(","))
     return tuple((name.strip(), None if dim.strip().lower() == "none" else int(dim)) for name, _, dim in pairs)
+
+
+def _chip(name: str, value: Any) -> str:
+    return str(one_of(name, a_text(name, value).upper(), known=CHIPS))
 
 
 def _choice(*known: Any) -> ValueKind:
@@ -199,6 +204,9 @@ class Options:
     dispatch: str = _option(
         "auto", _choice("auto", *DISPATCHES), "how tokens get to experts on other ranks", "the fastest by estimate",
         axes=EXPERT_AXES,
+    )  # fmt: skip
+    device: str = _option(
+        "A100", ValueKind(_chip, shown="NAME"), "the chip that times are estimated for", names=CHIPS,
     )  # fmt: skip
     topology: str = _option(
         "",

@@ -153,6 +153,19 @@ def _all_tensors(batch: dict[str, Any]) -> bool:
     return all(isinstance(x, Tensor) for x in batch.values())
 
 
+def beyond_positions(path: str | Path, seq: int) -> str:
+    """A remark on a sequence that is longer than what the model was made for, "" if it is not."""
+    config = load_config(path)
+    limits = [(name, getattr(config, name, None)) for name in _POSITIONS]
+    name, limit = next(((name, n) for name, n in limits if isinstance(n, int) and n > 0), ("", seq))
+    if seq <= limit:
+        return ""
+    return (
+        f"sequence: {config.model_type} is made for {limit} positions ({name}), found a length of {seq}; the plan is "
+        "right, what the model learns there is another matter"
+    )
+
+
 def _check_positions(config: PreTrainedConfig, seq: int) -> None:
     """Learned positions end; rotary ones go on."""
     if getattr(config, "rope_parameters", None):

@@ -25,7 +25,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.operators import OpOverload
 from autopar.ir.conversions import uncast
-from autopar.ir.graph import arguments, insert_call, is_call, nbytes, output_node, shape
+from autopar.ir.graph import arguments, insert_call, is_call, nbytes, of_no_module, output_node, shape
 from autopar.options import Options
 from autopar.passes.bucket_gradients import ends_in_output, move_users_to_end
 from autopar.rewrite.compilation import Compilation
@@ -152,6 +152,7 @@ def _through(gm: GraphModule, before: Node, packed: Node, op: OpOverload, chain:
         like = _like(before, (rows * size if op is GATHER else rows // size, width))
         packed = insert_call(before, op, (packed, 0, [], axis, size), val=like, name="bucket")
         packed.meta["bucket"] = True
+        of_no_module(packed)
     return packed
 
 
@@ -170,11 +171,15 @@ def _packed(gm: GraphModule, before: Node, values: list[Node], rows: int) -> Nod
     """[rows, N]: all values side by side, each cut along its first dim into rows."""
     flat = [insert_call(before, aten.reshape.default, (v, [rows, -1]), like=v) for v in values]
     width = sum(f.meta["val"].shape[1] for f in flat)
-    return insert_call(before, aten.cat.default, (flat, 1), val=_like(before, (rows, width)), name="packed")
+    packed = insert_call(before, aten.cat.default, (flat, 1), val=_like(before, (rows, width)), name="packed")
+    of_no_module(packed)
+    return packed
 
 
 def _split(gm: GraphModule, before: Node, value: Node, sizes: list[int], op: OpOverload) -> Node:
-    return insert_call(before, op, (value, sizes, 1), like=value)
+    parts = insert_call(before, op, (value, sizes, 1))
+    of_no_module(parts)
+    return parts
 
 
 def _like(node: Node, size: tuple[int, ...]) -> torch.Tensor:

@@ -21,7 +21,7 @@ from typing import ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.ir.graph import insert_call, is_call, nbytes, output_node, shape
+from autopar.ir.graph import insert_call, is_call, nbytes, of_no_module, output_node, shape
 from autopar.ops.traits import PASSING
 from autopar.options import Options
 from autopar.rewrite.compilation import Compilation
@@ -116,6 +116,7 @@ def _join(gm: GraphModule, members: list[Node]) -> None:
     # copies: no gradient keeps the bucket alive, or is written to with another
     pieces = [v.clone() for v in val.split(sizes)]
     parts = insert_call(end, aten.split_with_sizes_copy.default, (total, sizes), like=last, val=pieces)
+    of_no_module(packed, total, parts)
     for i, m in enumerate(members):
         part = insert_call(end, operator.getitem, (parts, i), like=m)
         new = insert_call(end, aten.view.default, (part, list(shape(m))), like=m, val=m.meta["val"])

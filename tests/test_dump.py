@@ -20,7 +20,8 @@ from autopar.plan import ParameterPlan, Plan
 from autopar.report.dump import Dumper, dumper_for
 from autopar.report.graph_text import diff, format_graph, format_type
 from autopar.report.human_numbers import human_bytes
-from autopar.report.page import Level, Page, Section, render
+from autopar.report.page import Page, Section, render
+from autopar.report.page_levels import Level
 from autopar.rewrite.compilation import Compilation
 
 aten, ops = torch.ops.aten, torch.ops.autopar
@@ -143,10 +144,10 @@ def test_dumper_writes_every_level_and_the_report(tmp_path: Path) -> None:
 
     names = {p.name for p in tmp_path.iterdir()}
     assert names == {
-        *("00-capture.txt", "01-propagate.txt", "01-propagate.diff", "02-stage-0-F.txt"),
+        *("000-capture.txt", "001-propagate.txt", "001-propagate.diff", "002-stage-0-F.txt"),
         *("timings.txt", "plan.txt", "plan.json", "communication.txt", "report.html"),
     }
-    assert (tmp_path / "01-propagate.diff").read_text().splitlines()[-1].startswith("+return (convert_1,)")
+    assert (tmp_path / "001-propagate.diff").read_text().splitlines()[-1].startswith("+return (convert_1,)")
     assert Plan.from_json((tmp_path / "plan.json").read_text()) == small_plan()
     assert "500.0 ms  checks" in (tmp_path / "timings.txt").read_text()
     lines = (tmp_path / "communication.txt").read_text().splitlines()

@@ -33,7 +33,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     mask.add_argument("--full", action="store_true", help="all keys")
     add("--window", type=positive, default=0, metavar="N", help="only keys less than N tokens away")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of q, k, v (default: %(default)s)")
-    add("--device", choices=DEVICES, default=DEFAULT.name, help="what a rank computes with (default: %(default)s)")
+    add(
+        "--device",
+        type=str.upper,
+        choices=DEVICES,
+        default=DEFAULT.name,
+        help="what a rank computes with (default: %(default)s)",
+    )
     add("--topology", default="switch", metavar="KIND[:B/S[:S]]", help="ring, mesh or switch (default: %(default)s)")
     add("--bandwidth", type=float, metavar="B/S", help="bytes per second of a link (default: the device's)")
     add("--latency", type=float, metavar="S", help="seconds of a message (default: the device's)")

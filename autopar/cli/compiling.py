@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +15,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch.fx import GraphModule
 
 from autopar.compile.model import compile_model
+from autopar.cost.topology import Topologies
 from autopar.ir.mesh import Mesh
 from autopar.options import DECLARED, Options
 from autopar.rewrite.compilation import Compilation, Observer
@@ -29,9 +32,25 @@ def asked_options(args: argparse.Namespace) -> Options:
     return Options(**{name: getattr(args, name) for name in DECLARED})
 
 
+def options_for(args: argparse.Namespace, mesh: Mesh) -> Options:
+    """Of these what counts on a mesh, where one command is about several."""
+    options = asked_options(args)
+    idle = [n for n, o in DECLARED.items() if o.axes and not any(axis in mesh.sizes for axis in o.axes)]
+    links = Topologies.parse(options.topology).axes
+    mine = {name: links[name] for name in links if re.split("[%/]", name)[0] in (*mesh.sizes, "*", "host")}
+    kept = {name: DECLARED[name].default for name in idle} | {"topology": str(Topologies(mine))}
+    return dataclasses.replace(options, **kept)
+
+
 def compile_config(args: argparse.Namespace, observers: Sequence[Observer]) -> tuple[str, Compiled]:
     """(what was planned, the compiled model); losses are the only outputs, as in a training step."""
-    mesh, options = asked_mesh(args.mesh), asked_options(args)
+    return compile_on(asked_mesh(args.mesh), asked_options(args), args, observers)
+
+
+def compile_on(
+    mesh: Mesh, options: Options, args: argparse.Namespace, observers: Sequence[Observer]
+) -> tuple[str, Compiled]:
+    """The same on a mesh with options that may not be those of the arguments."""
     hf = configs()
     model = hf.build(hf.load_config(args.config), hf.dtype_named(args.dtype))
     rows = args.batch or mesh.data_size * options.micro_batches

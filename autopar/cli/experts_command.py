@@ -35,7 +35,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--groups", type=positive, default=1, metavar="N", help="groups of experts (default: %(default)s)")
     add("--limit", type=positive, metavar="N", help="groups that a token may use (default: all)")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of tokens (default: %(default)s)")
-    add("--device", choices=DEVICES, default=DEFAULT.name, help="whose links go between nodes (default: %(default)s)")
+    add(
+        "--device",
+        type=str.upper,
+        choices=DEVICES,
+        default=DEFAULT.name,
+        help="whose links go between nodes (default: %(default)s)",
+    )
     add("--inside", default="", metavar="KIND[:B/S[:S]]", help=f"links inside of a node (default: {_INSIDE})")
     add("--between", default="", metavar="KIND[:B/S[:S]]", help="links between nodes (default: the device's)")
 

@@ -1,4 +1,5 @@
-"""`autopar plan`: decide placements and pipeline stages; print them with memory and communication per rank."""
+"""`autopar plan`: decide placements and pipeline stages; print them with memory, communication and time of a step. Of
+several meshes, side by side."""
 
 from __future__ import annotations
 
@@ -6,42 +7,85 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from autopar.cli.command import Command
+from autopar.cli.command import Command, console_of_results
 from autopar.cli.shared_arguments import add_model
+
+if TYPE_CHECKING:
+    from autopar.ir.mesh import Mesh
 
 _WIDTH = 160  # of tables when stdout is no terminal
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model(parser, seq=2048, batch=None, dtype="bfloat16")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    add_model(parser, seq=2048, batch=None, dtype="bfloat16", several=True)
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of tables; of several a list"
+    )
     parser.add_argument("--dump", type=Path, metavar="DIR", help="write every graph and a report into this folder")
 
 
 def _run(args: argparse.Namespace) -> int:
-    from rich.console import Console
+    from autopar.cli.compiling import asked_mesh, asked_options
+    from autopar.report.summary import show_summary
 
-    from autopar.cli.compiling import compile_config, shown_progress
-    from autopar.report.dump import Dumper
-    from autopar.report.summary import show_summary, summarize
-
-    dumper = Dumper(args.dump, title=f"autopar plan: {args.config}") if args.dump else None
-    with shown_progress() as observer:
-        model, compiled = compile_config(args, [observer, dumper] if dumper else [observer])
-        summary = summarize(compiled, model)
-        if dumper:
-            dumper.add_compiled(compiled, summary=[("model", model)])
+    if len(args.mesh) > 1:
+        return _run_several(args, [asked_mesh(text) for text in args.mesh])
+    summary = _summary(args, asked_mesh(args.mesh[0]), asked_options(args), args.dump)
+    _remark(args)
     if args.json:
         print(json.dumps(summary, indent=1))
     else:
-        show_summary(summary, Console(width=None if sys.stdout.isatty() else _WIDTH))
+        show_summary(summary, console_of_results(_WIDTH))
     return 0
+
+
+def _summary(args: argparse.Namespace, mesh: Mesh, options: Any, folder: Path | None) -> dict[str, Any]:
+    from autopar.cli.compiling import compile_on, shown_progress
+    from autopar.report.dump import Dumper
+    from autopar.report.summary import summarize
+
+    dumper = Dumper(folder, title=f"autopar plan: {args.config} on {mesh}") if folder else None
+    with shown_progress() as observer:
+        model, compiled = compile_on(mesh, options, args, [observer, dumper] if dumper else [observer])
+        if dumper:
+            dumper.add_compiled(compiled, summary=[("model", model)])
+        return summarize(compiled, model)
+
+
+def _remark(args: argparse.Namespace) -> None:
+    """On what can be planned, and is perhaps not meant."""
+    from autopar.cli.compiling import configs
+
+    if remark := configs().beyond_positions(args.config, args.seq):
+        print(f"autopar: {remark}", file=sys.stderr)
+
+
+def _run_several(args: argparse.Namespace, meshes: list[Mesh]) -> int:
+    """A batch that all of them can cut; options count on the meshes that have their axes."""
+    from autopar.cli.compiling import options_for
+    from autopar.report.comparison import show_side_by_side
+
+    args.batch = args.batch or max(mesh.data_size for mesh in meshes) * args.micro_batches
+    found: list[dict[str, Any]] = []
+    for mesh in meshes:
+        folder = args.dump / str(mesh).replace(",", "-") if args.dump else None
+        try:
+            found.append(_summary(args, mesh, options_for(args, mesh), folder))
+        except ValueError as error:
+            found.append({"model": str(args.config), "mesh": mesh.sizes, "refused": " ".join(str(error).split())})
+    _remark(args)
+    if args.json:
+        print(json.dumps(found, indent=1))
+    else:
+        show_side_by_side(found, args.batch, args.seq, console_of_results(_WIDTH))
+    return 2 if all("refused" in row for row in found) else 0
 
 
 PLAN = Command(
     "plan",
-    "decide placements and pipeline stages; print them with memory and communication per rank",
+    "decide placements and pipeline stages; print them with memory, communication and time of a step",
     _add_arguments,
     _run,
 )

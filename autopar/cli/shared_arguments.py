@@ -15,16 +15,19 @@ _GROUPS: dict[tuple[str, ...], str] = {
 }
 
 
-def add_model(parser: argparse.ArgumentParser, seq: int, batch: int | None, dtype: str) -> None:
-    """The arguments that say what is planned. ``batch``: None for one example per dp rank and micro-batch."""
+def add_model(parser: argparse.ArgumentParser, seq: int, batch: int | None, dtype: str, several: bool = False) -> None:
+    """The arguments that say what is planned. ``batch``: None for one example per dp rank and micro-batch. ``several``:
+    the mesh may be given more than once, and is a list."""
     default = "%(default)s" if batch else "dp x micro-batches"
     add = parser.add_argument
     add("--config", required=True, metavar="CONFIG.json", help="a transformers config.json, or its folder")
     add(
         "--mesh",
         required=True,
+        action="append" if several else "store",
         metavar="dp=2,tp=4",
-        help="axes (rp, dp, cp, ep, tp, pp) and their sizes; any size works",
+        help="axes (rp, dp, cp, ep, tp, pp) and their sizes; any size works"
+        + ("; given several times, they are compared" if several else ""),
     )
     add("--seq", type=positive, default=seq, help="tokens per example (default: %(default)s)")
     add(

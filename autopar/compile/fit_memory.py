@@ -23,9 +23,8 @@ from autopar.checkpoint_policies import AUTO, CHECKPOINTS, NOTHING, LayerCheckpo
 from autopar.compile.parts import PipelineMaker
 from autopar.compile.recompute_facts import ChosenValues, JointFacts, chosen_by, layers_of
 from autopar.compile.recompute_ways import Known, cost_of, find_ways
-from autopar.cost.hardware import DEFAULT
+from autopar.cost.hardware import device_of, links_of
 from autopar.cost.memory import Memory, memories
-from autopar.cost.topology import Topologies
 from autopar.cost.traffic import Links
 from autopar.plan import Plan
 from autopar.planner.recompute_layers import LayerWay
@@ -106,9 +105,9 @@ class _Fitting:
     def __init__(self, maker: PipelineMaker, finished: Callable[[Plan, Pipeline], Compiled]) -> None:
         self.maker, self.finished, self.first = maker, finished, maker.first_like()
         plan, self.splits = maker.plan, False  # whether backwards come in two
-        topologies = Topologies.parse(plan.options.topology, DEFAULT.links)
+        topologies, self.device = links_of(plan.options), device_of(plan.options)
         self.links = Links(plan.mesh, topologies)
-        self.host = topologies.axes.get("host", DEFAULT.host)
+        self.host = topologies.axes.get("host", self.device.host)
 
     @property
     def host_limit(self) -> int:
@@ -123,7 +122,7 @@ class _Fitting:
             derived = self.maker.derived(k)
             first = derived.first if self.splits else None
             units = layers_of(derived.calls, asked=self.maker.plan.options.checkpoints == "model")
-            found[k] = JointFacts(derived.joint, units, self.links, first, self.host, self.host_limit > 0)
+            found[k] = JointFacts(derived.joint, units, self.links, first, self.device, self.host, self.host_limit > 0)
         return [found[k] for k in self.first]
 
     @cached_property

@@ -19,7 +19,7 @@ from torch.fx import Node
 from autopar.checkpoint_policies import HOST, ForwardValue, Policy
 from autopar.cost.attention_traffic import is_context_attention
 from autopar.cost.flops import node_seconds
-from autopar.cost.hardware import DEFAULT
+from autopar.cost.hardware import DEFAULT, Device
 from autopar.cost.topology import Topology
 from autopar.cost.traffic import Links
 from autopar.ir.graph import is_call, layer_of, module_path
@@ -82,13 +82,14 @@ class JointFacts:
         units: Sequence[Sequence[Node]],
         links: Links,
         first: Collection[Node] | None = None,
+        device: Device = DEFAULT,
         host: Topology = DEFAULT.host,
         offloads: bool = False,
     ) -> None:
         """``units``: the calls of the graph that the joint one was made of, which its nodes name by number, layer by
         layer. ``first``: what B runs of the backward, where W runs the rest. ``host``: the link to host memory;
         ``offloads``: values may wait there."""
-        self.joint, self.links, self.host, self.offloads = joint, links, host, offloads
+        self.joint, self.links, self.device, self.host, self.offloads = joint, links, device, host, offloads
         self.late = set[Node]() if first is None else {n for n in joint.dependent if n not in first}
         sums = {n for n in joint.order if n in joint.dependent or is_call(n, *SUMS)}  # others may be kept beside
         self.behind = storages(joint.gm, in_place=sums)
@@ -100,7 +101,7 @@ class JointFacts:
         self._find_taken()
         self._find_uses()
         self._find_through()
-        self.seconds = {n: node_seconds(n, links=links) for layer in self.layers for n in layer.forward}
+        self.seconds = {n: node_seconds(n, device, links) for layer in self.layers for n in layer.forward}
 
     def _layers(self, units: Sequence[Sequence[Node]]) -> list[LayerFacts]:
         """In the order of the forward."""
@@ -121,7 +122,7 @@ class JointFacts:
         if i not in self._hidden:
             after = self.layers[i] if i < len(self.layers) else LayerFacts("")
             made = (self.seconds[n] for n in after.forward if n in self.joint.made)
-            back = (node_seconds(n, links=self.links) for n in after.backward)
+            back = (node_seconds(n, self.device, self.links) for n in after.backward)
             self._hidden[i] = math.fsum(made), math.fsum(back)
         return self._hidden[i]
 
@@ -134,7 +135,7 @@ class JointFacts:
 
     def copy_seconds(self, layer: LayerFacts, sizes: Sequence[int]) -> float:
         """What copies cost: what the device waits for, and the share of its memory's bandwidth that they take."""
-        return self.exposed(layer, sizes) + 2 * sum(sizes) / DEFAULT.memory if sizes else 0.0
+        return self.exposed(layer, sizes) + 2 * sum(sizes) / self.device.memory if sizes else 0.0
 
     # --- what layers share ---------------------------------------------------------------------------------
 

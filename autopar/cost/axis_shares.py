@@ -38,6 +38,11 @@ def axis_shares(gm: GraphModule, plan: Plan) -> tuple[AxisShare, ...]:
     return tuple(_share(axis, gm, plan, calls) for axis, size in plan.mesh.axes if size > 1)
 
 
+def forward_flops(gm: GraphModule, plan: Plan) -> float:
+    """Of a whole forward, on the whole batch: of a graph with types."""
+    return _TypedCalls(gm, plan).total
+
+
 def _share(axis: str, gm: GraphModule, plan: Plan, calls: _TypedCalls | None) -> AxisShare:
     sizes = {name: _nbytes(node) for node, name in _parameters(gm)}
     whole = [(name, sizes[name], why) for name, why in _whole_parameters(plan, axis, sizes)]

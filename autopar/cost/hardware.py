@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from autopar.cost.topology import Topology
+from autopar.cost.topology import Topologies, Topology
 
 if TYPE_CHECKING:
     import torch
+
+    from autopar.options import Options
 
 
 @dataclass(frozen=True)
@@ -56,3 +58,13 @@ L40S = Device("L40S", 362e12, 0.864e12, (("float32", 91.6e12), ("float64", 1.4e1
 MI300X = Device("MI300X", 1307e12, 5.3e12, (("float32", 163e12), ("float64", 163e12)), links=_FAST, host=_FAST)
 DEFAULT = A100
 DEVICES = {device.name: device for device in (A100, H100, H200, B200, L40S, MI300X, V100)}
+
+
+def device_of(options: Options) -> Device:
+    """The chip that times are estimated for."""
+    return DEVICES[options.device]
+
+
+def links_of(options: Options) -> Topologies:
+    """The links that the options name; of axes that they do not name those of the device."""
+    return Topologies.parse(options.topology, device_of(options).links)

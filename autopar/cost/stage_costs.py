@@ -9,8 +9,7 @@ from functools import cache
 from torch.fx import GraphModule
 
 from autopar.cost.flops import seconds_of
-from autopar.cost.hardware import DEFAULT, Device
-from autopar.cost.topology import Topologies
+from autopar.cost.hardware import device_of, links_of
 from autopar.cost.traffic import Links
 from autopar.ir.graph import nbytes, placeholders
 from autopar.ir.storages import storage_bytes
@@ -21,14 +20,14 @@ from autopar.steps.graphs import Stage, StepGraph
 from autopar.steps.value_names import is_a
 
 
-def stage_costs(parts: Sequence[Stage], hops: Sequence[Hop], plan: Plan, device: Device = DEFAULT) -> Costs:
+def stage_costs(parts: Sequence[Stage], hops: Sequence[Hop], plan: Plan) -> Costs:
     """Seconds and bytes of every part's actions, estimated from its step graphs.
 
     Gathers, reductions and values between parts take the time of their transfers, over the links that the plan's
     options name, or the device's. Transfers inside of F, B and W count over links that are named: others, those of tp
     as a rule, are many times faster than the device's between machines.
     """
-    wiring = Topologies.parse(plan.options.topology, device.links)
+    device, wiring = device_of(plan.options), links_of(plan.options)
     between = Links(plan.mesh, wiring)
     inside = Links(plan.mesh, wiring, given=True) if wiring.axes else None
 

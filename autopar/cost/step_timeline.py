@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from autopar.cost.hardware import DEFAULT
+from autopar.cost.hardware import links_of
 from autopar.cost.stage_costs import kept, stage_costs
-from autopar.cost.topology import Topologies, Topology
+from autopar.cost.topology import Topology
 from autopar.schedule.request import Costs
 from autopar.schedule.simulate import Timeline, simulate
 from autopar.steps.graphs import Compiled, Pipeline
@@ -18,9 +18,14 @@ def step_timeline(compiled: Compiled, unit: float = 1.0) -> Timeline:
     """The step of a compiled model, as its ranks run it, on times estimated from its graphs, in units of ``unit``
     seconds; memory in bytes."""
     pipeline = compiled.pipeline
-    costs = stage_costs(pipeline.parts, pipeline.hops, compiled.plan)
+    return timeline_of(compiled, stage_costs(pipeline.parts, pipeline.hops, compiled.plan), unit)
+
+
+def timeline_of(compiled: Compiled, costs: Costs, unit: float = 1.0) -> Timeline:
+    """The same on other times."""
+    pipeline = compiled.pipeline
     if pipeline.order.slices > 1 and not costs.tokens:
-        costs = _of_slices(costs, pipeline, Topologies.parse(compiled.plan.options.topology, DEFAULT.links).of("pp"))
+        costs = _of_slices(costs, pipeline, links_of(compiled.plan.options).of("pp"))
     return simulate(lowered_order(pipeline), in_units(costs, unit))
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch.fx import GraphModule
 
-from autopar.cost.hardware import DEFAULT
-from autopar.cost.topology import Topologies
+from autopar.cost.hardware import links_of
 from autopar.cost.traffic import Volume, collective_bytes, communication, total_volume
 from autopar.ops import collectives as collectives  # registers the raw collectives
 from autopar.plan import Plan
@@ -47,7 +46,7 @@ def step_communication(compiled: Compiled, rank: int | None = None) -> dict[tupl
 def transfer_seconds(plan: Plan, axis: str, kind: str, volume: Volume) -> float:
     """What a step's transfers over an axis take one after another, over the links that the options name, or else the
     device's; how many of them hide behind computing is not counted."""
-    wires = Topologies.parse(plan.options.topology, DEFAULT.links).of(axis)
+    wires = links_of(plan.options).of(axis)
     return wires.seconds(kind, volume.bytes, plan.mesh.size(axis), volume.calls) if volume.bytes else 0.0
 
 

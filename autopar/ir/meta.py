@@ -70,7 +70,7 @@ GRAPHS = {
 }
 
 ORIGIN = ("nn_module_stack", "stack_trace", "asked", "chunk")
-TRACE = ("stack_trace",)
+TRACE = ("nn_module_stack", "stack_trace")
 TYPES = ("placements", "global_shape")
 
 

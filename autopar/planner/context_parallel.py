@@ -17,8 +17,8 @@ from torch.fx import GraphModule, Node
 from autopar.attention.algorithm_table import ALGORITHMS
 from autopar.attention.layouts import LAYOUTS
 from autopar.attention.problem import Mask, Problem
-from autopar.cost.hardware import DEFAULT
-from autopar.cost.topology import Topologies, Topology
+from autopar.cost.hardware import device_of, links_of
+from autopar.cost.topology import Topology
 from autopar.ir.graph import arguments, describe, global_shape, has_gradient, is_call
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Shard
@@ -147,13 +147,13 @@ def _layout(problems: list[Problem], options: Options) -> tuple[str, str]:
     if layout == "auto" and options.attention != "auto":
         own = ALGORITHMS[options.attention.partition("+")[0]].layouts
         layout = own[0] if len(own) == 1 else layout
-    return choose_layout(problems, options.attention, layout, _topology(options))
+    return choose_layout(problems, options.attention, layout, _topology(options), device_of(options))
 
 
 def _chosen(problem: Problem, options: Options, what: str) -> AttentionPlan:
     """The algorithms of one attention."""
     try:
-        found = choose_algorithms(problem, options.attention, _topology(options))
+        found = choose_algorithms(problem, options.attention, _topology(options), device_of(options))
     except ValueError as error:
         raise ValueError(f"{error} (at {what})") from None
     blocks = problem.query_blocks, problem.key_blocks
@@ -161,4 +161,4 @@ def _chosen(problem: Problem, options: Options, what: str) -> AttentionPlan:
 
 
 def _topology(options: Options) -> Topology:
-    return Topologies.parse(options.topology, DEFAULT.links).of(AXIS)
+    return links_of(options).of(AXIS)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from torch.fx import GraphModule, Node
 
 from autopar.cost.expert_traffic import Routing, dispatch_costs
-from autopar.cost.hardware import DEFAULT
+from autopar.cost.hardware import links_of
 from autopar.cost.topology import Topologies
 from autopar.ir.expert_layers import dispatches, expert_weights
 from autopar.ir.graph import arguments, global_shape
@@ -63,7 +63,7 @@ def _tokens(dispatch: Node, mesh: Mesh, options: Options) -> float:
 def exchange_costs(dispatch: Node, mesh: Mesh, options: Options, axis: str) -> dict[str, float]:
     """Seconds of a layer and step, by way to bring tokens to experts, where ranks of the axis have other tokens."""
     x, (routing, own) = arguments(dispatch)["x"], routing_of(dispatch, mesh, options, axis)
-    wiring = Topologies.parse(options.topology, DEFAULT.links)
+    wiring = links_of(options)
     wires = wiring.of(f"{axis}%{routing.per_node}"), wiring.of(f"{axis}/{routing.per_node}")
     costs = dispatch_costs(routing, own, global_shape(x)[1], x.meta["val"].dtype.itemsize, *wires)
     several = 1 < routing.per_node < routing.ranks
@@ -76,7 +76,7 @@ def _divides(dispatch: Node, ranks: int) -> bool:
 
 def _seconds(dispatch: Node, mesh: Mesh, options: Options, axis: str) -> float:
     """Of a layer's exchanges in a step: of tokens, of pending sums over tp, and of the weights' gradients."""
-    wiring, x = Topologies.parse(options.topology, DEFAULT.links), arguments(dispatch)["x"]
+    wiring, x = links_of(options), arguments(dispatch)["x"]
     tokens = _tokens(dispatch, mesh, options) * options.micro_batches
     rows = tokens * global_shape(x)[1] * x.meta["val"].dtype.itemsize
     found = 0.0

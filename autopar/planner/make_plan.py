@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from torch.fx import GraphModule, Node
 
 from autopar.cost.axis_shares import axis_shares
+from autopar.cost.hardware import device_of
 from autopar.cost.topology import Topologies
 from autopar.ir.batch import BatchDims
 from autopar.ir.expert_layers import axis_of_experts
@@ -138,7 +139,9 @@ def _with_pipeline(plan: Plan, gm: GraphModule, options: Options, fixed: Plan | 
 
         def best() -> tuple[tuple[int, ...], str]:
             links = Topologies.parse(options.topology).given("pp")
-            return best_lengths(main_parts(gm, pipeline.cuts), total, options.micro_batches, unit, links)
+            return best_lengths(
+                main_parts(gm, pipeline.cuts), total, options.micro_batches, unit, links, device_of(options)
+            )
 
         lengths, reason = slice_lengths(options.slices, total, unit, best)
         pipeline = dataclasses.replace(pipeline, slices=lengths)

@@ -20,7 +20,7 @@ from autopar.options import Options
 from autopar.planner.tera_pipe_slices import best_slices
 
 # A kernel takes microseconds to start, however short its slice is: this is what keeps slices from becoming tiny.
-DEVICE = dataclasses.replace(DEFAULT, launch=3e-6)
+LAUNCH = 3e-6
 BACKWARD = 2.0  # backward time relative to forward
 ATTENTION = torch.ops.autopar.attention.default
 GRID = 8  # tokens; slices begin at multiples of it where the sequence is long enough
@@ -87,7 +87,7 @@ def best_lengths(
     micro_batches: int,
     unit: int = 1,
     links: Topology | None = None,
-    device: Device = DEVICE,
+    device: Device = DEFAULT,
 ) -> tuple[tuple[int, ...], str]:
     """The dynamic program (TeraPipe, Eq. 6 to 8) on the estimated times of the slowest part.
 
@@ -95,7 +95,8 @@ def best_lengths(
     user names them.
     """
     grid = max(GRID, unit) if total >= 8 * GRID else unit
-    times = [SliceEstimate(nodes, total, micro_batches, links, device) for nodes in parts]
+    launching = dataclasses.replace(device, launch=LAUNCH)
+    times = [SliceEstimate(nodes, total, micro_batches, links, launching) for nodes in parts]
     slowest = max(times, key=lambda t: float(t(1, np.array([total]), np.array([0]))[0]))
     found = best_slices(total, len(parts), slowest, micro_batches, 1, grid)
     lengths = found.groups[0][1]

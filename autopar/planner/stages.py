@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 
 from autopar.checkpoint_policies import AUTO
 from autopar.cost.flops import node_seconds
+from autopar.cost.hardware import device_of
 from autopar.cost.memory import static_bytes
 from autopar.cost.topology import Topologies
 from autopar.ir.conversions import is_conversion
@@ -69,7 +70,8 @@ class _Planner:
         self.specs = {s.name: s for s in specs}
         self.names = names_of_parameters(gm)
         self.main = [n for n in self.flow.main if not is_conversion(n)]
-        self.seconds = functools.cache(node_seconds)  # of a node: it is asked for each number of parts
+        # Of a node: it is asked for each number of parts.
+        self.seconds = functools.cache(functools.partial(node_seconds, device=device_of(options)))
 
     def schedule(self) -> tuple[str, list[tuple[str, str]]]:
         """The user's schedule, or the fastest by simulation."""

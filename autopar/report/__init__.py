@@ -1,7 +1,9 @@
 """Everything that prints, draws, dumps or shows progress.
 
-graph_text, summary, tables, human_numbers, layer_names      text for terminals and files
-page, attention_section, pipeline_section, pipeline_summary  the HTML report and its sections
+graph_text, summary, comparison, tables, human_numbers      text for terminals and files
+page, page_levels, folded_text                               the HTML report, and graphs on it
+model_pages, model_section, model_tree, cut_words, layer_picture   what it says of the model, first
+attention_section, pipeline_section, pipeline_summary        its further sections
 svg, schedule_picture, schedule_grid, attention_picture      pictures
 schedule_summary, chrome_trace                               what a schedule comes to, and its trace
 dump, pipeline_dump, progress                                who writes them while a model is compiled

@@ -24,8 +24,8 @@ from autopar.attention.program import WHOLE, trace
 from autopar.cost.attention_costs import PASSES, AttentionCost, estimate, pass_timeline
 from autopar.cost.attention_timeline import AttentionTimeline, play
 from autopar.cost.attention_traffic import is_context_attention, problem_of_node
-from autopar.cost.hardware import DEFAULT
-from autopar.cost.topology import Topologies, Topology
+from autopar.cost.hardware import Device, device_of, links_of
+from autopar.cost.topology import Topology
 from autopar.ir.graph import has_gradient, module_path
 from autopar.ir.layer_names import compressed, without_indices
 from autopar.plan import AttentionPlan
@@ -49,6 +49,7 @@ class Attention:
     plan: AttentionPlan
     passes: tuple[str, ...]
     topology: Topology
+    device: Device
 
     @cached_property
     def chosen(self) -> list[AttentionCost]:
@@ -61,7 +62,7 @@ class Attention:
         return [self._estimate(name, way) for name, way, _ in self.plan.candidates if way in self.passes]
 
     def _estimate(self, algorithm: str, way: str) -> AttentionCost:
-        return estimate(ALGORITHMS[algorithm], self.problem, way, self.topology)
+        return estimate(ALGORITHMS[algorithm], self.problem, way, self.topology, self.device)
 
     @property
     def modules(self) -> str:
@@ -100,9 +101,9 @@ def attentions_of(compiled: Compiled) -> list[Attention]:
         if is_context_attention(node):
             same = problem_of_node(node), plan.attention[node.name], compiled.train and has_gradient(node)
             found.setdefault(same, []).append(module_path(node) or node.name)
-    topology = Topologies.parse(plan.options.topology, DEFAULT.links).of(AXIS)
+    topology, device = links_of(plan.options).of(AXIS), device_of(plan.options)
     return [
-        Attention(tuple(where), problem, how, PASSES if trained else PASSES[:1], topology)
+        Attention(tuple(where), problem, how, PASSES if trained else PASSES[:1], topology, device)
         for (problem, how, trained), where in found.items()
     ]
 
@@ -172,8 +173,8 @@ def attention_sections(compiled: Compiled) -> list[Section]:
     if not found:
         return []
     notes = [
-        f"Links: {found[0].topology}. Times are estimated for {DEFAULT.name}; bytes are those of one call, of the rank "
-        "that sends most by each way.",
+        f"Links: {found[0].topology}. Times are estimated for {found[0].device.name}; bytes are those of one call, of "
+        "the rank that sends most by each way.",
         *(f"{s.node}: {s.reason}" for s in compiled.plan.streams if s.axis == AXIS),
     ]
     body = "".join(map(_muted, notes)) + _overview(found)
@@ -217,6 +218,6 @@ def _timeline(a: Attention, way: str) -> AttentionTimeline:
     with the square."""
     algorithm = ALGORITHMS[getattr(a.plan, way)]
     if a.problem.size <= WHOLE:
-        return pass_timeline(algorithm, a.problem, way, a.topology)
+        return pass_timeline(algorithm, a.problem, way, a.topology, a.device)
     programs = [trace(algorithm, a.problem, way == "backward", rank) for rank in range(MOST_RANKS)]
-    return play(a.problem, way == "backward", programs, a.topology, DEFAULT)
+    return play(a.problem, way == "backward", programs, a.topology, a.device)

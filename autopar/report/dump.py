@@ -28,7 +28,9 @@ from autopar.plan import Plan
 from autopar.report.attention_section import attention_sections
 from autopar.report.graph_text import diff, format_graph
 from autopar.report.human_numbers import human_bytes
-from autopar.report.page import Level, Page, Section, render
+from autopar.report.model_pages import model_sections
+from autopar.report.page import Page, Section, render
+from autopar.report.page_levels import Level
 from autopar.report.pipeline_dump import Recorded, dump_pipeline
 from autopar.rewrite.compilation import Compilation
 from autopar.rules.derived_calls import as_file, recorded_calls
@@ -98,6 +100,8 @@ class Dumper:
     folder: Path
     title: str = "autopar"
     sections: list[Section] = field(default_factory=list)
+    model: list[Section] = field(default_factory=list, init=False)
+    facts: list[tuple[str, str]] = field(default_factory=list, init=False)
     levels: list[Level] = field(default_factory=list, init=False)
     _volumes: dict[str, dict[tuple[str, str], Volume]] = field(default_factory=dict, init=False)
     _steps: list[str] = field(default_factory=list, init=False)
@@ -143,10 +147,11 @@ class Dumper:
             return
         text = format_graph(gm, mesh)
         before = self.levels[-1].text if self.levels and not (step or anew) else ""
-        level = Level(name, text, diff(before, text) if before else "", seconds, len(gm.graph.nodes))
-        stem = f"{len(self.levels):02d}-{_file_name(name)}"
+        stem = f"{len(self.levels):03d}-{_file_name(name)}"
+        changes = diff(before, text) if before else ""
+        level = Level(name, text, changes, seconds, len(gm.graph.nodes), f"{stem}.txt", before == text)
         self._write(f"{stem}.txt", text)
-        if before:
+        if level.diff:
             self._write(f"{stem}.diff", level.diff)
         self.levels.append(level)
         self._volumes[name] = communication(gm, mesh)
@@ -165,6 +170,12 @@ class Dumper:
         ranks = range(compiled.plan.mesh.size("pp"))
         self._ranks = {f"a step, pp {rank}": step_communication(compiled, rank) for rank in ranks}
 
+    def add_model(self, compiled: Compiled) -> None:
+        """What the report begins with: the modules, a layer, memory, how long a step takes."""
+        if self.enabled:
+            found = model_sections(compiled)
+            self.model, self.facts = found.sections, found.facts
+
     def add_attention(self, compiled: Compiled) -> None:
         """A section of the report on attention over the axis cp: what runs, what else there was, and the timelines.
         Nothing for a model whose sequences are whole."""
@@ -175,6 +186,7 @@ class Dumper:
         self, compiled: Compiled, recorded: Sequence[Recorded] = (), summary: Iterable[tuple[str, str]] = ()
     ) -> None:
         """All that there is to say of a compiled model, and `finish`."""
+        self.add_model(compiled)
         self.add_attention(compiled)
         self.add_pipeline(compiled, recorded)
         ctx = Compilation(compiled.plan.mesh, compiled.plan, timings=compiled.timings)
@@ -198,7 +210,8 @@ class Dumper:
         self._write("communication.txt", communication_text(rows))
         report = Page(
             title=self.title,
-            summary=[*summary, *_summary(ctx, list(parameters)), *self._traffic()],
+            summary=[*summary, *_summary(ctx, list(parameters)), *self.facts, *self._traffic()],
+            model=self.model,
             plan=plan_rows(ctx.plan) if ctx.plan else [],
             timings=list(ctx.timings.items()),
             levels=self.levels,

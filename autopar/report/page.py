@@ -12,18 +12,9 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from autopar.report.page_levels import Level, graph_levels
+
 Row = Sequence[str]
-
-
-@dataclass(frozen=True)
-class Level:
-    """One graph: its text, the diff to the graph before, and how long the pass that made it took (0: unknown)."""
-
-    name: str
-    text: str
-    diff: str = ""
-    seconds: float = 0.0
-    nodes: int = 0
 
 
 @dataclass(frozen=True)
@@ -37,10 +28,12 @@ class Section:
 @dataclass
 class Page:
     """Everything on the page. Rows are texts and are escaped; ``summary`` holds (what, value) pairs, ``plan``
-    (decision, placement, reason), ``communication`` (graph, axis, kind, calls, bytes), ``timings`` (name, seconds)."""
+    (decision, placement, reason), ``communication`` (graph, axis, kind, calls, bytes), ``timings`` (name, seconds).
+    ``model``: sections that come first, before the plan."""
 
     title: str = "autopar"
     summary: list[tuple[str, str]] = field(default_factory=list)
+    model: list[Section] = field(default_factory=list)
     plan: list[tuple[str, str, str]] = field(default_factory=list)
     timings: list[tuple[str, float]] = field(default_factory=list)
     levels: list[Level] = field(default_factory=list)
@@ -52,13 +45,12 @@ def render(report: Page) -> str:
     """The page as one HTML text."""
     parts = [
         Section("Summary", facts(report.summary)) if report.summary else None,
+        *report.model,
         Section("Plan", _plan(report.plan)) if report.plan else None,
         *report.sections,
         Section("Communication", _communication(report.communication)),
         Section("Passes", _timings(report.timings)) if report.timings else None,
-        Section("Graphs", "\n".join(_level(i, level) for i, level in enumerate(report.levels)))
-        if report.levels
-        else None,
+        Section("Graphs", graph_levels(report.levels)) if report.levels else None,
     ]
     shown = [part for part in parts if part]
     links = "".join(f'<a href="#{_anchor(s.title)}">{html.escape(s.title)}</a>' for s in shown)
@@ -117,44 +109,3 @@ def _timings(rows: Sequence[tuple[str, float]]) -> str:
 def _bar(name: str, seconds: float, percent: float) -> str:
     fill = f"<i><b style='width:{max(percent, 0.3):.1f}%'></b></i>"
     return f"<div class=bar><span>{html.escape(name)}</span>{fill}<span class=num>{seconds * 1e3:,.1f} ms</span></div>"
-
-
-def _level(number: int, level: Level) -> str:
-    changed = [line for line in level.diff.splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---")]
-    added = sum(line.startswith("+") for line in changed)
-    facts = [f"{level.nodes} nodes"] if level.nodes else []
-    facts += [f"<ins>+{added}</ins> <del>−{len(changed) - added}</del>"] if changed else []
-    facts += [f"{level.seconds * 1e3:,.1f} ms"] if level.seconds else []
-    tabs = f"<details class=inner><summary>graph</summary><pre>{_graph_lines(level.text)}</pre></details>"
-    if level.diff:
-        tabs = f"<details class=inner open><summary>diff</summary><pre>{_diff_lines(level.diff)}</pre></details>" + tabs
-    return (
-        f'<details class=level id="level-{number}"><summary><b>{number:02d}</b> {html.escape(level.name)}'
-        f"<span class=muted>{' · '.join(facts)}</span></summary>{tabs}</details>"
-    )
-
-
-def _diff_lines(text: str) -> str:
-    kinds = {"+": "ins", "-": "del", "@": "em"}
-    out = []
-    for line in text.splitlines():
-        if line.startswith(("--- ", "+++ ")):
-            continue
-        tag = kinds.get(line[:1], "")
-        out.append(f"<{tag}>{html.escape(line)}</{tag}>" if tag else html.escape(line))
-    return "\n".join(out)
-
-
-def _graph_lines(text: str) -> str:
-    return "\n".join(_graph_line(line) for line in text.splitlines())
-
-
-def _graph_line(line: str) -> str:
-    """The name before the colon is bold, the comment is muted."""
-    code, mark, note = line.partition("  # ")
-    name, colon, rest = code.partition(": ")
-    if colon and re.fullmatch(r"\w+", name):
-        code = f"<b>{html.escape(name)}</b>: {html.escape(rest)}"
-    else:
-        code = html.escape(code)
-    return f"{code}<i>{html.escape(mark + note)}</i>" if mark else code

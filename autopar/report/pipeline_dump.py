@@ -13,7 +13,6 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from autopar.cost.hardware import DEFAULT
 from autopar.cost.memory import memories
 from autopar.cost.step_timeline import step_timeline
 from autopar.cost.step_traffic import step_communication
@@ -92,7 +91,8 @@ def _neighbours(events: Sequence[Event]) -> list[tuple[Event, Event]]:
 
 
 def _section(compiled: Compiled, timeline: Timeline, measured: Sequence[Event] | None) -> Section:
-    times = "simulated with the median times of the measured step" if measured else f"estimated for {DEFAULT.name}"
+    estimated = f"estimated for {compiled.plan.options.device}"
+    times = "simulated with the median times of the measured step" if measured else estimated
     notes = [f"Times are {times}; peak memory of activations in MiB."]
     notes += [reason for subject, reason in compiled.plan.notes if subject == "pipeline"]
     section = pipeline_section(in_mebibytes(timeline), measured, notes, "ms")

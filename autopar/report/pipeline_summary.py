@@ -8,7 +8,6 @@ from typing import Any
 
 from rich.table import Table
 
-from autopar.cost.hardware import DEFAULT
 from autopar.cost.step_timeline import step_timeline
 from autopar.cost.traffic import Volume
 from autopar.ir.layer_names import modules_of
@@ -26,7 +25,7 @@ def pipeline_summary(
 ) -> dict[str, Any]:
     """Plain JSON values. memories, volumes: of a rank for every coordinate on pp.
 
-    Times are seconds on a device as in `autopar.cost.hardware.DEFAULT`; ``time`` of a part is its share of all compute.
+    Times are seconds on the device that the options name; ``time`` of a part is its share of all compute.
     """
     pipeline, plan = compiled.pipeline, compiled.plan.pipeline
     assert plan is not None
@@ -36,6 +35,7 @@ def pipeline_summary(
     peaks = [memory["peak"] for memory in memories]
     return {
         "schedule": plan.schedule,
+        "device": compiled.plan.options.device,
         "why": [reason for subject, reason in compiled.plan.notes if subject == "pipeline"],
         "chunks": plan.chunks,
         "slices": list(plan.slices),
@@ -102,7 +102,7 @@ def _facts(summary: Mapping[str, Any]) -> Table:
     table.add_row("micro-batches", str(summary["micro_batches"]))
     if summary["slices"]:
         table.add_row("token slices", ", ".join(map(str, summary["slices"])))
-    table.add_row(f"step, simulated for {DEFAULT.name}", human_seconds(summary["step"]))
+    table.add_row(f"step, simulated for {summary['device']}", human_seconds(summary["step"]))
     table.add_row("bubble", f"{summary['bubble']:.1%}")
     return table
 

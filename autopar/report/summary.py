@@ -18,6 +18,7 @@ from rich.table import Table
 
 from autopar.checkpoint_policies import LayerCheckpoint
 from autopar.cost.memory import Memory, memories
+from autopar.cost.step_estimate import step_estimate
 from autopar.cost.step_traffic import graph_runs, step_communication, transfer_seconds
 from autopar.cost.traffic import Volume
 from autopar.ir.layer_names import compressed, without_indices, without_numbers
@@ -50,6 +51,14 @@ MEMORY_NOTES = {
     "host": "in host memory: activations",
     "states": "in host memory: states of the optimizer; on the device are those of three buckets in a row",
 }
+STEP_NAMES = {"seconds": "a step", "utilization": "MFU"}
+STEP_NOTES = {
+    "seconds": "without that of the optimizer, and without time in which the host is late",
+    "computing": "of the rank that computes longest; products reach half of the chip's peak",
+    "moving": "transfers within its graphs, one after another",
+    "exposed": "of these, what computing waits for",
+    "utilization": "FLOPs of the model, nothing made again counted, of what all chips could do at their peak",
+}
 
 
 def summarize(compiled: Compiled, model: str = "") -> dict[str, Any]:
@@ -74,6 +83,7 @@ def summarize(compiled: Compiled, model: str = "") -> dict[str, Any]:
         "shares": [dataclasses.asdict(share) for share in plan.shares],
         "checkpoints": checkpoint_rows(plan),
         "notes": note_rows(plan),
+        "step": dataclasses.asdict(step_estimate(compiled)),
         "memory": memory_row(fullest),
         "communication": [
             {
@@ -193,6 +203,7 @@ def show_summary(summary: dict[str, Any], console: Console) -> None:
         *more,
         _memory(summary),
         _communication(summary),
+        _step(summary),
     ):
         if table.row_count:
             console.print(table)
@@ -278,6 +289,17 @@ def _communication(summary: dict[str, Any]) -> Table:
     for row in summary["communication"]:
         numbers = str(row["calls"]), human_bytes(row["bytes"]), human_seconds(row["seconds"])
         table.add_row(_axis(row["axis"]), row["kind"], *numbers)
+    return table
+
+
+def _step(summary: dict[str, Any]) -> Table:
+    found = summary["step"]
+    table = table_of(
+        f"A step, estimated for {found['device']}, links {found['links']}", "what", "value", "", right=("value",)
+    )
+    for name, note in STEP_NOTES.items():
+        value = f"{found[name]:.1%}" if name == "utilization" else human_seconds(found[name])
+        table.add_row(STEP_NAMES.get(name, name), value, note)
     return table
 
 

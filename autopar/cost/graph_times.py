@@ -1,0 +1,92 @@
+"""How long a step graph takes where transfers run beside computing, and which of them computing waits for.
+
+    y = all_reduce(x)        starts here, on the links of its axis
+    z = mm(a, b)             computes meanwhile
+    w = y + z                waits for what is left of it: that is *exposed*
+
+Computing is one queue, the links of each axis are one each; places to wait are the executor's (`autopar.ir.waits`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch.fx import GraphModule, Node
+
+from autopar.cost.attention_traffic import is_context_attention
+from autopar.cost.flops import node_seconds
+from autopar.cost.hardware import Device
+from autopar.cost.traffic import Links, transfer
+from autopar.ir.graph import nbytes
+from autopar.ir.waits import WaitPlaces, is_started
+from autopar.ops.traits import COPIES
+
+HOST = "host"  # the link to host memory, beside those of axes
+
+
+@dataclass(frozen=True)
+class GraphTimes:
+    """Seconds of one run. seconds: from the first node to the last. computing: of it what nodes compute. moving: node
+    -> of its transfer. exposed: node -> what computing waits for it."""
+
+    seconds: float
+    computing: Mapping[Node, float]
+    moving: Mapping[Node, float]
+    exposed: Mapping[Node, float]
+
+
+def graph_times(gm: GraphModule, device: Device, links: Links) -> GraphTimes:
+    """Of a step graph, by estimate."""
+    run = _GraphRun(gm, device, links)
+    for node in gm.graph.nodes:
+        run.reach(node)
+    return GraphTimes(run.now, run.computing, run.moving, run.exposed)
+
+
+class _GraphRun:
+    def __init__(self, gm: GraphModule, device: Device, links: Links) -> None:
+        self.places, self.device, self.links, self.now = WaitPlaces(gm), device, links, 0.0
+        self.free: dict[str, float] = {}  # axis -> when its links are
+        self.done: dict[Node, float] = {}
+        self.computing: dict[Node, float] = {}
+        self.moving: dict[Node, float] = {}
+        self.exposed: dict[Node, float] = {}
+
+    def reach(self, node: Node) -> None:
+        for earlier in self.places.before(node):
+            self._wait(earlier)
+        if is_started(node):
+            self._start(node)
+        elif is_context_attention(node):
+            self._attend(node)
+        elif seconds := node_seconds(node, self.device):
+            self.computing[node] = seconds
+            self.now += seconds
+
+    def _start(self, node: Node) -> None:
+        link, seconds = self._transfer(node)
+        begin = max(self.now, self.free.get(link, 0.0))
+        self.moving[node] = seconds
+        self.done[node] = self.free[link] = begin + seconds
+        for earlier in self.places.started(node):
+            self._wait(earlier)
+
+    def _transfer(self, node: Node) -> tuple[str, float]:
+        if node.target in COPIES:
+            return HOST, self.device.host.latency + nbytes(node) / self.device.host.bandwidth
+        moved = transfer(node, self.links.mesh)
+        return (moved.axis if moved is not None else ""), self.links.seconds(node) or 0.0
+
+    def _wait(self, node: Node) -> None:
+        late = self.done.get(node, 0.0) - self.now
+        if late > 0:
+            self.exposed[node] = late
+            self.now += late
+
+    def _attend(self, node: Node) -> None:
+        """Its exchanges run within it, beside its own products."""
+        self.computing[node] = node_seconds(node, self.device)
+        self.moving[node] = self.links.seconds(node) or 0.0
+        self.exposed[node] = max(self.moving[node] - self.computing[node], 0.0)
+        self.now += max(self.computing[node], self.moving[node])

@@ -1,0 +1,50 @@
+"""How a parameter is cut, in words: 'output features over tp', 'kept in 4 pieces over dp, gathered for each use'."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autopar.ir.parameter import ParameterSpec
+from autopar.ir.placement import Shard
+from autopar.plan import ParameterPlan, Plan
+
+# Class of a module -> what the dims of its weight are. A vector has one entry per output.
+_FEATURES = ("output features", "input features")
+_CHANNELS = ("output channels", "input channels")
+DIMS: Mapping[str, tuple[str, ...]] = {
+    "Linear": _FEATURES,
+    "Conv1D": (_FEATURES[1], _FEATURES[0]),  # transformers' own: its weight lies the other way round
+    "Embedding": ("rows of the table (the vocabulary)", "columns of the table"),
+    "EmbeddingBag": ("rows of the table (the vocabulary)", "columns of the table"),
+    **{f"Conv{n}d": _CHANNELS for n in (1, 2, 3)},
+    **{f"ConvTranspose{n}d": (_CHANNELS[1], _CHANNELS[0]) for n in (1, 2, 3)},
+}
+
+
+def cuts_in_words(spec: ParameterSpec, plan: Plan, kind: str) -> list[str]:
+    """One text per axis that cuts a parameter of a module of class ``kind``; none: it is whole on every rank."""
+    decisions = plan.parameters.get(spec.name, {})
+    words = [_words(spec, plan, axis, decision, kind) for axis, decision in decisions.items() if axis != "mb"]
+    return [text for text in words if text]
+
+
+def _words(spec: ParameterSpec, plan: Plan, axis: str, decision: ParameterPlan, kind: str) -> str:
+    stored = decision.stored
+    if not isinstance(stored, Shard):
+        return ""
+    if decision.used == stored:
+        return f"{dim_in_words(spec, stored, axis, kind)} over {axis}"
+    when = "once per step" if plan.options.gathers_once else "for each use"
+    return f"kept in {plan.mesh.size(axis)} pieces over {axis}, gathered {when}"
+
+
+def dim_in_words(spec: ParameterSpec, cut: Shard, axis: str, kind: str) -> str:
+    """What lies along the dim that is cut."""
+    names = DIMS.get(kind, ())
+    if len(spec.shape) == 1:
+        found = "elements"
+    elif axis == "ep" and cut.dim == 0:
+        found = "experts"
+    else:
+        found = names[cut.dim] if cut.dim < len(names) else f"dim {cut.dim}"
+    return f"{found}, each of {len(cut.blocks)} blocks" if len(cut.blocks) > 1 else found

@@ -1,0 +1,218 @@
+"""A compiled model as the tree of its modules: what each holds, how that is cut, what it computes and exchanges.
+
+    layers.{0..31}   LlamaDecoderLayer x32
+      self_attn        LlamaAttention
+        q_proj           Linear   weight: output features over tp
+
+Layers that are alike are one entry with the sum of all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch.fx import GraphModule
+
+from autopar.cost.module_costs import Exchanged, ModuleCost, module_costs
+from autopar.cost.step_estimate import TimesOfGraphs
+from autopar.ir.layer_names import compressed
+from autopar.ir.parameter import ParameterSpec
+from autopar.report.cut_words import cuts_in_words
+from autopar.steps.graphs import Compiled
+
+LIKE = 0.2  # by how much of what they keep layers that are alike may differ: the first has its input, too
+
+
+@dataclass(frozen=True)
+class WeightRow:
+    """A parameter: its shape as a whole, how it is cut, why, and the bytes of one rank's piece."""
+
+    name: str
+    spec: ParameterSpec
+    cuts: tuple[str, ...]
+    reasons: tuple[str, ...]
+    bytes: int
+
+    @property
+    def alike(self) -> tuple[object, ...]:
+        """What weights of layers that are alike have in common."""
+        return self.name, self.spec.shape, self.spec.dtype, self.spec.requires_grad, self.cuts, self.bytes
+
+
+@dataclass
+class ModuleRow:
+    """A module, or modules that are alike. paths: of all of them. kind: name of the class, "" where nothing of the
+    module itself is called. own: its cost without that of the modules within it."""
+
+    name: str
+    paths: tuple[str, ...]
+    kind: str = ""
+    weights: list[WeightRow] = field(default_factory=list)
+    own: ModuleCost = field(default_factory=ModuleCost)
+    children: list[ModuleRow] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        """How many modules this is."""
+        return len(self.paths)
+
+    def all(self) -> Iterator[ModuleRow]:
+        """This one and all within it, depth first."""
+        yield self
+        for child in self.children:
+            yield from child.all()
+
+    @property
+    def total(self) -> ModuleCost:
+        """With all that is within it."""
+        return added([row.own for row in self.all()])
+
+    @property
+    def bytes(self) -> int:
+        """Of parameters on one rank that has them all, with all that is within it."""
+        return sum(w.bytes for row in self.all() for w in row.weights)
+
+    @property
+    def elements(self) -> int:
+        """Of whole parameters."""
+        return sum(math.prod(w.spec.shape) * row.count for row in self.all() for w in row.weights)
+
+    @property
+    def alike(self) -> tuple[object, ...]:
+        """What modules that are one entry have in common. Times may differ by waits, calls by how buckets fall."""
+        moved = tuple(sorted((way, f"{x.bytes:.3g}") for way, x in self.own.exchanged.items()))
+        within = tuple((child.name, child.alike) for child in self.children)
+        return self.kind, tuple(w.alike for w in self.weights), moved, within
+
+
+def added(costs: Iterable[ModuleCost]) -> ModuleCost:
+    """The sum of several."""
+    total = ModuleCost()
+    for cost in costs:
+        total.forward += cost.forward
+        total.backward += cost.backward
+        total.kept += cost.kept
+        for way, x in cost.exchanged.items():
+            total.exchanged[way] = total.exchanged.get(way, Exchanged()) + x
+    return total
+
+
+def by_kind(cost: ModuleCost) -> dict[tuple[str, str], Exchanged]:
+    """(axis, kind) -> what is exchanged in both directions."""
+    found: dict[tuple[str, str], Exchanged] = {}
+    for (axis, kind, _), x in cost.exchanged.items():
+        found[axis, kind] = found.get((axis, kind), Exchanged()) + x
+    return found
+
+
+# --- making it ---------------------------------------------------------------------------------------------------
+
+
+def model_tree(compiled: Compiled, times: TimesOfGraphs) -> ModuleRow:
+    """The whole model, layers that are alike joined."""
+    costs, kinds = module_costs(compiled, times), _kinds(compiled)
+    root = ModuleRow("", ("",), kinds.get("", ""))
+    rows = {"": root}
+    for path in (*(_owner(spec.name) for spec in compiled.parameters), *kinds, *costs):
+        _row(rows, path, kinds)
+    for spec in compiled.parameters:
+        row = rows[_owner(spec.name)]
+        row.weights.append(_weight(spec, compiled, row.kind))
+    for path, cost in costs.items():
+        rows[path].own = cost
+    return _folded(root)
+
+
+def _row(rows: dict[str, ModuleRow], path: str, kinds: dict[str, str]) -> ModuleRow:
+    if path not in rows:
+        above, _, name = path.rpartition(".")
+        rows[path] = ModuleRow(name, (path,), kinds.get(path, ""))
+        _row(rows, above, kinds).children.append(rows[path])
+    return rows[path]
+
+
+def _owner(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
+
+
+def _weight(spec: ParameterSpec, compiled: Compiled, kind: str) -> WeightRow:
+    plan = compiled.plan
+    decisions = plan.parameters.get(spec.name, {})
+    reasons = tuple(f"{axis}: {d.reason}" for axis, d in decisions.items() if d.reason and axis != "mb")
+    name = spec.name.rpartition(".")[2]
+    return WeightRow(name, spec, tuple(cuts_in_words(spec, plan, kind)), reasons, spec.nbytes(plan.mesh))
+
+
+def _kinds(compiled: Compiled) -> dict[str, str]:
+    """Path -> name of the class, of every module that is called, in the order in which they first are."""
+    found: dict[str, str] = {}
+    for gm in (compiled.local, *(part.forward.graph for part in compiled.pipeline.parts)):
+        for path, kind in _calls(gm):
+            found.setdefault(path, kind)
+    return found
+
+
+def _calls(gm: GraphModule) -> Iterator[tuple[str, str]]:
+    for node in gm.graph.nodes:
+        for path, kind in (node.meta.get("nn_module_stack") or {}).values():
+            yield str(path), kind.rpartition(".")[2] if isinstance(kind, str) else kind.__name__
+
+
+# --- layers that are alike ---------------------------------------------------------------------------------------
+
+
+def _folded(row: ModuleRow) -> ModuleRow:
+    """With equal neighbours among its numbered children joined, and a list of nothing but those in their names."""
+    row.children = [_folded(child) for child in row.children]
+    children: list[ModuleRow] = []
+    for numbered, group in itertools.groupby(row.children, lambda child: child.name.isdigit()):
+        found = list(group)
+        runs = _runs(found) if numbered else [[child] for child in found]
+        children += [_join(run) if len(run) > 1 else run[0] for run in runs]
+    row.children = [inner for child in children for inner in _lifted(child)]
+    return row
+
+
+def _runs(rows: Sequence[ModuleRow]) -> list[list[ModuleRow]]:
+    """Neighbours that are alike, and keep about as much for the backward: checkpoints may differ between layers."""
+    runs: list[list[ModuleRow]] = []
+    for row in rows:
+        first = runs[-1][0] if runs else None
+        kept = (first.total.kept, row.total.kept) if first is not None else (0, 0)
+        if first is not None and first.alike == row.alike and max(kept) - min(kept) <= LIKE * max(kept):
+            runs[-1].append(row)
+        else:
+            runs.append([row])
+    return runs
+
+
+def _lifted(child: ModuleRow) -> Sequence[ModuleRow]:
+    """A list of layers is no row of its own: 'layers' of '0' to '31' is 'layers.{0..31}'."""
+    plain = not child.weights and not child.kind and child.children
+    if plain and all(inner.name[:1] in "{0123456789" for inner in child.children):
+        for inner in child.children:
+            inner.name = f"{child.name}.{inner.name}"
+        return child.children
+    return [child]
+
+
+def _join(rows: Sequence[ModuleRow]) -> ModuleRow:
+    """Rows that are alike as one: costs are summed, weights are those of the first, with the bytes of all."""
+    first = rows[0]
+    name = compressed([row.name for row in rows])
+    weights = [
+        WeightRow(w.name, w.spec, w.cuts, w.reasons, sum(row.weights[i].bytes for row in rows))
+        for i, w in enumerate(first.weights)
+    ]
+    children = [_join_children([row.children[i] for row in rows]) for i in range(len(first.children))]
+    paths = tuple(path for row in rows for path in row.paths)
+    return ModuleRow(name, paths, first.kind, weights, added([row.own for row in rows]), children)
+
+
+def _join_children(rows: Sequence[ModuleRow]) -> ModuleRow:
+    joined = _join(rows)
+    joined.name = rows[0].name
+    return joined
