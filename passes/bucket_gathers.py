@@ -25,7 +25,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.operators import OpOverload
 from autopar.ir.conversions import uncast
-from autopar.ir.graph import arguments, insert_call, is_call, nbytes, of_no_module, output_node, shape
+from autopar.ir.graph import arguments, insert_call, is_call, nbytes, output_node, shape
+from autopar.ir.meta import of_no_module
 from autopar.options import Options
 from autopar.passes.bucket_gradients import ends_in_output, move_users_to_end
 from autopar.rewrite.compilation import Compilation

@@ -21,7 +21,8 @@ from typing import ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.ir.graph import insert_call, is_call, nbytes, of_no_module, output_node, shape
+from autopar.ir.graph import insert_call, is_call, nbytes, output_node, shape
+from autopar.ir.meta import of_no_module
 from autopar.ops.traits import PASSING
 from autopar.options import Options
 from autopar.rewrite.compilation import Compilation

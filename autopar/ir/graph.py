@@ -198,13 +198,6 @@ def insert_call(
     return node
 
 
-def of_no_module(*made: Node) -> None:
-    """Calls that were put together from those of several modules."""
-    for node in made:
-        for key in ORIGIN:
-            node.meta.pop(key, None)
-
-
 def run_fake(graph: Graph, target: Callable[..., Any], args: Any, kwargs: Any = None) -> Any:
     """What a call gives on the fake values of its operands."""
     operands: list[Node] = []

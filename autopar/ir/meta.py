@@ -79,6 +79,12 @@ def inherit(new: Node, old: Node, keys: Iterable[str]) -> None:
     new.meta |= {key: old.meta[key] for key in keys if key in old.meta}
 
 
+def of_no_module(*made: Node) -> None:
+    """Calls that were put together from those of several modules have no origin."""
+    for node in made:
+        node.meta = {key: value for key, value in node.meta.items() if key not in ORIGIN}
+
+
 def note_all(node: Node, notes: Iterable[tuple[str, Any]]) -> None:
     """Note what was written down of a node, under keys of `NODES`."""
     node.meta.update(notes)
