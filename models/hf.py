@@ -28,7 +28,14 @@ from autopar.models.hf_batches import batch_dims
 from autopar.models.hf_checkpoints import recipes_to_load, recipes_to_save
 from autopar.models.hf_examples import example_batches
 from autopar.models.hf_experts import dispatch_own_experts
-from autopar.models.hf_masks import OWN_MASKS, MaskFacts, facts_handed_inward, mask_facts, positions_from_user
+from autopar.models.hf_masks import (
+    OWN_MASKS,
+    MaskFacts,
+    facts_handed_inward,
+    mask_facts,
+    masks_made_when_traced,
+    positions_from_user,
+)
 from autopar.models.hf_peft import AdapterFolder, is_peft
 
 NAME = "autopar"
@@ -138,7 +145,8 @@ class TransformersAdapter:
 
     @contextlib.contextmanager
     def context(self, batch: Mapping[str, Any]) -> Iterator[None]:
-        with positions_from_user(batch.get("position_ids") is not None), facts_handed_inward():
+        given = batch.get("position_ids") is not None
+        with positions_from_user(given), facts_handed_inward(), masks_made_when_traced():
             yield
 
     def reference(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:

@@ -16,6 +16,7 @@ import contextlib
 import contextvars
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -25,6 +26,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from transformers import masking_utils
 
+# Files whose forwards slice a mask that they have not made where they are traced.
+_MASK_UNLESS_TRACED = ("transformers.models.switch_transformers.modeling_switch_transformers",)
 OWN_MASKS = "attention_before_autopar"  # of a config: which attention its model had
 
 # Positions that the model numbered itself never say that several documents were packed into one row.
@@ -58,6 +61,20 @@ def facts_handed_inward() -> Iterator[None]:
         yield
     finally:
         masking_utils._preprocess_mask_arguments = before
+
+
+@contextlib.contextmanager
+def masks_made_when_traced() -> Iterator[None]:
+    """Within: forwards that make the mask they need only where nobody traces them make it, as they do for the user."""
+    found = [module for name in _MASK_UNLESS_TRACED if (module := sys.modules.get(name)) is not None]
+    before = [module.is_torchdynamo_compiling for module in found]
+    for module in found:
+        module.is_torchdynamo_compiling = lambda: False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for module, asked in zip(found, before, strict=True):
+            module.is_torchdynamo_compiling = asked  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,13 @@ BOUNDARIES = (torch.ops.aten.repeat_interleave.self_int,)
 
 
 class Rejected(Exception):
-    """The cut cannot be made; ``blocks`` lists block structures that may make it possible."""
+    """The cut cannot be made; ``blocks`` lists block structures that may make it possible. ``clash``: a value would be
+    cut in two ways, as the weight of a recurrence is, whose product comes back to it."""
 
-    def __init__(self, reason: str, blocks: list[tuple[int, ...]] | None = None) -> None:
+    def __init__(self, reason: str, blocks: list[tuple[int, ...]] | None = None, clash: bool = False) -> None:
         super().__init__(reason)
         self.blocks = blocks or []
+        self.clash = clash
 
 
 @dataclass
@@ -42,6 +44,7 @@ class Closure:
     contractions: dict[Node, int] = field(default_factory=dict)  # result -> bytes of the pending sum
     absorbed: list[Node] = field(default_factory=list)
     entries: dict[Node, int] = field(default_factory=dict)  # whole value that enters a cut region -> bytes
+    gathered: dict[Node, int] = field(default_factory=dict)  # cut value that is made whole for a product -> bytes
     boundaries: list[Node] = field(default_factory=list)
     slices: dict[Node, Shard] = field(default_factory=dict)  # parts of whole weights of which each rank takes a slice
     products: int = 0  # multiplications that are cut, in elements of weights
@@ -54,7 +57,7 @@ class Closure:
 
     @property
     def traffic(self) -> int:
-        return sum(self.contractions.values()) + sum(self.entries.values())
+        return sum(self.contractions.values()) + sum((self.entries | self.gathered).values())
 
 
 @dataclass
@@ -66,16 +69,24 @@ class Analysis:
     axis: str
     parameters: set[Node] = field(default_factory=set)
     from_parameter: set[Node] = field(default_factory=set)
+    from_input: set[Node] = field(default_factory=set)
     rules: dict[Node, Rule] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         names = names_of_parameters(self.gm)
         for node in self.gm.graph.nodes:
-            if node.op == "placeholder" and node.name in names:
-                self.parameters.add(node)
-                self.from_parameter.add(node)
-            elif node.op == "call_function" and any(x in self.from_parameter for x in tensor_operands(node)):
-                self.from_parameter.add(node)
+            if node.op == "placeholder":
+                if node.name in names:
+                    self.parameters.add(node)
+                    self.from_parameter.add(node)
+                else:
+                    self.from_input.add(node)
+            elif node.op == "call_function":
+                operands = tensor_operands(node)
+                if any(x in self.from_parameter for x in operands):
+                    self.from_parameter.add(node)
+                if any(x in self.from_input for x in operands):
+                    self.from_input.add(node)
 
     def rule(self, node: Node) -> Rule:
         if node not in self.rules:
@@ -87,19 +98,31 @@ class Analysis:
         return self.mesh.size(self.axis)
 
 
-def close_over(analysis: Analysis, parameter: Node, shard: Shard) -> Closure:
-    """The closure of cutting a parameter. Raises Rejected."""
-    search = _Search(analysis, Closure())
+def close_over(analysis: Analysis, parameter: Node, shard: Shard, gathering: bool = False) -> Closure:
+    """The closure of cutting a parameter. ``gathering``: where a weight would contract a cut value, the value is made
+    whole instead (all-gather; reduce-scatter of its gradient), and the path ends. Raises Rejected."""
+    search = _Search(analysis, Closure(), gathering)
     search.add(parameter, shard)
     search.run()
     closure = search.closure
-    if not closure.contractions and not closure.absorbed:
+    if not closure.contractions and not closure.absorbed and not closure.gathered:
         raise Rejected("nothing contracts it")
     return closure
 
 
 def close_with_blocks(analysis: Analysis, parameter: Node, dim: int) -> Closure:
-    """`close_over`, trying the block structures that the graph suggests (splits of fused projections)."""
+    """`close_over`, trying the block structures that the graph suggests (splits of fused projections). Gathers values
+    where nothing else is possible: a weight that multiplies what it made (a recurrence, a layer that is called in a
+    loop)."""
+    try:
+        return _with_some_blocks(analysis, parameter, dim, gathering=False)
+    except Rejected as rejected:
+        if not rejected.clash:
+            raise
+        return _with_some_blocks(analysis, parameter, dim, gathering=True)
+
+
+def _with_some_blocks(analysis: Analysis, parameter: Node, dim: int, gathering: bool) -> Closure:
     size = global_shape(parameter)[dim]
     tried: list[tuple[int, ...]] = []
     waiting: list[tuple[int, ...]] = [()]
@@ -108,7 +131,7 @@ def close_with_blocks(analysis: Analysis, parameter: Node, dim: int) -> Closure:
         blocks = waiting.pop(0)
         tried.append(blocks)
         try:
-            return close_over(analysis, parameter, Shard(dim, blocks))
+            return close_over(analysis, parameter, Shard(dim, blocks), gathering)
         except Rejected as rejected:
             first = rejected if first is None or first.blocks else first  # the last structure's reason says most
             for b in (_scaled(b, size) for b in rejected.blocks):
@@ -124,15 +147,15 @@ def _scaled(blocks: tuple[int, ...], size: int) -> tuple[int, ...]:
 
 
 class _Search:
-    def __init__(self, analysis: Analysis, closure: Closure) -> None:
-        self.analysis, self.closure = analysis, closure
+    def __init__(self, analysis: Analysis, closure: Closure, gathering: bool) -> None:
+        self.analysis, self.closure, self.gathering = analysis, closure, gathering
         self.queue: deque[Node] = deque()
 
     def add(self, node: Node, shard: Shard) -> None:
         known = self.closure.facts.get(node)
         if known is not None:
             if known != shard:
-                raise Rejected(f"{node.name} would be cut both as {known} and as {shard}")
+                raise Rejected(f"{node.name} would be cut both as {known} and as {shard}", clash=True)
             return
         self.closure.facts[node] = shard
         if node in self.analysis.parameters:
@@ -195,10 +218,23 @@ class _Search:
                     cut = self._cut(rule, dims, self.closure.facts[operand], call)
             if cut is None:
                 return  # only its shape matters
+            if self.gathering and self._is_contracted(call, rule, cut):
+                if operand not in self.analysis.from_input:
+                    raise Rejected(f"{operand.name} would be cut along what it contracts, as a row")
+                self.closure.gathered[operand] = nbytes(operand)
+                return
         else:
             assert result is not None and value is not None
             cut = self._cut(rule, rule.results[result], self.closure.facts[value], call)
         self._spread(call, rule, cut)
+
+    def _is_contracted(self, call: Node, rule: Rule, cut: Cut) -> bool:
+        """Whether a weight multiplies a value along the cut factor, which ends there."""
+        if call.target not in PRODUCTS:
+            return False
+        operands, from_input = tensor_operands(call), self.analysis.from_input
+        by_weight = not from_input.issuperset(operands) and not from_input.isdisjoint(operands)
+        return by_weight and rule.shard_of(rule.results[0], cut) is None
 
     def _cut(self, rule: Rule, dims: tuple, shard: Shard, call: Node) -> Cut:  # type: ignore[type-arg]
         try:

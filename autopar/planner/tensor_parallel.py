@@ -41,10 +41,10 @@ def plan_tensor_parallel(
     candidates = _candidates(analysis, names, out)
     total = sum(p.meta["val"].numel() for p in analysis.parameters)
     taken = fixed | by_expert
-    for closure in sorted(candidates, key=_traffic_per_product):
+    for closure in _ordered(candidates):
         if any(p in taken and taken[p] != s for p, s in closure.parameters.items()):
             continue
-        if not closure.products and sum(p.meta["val"].numel() for p in closure.parameters) < LOOKUP_SHARE * total:
+        if not closure.products and _size(closure) < LOOKUP_SHARE * total:
             for p, s in closure.parameters.items():
                 out.refused[names[p], s.dim] = "a table too small to be worth an exchange of activations"
             continue
@@ -55,9 +55,28 @@ def plan_tensor_parallel(
     return out
 
 
+def _ordered(candidates: list[Closure]) -> list[Closure]:
+    """By what they cost; before all others those that gather, and cut more weights than all that they exclude: of the
+    weights of a recurrence others can cut one, along the other dim."""
+
+    def first(closure: Closure) -> bool:
+        others = (c for c in candidates if not c.gathered and _exclude(c, closure))
+        return bool(closure.gathered) and _size(closure) > sum(map(_size, others))
+
+    return sorted(candidates, key=lambda c: (not first(c), *_traffic_per_product(c)))
+
+
+def _exclude(a: Closure, b: Closure) -> bool:
+    return any(b.parameters.get(p, s) != s for p, s in a.parameters.items())
+
+
+def _size(closure: Closure) -> int:
+    return sum(p.meta["val"].numel() for p in closure.parameters)
+
+
 def _traffic_per_product(closure: Closure) -> tuple[bool, bool, float]:
     """Pairs of column and row first, then what returns into itself, then tables; each by traffic per product."""
-    weight = closure.products or sum(p.meta["val"].numel() for p in closure.parameters)
+    weight = closure.products or _size(closure)
     return (not closure.products, closure.returns, closure.traffic / weight)
 
 
@@ -104,6 +123,10 @@ def _reason(parameter: Node, shard: Shard, closure: Closure) -> str:
         return f"row: contracted at {contracted.name}, leaves a pending sum"
     if absorbed is not None or closure.absorbed:
         return "vocabulary: cut classes end in the loss"
+    if closure.gathered:
+        uses = len(closure.gathered)
+        fused = f", fused blocks {shard.blocks}" if shard.blocks else ""
+        return f"column{fused}: what it makes comes back to it, and is gathered before products, {uses} times a step"
     heads = next((f for f in closure.facts if is_call(f, torch.ops.autopar.attention.default)), None)
     kept = "heads kept whole" if heads is not None or _meets_attention(closure) else f"column: ends in {ends}"
     fused = f", fused blocks {shard.blocks}" if shard.blocks else ""

@@ -16,6 +16,7 @@ SOME = [
     "Wav2Vec2BertModel",  # features [frames, features]
     "TimeSeriesTransformerModel",  # a past with its lags and times
     "DecisionTransformerModel",
+    "SwitchTransformersForConditionalGeneration",  # makes the masks that it needs only where nobody traces it
     "DPTForDepthEstimation",  # labels that nobody implements
 ]
 
