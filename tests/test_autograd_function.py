@@ -250,11 +250,6 @@ class Few(Dirty):
         return x * y
 
 
-def penalty(x: Tensor, net: nn.Module) -> Tensor:
-    (grad,) = torch.autograd.grad(x.tanh().sum(), x, create_graph=True)
-    return grad
-
-
 REFUSED: list[tuple[Any, str]] = [
     (lambda x, net: Untraceable.apply(x), "backward of the autograd function Untraceable cannot be traced .*float"),
     (lambda x, net: Written.apply(x, net.seen), "Written cannot be traced .*writes to a tensor of shape .8. that it"),
@@ -262,7 +257,6 @@ REFUSED: list[tuple[Any, str]] = [
     (lambda x, net: Few.apply(x, x), "Few cannot be traced .it returns 1 gradients for 2 inputs"),
     (lambda x, net: torch.func.vmap(own.TotalNorm.apply)(x), "TotalNorm is called under a transform of torch.func"),
     (lambda x, net: Remade.apply(net.up, x), "Remade calls torch.autograd.backward .*use torch.utils.checkpoint"),
-    (penalty, "torch.autograd.grad and backward cannot be captured"),
 ]
 
 

@@ -19,19 +19,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._decomp import core_aten_decompositions
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Function
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
 
 from autopar.adapters.asked_regions import asked_for
 
 ops = torch.ops.autopar
-_GRAD, _BACKWARD = torch.autograd.grad, torch.autograd.backward
 
 
 @contextlib.contextmanager
@@ -52,12 +47,10 @@ def captured_backwards() -> Iterator[None]:
         return _captured(cls, *_bound(cls, args, kwargs))
 
     Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
-    torch.autograd.grad = torch.autograd.backward = _no_derivative
     try:
         yield
     finally:
         Function.apply = original  # type: ignore[method-assign]
-        torch.autograd.grad, torch.autograd.backward = _GRAD, _BACKWARD
 
 
 def _called(function: Any, preserve: bool, *args: Any) -> Any:
@@ -68,17 +61,6 @@ def _called(function: Any, preserve: bool, *args: Any) -> Any:
             return function(*args)
     with torch.no_grad():
         return function(*args)
-
-
-class _DerivativeError(ValueError):
-    """A derivative is asked for while a graph is captured."""
-
-
-def _no_derivative(*args: Any, **kwargs: Any) -> Any:
-    raise _DerivativeError(
-        "torch.autograd.grad and backward cannot be captured in a forward (a gradient penalty); write the derivative "
-        "out, or compute the penalty outside of the model"
-    )
 
 
 class _CheckpointError(ValueError):
@@ -187,37 +169,10 @@ def _run(cls: Any, ctx: _Ctx, given: Sequence[Tensor | None]) -> tuple[Tensor | 
     function = cls.backward if cls.vjp is Function.vjp else cls.vjp
     watch = _ValueWatch(given)
     with torch.no_grad():
-        try:
-            with watch:
-                made = function(ctx, *given)
-            watch.check()
-        except _DerivativeError:
-            made = _traced_apart(function, ctx, given)
+        with watch:
+            made = function(ctx, *given)
+        watch.check()
     return made if isinstance(made, tuple) else (made,)
-
-
-def _traced_apart(function: Any, ctx: _Ctx, given: Sequence[Tensor | None]) -> Any:
-    """A backward that asks for derivatives: a graph of its own, traced below autograd, and called here."""
-    leaves, spec = pytree.tree_flatten((vars(ctx), tuple(given)))
-    places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-
-    def run(tensors: list[Tensor]) -> Any:
-        filled = list(leaves)
-        for i, x in zip(places, tensors, strict=True):
-            filled[i] = x
-        state, grads = pytree.tree_unflatten(filled, spec)
-        copy = _Ctx((), ctx.name_of_function)
-        vars(copy).update(state)
-        return function(copy, *grads)
-
-    torch.autograd.grad = _GRAD
-    try:
-        with _disable_current_modes(), FakeTensorMode(), torch.no_grad():
-            fakes = [torch.empty(tuple(x.shape), dtype=x.dtype, device=x.device) for x in (leaves[i] for i in places)]
-            graph = make_fx(run, dict(core_aten_decompositions()))(fakes)
-    finally:
-        torch.autograd.grad = _no_derivative
-    return graph([leaves[i].detach() for i in places])
 
 
 def _like(gradient: Any, x: Tensor) -> Tensor:

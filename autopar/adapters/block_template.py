@@ -82,12 +82,12 @@ class Template:
             if (number := made.meta.pop("asked", 0)) >= self.since:
                 made.meta["asked"] = regions[number]
         for i, node in self.rebound:
-            _bind(given[i], new[node], tracer)
+            bind(given[i], new[node], tracer)
         made_of: dict[Node, Tensor] = {}
         for out in self.outputs:
             if out.node is not None and out.node not in made_of:
-                made_of[out.node] = _result_like(out.value)
-                _bind(made_of[out.node], new[out.node], tracer)
+                made_of[out.node] = result_like(out.value)
+                bind(made_of[out.node], new[out.node], tracer)
         leaves = [
             given[o.given] if o.given is not None else o.value if o.node is None else made_of[o.node]
             for o in self.outputs
@@ -105,7 +105,7 @@ def template_of_call(
 ) -> tuple[Any, Callable[[], Template | None]]:
     """(what a module's forward returns, what gives the template; None where what it did can't be copied: it took
     something that is not among ``given``, or returned what is not of the graph or shares memory)."""
-    before = [_node_of(x, tracer) for x in given]
+    before = [node_of(x, tracer) for x in given]
     last, since = next(iter(reversed(tracer.graph.nodes))), next_region()
     made = call()
     return made, lambda: _template(tracer, given, before, _after(last, tracer.graph), made, since)
@@ -119,7 +119,7 @@ def _template(
         return None
     leaves, spec = pytree.tree_flatten(made)
     outputs = _outputs(leaves, given, set(nodes), tracer)
-    now = [_node_of(x, tracer) for x in given]
+    now = [node_of(x, tracer) for x in given]
     rebound = [
         (i, new) for i, (old, new) in enumerate(zip(before, now, strict=True)) if new is not None and new is not old
     ]
@@ -143,14 +143,14 @@ def path_of_call(tracer: Any) -> str:
     return str(list(tracer.module_stack.values())[-1][0])
 
 
-def _node_of(x: Tensor, tracer: Any) -> Node | None:
+def node_of(x: Tensor, tracer: Any) -> Node | None:
     """The node whose value a tensor is; None for one that is no value of the graph, or a known number."""
     slot = get_proxy_slot(x, tracer, None)
     return slot.proxy.node if slot is not None and slot.constant is None else None
 
 
 def _known(x: Tensor, tracer: Any) -> Node:
-    node = _node_of(x, tracer)
+    node = node_of(x, tracer)
     assert node is not None, "equal facts, so it is a value where the template's was"
     return node
 
@@ -181,7 +181,7 @@ def _outputs(leaves: Sequence[Any], given: Sequence[Tensor], inner: set[Node], t
             outputs.append(_Output(value=x))
             continue
         if id(x) not in found:
-            node = _node_of(x, tracer) if isinstance(x, FakeTensor) else None
+            node = node_of(x, tracer) if isinstance(x, FakeTensor) else None
             if node is None or node not in inner or memory_of(x) in storages:
                 return None
             if not is_non_overlapping_and_dense_or_false(x):
@@ -205,7 +205,7 @@ def _class_name(cls: Any) -> str:
     return f"{cls.__module__}.{cls.__qualname__}" if isinstance(cls, type) else str(cls)
 
 
-def _bind(x: Tensor, node: Node, tracer: Any) -> None:
+def bind(x: Tensor, node: Node, tracer: Any) -> None:
     """From here on the tensor is the value of the node."""
     set_proxy_slot(x, tracer, _ProxyTensor(Proxy(node, tracer), None))
 
@@ -217,9 +217,9 @@ def _apart(value: Any) -> Any:
     return type(value)(map(_apart, value)) if isinstance(value, (list, tuple)) else value
 
 
-def _result_like(x: FakeTensor) -> Tensor:
-    """A tensor with the same facts; no operator is seen to make it."""
+def result_like(x: FakeTensor, requires_grad: bool | None = None) -> Tensor:
+    """A tensor with the same facts, but for ``requires_grad`` if it is given; no operator is seen to make it."""
     with _disable_current_modes(), x.fake_mode, torch.enable_grad():
         made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-        made.requires_grad_(x.requires_grad)
+        made.requires_grad_(x.requires_grad if requires_grad is None else requires_grad)
         return made if x.is_leaf else made.clone()

@@ -33,6 +33,7 @@ from autopar.adapters.decompose import decompose
 from autopar.adapters.decompositions import DECOMPOSITIONS
 from autopar.adapters.fake import silent_fakes
 from autopar.adapters.function_watch import Refused
+from autopar.adapters.inner_derivatives import captured_derivatives
 from autopar.adapters.selected_targets import keep_rows_of_targets
 
 _NO_GRAD_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
@@ -59,6 +60,7 @@ def export(
             warnings.catch_warnings(),
             torch.enable_grad(),
             captured_backwards(),
+            captured_derivatives(),
             silent_fakes(),
             _autocast(autocast),
             noted_regions(),

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from autopar.ir.graph import arguments
-from autopar.rewrite.build import Build, Rewrite, operand, shape_of
+from autopar.rewrite.build import Build, Rewrite, operand, shape_of, value_of
 
 aten = torch.ops.aten
 CONVOLUTIONS = {1: aten.conv1d.default, 2: aten.conv2d.default, 3: aten.conv3d.default}
@@ -25,4 +25,12 @@ def convolution(node: Node, build: Build) -> Node | None:
     )
 
 
-TABLE: dict[Any, Rewrite] = {aten.convolution.default: convolution}
+def ones_of_a_number(node: Node, build: Build) -> Node | None:
+    """ones_like(sum(x)) --> full([], 1)   as derivatives begin with: it needs no sum"""
+    if shape_of(operand(node)):
+        return None
+    value = value_of(node)
+    return build(aten.full.default, [], 1, dtype=value.dtype, device=value.device)
+
+
+TABLE: dict[Any, Rewrite] = {aten.convolution.default: convolution, aten.ones_like.default: ones_of_a_number}

@@ -7,8 +7,6 @@ REFUSED: dict[tuple[str, str], str] = {
     ("transformers speecht5", "all"): r"modeling_speecht5.py:\d+ in forward, `l1_loss = .*",
     # random numbers of another library
     ("transformers bigbird block sparse", "all"): "the forward calls numpy.random.permutation while it is captured",
-    # derivatives within the forward
-    ("plain PINN", "all"): r"torch.autograd.grad and backward cannot be captured in a forward \(a gradient penalty\)",
     # heads that are mixed before the softmax
     ("x-transformers memory and talking heads", "cp"): 'context_parallel: axis "cp" cuts the sequence of attention',
 }

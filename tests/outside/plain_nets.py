@@ -88,7 +88,7 @@ class Pinn(nn.Module):
         self.net = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
 
     def forward(self, t: Tensor, target: Tensor) -> Tensor:
-        t = t.requires_grad_()
+        t = t.detach().requires_grad_()
         u = self.net(t)
         du = torch.autograd.grad(u.sum(), t, create_graph=True)[0]
         return ((du + u) ** 2).mean() + F.mse_loss(u, target)
