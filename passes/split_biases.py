@@ -43,11 +43,9 @@ class SplitBiases:
                 continue
             weight, transposed = _behind_transpose(node)
             weight = uncast(weight)
-            placed = (
-                [ctx.plan.parameter(names[weight.name], a).used for a in ctx.mesh.cut_order]
-                if weight.name in names
-                else []
-            )
+            placed: list[Placement | None] = [ctx.plan.weight_pieces.get(weight.name)]
+            if weight.name in names:
+                placed += [ctx.plan.parameter(names[weight.name], a).used for a in ctx.mesh.cut_order]
             if any(_cuts_contraction(p, transposed) for p in placed):
                 _split(gm, node)
         gm.recompile()
@@ -64,7 +62,7 @@ def _behind_transpose(node: Node) -> tuple[Node, bool]:
     return weight, False
 
 
-def _cuts_contraction(placement: Placement, transposed: bool) -> bool:
+def _cuts_contraction(placement: Placement | None, transposed: bool) -> bool:
     return isinstance(placement, Shard) and placement.dim == (0 if transposed else 1)
 
 

@@ -82,12 +82,12 @@ class Template:
             if (number := made.meta.pop("asked", 0)) >= self.since:
                 made.meta["asked"] = regions[number]
         for i, node in self.rebound:
-            bind(given[i], new[node], tracer)
+            set_node(given[i], new[node], tracer)
         made_of: dict[Node, Tensor] = {}
         for out in self.outputs:
             if out.node is not None and out.node not in made_of:
                 made_of[out.node] = result_like(out.value)
-                bind(made_of[out.node], new[out.node], tracer)
+                set_node(made_of[out.node], new[out.node], tracer)
         leaves = [
             given[o.given] if o.given is not None else o.value if o.node is None else made_of[o.node]
             for o in self.outputs
@@ -205,7 +205,7 @@ def _class_name(cls: Any) -> str:
     return f"{cls.__module__}.{cls.__qualname__}" if isinstance(cls, type) else str(cls)
 
 
-def bind(x: Tensor, node: Node, tracer: Any) -> None:
+def set_node(x: Tensor, node: Node, tracer: Any) -> None:
     """From here on the tensor is the value of the node."""
     set_proxy_slot(x, tracer, _ProxyTensor(Proxy(node, tracer), None))
 

@@ -28,7 +28,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autopar.adapters.block_template import bind, node_of, result_like
+from autopar.adapters.block_template import node_of, result_like, set_node
 from autopar.adapters.operators import mutates, overload_of, returns_alias
 
 _AUTOGRAD: Any = torch.autograd
@@ -264,7 +264,7 @@ def _draws_nothing(node: Node) -> bool:
 def _bound(node: Node, tracer: Any) -> Any:
     """A tensor that is the node's value for the tracer."""
     made = result_like(node.meta["val"], requires_grad=node.meta["val"].is_floating_point())
-    bind(made, node, tracer)
+    set_node(made, node, tracer)
     return made
 
 

@@ -12,17 +12,21 @@ from autopar.rewrite.build import Build, Rewrite, operand, shape_of, value_of
 
 aten = torch.ops.aten
 CONVOLUTIONS = {1: aten.conv1d.default, 2: aten.conv2d.default, 3: aten.conv3d.default}
+TRANSPOSED = {1: aten.conv_transpose1d.default, 2: aten.conv_transpose2d.input, 3: aten.conv_transpose3d.input}
 
 
 def convolution(node: Node, build: Build) -> Node | None:
-    """convolution(x, w, b, ..., transposed=False) --> conv2d(x, w, b, ...)   as padding="same" is made of"""
+    """convolution(x, w, b, ..., transposed=False) --> conv2d(x, w, b, ...)   as padding="same" is made of; a transposed
+    one, as derivatives are made of: conv_transpose2d"""
     known = arguments(node)
-    target = CONVOLUTIONS.get(len(shape_of(operand(node, 1))) - 2)
-    if known["transposed"] or target is None:
-        return None
-    return build(
-        target, *(known[name] for name in ("input", "weight", "bias", "stride", "padding", "dilation", "groups"))
-    )
+    names = ["input", "weight", "bias", "stride", "padding", "groups", "dilation"]
+    table = TRANSPOSED if known["transposed"] else CONVOLUTIONS
+    target = table.get(len(shape_of(operand(node, 1))) - 2)
+    if known["transposed"]:
+        names.insert(5, "output_padding")
+    else:
+        names[5:] = ["dilation", "groups"]
+    return build(target, *(known[name] for name in names)) if target is not None else None
 
 
 def ones_of_a_number(node: Node, build: Build) -> Node | None:

@@ -3,6 +3,7 @@
 from tests.outside import diffusion as diffusion
 from tests.outside import multimodal as multimodal
 from tests.outside import others as others
+from tests.outside import plain_ideas as plain_ideas
 from tests.outside import plain_nets as plain_nets
 from tests.outside import plain_sequences as plain_sequences
 from tests.outside import speech_and_more as speech_and_more

@@ -15,7 +15,14 @@ from tests.outside.page import PAGE, rows_of_page
 from tests.outside.zoo_of_others import MODELS
 
 # Plain torch, of the kinds that rules of their own are for.
-ALWAYS = ("plain UNet", "plain graph network", "plain image in text", "plain DLRM", "plain parallel block")
+ALWAYS = (
+    "plain UNet",
+    "plain graph network",
+    "plain image in text",
+    "plain DLRM",
+    "plain parallel block",
+    "ideas set transformer",
+)
 CASES = [(name, mesh) for name in MODELS for mesh in meshes_of(name)]
 
 
