@@ -27,7 +27,10 @@ from torch.utils import _pytree as pytree
 from transformers import masking_utils
 
 # Files whose forwards slice a mask that they have not made where they are traced.
-_MASK_UNLESS_TRACED = ("transformers.models.switch_transformers.modeling_switch_transformers",)
+_MASK_UNLESS_TRACED = (
+    "transformers.models.switch_transformers.modeling_switch_transformers",
+    "transformers.models.udop.modeling_udop",
+)
 OWN_MASKS = "attention_before_autopar"  # of a config: which attention its model had
 
 # Positions that the model numbered itself never say that several documents were packed into one row.
