@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from autopar.cache.step_codec import plan_of_sections, plan_sections, step_of_se
 from autopar.cache.stored_steps import noticed_warnings, stored_plan, stored_step
 from autopar.cache.value_codec import Unstorable
 from autopar.ir.batch import facts_of
+from tests.captured_once import captured_by_each
 
 _MAKERS: dict[str, Any] = {"stored_plan": stored_plan, "stored_step": stored_step}
 HEAD_START = 0.02  # seconds for rank 0: who has captured for the plan has done so for the step
@@ -75,7 +77,7 @@ def _remembered(kind: str) -> Callable[..., Any]:
             known[key] = model, _MAKERS[kind](model, given, mesh, options, *args, **how)  # hooks in the key stay alive
         return known[key][1]
 
-    return call
+    return partial(call)  # an object: to autopar it is no changed function
 
 
 def _wanted(model: nn.Module, given: Mapping[str, Any], mesh: Any, options: Any, how: Mapping[str, Any]) -> str:
@@ -104,7 +106,7 @@ def compiled_by_one(folder: Path, rank: int) -> None:
 @contextmanager
 def compiled_by_each() -> Iterator[None]:
     """Within, each rank captures and compiles."""
-    with _in_their_place(stored_plan, stored_step):
+    with captured_by_each(), _in_their_place(stored_plan, stored_step):
         yield
 
 
@@ -132,4 +134,4 @@ def by_one(make: Any, pack: Any, unpack: Any, files: EntryFolder, rank: int, cou
                 files.write(key, {"warned": warned}, pack(made))
             return made
 
-    return call
+    return partial(call)  # an object: to autopar it is no changed function

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
@@ -17,9 +18,11 @@ os.environ.setdefault("AUTOPAR_SILENCE", "16")  # read at import; eight ranks on
 # torch's store looks up who connects, and serves nobody the while: seconds that tests of timeouts have not got.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
+from tests.captured_once import FOLDER, folder_of_run, share_captures
 from tests.ranks import run_ranks
 
 torch.set_num_threads(1)
+share_captures()
 
 # Groups of tests that take longest, in this order: what is started last must not be long.
 DEAR = (
@@ -48,6 +51,10 @@ DEAR = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if FOLDER not in os.environ:  # of workers it is that of who starts them
+        stack = contextlib.ExitStack()
+        stack.enter_context(folder_of_run())
+        config.add_cleanup(stack.close)
     config.addinivalue_line("markers", "full: a whole product of cases; runs only with -m full")
     # An op without a backward gives a silently wrong gradient: never only a warning.
     config.addinivalue_line("filterwarnings", "error:.*an autograd kernel was not registered.*:UserWarning")

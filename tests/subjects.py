@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from autopar.capture import capture
 from autopar.ir.batch import with_constants
 from autopar.ir.graph import copy_graph
 from autopar.models.tiny import TINY
 from autopar.runtime.module import step_seed
+from tests.captured_once import captured_once
 from tests.hf.own_experts import own
 from tests.reference import Expected, eager
 from tests.subject_models import IGNORED, Cnn, Mlp, TwoLosses
@@ -52,7 +52,7 @@ def subject(name: str) -> Subject:
     """A model by its name; see the head of this file."""
     model, batch = make(name)
     given = with_constants(batch, CONSTANTS.get(name, ()))
-    return Subject(model, batch, capture(model, given, exact=True), eager(model, batch, SEED))
+    return Subject(model, batch, captured_once(model, given, exact=True), eager(model, batch, SEED))
 
 
 def make(name: str) -> Made:
