@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from autopar.adapters.graph_nodes import copied_node
 from autopar.adapters.lazy import graph_module
 from autopar.ir.flow import Flow
 from autopar.ir.graph import add_placeholder, ancestors, copy_node, has_gradient, is_call, loss_places, outputs, reach
@@ -246,7 +247,7 @@ class _Cutter:
         graph, copies = Graph(), dict[Node, Node]()
         for node in self.gm.graph.nodes:
             if node in needed:
-                copies[node] = graph.node_copy(node, copies.__getitem__)
+                copies[node] = copied_node(graph, node, copies.__getitem__)
         graph.output(tuple(copies[n] for n in wanted))
         gm = graph_module(graph, title)
         gm.meta["results"] = [n.name for n in wanted]

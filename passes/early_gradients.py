@@ -22,6 +22,7 @@ from collections.abc import Sequence
 import torch
 from torch.fx import GraphModule, Node
 
+from autopar.adapters.graph_nodes import copied_node
 from autopar.ir.graph import ancestors, is_call, output_node, placeholders, reach, tensor_operands
 from autopar.ir.meta import TRACE, inherit
 from autopar.ops.traits import is_view
@@ -99,7 +100,7 @@ class _Region:
         copies = {self.t: one}
         for node in self.lead:
             with self.graph.inserting_before(first):
-                copies[node] = self.graph.node_copy(node, lambda n: copies.get(n, n))
+                copies[node] = copied_node(self.graph, node, lambda n: copies.get(n, n))
         for node in self.early:
             for x in [x for x in node.all_input_nodes if x in copies]:
                 node.replace_input_with(x, copies[x])

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from autopar.adapters.graph_nodes import copied_node
 from autopar.adapters.lazy import graph_module
 from autopar.checkpoint_policies import PartCheckpoints
 from autopar.ir.graph import add_placeholder, ancestors, copy_node, is_call, output_node, outputs, placeholders
@@ -204,7 +205,7 @@ class Joint:
                 copies[node] = add_placeholder(graph, name, like=node)
         for node in self.order:
             if node.op == "call_function" and node in needed:
-                copies[node] = graph.node_copy(node, copies.__getitem__)
+                copies[node] = copied_node(graph, node, copies.__getitem__)
                 if node in self.hosted:
                     hosts[node] = _copy_between(graph, ours.to_host.default, copies[node])
         kept = [n for n in self.saved if n not in hosts]

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from autopar.adapters.graph_nodes import copied_node
 from autopar.adapters.lazy import graph_module
 from autopar.ir.conversions import conversion_of, exchange, is_cast_input, is_conversion
 from autopar.ir.gradient_dtypes import added_in, summed_in
@@ -57,7 +58,7 @@ def gather_graph(used: Mapping[Node, Node]) -> tuple[StepGraph | None, dict[str,
     for u in moved:
         for node in chain_of(u):
             if node not in copies:
-                copies[node] = graph.node_copy(node, copies.__getitem__)
+                copies[node] = copied_node(graph, node, copies.__getitem__)
     graph.output(tuple(copies[u] for u in moved))
     gm = graph_module(graph, "Gather")
     inputs = [n.name for n in placeholders(gm)]
@@ -184,7 +185,7 @@ def inline_reductions(step: StepGraph, reduce: StepGraph, last: bool = False) ->
     for node in reduce.graph.graph.nodes:
         if node.op == "call_function":
             with gm.graph.inserting_after(max(copies[x] for x in node.all_input_nodes)):
-                copies[node] = gm.graph.node_copy(node, copies.__getitem__)
+                copies[node] = copied_node(gm.graph, node, copies.__getitem__)
     made = [one for one in made if one[0] not in reduce.inputs]
     made += [(name, copies[x], True) for name, x in zip(reduce.outputs, outputs(reduce.graph), strict=True)]
     output_node(gm).args = (tuple(x for _, x, _ in made),)
@@ -258,5 +259,5 @@ def _copied_before(
     for x in source.all_input_nodes:
         copies[x] = _copied_before(gm, before, x, stored, nodes, copies)
     with gm.graph.inserting_before(before):
-        copies[source] = gm.graph.node_copy(source, lambda n: copies[n])
+        copies[source] = copied_node(gm.graph, source, lambda n: copies[n])
     return copies[source]

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
+from autopar.adapters.graph_nodes import new_node
 from autopar.adapters.lazy import graph_module
 from autopar.ir.graph import add_placeholder, describe, insert_call
 from autopar.ir.mesh import TokenSlice
@@ -90,7 +91,7 @@ class _Merge:
             self._same(row, [(n.op, n.target, tuple(n.kwargs)) for n in row])
             args = self._leaf(row, tuple(n.args for n in row))
             kwargs = self._leaf(row, tuple(n.kwargs for n in row))
-            new = self.graph.create_node(row[0].op, row[0].target, args, kwargs, name=row[0].name)
+            new = new_node(self.graph, row[0].op, row[0].target, args, kwargs, row[0].name)
             new.meta = dict(row[0].meta)
             self.copies[row] = new
         merged = graph_module(self.graph, type(self.first).__name__, self.first)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from autopar.adapters.graph_nodes import copied_node
 from autopar.adapters.lazy import graph_module
 from autopar.ir.conversions import conversion_of, is_conversion
 from autopar.ir.graph import (
@@ -100,7 +101,7 @@ def _extract(gm: GraphModule, cuts: list[Node]) -> Prologue:
         raise ValueError(_refusal(cuts[0]))
     for node in order:
         if node in needed and node not in cuts:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node] = copied_node(graph, node, copies.__getitem__)
     graph.output(tuple(copies[c.args[0]] for c in cuts))  # type: ignore[index]
     after = placeholders(gm)[-1]
     totals = []

@@ -20,6 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from autopar.adapters.fake import new_mode
+from autopar.adapters.graph_nodes import new_node
 from autopar.adapters.lazy import graph_module
 from autopar.adapters.operators import OpOverload, name_of
 from autopar.adapters.record import CoreCall, Recorded, TensorFacts, Value, fake_of, like_of
@@ -143,8 +144,8 @@ class _Nodes:
             args, kwargs = map_aggregate(
                 (call.args, call.kwargs), lambda x: numbers[x.number] if isinstance(x, Value) else x
             )
-            name = name_of(call.target).rpartition(":")[2] if isinstance(call.target, OpOverload) else None
-            node = self.graph.create_node("call_function", call.target, args, dict(kwargs), name=name)
+            name = name_of(call.target).rpartition(":")[2] if isinstance(call.target, OpOverload) else ""
+            node = new_node(self.graph, "call_function", call.target, args, kwargs, name)
             numbers[call.number] = node
             node.meta["val"] = fake_of(found.likes[call.number], self.mode)
             node.meta["original_aten"] = call.original

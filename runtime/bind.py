@@ -20,6 +20,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
 
+from autopar.adapters.graph_nodes import copied_node
 from autopar.adapters.operators import OpOverload, argument_defaults, name_of
 from autopar.ir.waits import WaitPlaces, is_started, overwritten
 from autopar.ops.traits import COLLECTIVES, COPIES, LOCAL
@@ -160,7 +161,7 @@ def _lower(gm: GraphModule, calls: _Calls) -> GraphModule:
         elif node.op == "call_function" and node.target in LOCAL:
             new[node] = graph.call_function(calls.local(node), (new[named_arguments(node)["x"]],))
         elif node.op != "call_function" or node.target not in COLLECTIVES:
-            new[node] = graph.node_copy(node, new.__getitem__)
+            new[node] = copied_node(graph, node, new.__getitem__)
             calls.other(node, new[node])
             if node.op == "placeholder":
                 new[node].target = new[node].name  # else generated code renames arguments one by one, over each other

@@ -4,7 +4,8 @@
     with captured_by_each(): ...                    everybody captures
 
 A captured graph is found by the key that users' compiled steps have (`autopar.cache.step_key`), and kept as these are:
-what is not known to be the same is captured. Who calls `autopar.capture.capture` captures: tests of it do.
+what is not known to be the same is captured, and so is a model of a few modules. Who calls `autopar.capture.capture`
+captures: tests of it do.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from autopar.ir.mesh import Mesh
 
 FOLDER = "AUTOPAR_TESTS_CAPTURED"  # variable of the environment: of this run
 KEPT = 24  # graphs in a process, beside the files
+FEW = 12  # modules: so small a model is captured as fast as its key is made
 _NO_MESH = Mesh.of(dp=1)
 
 
@@ -107,8 +109,9 @@ def _files() -> EntryFolder | None:
 
 
 def _key(model: nn.Module, batch: Mapping[str, Any], how: Mapping[str, Any]) -> str | None:
-    """None where it cannot be told what decides."""
-    if modes_around() or torch.is_inference_mode_enabled():
+    """None where it cannot be told what decides, or is not worth it."""
+    small = isinstance(model, nn.Module) and sum(1 for _ in model.modules()) < FEW
+    if small or modes_around() or torch.is_inference_mode_enabled():
         return None
     try:
         with resting_collector():

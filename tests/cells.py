@@ -33,7 +33,9 @@ from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import nested_piece
 from autopar.options import Options
 from autopar.planner.step_order import make_order
+from autopar.runtime import executor as executors
 from autopar.runtime.attention_comm import OPERATORS
+from autopar.runtime.bind import Bound, bind
 from autopar.runtime.comm import Ledger
 from autopar.runtime.executor import Executor
 from autopar.runtime.groups import Groups, init_mesh
@@ -202,11 +204,12 @@ def check_ran(found: dict[Way, list[Found]]) -> None:
 
 def _ran(cell: Cell, ways: list[Way]) -> list[Found]:
     groups, out = Groups(init_mesh("cpu", 30.0, **cell.mesh.sizes)), []
-    for schedule, attention in ways:
-        made = with_schedule(inherited(cell), schedule) if schedule else inherited(cell)
-        with renamed(made, attention) as calls:
-            assert calls or not attention, f"{cell} has no attention over ranks"
-            out.append(_step(made, cell.name, groups))
+    with bound_once():
+        for schedule, attention in ways:
+            made = with_schedule(inherited(cell), schedule) if schedule else inherited(cell)
+            with renamed(made, attention) as calls:
+                assert calls or not attention, f"{cell} has no attention over ranks"
+                out.append(_step(made, cell.name, groups))
     return out
 
 
@@ -256,6 +259,26 @@ def with_schedule(made: Compiled, name: str) -> Compiled:
     plan = dataclasses.replace(made.plan, pipeline=dataclasses.replace(made.plan.pipeline, schedule=name))
     order = make_order(plan, made.pipeline.parts, made.pipeline.hops)
     return dataclasses.replace(made, plan=plan, pipeline=dataclasses.replace(made.pipeline, order=order))
+
+
+@contextlib.contextmanager
+def bound_once() -> Iterator[None]:
+    """Within: all executors of a mesh share what is bound of a graph, unless it has attention over ranks, which counts
+    what it sends and may be renamed."""
+    known: dict[int, tuple[GraphModule, Bound]] = {}  # by id, and alive
+
+    def once(gm: GraphModule, *args: Any) -> Bound:
+        if any(node.target in OPERATORS for node in gm.graph.nodes):
+            return bind(gm, *args)
+        if id(gm) not in known:
+            known[id(gm)] = gm, bind(gm, *args)
+        return known[id(gm)][1]
+
+    executors.bind = once  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        executors.bind = bind
 
 
 @contextlib.contextmanager

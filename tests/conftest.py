@@ -72,6 +72,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: order[group_of(item)])
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[Any]:
+    """Imports make objects by the million, and keep them: nobody looks for garbage among them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def group_of(item: pytest.Item) -> str:
     """What follows each other: all tests with cells of one subject, which share its capture and compiled cells; of the
     others, those of a file. A file may name another group by its own mark."""

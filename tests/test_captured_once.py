@@ -14,18 +14,18 @@ from autopar.compile import shared_capture
 from autopar.compile.model import compile_model
 from autopar.ir.mesh import Mesh
 from tests import captured_once as shared
-from tests.captured_once import CapturedOnce, captured_by_each, captured_once
+from tests.captured_once import FEW, CapturedOnce, captured_by_each, captured_once
 from tests.compiled_once import compiled_by_each
-from tests.plain_models import Net, build, numbers
 from tests.ranks import run_ranks
 
 
 class Scaled(nn.Module):
-    """``warns``: its capture says something."""
+    """Of as many modules as it takes to be shared."""
 
-    def __init__(self, scale: float = 2.0, warns: bool = False) -> None:
+    def __init__(self, scale: float = 2.0) -> None:
         super().__init__()
-        self.linear, self._scale, self.warns = nn.Linear(4, 4), scale, warns
+        self.linear, self._scale = nn.Linear(4, 4), scale
+        self.more = nn.ModuleList(nn.Identity() for _ in range(FEW))
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.linear(x) * self._scale).square().mean()
@@ -85,6 +85,12 @@ def test_what_cannot_be_told_is_captured(fresh: CapturedOnce) -> None:
     assert fresh.made == 2
 
 
+def test_a_small_model_is_captured(fresh: CapturedOnce) -> None:
+    for _ in range(2):
+        fresh(Scaled().linear, {"input": torch.zeros(2, 4)})
+    assert fresh.made == 2
+
+
 def test_a_damaged_file_is_captured(fresh: CapturedOnce, tmp_path: Path) -> None:
     fresh(Scaled(), X)
     (file,) = tmp_path.rglob("*.step")
@@ -106,12 +112,12 @@ def test_what_is_warned_of_is_warned_of_again(fresh: CapturedOnce, monkeypatch: 
 
 
 def _asked() -> tuple[int, int, bool]:
-    compile_model(build(Net), numbers(), Mesh.of(dp=2))
+    compile_model(Scaled(), X, Mesh.of(dp=2))
     before = captured_once.asked, captured_once.made
-    compile_model(build(Net), numbers(), Mesh.of(tp=2))
+    compile_model(Scaled(), X, Mesh.of(dp=1))
     with compiled_by_each():
         own = shared_capture.capture is capture
-        compile_model(build(Net), numbers(), Mesh.of(tp=2))
+        compile_model(Scaled(), X, Mesh.of(dp=1))
     return captured_once.asked - before[0], captured_once.made - before[1], own
 
 

@@ -3,6 +3,7 @@
 aot, export, inductor        torch's compilers as functions of graphs
 fake, rebuild, frozen, hooks, function_watch      modules without weights, and what a capture would lose of them
 autograd, autograd_function, dispatch, operators, decompositions, effects      operators, and what runs below them
+graph_nodes, graph_data      nodes of graphs, without what torch looks for in each
 distributed, dtensor, foreach, state_dict, lazy, flash_attn      single names of torch, and of one other package
 
 Everything may import this room; it imports nothing of the project. Nothing private leaves it.

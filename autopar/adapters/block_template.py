@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.adapters.asked_regions import new_regions, next_region
 from autopar.adapters.block_facts import memory_of
+from autopar.adapters.graph_nodes import copied_node
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -75,7 +76,7 @@ class Template:
         around = {key: (path, _class_name(cls)) for key, (path, cls) in tracer.module_stack.items()}
         regions = new_regions()
         for node in self.nodes:
-            new[node] = made = tracer.graph.node_copy(node, new.__getitem__)
+            new[node] = made = copied_node(tracer.graph, node, new.__getitem__)
             made.meta = {**node.meta, "nn_module_stack": around | self._below(node, path_of_call(tracer))}
             if "val" in node.meta:
                 made.meta["val"] = _apart(node.meta["val"])

@@ -34,6 +34,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from autopar.adapters.call_recorder import CallRecorder
+from autopar.adapters.graph_nodes import copied_node
 from autopar.adapters.keys import told_apart
 from autopar.adapters.operators import mutates, returns_alias
 
@@ -131,7 +132,7 @@ def _copied(source: Graph, gm: GraphModule | None, to: _Bodies, known: _Known, t
         if node.op == "output":
             return pytree.tree_map_only(Node, known.__getitem__, node.args[0])
         if node.op == "placeholder":
-            known[node] = to.graph.node_copy(node, known.__getitem__)
+            known[node] = copied_node(to.graph, node, known.__getitem__)
             known[node].name = node.name  # the signature knows it by this one, a word of Python's (input) or not
         elif node.target is _REGION:
             known[node] = _inlined(node, gm, to, known, table)
@@ -145,7 +146,7 @@ def _copied(source: Graph, gm: GraphModule | None, to: _Bodies, known: _Known, t
 def _call(node: Node, to: _Bodies, known: _Known, table: Mapping[Any, Any]) -> Any:
     """What becomes of an operator."""
     if node.target is operator.getitem:
-        return to.graph.node_copy(node, known.__getitem__)
+        return copied_node(to.graph, node, known.__getitem__)
     if not isinstance(node.target, OpOverload) or node.target in table:
         raise _NotKnown
     if node.target in _LIFTS:
@@ -164,7 +165,7 @@ def _call(node: Node, to: _Bodies, known: _Known, table: Mapping[Any, Any]) -> A
         return _batch_norm(node, to, known)
     if _is_cia_op(node.target) and not _is_preservable_cia_op(node.target):
         return _traced(node.target, node, to, known)
-    return to.graph.node_copy(node, known.__getitem__)
+    return copied_node(to.graph, node, known.__getitem__)
 
 
 def _keeps_statistics(x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: Any, *_: Any) -> bool:

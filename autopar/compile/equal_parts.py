@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from autopar.adapters.graph_nodes import copied_node
 from autopar.adapters.keys import told_apart
 from autopar.adapters.lazy import graph_module
 from autopar.ir.graph import frozen
@@ -166,7 +167,7 @@ def _step(step: StepGraph, names: _Names) -> StepGraph:
 def _renamed(step: StepGraph, names: _Names) -> GraphModule:
     graph, new, given = Graph(), dict[Node, Node](), iter(step.inputs)
     for node in step.graph.graph.nodes:
-        made = new[node] = graph.node_copy(node, new.__getitem__)
+        made = new[node] = copied_node(graph, node, new.__getitem__)
         made.name = names.node(node.name)
         if made.op == "placeholder":
             value = next(given)

@@ -15,6 +15,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from autopar.adapters.graph_nodes import copied_node, new_node
 from autopar.adapters.lazy import graph_module
 from autopar.adapters.operators import OpOverload, argument_defaults
 from autopar.ir.mesh import Mesh
@@ -191,7 +192,7 @@ def insert_call(
     where that is known without running it."""
     graph, kwargs = before.graph, dict(kwargs or {})
     with graph.inserting_before(before):
-        node = graph.create_node("call_function", target, tuple(args), kwargs, name=name or None)
+        node = new_node(graph, "call_function", target, tuple(args), kwargs, name)
     inherit(node, like or before, ORIGIN)
     node.meta["val"] = run_fake(graph, target, args, kwargs) if val is None else val
     node.meta["has_gradient"] = passes_gradient(node)
@@ -293,12 +294,11 @@ def copy_graph(gm: GraphModule) -> GraphModule:
     """A copy whose nodes and metadata can be changed without changing the original's."""
     graph = Graph()
     copies: dict[Node, Node] = {}
-    graph.output(graph.graph_copy(gm.graph, copies))
-    output_node(gm_copy := graph_module(graph, root=gm)).meta = dict(output_node(gm).meta)
-    for old, new in copies.items():
-        new.meta = dict(old.meta)
-        if old.op == "placeholder":
-            new.name = old.name  # the signature knows it by this one, a word of Python's (input) or not
+    for node in gm.graph.nodes:
+        new = copies[node] = copied_node(graph, node, copies.__getitem__)
+        if node.op == "placeholder":
+            new.name = node.name  # the signature knows it by this one, a word of Python's (input) or not
+    gm_copy = graph_module(graph, root=gm)
     gm_copy.meta = dict(gm.meta)
     return gm_copy
 
@@ -308,7 +308,7 @@ def copy_node(graph: Graph, node: Node, copies: dict[Node, Node]) -> Node:
     if node not in copies:
         for x in node.all_input_nodes:
             copy_node(graph, x, copies)
-        copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node] = copied_node(graph, node, copies.__getitem__)
     return copies[node]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from autopar.adapters.graph_nodes import copied_node
 from autopar.adapters.lazy import graph_module
 from autopar.ir.gradient_dtypes import added_in
 from autopar.ir.graph import ancestors, outputs, placeholders
@@ -143,7 +144,7 @@ def restricted(step: StepGraph | None, wanted: Collection[str]) -> StepGraph | N
     graph, copies = Graph(), dict[Any, Any]()
     for node in step.graph.graph.nodes:
         if node in needed:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node] = copied_node(graph, node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in made.values()))
     inputs = [name for name, node in zip(step.inputs, placeholders(step.graph), strict=True) if node in needed]
     return StepGraph(graph_module(graph, root=step.graph), inputs, list(made))
