@@ -95,7 +95,7 @@ def captured_by_each() -> Iterator[None]:
 @contextmanager
 def folder_of_run() -> Iterator[None]:
     """For the process that starts workers, which inherit the folder."""
-    with tempfile.TemporaryDirectory(prefix="autopar-tests-") as path:
+    with tempfile.TemporaryDirectory(prefix="autopar-tests-", ignore_cleanup_errors=True) as path:
         os.environ[FOLDER] = path
         try:
             yield
