@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from autopar.options import Options
     from autopar.plan import Plan
     from autopar.precision import Precision
+    from autopar.runtime.buckets import Buckets
     from autopar.runtime.ema import ema
     from autopar.runtime.failures import reporting
     from autopar.runtime.groups import data_part, init_mesh
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "Buckets",
     "CHECKPOINTS",
     "GradScaler",
     "Options",
@@ -52,6 +54,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "Buckets": "autopar.runtime.buckets",
     "CHECKPOINTS": "autopar.checkpoint_policies",
     "GradScaler": "autopar.runtime.scaler",
     "Options": "autopar.options",

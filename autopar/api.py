@@ -31,6 +31,7 @@ from autopar.report.dump import check_writable, dumper_for
 from autopar.report.progress import Progress
 from autopar.runtime.agreement import agree_on_call, agree_on_model, agree_on_plan, check_source
 from autopar.runtime.arguments import check_arguments, check_model, check_no_gradients
+from autopar.runtime.buckets import Buckets, asked_shapes
 from autopar.runtime.failures import reporting
 from autopar.runtime.groups import Groups
 from autopar.runtime.inputs import by_name, check_values
@@ -53,6 +54,7 @@ def parallelize(
     dump: str | Path | None = None,
     sync: bool = False,
     check_batches: bool = True,
+    shapes: str | Buckets = "exact",
     **options: Any,
 ) -> ParallelModule:
     """Put a model on a mesh.
@@ -74,6 +76,8 @@ def parallelize(
             device. Otherwise the ranks' weights are compared, and those that differ refused.
         check_batches: compare at every step what several ranks must be given alike (all inputs over tp, pp and cp,
             those that are no part of the batch over dp), by a hash made where the tensors are.
+        shapes: "exact" compiles a step for each shape of the batch; "bucket" pads tokens to 64, 128, 256 ... and rows
+            to those of the largest batch, where that changes no loss; or `autopar.Buckets(...)`.
         options: fields of `autopar.Options`, whose docstring says what each does: zero=3, micro_batches=8 ...
 
     Raises ValueError, on every rank and before any collective, for sizes that do not divide, models that do not
@@ -82,6 +86,7 @@ def parallelize(
     groups = Groups(mesh)
     with reporting("parallelize"):
         chosen = _options(options)
+        buckets = asked_shapes(shapes)
         check_model(model)
         check_no_gradients(model)
         check_arguments(
@@ -96,7 +101,15 @@ def parallelize(
             )
         agree_on_call(
             groups,
-            options | {"seed": seed, "exact": exact, "backend": backend, "sync": sync, "check_batches": check_batches},
+            options
+            | {
+                "seed": seed,
+                "exact": exact,
+                "backend": backend,
+                "sync": sync,
+                "check_batches": check_batches,
+                "shapes": shapes,
+            },
         )
         load_adapters(model)
         values = {name: None if p.is_meta else p for name, p in model.named_parameters(remove_duplicate=False)}
@@ -117,10 +130,13 @@ def parallelize(
         agree_on_plan(groups, made)
         compiler = _compiler(groups, chosen, exact, dump, shared)
         note_parameters(model.parameters())
-        return ParallelModule(
+        parallel = ParallelModule(
             skeleton, compiler, groups, made, specs, values, buffers, backend, seed, sync, check_batches,
             chosen.micro_batches,
         )  # fmt: skip
+        if buckets is not None:
+            parallel.pad_batches(buckets)
+        return parallel
 
 
 def _compiler(

@@ -22,6 +22,7 @@ from autopar.ir.parameter import ParameterSpec
 from autopar.plan import Plan
 from autopar.runtime import state
 from autopar.runtime.ambient import Surroundings, need_gradients, no_anomalies, outside
+from autopar.runtime.buckets import BatchFitter, Buckets
 from autopar.runtime.clipping import clip_gradients
 from autopar.runtime.differentiable import Forward, attach, refuse_gradients
 from autopar.runtime.executor import Executor, per_rank
@@ -84,6 +85,7 @@ class ParallelModule(ModelOnMesh):
         self._line = RunLine()
         self._last_use = 0
         self._weight = torch.ones((), dtype=torch.float64, device=groups.device)
+        self._fitter: BatchFitter | None = None
         self._tangents: tuple[str, ...] = ()  # outputs beside the losses that somebody has differentiated
         self._loaded = sync or all(values.get(s.name) is not None for s in specs)
         # with pipeline stages: what this rank's stages use; steps write to buffers
@@ -97,6 +99,15 @@ class ParallelModule(ModelOnMesh):
         if plan.options.optimizer_on_host:
             keep_on_host(self, plan.options.bucket_bytes)
         watch_steps()
+
+    def pad_batches(self, buckets: Buckets) -> None:
+        """From now on: see `autopar.Buckets`."""
+
+        def evaluate(batch: dict[str, Any]) -> Any:
+            with torch.no_grad():
+                return self._evaluated((), batch)
+
+        self._fitter = BatchFitter(buckets, self._tree.root, self._cache.plan, self._groups, evaluate)
 
     # --- steps --------------------------------------------------------------------------------------------
 
@@ -152,7 +163,7 @@ class ParallelModule(ModelOnMesh):
                 )
                 run = Forward(executor, values | before, paused, dict(self._tree.own), again)
                 attach(run, outputs)
-            return rebuild_outputs(executor.compiled, outputs, self._groups, run.watch if run is not None else None)
+            return self._rebuilt(executor, outputs, args, batch, run.watch if run is not None else None)
 
     def _cannot_differentiate(self) -> str:
         """Why ``model(**batch)`` can make no graph of autograd, if it cannot."""
@@ -187,7 +198,16 @@ class ParallelModule(ModelOnMesh):
             self._store_buffers(executor.compiled, outputs)
             if torch.is_grad_enabled():
                 refuse_gradients(outputs, self._cannot_differentiate(), self._groups.device)
-            return rebuild_outputs(executor.compiled, outputs, self._groups)
+            return self._rebuilt(executor, outputs, args, batch)
+
+    def _rebuilt(
+        self, executor: Executor, outputs: list[Any], args: tuple[Any, ...], batch: dict[str, Any], watch: Any = None
+    ) -> Any:
+        """In the user's structure, without padding."""
+        found = rebuild_outputs(executor.compiled, outputs, self._groups, watch)
+        if self._fitter is None:
+            return found
+        return self._fitter.trimmed(found, by_name(self._tree.root, args, batch))
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -227,6 +247,8 @@ class ParallelModule(ModelOnMesh):
             )
         named = by_name(self._tree.root, args, batch)
         check_values(named, differentiated=kind.train)
+        if self._fitter is not None:
+            named = self._fitter.fit(named)
         named = with_constants(named, self._cache.plan.options.constants)
         # masks depend on the number of the step
         executor = self._cache.runner(kind, named, surroundings, self.training_steps + 1 if kind.train else None)
