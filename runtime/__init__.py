@@ -3,6 +3,7 @@
 groups, connections, rendezvous, store_line, heartbeat, failures, launch, settings      processes that find each other
 comm, point_to_point, attention_comm, functional, differentiable      what moves between them
 bind, executor, pipeline_executor, step_program, step_values, instructions, calls      step graphs that run
+pausing, cells                                           and take turns
 module, tree, module_watch, note_watch, step_cache, step_facts, agreement      the user's module, and its steps
 batches, batch_watch, last_words, inputs, arguments, contents, feed, results, ambient      what users pass and get
 state, stateful, sharded_tensor, sharded_ops, layout, checkpoint_folder, clipping      weights

@@ -12,7 +12,8 @@ The function takes ONE list of inputs and empties it: a saved activation dies af
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -22,7 +23,7 @@ from torch.fx.graph import CodeGen
 
 from autopar.adapters.graph_nodes import copied_node
 from autopar.adapters.operators import OpOverload, argument_defaults, name_of
-from autopar.ir.waits import WaitPlaces, is_started, overwritten
+from autopar.ir.waits import WaitPlaces, is_started, overwritten, pauses_at
 from autopar.ops.traits import COLLECTIVES, COPIES, LOCAL
 from autopar.runtime import comm
 from autopar.runtime.attention_comm import OPERATORS, Comms
@@ -32,6 +33,7 @@ from autopar.runtime.functional import Collectives, finish_with, functional_call
 from autopar.runtime.groups import Groups
 from autopar.runtime.host_copies import HostCopies
 from autopar.runtime.op_errors import operator_explained
+from autopar.runtime.pausing import Steps, drained, make_generator, pause_here, pauses_in
 
 ours = torch.ops.autopar
 
@@ -49,7 +51,8 @@ class Bound:
     """A runnable step graph: ``bound([inputs]) -> tuple``, the list is emptied.
 
     traffic: of the collectives in one run. comms: what attention over cut sequences exchanges with; they count what has
-    been sent in all runs so far. made: fake values of what it returns, if it is compiled code.
+    been sent in all runs so far. made: fake values of what it returns, if it is compiled code. paused: the same as code
+    that pauses (`autopar.runtime.pausing`), if it does.
     """
 
     run: Callable[[list[Any]], tuple[Any, ...]]
@@ -58,11 +61,23 @@ class Bound:
     comms: Comms = field(repr=False)
     graph: Graph | None = field(default=None, repr=False)
     made: list[Any] | None = field(default=None, repr=False)
+    paused: Callable[[list[Any]], Steps] | None = field(default=None, repr=False)
 
     def __call__(self, inputs: list[Any]) -> tuple[Any, ...]:
         """Raises ValueError that names the model's line for an operator that refuses its inputs."""
-        try:
+        with self._explained():
             return self.run(inputs)
+
+    def steps(self, inputs: list[Any]) -> Steps:
+        """The same with pauses, of a graph that has some."""
+        assert self.paused is not None
+        with self._explained():
+            return (yield from self.paused(inputs))
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
         except (RuntimeError, IndexError) as error:
             said = operator_explained(error, self.graph) if self.graph is not None else None
             if said is None:
@@ -70,8 +85,9 @@ class Bound:
             raise said from error
 
 
-def bind(gm: GraphModule, groups: Groups, backend: str = "eager", given: Sequence[Any] = ()) -> Bound:
-    """Lower the raw collectives of a step graph onto the mesh. ``gm`` is left as it is.
+def bind(gm: GraphModule, groups: Groups, backend: str = "eager", given: Sequence[Any] = (), pauses: str = "") -> Bound:
+    """Lower the raw collectives of a step graph onto the mesh. ``gm`` is left as it is. ``pauses``: the axis at whose
+    exchanges it may pause, run operator by operator.
 
     backend "eager" runs the graph's operators one by one; "inductor" compiles it, for inputs that are like ``given``
     (None: like the graph's own). Raises ValueError for a backend that is neither.
@@ -85,8 +101,10 @@ def bind(gm: GraphModule, groups: Groups, backend: str = "eager", given: Sequenc
         explicit = _lower(comms.compilable(gm), _Traced(Functional(groups), groups.device))
         run, made = compile_step(explicit, groups.device, given)
         return Bound(run, traffic, gm.code, comms, made=made)
-    lowered = _lower(gm, _Eager(groups, comms))
-    return Bound(lowered.forward, traffic, lowered.code, comms, lowered.graph)
+    lowered = _lower(gm, _Eager(groups, comms), pauses)
+    if not pauses_in(lowered.graph):
+        return Bound(lowered.forward, traffic, lowered.code, comms, lowered.graph)
+    return Bound(drained(lowered.forward), traffic, lowered.code, comms, lowered.graph, paused=lowered.forward)
 
 
 def traffic_of_graph(gm: GraphModule, groups: Groups) -> Ledger:
@@ -144,11 +162,13 @@ class _Calls(Protocol):
         """Set the target of a copied node."""
 
 
-def _lower(gm: GraphModule, calls: _Calls) -> GraphModule:
+def _lower(gm: GraphModule, calls: _Calls, pauses: str = "") -> GraphModule:
     graph, waits = Graph(), WaitPlaces(gm)
     new: dict[Node, Node] = {}
 
     def wait(collectives: list[Node]) -> None:
+        if pauses_at(collectives, pauses):
+            graph.call_function(pause_here)
         for collective in collectives:
             new[collective] = graph.call_function(calls.finish(collective), (new[collective],))
 
@@ -166,6 +186,7 @@ def _lower(gm: GraphModule, calls: _Calls) -> GraphModule:
             if node.op == "placeholder":
                 new[node].target = new[node].name  # else generated code renames arguments one by one, over each other
     graph.set_codegen(_BoxedCode())
+    make_generator(graph)
     graph.lint()
     return GraphModule(gm, graph)
 

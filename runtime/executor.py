@@ -14,6 +14,7 @@ own. DualPipe, in which both ends receive before they compute, hung so in its fi
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from autopar.ir.graph import set_device
 from autopar.ops.moe import ends_of_rows
 from autopar.ops.watch import take_notes
 from autopar.runtime.bind import BACKENDS, Bound, bind
+from autopar.runtime.cells import PairedEntries, with_cells
 from autopar.runtime.comm import Ledger, Traffic, add_ledgers, ledger_between
 from autopar.runtime.cuda_graphs import RecordedStep, why_not
 from autopar.runtime.expert_load import ExpertLoad, layers_of_experts
@@ -41,7 +43,8 @@ from autopar.runtime.step_facts import axes_of_step
 from autopar.runtime.step_program import make_program
 from autopar.runtime.step_result import Result
 from autopar.runtime.step_values import Routes, unit_of
-from autopar.schedule.order import BACKWARD, Action
+from autopar.schedule.order import BACKWARD, COMPUTE, Action
+from autopar.schedule.simulate import simulate
 from autopar.schedule.stream_checks import links
 from autopar.steps.graphs import Compiled, StepGraph
 from autopar.steps.of_rank import graphs_of_rank, lowered_order
@@ -106,6 +109,7 @@ class Executor:
         self.peaks = Peaks()
         self._known: dict[str, Any] = {}  # by name, what compiled code returns
         self.record, self._measure = record, measure
+        self._pauses = axis_of_experts(compiled.plan.experts)  # where graphs of cells take turns
         self.order = Routes(pipeline).drop_empty(lowered_order(pipeline))
         assert self.order.micro_batches == self.micro_batches, f"{self.order.name} is for other micro-batches"
         axes, along = axes_of_step(compiled)  # of all ranks: all make the same groups
@@ -115,6 +119,8 @@ class Executor:
         self.channels.connect(links(self.order))
         self._exchange = StageExchange(compiled, self.order, groups)
         groups.warm_up({*axes, *self._exchange.axes})
+        if self._pauses and any(action.paired for row in self.order.ranks for action in row):
+            simulate(self.order)  # a cell waits for what both halves take: that nothing waits for ever
         self.program: Program = make_program(
             pipeline, self.order, groups.coordinate.get(AXIS, 0), self._bind, self.feed, self.channels, groups.device,
             compiled.prologue, self._exchange.results, compiled.plan.options.precision,
@@ -122,7 +128,11 @@ class Executor:
         entries = self.program.entries
         kinds = [entry.action.kind if entry.action is not None else "" for entry in entries]
         first = next((i for i, kind in enumerate(kinds) if kind in BACKWARD), len(entries))
+        ahead = [i for i in range(first) if (action := entries[i].action) is not None and action.kind in COMPUTE]
+        if ahead and (action := entries[ahead[-1]].action) is not None and action.paired:
+            first = ahead[-1]  # of one cell with it
         self._forward, self._backward = entries[:first], entries[first:]
+        self._runs = with_cells(self._forward), with_cells(self._backward)
         read = {i for entry in self._backward for x in (*entry.waits, *entry.does) for i in x.reads}
         self._left = [i for i in self.program.results.values() if i not in read]  # outputs that no backward takes
         does = [one for entry in self._forward for one in entry.does]
@@ -154,7 +164,8 @@ class Executor:
     def _bind(self, graph: StepGraph) -> Bound:
         if self.groups.device.type != "cpu":
             set_device(graph.graph, self.groups.device)
-        bound = bind(graph.graph, self.groups, self._backend, [self._known.get(name) for name in graph.inputs])
+        given = [self._known.get(name) for name in graph.inputs]
+        bound = bind(graph.graph, self.groups, self._backend, given, self._pauses)
         self._known |= {name: x for name, x in zip(graph.outputs, bound.made or ()) if name is not None}
         return bound
 
@@ -280,21 +291,28 @@ class Executor:
         return slots
 
     def _run(self, entries: list[Entry], slots: list[Any]) -> None:
-        for entry in entries:
+        for entry in self._runs[entries is self._backward]:
             start = self._counted(entry, slots)
-            if self._watched and entry.action is not None:
-                self._watch(entry.action, start, slots)
+            if self._watched:
+                end = time.perf_counter()
+                for one in (*entry.ahead, entry.back) if isinstance(entry, PairedEntries) else (entry,):
+                    if one.action is not None:
+                        self._watch(one.action, start, end, slots)
         self._traffic = add_ledgers(self._traffic, self._traffic_of[entries is self._backward])
         if entries is self._forward and self.held.on:
             self._traffic = add_ledgers(self._traffic, self.held.saved())
 
-    def _counted(self, entry: Entry, slots: list[Any]) -> float:
+    def _counted(self, entry: Entry | PairedEntries, slots: list[Any]) -> float:
         """Run an entry; of a forward of training, count which experts were chosen."""
-        action = entry.action
+        action = entry.ahead[0].action if isinstance(entry, PairedEntries) else entry.action
         if self.load is None or action is None or action.kind != "F" or not self.compiled.train:
             return entry.run(slots)
-        with ends_of_rows() as found:
-            start = entry.run(slots)
+        found: list[Tensor] = []
+        if isinstance(entry, PairedEntries):
+            start = entry.run(slots, functools.partial(_told, found))
+        else:
+            with _told(found):
+                start = entry.run(slots)
         if found:
             if action.stage not in self._experts:
                 self._experts[action.stage] = layers_of_experts(
@@ -303,8 +321,8 @@ class Executor:
             self.load.add(self._experts[action.stage], found, axis_of_experts(self.compiled.plan.experts))
         return start
 
-    def _watch(self, action: Action, start: float, slots: list[Any]) -> None:
-        self.timeline.append((action, start, time.perf_counter()))
+    def _watch(self, action: Action, start: float, end: float, slots: list[Any]) -> None:
+        self.timeline.append((action, start, end))
         if not self._measure:
             return
         if action.kind == "F":
@@ -315,6 +333,14 @@ class Executor:
         kept = [slots[i] for i in self.program.saved if isinstance(slots[i], Tensor)]
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}
         self.peaks.saved = max(self.peaks.saved, sum(storages.values()))
+
+
+@contextmanager
+def _told(found: list[Tensor]) -> Iterator[None]:
+    """Within: `ends_of_rows`, added to what was found."""
+    with ends_of_rows() as more:
+        yield
+    found += more
 
 
 Recording = Sequence[tuple[Action, float, float]]  # (action, start, end) in seconds

@@ -10,7 +10,7 @@ between.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,13 +42,27 @@ class Instruction:
 
     def run(self, slots: Slots) -> Sequence[Any]:
         """What ``apply`` returned."""
+        found = self.apply(self._taken(slots))
+        self._store(found, slots)
+        return found
+
+    def steps(self, slots: Slots) -> Generator[None, None, None]:
+        """`run`, with pauses where the graph that it applies has some."""
+        if isinstance(self.apply, Bound) and self.apply.paused is not None:
+            found = yield from self.apply.steps(self._taken(slots))
+            self._store(found, slots)
+        else:
+            self.run(slots)
+
+    def _taken(self, slots: Slots) -> list[Any]:
         inputs = [slots[i] for i in self.reads]
         for i in self.dead:
             slots[i] = None
-        found = self.apply(inputs)
+        return inputs
+
+    def _store(self, found: Sequence[Any], slots: Slots) -> None:
         for k, i in self.stores:
             slots[i] = found[k]
-        return found
 
 
 def finish_sums(instructions: Sequence[Instruction], kept: Collection[int]) -> None:
@@ -79,6 +93,11 @@ class Entry:
         for instruction in self.does:
             instruction.run(slots)
         return start
+
+    @property
+    def pauses(self) -> bool:
+        """Whether a graph among what it does pauses."""
+        return any(bound.paused is not None for bound in self.runs)
 
 
 @dataclass

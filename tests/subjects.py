@@ -122,6 +122,7 @@ SPECIAL: dict[str, Callable[[], Made]] = {
     "padded llama": lambda: _padded(tiny("llama")),
     "multi-query tied llama": lambda: tiny("llama_tied", num_key_value_heads=1),
     "frozen qwen3_moe": lambda: _frozen(tiny("qwen3_moe", layers=1)),
+    "deep mixtral": lambda: tiny("mixtral", layers=4),  # experts on every rank of a pipeline
     "jetmoe": lambda: own("jetmoe"),
     "switch transformers": lambda: own("switch transformers"),
     "gpt2 with dropout": lambda: tiny("gpt2", layers=1, dropout=0.1),

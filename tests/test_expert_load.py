@@ -79,7 +79,7 @@ CASES = [
 ]
 MORE = [
     ("qwen3_moe", {"cp": 2, "ep": 2}, {"dispatch": "dedup"}),
-    ("qwen3_moe", {"pp": 2, "ep": 2}, {"micro_batches": 4, "schedule": "dual_pipe_v", "dispatch": "dedup"}),
+    ("qwen3_moe", {"pp": 2, "ep": 2}, {"micro_batches": 4, "schedule": "dual_pipe_v", "checkpoint": "full"}),
     ("qwen3_moe", {"dp": 2, "tp": 2}, {"sequence_parallel": True, "zero": 3}),
 ]
 

@@ -8,9 +8,11 @@ from functools import cache
 
 from torch.fx import GraphModule
 
+from autopar.cost.cell_seconds import Stretches, seconds_by_turns, stretches_of
 from autopar.cost.flops import seconds_of
 from autopar.cost.hardware import device_of, links_of
 from autopar.cost.traffic import Links
+from autopar.ir.expert_layers import axis_of_experts
 from autopar.ir.graph import nbytes, placeholders
 from autopar.ir.storages import storage_bytes
 from autopar.plan import Plan
@@ -25,15 +27,36 @@ def stage_costs(parts: Sequence[Stage], hops: Sequence[Hop], plan: Plan) -> Cost
 
     Gathers, reductions and values between parts take the time of their transfers, over the links that the plan's
     options name, or the device's. Transfers inside of F, B and W count over links that are named: others, those of tp
-    as a rule, are many times faster than the device's between machines.
+    as a rule, are many times faster than the device's between machines. Where tokens go to experts on other ranks over
+    such links, they do so beside what else a graph computes, and in cells beside what the other half does.
     """
     device, wiring = device_of(plan.options), links_of(plan.options)
     between = Links(plan.mesh, wiring)
     inside = Links(plan.mesh, wiring, given=True) if wiring.axes else None
 
+    axis = axis_of_experts(plan.experts)
+    exchanged = inside is not None and bool(axis) and wiring.given(axis) is not None
+
+    @cache
+    def stretches(gm: GraphModule) -> Stretches:
+        assert inside is not None
+        return stretches_of(gm, axis, device, inside)
+
     @cache  # equal parts take equal times
     def seconds(gm: GraphModule, outside: bool) -> float:
+        if exchanged and not outside:
+            return seconds_by_turns(stretches(gm))
         return seconds_of(gm.graph.nodes, device, between if outside else inside)
+
+    @cache
+    def together(forward: GraphModule, backward: GraphModule) -> float:
+        return seconds_by_turns(stretches(forward), stretches(backward))
+
+    def cells() -> tuple[tuple[float, ...], ...] | None:
+        backs = [p.backward for p in parts]
+        if not exchanged or not all(backs):
+            return None
+        return tuple(tuple(together(p.forward.unnamed, b.unnamed) for b in backs if b) for p in parts)
 
     def time(graph: StepGraph | None, outside: bool = False) -> float:
         return seconds(graph.unnamed, outside) if graph is not None else 0.0
@@ -46,6 +69,7 @@ def stage_costs(parts: Sequence[Stage], hops: Sequence[Hop], plan: Plan) -> Cost
         B=tuple(time(p.backward_input or p.backward_reduce) for p in parts),
         W=tuple(time(p.backward_weight) for p in parts),
         comm=comm,
+        FB=cells(),
         G=tuple(time(p.gather, outside=True) for p in parts),
         R=tuple(time(p.reduce, outside=True) for p in parts),
         activations=tuple(float(kept(p) + r) for p, r in zip(parts, received, strict=True)),

@@ -20,9 +20,9 @@ from autopar.ir.graph import outputs, placeholders
 from autopar.ir.live_values import peak_of_values
 from autopar.ir.storages import bytes_of, storage_bytes, storages
 from autopar.precision import PRECISIONS, Precision
-from autopar.schedule.order import PARAMETERS, TRANSFERS, Action, Order
+from autopar.schedule.order import COMPUTE, PARAMETERS, TRANSFERS, Action, Order
 from autopar.steps.graphs import Pipeline, StepGraph
-from autopar.steps.of_rank import backwards, graph_of, lowered_order, slice_shares, sum_dtypes
+from autopar.steps.of_rank import backwards, exchanges_tokens, graph_of, lowered_order, slice_shares, sum_dtypes
 from autopar.steps.value_names import is_a, of
 
 
@@ -123,6 +123,7 @@ class _RankWalk:
         self.pipeline, self.parts = pipeline, dict[int, _Part]()
         self.shares, self.moving = slice_shares(pipeline), MovingValues(pipeline, order, rank)
         self.peaks: dict[tuple[int, str, frozenset[str]], tuple[int, int]] = {}
+        self.rank, self.beside = rank, 0.0  # what the first half of a cell may hold while the second runs
         self.saved = self.received = self.reduced = self.host = 0.0
         self.gathered: dict[tuple[int, str], int] = {}  # stage, used parameter -> bytes
         self.gathers: set[int] = set()  # stages whose next F gathers
@@ -175,11 +176,14 @@ class _RankWalk:
         taken = [n for n in self._used(action) if self.last[action.stage, n] == action]
         dying = {n: size for n in taken if (size := self.gathered.pop((action.stage, n), 0))}
         live, own = self.live(part, action.kind, graph, frozenset(dying))
-        self.peak(action.kind, self.there + (live - own - sum(dying.values())) * share + sum(dying.values()))
+        before = self.there
+        more = (live - own - sum(dying.values())) * share + sum(dying.values())
+        self.peak(action.kind, before + more + self.beside)
         if action.kind == "F" and action.stage in self.gathers:
             self.gathers.remove(action.stage)
             self.keep_gathered(action, part, graph)
         self.keep(part, action.kind, share)
+        self.beside = max(more - (self.there - before), 0.0) if action.paired and self.takes_turns(action) else 0.0
         self.moving.after(action)
         if graph is not None and action.kind == "BWR":
             self.sums.pop(action.stage, None)
@@ -195,6 +199,12 @@ class _RankWalk:
             self.found.accumulated = max(self.found.accumulated, total if several else 0)
             self.found.trained |= {part.part.aliases.get(n, n) for n in map(of, trained)}
         self.leave(action)
+
+    def takes_turns(self, action: Action) -> bool:
+        """Whether the two halves of a cell, of which this is the first, run by turns."""
+        row = self.order.ranks[self.rank]
+        back = next(a for a in row[row.index(action) + 1 :] if a.kind in COMPUTE)
+        return any(exchanges_tokens(self.part(a.stage).part) for a in (action, back))
 
     def live(self, part: _Part, kind: str, graph: StepGraph | None, dying: frozenset[str]) -> tuple[int, int]:
         """(live values of the graph, of these what was there before): what later actions of the unit need stays."""

@@ -54,5 +54,9 @@ def in_units(costs: Costs, unit: float) -> Costs:
     for name in ("F", "B", "W", "comm", "FB", "G", "R"):
         value = getattr(costs, name)
         if value is not None:
-            changed[name] = tuple(v / unit for v in value) if isinstance(value, tuple) else value / unit
+            changed[name] = _divided(value, unit)
     return replace(costs, **changed)
+
+
+def _divided(value: Any, unit: float) -> Any:
+    return tuple(_divided(v, unit) for v in value) if isinstance(value, tuple) else value / unit

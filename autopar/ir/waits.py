@@ -7,6 +7,8 @@ executor (`autopar.runtime.bind`) asks here, and the walk of what is alive (`aut
 from __future__ import annotations
 
 import operator
+import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -80,6 +82,19 @@ class WaitPlaces:
         found = [copy for copy, begun in self._leaving.items() if begun < self._layers - 1]
         self._finished.update(found)
         return found
+
+
+_MOVE_TOKENS = tuple(
+    getattr(torch.ops.autopar, kind).default
+    for kind in ("all_to_all_rows", "all_to_all", "all_gather", "reduce_scatter")
+)
+
+
+def pauses_at(collectives: Iterable[Node], axis: str) -> bool:
+    """Whether a step graph that may pause does so before it waits for these: one of them goes over ``axis``, which cuts
+    experts, or over a level of it. The graph says so and not what happens: all ranks that run it pause alike."""
+    over = (str(arguments(node)["axis"]) for node in collectives if axis and node.target in _MOVE_TOKENS)
+    return any(re.split("[%/]", name)[0] == axis for name in over)
 
 
 def overwritten(node: Node) -> Node | None:

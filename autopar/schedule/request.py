@@ -47,7 +47,8 @@ class Schedule:
 class Costs:
     """Seconds (any unit) and memory of actions of a whole micro-batch; a tuple gives one value per part.
 
-    F, B, W: times; BW takes B + W. comm: latency of a transfer between ranks. FB: a paired cell (default: F + BW).
+    F, B, W: times; BW takes B + W. comm: latency of a transfer between ranks. FB: a paired cell (default: F + BW);
+    one value, or one per part of F and part of BW.
     G, R: gather and reduce. scale: time of token slice i relative to the whole micro-batch; tokens: its share of the
     tokens, and so of the memory (default of both: equal slices). activations: what F keeps until B or BW; stash: what
     B leaves for W.
@@ -57,7 +58,7 @@ class Costs:
     B: float | tuple[float, ...] = 1.0
     W: float | tuple[float, ...] = 1.0
     comm: float = 0.0
-    FB: float | None = None
+    FB: float | tuple[tuple[float, ...], ...] | None = None
     G: float | tuple[float, ...] = 0.0
     R: float | tuple[float, ...] = 0.0
     scale: tuple[float, ...] = ()

@@ -108,6 +108,8 @@ def check_costs(order: Order, costs: Costs) -> None:
         value = getattr(costs, name)
         if isinstance(value, tuple) and len(value) != order.parts:
             raise ValueError(f"costs: {name} needs one value per part ({order.parts}), found {len(value)}")
+    if isinstance(costs.FB, tuple) and {len(costs.FB), *map(len, costs.FB)} != {order.parts}:
+        raise ValueError(f"costs: FB needs a value for each two of {order.parts} parts, found {costs.FB}")
     for name in ("scale", "tokens"):
         value = getattr(costs, name)
         if value and len(value) != order.slices:
@@ -204,7 +206,7 @@ class _Simulation:
         for i in cell:
             time += self.duration(actions[i])
         if len(cell) == 2 and self.costs.FB is not None:
-            time = self.costs.FB
+            time = self.together(actions[cell[0]], actions[cell[1]], time)
         woken: list[int] = []
         for i in cell:
             key = key_of(actions[i])
@@ -215,6 +217,13 @@ class _Simulation:
         self.clock[rank] = start + time
         self.busy[rank] += time
         return woken
+
+    def together(self, first: Action, second: Action, alone: float) -> float:
+        """Time of a cell. ``alone``: of its actions one after the other."""
+        if not isinstance(self.costs.FB, tuple):
+            return alone if self.costs.FB is None else self.costs.FB
+        ahead, back = self.order.part_of(first.stage), self.order.part_of(second.stage)
+        return self.costs.FB[ahead][back] if (first.kind, second.kind) == ("F", "BW") else alone
 
     def duration(self, action: Action) -> float:
         unit = (action.kind, action.stage, action.slice)

@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from autopar.adapters.graph_nodes import copied_node
 from autopar.adapters.lazy import graph_module
 from autopar.ir.gradient_dtypes import added_in
-from autopar.ir.graph import ancestors, outputs, placeholders
+from autopar.ir.graph import ancestors, is_call, outputs, placeholders
 from autopar.ir.mesh import Mesh
 from autopar.ir.parameter import ParameterSpec
 from autopar.precision import Precision
@@ -47,6 +47,11 @@ def graph_of(part: Stage, kind: str) -> StepGraph | None:
     """The step graph that an action of a kind runs."""
     found: StepGraph | None = getattr(part, GRAPHS[kind])
     return found
+
+
+def exchanges_tokens(part: Stage) -> bool:
+    """Whether a part has experts that are cut over ranks: its graphs pause where tokens are exchanged."""
+    return any(is_call(node, torch.ops.autopar.moe_dispatch_own.default) for node in part.forward.unnamed.graph.nodes)
 
 
 def sum_dtypes(part: Stage, precision: Precision) -> dict[str, torch.dtype]:

@@ -169,6 +169,7 @@ def compiled_of(case: Case, order: Order, bucket_bytes: int = 2**20) -> Any:
         pipeline=pipeline,
         prologue=Prologue(prologue.graph, prologue.inputs, ["total_0"]),
         plan=SimpleNamespace(
+            experts={},
             options=Options(micro_batches=case.micro_batches, bucket_bytes=bucket_bytes),
             inputs={"x": cut, "target": cut},
         ),
