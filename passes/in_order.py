@@ -5,6 +5,7 @@ from autopar.passes.bucket_gathers import BucketGathers
 from autopar.passes.bucket_gradients import BucketGradients
 from autopar.passes.cast_parameters import CastParameters
 from autopar.passes.derive_rules import DeriveRules
+from autopar.passes.early_exchanges import EarlyExchanges
 from autopar.passes.expand_kv_heads import ExpandKvHeads
 from autopar.passes.join_sums import JoinSums
 from autopar.passes.localize_shapes import LocalizeShapes
@@ -36,5 +37,6 @@ STEP_PASSES: tuple[Pass, ...] = (
     JoinSums(),
     BucketGathers(),
     BucketGradients(),
+    EarlyExchanges(),
     OwnGradients(),
 )

