@@ -41,7 +41,7 @@ from autopar.schedule.request import SCHEDULES
 DOCS = Path(__file__).resolve().parent
 NAMES = (
     "walkthrough", "adding", "pipelines", "context_parallel", "memory", "precision", "saving", "experts", "loops",
-    "shapes",
+    "shapes", "guide/choosing_a_mesh",
 )  # fmt: skip
 PAGES = tuple(DOCS / f"{name}.md" for name in NAMES)
 

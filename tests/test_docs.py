@@ -134,3 +134,12 @@ def test_files_that_pages_name_exist() -> None:
     for page in PAGES:
         named = re.findall(r"`((?:autopar|passes|runtime|tests|docs|models)/[\w/]+\.(?:py|md))`", page.read_text())
         assert not [name for name in named if not (ROOT / name).exists()], page.name
+
+
+def test_errors_that_the_guide_explains_are_said_somewhere() -> None:
+    """The words of the first column, as the source has them: texts that go on in the next line are one."""
+    page = (DOCS / "guide" / "troubleshooting.md").read_text()
+    told = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    files = [f for folder in ("autopar", "runtime", "passes", "models") for f in (ROOT / folder).rglob("*.py")]
+    source = re.sub(r"[\"']\s*\n\s*f?[\"']", "", "\n".join(f.read_text(encoding="utf-8") for f in files))
+    assert len(told) > 8 and not [words for words in told if words not in source]

@@ -16,7 +16,6 @@ the types of the placed graph have refused it.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -159,11 +158,23 @@ def _cuts(rule: Rule, used: Used) -> list[tuple[frozenset[str], dict[str, Rows]]
                     met.setdefault(group, {}).setdefault(factor, {}).setdefault(i, set()).add(rows)
                     fits.setdefault(i, set()).add(group)
     return [
-        (group, dict(zip(found, rows, strict=True)))
+        (group, rows)
         for group, found in met.items()
         if all(_fits(rule, i, held, group, group in fits.get(i, ())) for i, _, held in used)
-        for rows in itertools.product(*map(_common, found.values()))
+        for rows in _readings({factor: _common(by_operand) for factor, by_operand in found.items()})
     ]
+
+
+def _readings(options: Mapping[str, Sequence[Rows]]) -> list[dict[str, Rows]]:
+    """Rows of factors that are cut together, in all ways that a result can tell apart: of a concatenation it knows the
+    rows where they are the same in all parts, of another dim those of one factor. (There are exponentially many ways in
+    the parts of a bucket.)"""
+    first = {factor: rows[0] for factor, rows in options.items() if rows}
+    if len(first) < len(options):
+        return []
+    alike = set.intersection(*map(set, options.values()))
+    found = [dict.fromkeys(options, rows) for rows in alike]
+    return [*found, *({**first, factor: n} for factor, rows in options.items() for n in rows)]
 
 
 def _fits(rule: Rule, i: int, held: Held, group: frozenset[str], cut: bool) -> bool:
