@@ -173,8 +173,8 @@ def _readings(options: Mapping[str, Sequence[Rows]]) -> list[dict[str, Rows]]:
     if len(first) < len(options):
         return []
     alike = set.intersection(*map(set, options.values()))
-    found = [dict.fromkeys(options, rows) for rows in alike]
-    return [*found, *({**first, factor: n} for factor, rows in options.items() for n in rows)]
+    found: list[dict[str, Rows]] = [dict.fromkeys(options, rows) for rows in alike]
+    return found + [first | {factor: n} for factor, rows in options.items() for n in rows]
 
 
 def _fits(rule: Rule, i: int, held: Held, group: frozenset[str], cut: bool) -> bool:
