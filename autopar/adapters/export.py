@@ -157,17 +157,33 @@ def _refusal(error: BaseException | None) -> Refused | None:
 
 
 def _reason(error: BaseException) -> str:
+    if _asks_values(error):
+        return "it asks for a number that only values tell" if _of_sizes(error) else "it asks for the value of a tensor"
     lines = [line for line in str(error).splitlines() if line.strip()]
     text = _ATTRIBUTE.sub(r"a \1 has no \2", lines[0].strip() if lines else "")
     return text if text and isinstance(error, _PLAIN) else f"{type(error).__name__}: {text}"
 
 
 def _way_out(error: BaseException, where: str) -> str:
-    text = f"{type(error).__name__} {error}"
-    if "DataDependent" in text or "data-dependent" in text or "item()" in text:
+    if _of_sizes(error):
+        return (
+            "; sizes that depend on values meet there, as those of x[mask] and masked_select do: keep the shapes and "
+            f"weigh by the mask, as in (loss * mask).sum() / mask.sum(), or {_CONSTANTS}"
+        )
+    if _asks_values(error):
         experts = "for experts, call autopar::moe_dispatch, grouped_mm and moe_combine; " if "expert" in where else ""
         return f"; the line branches on a tensor's value: {experts}write it with torch.where or masks, or {_CONSTANTS}"
     return "; the model must run under torch.export(strict=False) with these inputs"
+
+
+def _asks_values(error: BaseException) -> bool:
+    text = f"{type(error).__name__} {error}"
+    return "DataDependent" in text or "data-dependent" in text or "item()" in text
+
+
+def _of_sizes(error: BaseException) -> bool:
+    """Whether the numbers that torch does not know are sizes: it lists them."""
+    return _asks_values(error) and "Size-like symbols: u" in str(error)
 
 
 def _prepare(program: ExportedProgram) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -150,6 +151,7 @@ class _Search:
     def __init__(self, analysis: Analysis, closure: Closure, gathering: bool) -> None:
         self.analysis, self.closure, self.gathering = analysis, closure, gathering
         self.queue: deque[Node] = deque()
+        self.met: dict[tuple[Any, ...], list[Shard | None]] = {}  # call and cut -> how its results are cut
 
     def add(self, node: Node, shard: Shard) -> None:
         known = self.closure.facts.get(node)
@@ -243,11 +245,16 @@ class _Search:
             raise Rejected(f"at {describe(call)}: {error}", suggestions(rule, dims, shard)) from None
 
     def _spread(self, call: Node, rule: Rule, cut: Cut) -> None:
+        key = (call, *sorted(cut.items()))
+        if key in self.met:  # by way of another operand, or of a result
+            self._note(call, rule, cut, self.met[key])
+            return
         try:
             operands = [None if d is None else rule.shard_of(d, cut) for d in rule.operands]
             results = [rule.shard_of(d, cut) for d in rule.results]
         except RuleError as error:
             raise Rejected(f"at {describe(call)}: {error}") from None
+        self.met[key] = results
         nodes = tensor_operands(call)
         for x, shard, dims in zip(nodes, operands, rule.operands, strict=True):
             if shard is not None:
