@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
-from autopar.rules.held import is_vague
+from autopar.rules import Cat, Rule
+from autopar.rules.held import is_vague, through
 from tests.harness import check_model
 
 
@@ -38,3 +39,15 @@ def test_equals_one_process(mesh: str, rows: int, heads: int, dropout: float, ze
 def test_vague_is_what_has_no_known_rows_in_any_reading() -> None:
     assert is_vague(frozenset({(2, 0), (3, 0)}))
     assert not is_vague(frozenset({(2, 0), (3, 4)})) and not is_vague(frozenset({(2, 0), "the same everywhere"}))
+
+
+def put_together(parts: int) -> list[frozenset[object]]:
+    """What a concatenation makes of parts of one row, each of which may or may not be a piece along it."""
+    names = tuple(f"part {i}" for i in range(parts))
+    operands = tuple((("rows",), (name,)) for name in names)
+    rule = Rule(operands, ((("rows",), Cat(names)),), {"rows": 2, **dict.fromkeys(names, 1)})
+    return [*through(rule, [frozenset({(1, 1), (1, 0)})] * parts)]
+
+
+def test_many_parts_that_may_be_read_in_two_ways_are_not_read_in_all_combinations() -> None:
+    assert put_together(40) == put_together(3) == put_together(2) == [frozenset({(1, 1), (1, 0)})]
