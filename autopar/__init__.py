@@ -12,6 +12,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from autopar.version import VERSION
+
 if TYPE_CHECKING:
     from autopar.api import parallelize
     from autopar.checkpoint_policies import CHECKPOINTS
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from autopar.runtime.simulated_start import simulate_start
     from autopar.verification import verify
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = [
     "Buckets",
     "CHECKPOINTS",

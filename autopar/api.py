@@ -150,7 +150,7 @@ def _compiler(
             shared.forget()
         chosen = options if how["train"] else dataclasses.replace(options, micro_batches=1)  # no gradients to add up
         folder, recorded = dumper_for(how.pop("dump", dump)), how.pop("recorded", ())
-        progress = Progress(f"compiling {type(skeleton).__name__}") if groups.rank == 0 else None
+        progress = Progress(f"compiling {type(skeleton).__name__}").begin() if groups.rank == 0 else None
         observers = [watch for watch in (folder, progress) if watch is not None]
         try:
             result = for_whole_batch(

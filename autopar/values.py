@@ -66,6 +66,26 @@ def _bytes_in_words(name: str, value: str) -> int:
     return round(float(found[1]) * units[found[2].lower()])
 
 
+DTYPES = {
+    "bfloat16": ("bf16",),
+    "float16": ("fp16", "half"),
+    "float32": ("fp32", "float"),
+    "float64": ("fp64", "double"),
+}  # as torch calls them, and as others do
+
+
+def dtype_name(text: str) -> str:
+    """ "bf16" -> "bfloat16"; what is no name of a dtype stays as it is."""
+    plain = text.strip().lower().removeprefix("torch.")
+    return next((name for name, others in DTYPES.items() if plain == name or plain in others), text)
+
+
+def byte_rate(text: str) -> float:
+    """Bytes per second: 50e9, 50GB or 50GB/s. Raises ValueError."""
+    plain = text.strip()
+    return float(_bytes_in_words("bandwidth", plain.removesuffix("/s"))) if plain[-1:].isalpha() else float(plain)
+
+
 def number(name: str, value: Any, least: float = -math.inf) -> float:
     """A number that is none of torch's and no bool, nor nan."""
     expected = "a number" if least == -math.inf else f"a number of at least {least:g}"

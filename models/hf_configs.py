@@ -18,7 +18,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from autopar.models import hf as hf  # registers the adapter
 from autopar.models.hf_examples import example_batches
-from autopar.values import parse
+from autopar.values import dtype_name, parse
 
 # Tried in order for a config that names no class: a BERT is in the lists of masked and of causal models.
 AUTO_CLASSES = (
@@ -40,7 +40,8 @@ _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """'bfloat16' -> torch.bfloat16. Raises ValueError for an unknown name."""
+    """'bfloat16', 'bf16' -> torch.bfloat16. Raises ValueError for an unknown name."""
+    name = dtype_name(name)
     if name not in _DTYPES:
         raise ValueError(f"dtype: unknown dtype {name!r}; the dtypes are {', '.join(_DTYPES)}")
     return _DTYPES[name]

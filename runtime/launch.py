@@ -29,6 +29,8 @@ from autopar.runtime import failures
 from autopar.runtime.failure_board import SILENCE
 from autopar.runtime.heartbeat import LAUNCHER
 from autopar.runtime.last_words import found_at_end
+from autopar.runtime.launched_script import by_value as by_value_library
+from autopar.runtime.launched_script import check_guard, importable_main, task_bytes
 from autopar.runtime.settings import DEFAULT_TIMEOUT
 from autopar.values import whole_number
 
@@ -55,9 +57,10 @@ def launch(
 ) -> list[Any]:
     """Run ``fn(*args)`` on ``nproc`` ranks of this machine; results in rank order.
 
-    ``fn`` is a module-level function; it, its arguments and results are pickled, and tensors on a GPU come back on the
-    CPU. ``timeout``: seconds after which a collective without its peers fails (default $AUTOPAR_TIMEOUT or 600).
-    ``device``: "cpu" or "cuda" (a GPU per rank).
+    ``fn`` is a module-level function of a script that has its guard (``if __name__ == "__main__":``), or any function
+    of a notebook, a REPL or ``python -c``, which is sent by value (that needs cloudpickle). It, its arguments and
+    results are pickled, and tensors on a GPU come back on the CPU. ``timeout``: seconds after which a collective
+    without its peers fails (default $AUTOPAR_TIMEOUT or 600). ``device``: "cpu" or "cuda" (a GPU per rank).
     Under torchrun: ``[fn(*args)]`` of this rank.
 
     Raises RuntimeError that names the ranks which failed, with the traceback of the first cause; the others are ended.
@@ -72,14 +75,13 @@ def launch(
             f"launch: {nproc} ranks need {nproc} GPUs, torch sees {torch.cuda.device_count()}; launch fewer ranks, or "
             "use device='cpu'"
         )
-    try:
-        task = pickle.dumps((fn, tuple(args)))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ValueError(f"launch: fn must be a module-level function with picklable arguments: {error}") from error
+    check_guard()
+    task, by_value = task_bytes(fn, tuple(args))
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     module = getattr(fn, "__module__", "")
     preload = [module] if module.startswith("autopar.") else []  # what the caller wrote may start threads
-    processes, pipes = _start(task, preload, nproc, store.port, timeout, device)
+    with importable_main():
+        processes, pipes = _start((task, by_value), preload, nproc, store.port, timeout, device)
     try:
         results = _collect(processes, pipes, store)
         for process in processes:
@@ -93,7 +95,7 @@ def launch(
 
 
 def _start(
-    task: bytes, preload: Sequence[str], nproc: int, port: int, timeout: float | None, device: str | None
+    task: tuple[bytes, bool], preload: Sequence[str], nproc: int, port: int, timeout: float | None, device: str | None
 ) -> tuple[list[BaseProcess], list[Connection]]:
     # A server that has imported once what ranks need forks them; it holds no threads and no device.
     context = multiprocessing.get_context("forkserver")
@@ -149,14 +151,27 @@ def _on_gpu(x: torch.Tensor) -> bool:
     return x.is_cuda
 
 
-def to_bytes(report: Any) -> bytes:
-    """A pickle that can be read where there is no GPU."""
+def to_bytes(report: Any, by_value: bool = False) -> bytes:
+    """A pickle that can be read where there is no GPU. ``by_value``: of classes that only the launcher has."""
     out = io.BytesIO()
-    _HostPickler(out).dump(report)
+    (_value_pickler() if by_value else _HostPickler)(out).dump(report)
     return out.getvalue()
 
 
-def _rank_main(task: bytes, pipe: Connection, environment: dict[str, str], device: str | None) -> None:
+def _value_pickler() -> Any:
+    pickler: Any = by_value_library("launch: a result").Pickler
+
+    class Both(pickler):
+        """By value, and to the CPU."""
+
+        def reducer_override(self, x: Any) -> Any:
+            found = _HostPickler.reducer_override(self, x)
+            return super().reducer_override(x) if found is NotImplemented else found
+
+    return Both
+
+
+def _rank_main(task: tuple[bytes, bool], pipe: Connection, environment: dict[str, str], device: str | None) -> None:
     os.environ.clear()
     os.environ.update(environment)
     gc.freeze()  # looking through what the server has imported would copy it
@@ -164,11 +179,12 @@ def _rank_main(task: bytes, pipe: Connection, environment: dict[str, str], devic
     if device == "cuda":
         torch.cuda.set_device(int(environment["LOCAL_RANK"]))
     try:
-        fn, args = pickle.loads(task)
+        sent, by_value = task
+        fn, args = pickle.loads(sent)
         report = _RankReport(fn(*args))
         if problem := found_at_end():
             raise ValueError(problem)
-        message = to_bytes(report)
+        message = to_bytes(report, by_value)
     except BaseException as error:
         error = failures.named(error)
         first = (str(error).splitlines() or [""])[0]

@@ -6,6 +6,7 @@ whole weights (calling a submodule, generating, another vocabulary) says what to
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, Self
 
@@ -14,8 +15,23 @@ from torch import Tensor, nn
 
 from autopar.ir.parameter import ParameterSpec
 from autopar.runtime.comm import Ledger
+from autopar.runtime.module_text import module_text
 from autopar.runtime.stateful import Stateful
 from autopar.steps.graphs import Compiled
+
+_IN_ONE_PROCESS = "save_pretrained(folder), and load the folder with from_pretrained"
+# methods of a library's models that need whole weights -> what to do instead
+_INSTEAD = {
+    "generate": f"needs whole layers: {_IN_ONE_PROCESS} to generate",
+    "resize_token_embeddings": "changes shapes of parameters, which are cut: call it on the model before parallelize",
+    "push_to_hub": "would send pieces: save_pretrained(folder), and upload the folder",
+    "merge_and_unload": f"adds weights that are cut: {_IN_ONE_PROCESS} to merge",
+    "merge_adapter": f"adds weights that are cut: {_IN_ONE_PROCESS} to merge",
+}
+
+
+def _refuse(name: str, *_: Any, **__: Any) -> Any:
+    raise ValueError(f"parallelize: {name} of a model on a mesh {_INSTEAD[name]}")
 
 
 class ModelOnMesh(Stateful):
@@ -29,6 +45,12 @@ class ModelOnMesh(Stateful):
     @property
     def parameter_specs(self) -> tuple[ParameterSpec, ...]:
         return self._tree.specs
+
+    def __repr__(self) -> str:
+        """The user's modules, and how their parameters lie on the mesh."""
+        specs, own = self.parameter_specs, self._tree.own
+        with self._tree.complete():
+            return module_text(self._tree.root, specs, self._groups.mesh, own)
 
     def compiled(self) -> list[Compiled]:
         """Everything compiled so far, oldest first."""
@@ -77,6 +99,8 @@ class ModelOnMesh(Stateful):
             tree = self.__dict__.get("_tree")
             if tree is None or name.startswith("_"):
                 raise
+            if name in _INSTEAD and hasattr(tree.root, name):
+                return functools.partial(_refuse, name)
             return getattr(tree.root, name)  # config, main_input_name, methods of the model, ...
 
     def __setattr__(self, name: str, value: Any) -> None:

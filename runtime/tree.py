@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import operator
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,8 +25,19 @@ from torch import Tensor, nn
 
 from autopar.adapters.dtensor import local_of, storage_of
 from autopar.adapters.fake import copy_with
+from autopar.adapters.module_calls import allow_calls, refuse_calls
 from autopar.ir.parameter import ParameterSpec
 from autopar.runtime.state import is_alike
+
+
+def _no_call(path: str, name: str) -> ValueError:
+    at = f" at {path}" if path else ""
+    return ValueError(
+        f"parallelize: a {name}{at} holds this rank's pieces of its weights, with which it cannot be called by itself; "
+        "call the whole model (train_step, eval_step, model(**batch)), or load full_state_dict() into a model of one "
+        "process"
+    )
+
 
 _WANTS_GRADIENT = operator.attrgetter("requires_grad")
 
@@ -62,6 +74,8 @@ class Tree:
         for module, parameters in self._elsewhere:
             for key in [k for k, p in parameters.items() if p is not None and p.is_meta]:
                 del module._parameters[key]
+        for path, module in self.root.named_modules():
+            refuse_calls(module, functools.partial(_no_call, path, type(module).__name__))
         self._places = {name: _place(p) for name, p in self._own.items()}
         self._remember()
 
@@ -117,17 +131,20 @@ class Tree:
 
     def structure(self) -> nn.Module:
         """A copy with everything as it is now, parameters (whole) and buffers on the meta device."""
-        with self._complete():
+        with self.complete():
             memo: dict[int, Tensor] = {}
             for parameter in self.root.parameters():
                 meta = torch.empty(tuple(parameter.shape), dtype=parameter.dtype, device="meta")
                 memo[id(parameter)] = nn.Parameter(meta, parameter.requires_grad)
             for buffer in self.root.buffers():
                 memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-            return copy_with(self.root, memo)
+            made = copy_with(self.root, memo)
+            for module in made.modules():
+                allow_calls(module)
+            return made
 
     @contextlib.contextmanager
-    def _complete(self) -> Iterator[None]:
+    def complete(self) -> Iterator[None]:
         """With the parameters that only other ranks hold."""
         held = [dict(m._parameters) for m, _ in self._elsewhere]
         try:

@@ -24,7 +24,7 @@ DOCUMENTED = {"torch._check"}
 
 # Who may import whom: a room (or a file beside the rooms) imports itself and what stands on lower floors.
 FLOORS: tuple[set[str], ...] = (
-    {"adapters", "registry", "exact", "values"},
+    {"adapters", "registry", "exact", "values", "version"},
     {"ops", "schedule", "precision", "checkpoint_policies"},
     {"ir", "runtime.schedules"},  # schedules are data: the planner takes them out of the registry
     {"attention", "capture"},
@@ -44,7 +44,7 @@ FLOORS: tuple[set[str], ...] = (
 # What runs step graphs knows nothing of how they were made.
 UNKNOWN_TO = {"runtime": {"compile", "planner", "passes", "report"}}
 
-SMALL_LIBRARIES = {"torch", "numpy", "safetensors", "rich", "scipy", "tqdm", "autopar"}
+SMALL_LIBRARIES = {"cloudpickle", "torch", "numpy", "safetensors", "rich", "scipy", "tqdm", "autopar"}
 EXTRA_LIBRARIES = {
     "models": {"transformers", "accelerate"},
     "passes": set(),

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from autopar.version import VERSION
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {"autopar": ROOT / "autopar", **{f"autopar.{n}": ROOT / n for n in ("passes", "runtime", "models")}}
 
@@ -82,3 +84,8 @@ def test_wheel_has_every_file(wheel: set[str]) -> None:
 
 def test_wheel_has_nothing_beside_autopar(wheel: set[str]) -> None:
     assert {name.split("/")[0].split("-")[0] for name in wheel} == {"autopar"}
+
+
+def test_the_version_is_one() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == VERSION

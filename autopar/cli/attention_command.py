@@ -12,11 +12,10 @@ import argparse
 from pathlib import Path
 
 from autopar.cli.command import Command
-from autopar.cli.shared_arguments import add_option, positive
+from autopar.cli.shared_arguments import add_option, positive, rate
 from autopar.cost.hardware import DEFAULT, DEVICES
 from autopar.options import DECLARED
-
-DTYPES = ("bfloat16", "float16", "float32", "float64")
+from autopar.values import DTYPES, dtype_name
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +31,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     mask.add_argument("--causal", action="store_true", help="no later keys (default without --kv-seq)")
     mask.add_argument("--full", action="store_true", help="all keys")
     add("--window", type=positive, default=0, metavar="N", help="only keys less than N tokens away")
-    add("--dtype", choices=DTYPES, default="bfloat16", help="of q, k, v (default: %(default)s)")
+    add("--dtype", type=dtype_name, choices=tuple(DTYPES), default="bfloat16", help="of q, k, v (default: %(default)s)")
     add(
         "--device",
         type=str.upper,
@@ -41,7 +40,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what a rank computes with (default: %(default)s)",
     )
     add("--topology", default="switch", metavar="KIND[:B/S[:S]]", help="ring, mesh or switch (default: %(default)s)")
-    add("--bandwidth", type=float, metavar="B/S", help="bytes per second of a link (default: the device's)")
+    add("--bandwidth", type=rate, metavar="B/S", help="of a link, such as 50e9 or 50GB (default: the device's)")
     add("--latency", type=float, metavar="S", help="seconds of a message (default: the device's)")
     add_option(parser, DECLARED["attention"])
     add_option(parser, DECLARED["layout"])

@@ -12,12 +12,12 @@ import argparse
 
 from rich.table import Table
 
-from autopar.cli.attention_command import DTYPES
 from autopar.cli.command import Command, console_of_results
 from autopar.cli.shared_arguments import positive
 from autopar.cost.expert_traffic import DispatchCost, Routing, dispatch_costs
 from autopar.cost.hardware import DEFAULT, DEVICES
 from autopar.cost.topology import Topology
+from autopar.values import DTYPES, dtype_name
 
 _BYTES = dict(zip(DTYPES, (2, 2, 4, 8), strict=True))
 _INSIDE = Topology(bandwidth=300e9, latency=5e-6)  # NVLink of an A100, each direction: NVIDIA's data sheet
@@ -34,7 +34,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=positive, default=4096, metavar="N", help="of a rank (default: %(default)s)")
     add("--groups", type=positive, default=1, metavar="N", help="groups of experts (default: %(default)s)")
     add("--limit", type=positive, metavar="N", help="groups that a token may use (default: all)")
-    add("--dtype", choices=DTYPES, default="bfloat16", help="of tokens (default: %(default)s)")
+    add("--dtype", type=dtype_name, choices=tuple(DTYPES), default="bfloat16", help="of tokens (default: %(default)s)")
     add(
         "--device",
         type=str.upper,

@@ -31,6 +31,7 @@ from autopar.cli.schedule_command import SCHEDULE
 from autopar.cli.show_command import SHOW
 from autopar.cli.start_command import START
 from autopar.cli.verify_command import VERIFY
+from autopar.version import VERSION
 
 COMMANDS = (PLAN, SHOW, VERIFY, SCHEDULE, ATTENTION, EXPERTS, START, CACHE, DEMO)
 
@@ -49,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> Parser:
     parser = Parser(prog="autopar", description="A graph compiler for parallel training.")
+    parser.add_argument("--version", action="version", version=f"autopar {VERSION}")
     commands = parser.add_subparsers(required=True, metavar="|".join(command.name for command in COMMANDS))
     for command in COMMANDS:
         own = commands.add_parser(command.name, help=command.help, description=command.help)

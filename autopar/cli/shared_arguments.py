@@ -8,6 +8,7 @@ from typing import Any
 import autopar.passes.attention  # (fills the table of algorithms)
 import autopar.runtime.schedules  # noqa: F401  (fills the table of schedules)
 from autopar.options import DECLARED, DeclaredOption
+from autopar.values import byte_rate, dtype_name
 
 _GROUPS: dict[tuple[str, ...], str] = {
     ("cp",): "sequences cut over ranks (axis cp)",
@@ -36,7 +37,7 @@ def add_model(parser: argparse.ArgumentParser, seq: int, batch: int | None, dtyp
         default=batch,
         help=f"examples of a whole step, over all ranks and micro-batches (default: {default})",
     )
-    add("--dtype", default=dtype, help="of parameters: bfloat16, float16, float32, float64 (default: %(default)s)")
+    add("--dtype", type=dtype_name, default=dtype, help="of parameters: bf16, fp16, fp32, fp64 (default: %(default)s)")
     groups: dict[tuple[str, ...], Any] = {axes: parser.add_argument_group(title) for axes, title in _GROUPS.items()}
     for option in DECLARED.values():
         add_option(groups.get(option.axes, parser), option)
@@ -73,3 +74,11 @@ def whole(text: str) -> int:
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"expected a whole number, found {text!r}")
     return int(text)
+
+
+def rate(text: str) -> float:
+    """Bytes per second."""
+    try:
+        return byte_rate(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected bytes per second, such as 50e9 or 50GB, found {text!r}") from None

@@ -19,6 +19,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from autopar.values import byte_rate
+
 KINDS = ("ring", "mesh", "switch")
 ROUND = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")  # go from neighbour to neighbour, but on a mesh
 EXAMPLE = "ring:50e9:5e-6 (kind:bytes per second:seconds)"
@@ -53,7 +55,7 @@ class Topology:
         if len(numbers) > 2:
             raise ValueError(f"topology: expected kind:bandwidth:latency, found {text!r}; such as {EXAMPLE}")
         try:
-            found = [float(number) for number in numbers]
+            found = [byte_rate(number) for number in numbers[:1]] + [float(number) for number in numbers[1:]]
         except ValueError:
             raise ValueError(f"topology: expected numbers behind the kind, found {text!r}; such as {EXAMPLE}") from None
         left_out = default or cls()

@@ -1,0 +1,3 @@
+"""The version of the package, for everybody on any floor: pyproject.toml has the same (tests/test_packaging.py)."""
+
+VERSION = "0.1.0"

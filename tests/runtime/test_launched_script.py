@@ -1,0 +1,61 @@
+"""Ranks from `python -c`, from stdin (as in a REPL or a notebook: no file to import), and from a script."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BODY = """
+import autopar
+
+class Found:
+    def __init__(self, value):
+        self.value = value
+
+shift = 5
+
+def body(n):
+    part, _ = autopar.data_part(autopar.init_mesh("cpu", dp=2))
+    return Found(part + shift + n)
+
+found = autopar.launch(body, 2, [10], device="cpu")
+print([x.value for x in found], all(isinstance(x, Found) for x in found))
+"""
+
+
+def python(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    call = [sys.executable, *arguments]
+    path = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    return subprocess.run(call, input=stdin, env=path, capture_output=True, text=True, timeout=200)
+
+
+def test_functions_go_by_value_where_there_is_no_file() -> None:
+    pytest.importorskip("cloudpickle")
+    for found in (python("-c", BODY), python("-", stdin=BODY)):
+        assert found.stdout == "[15, 16] True\n", found.stderr
+
+
+def test_without_cloudpickle() -> None:
+    found = python("-c", "import sys; sys.modules['cloudpickle'] = None\n" + BODY)
+    words = "a function of python -c goes to ranks by value, which needs cloudpickle; pip install cloudpickle"
+    assert found.returncode and words in found.stderr
+
+
+CALL = 'print(autopar.launch(body, 1, device="cpu"))\n'
+
+
+@pytest.mark.parametrize("end", [CALL, f'if __name__ == "__main__":\n    {CALL}'])
+def test_a_script_needs_its_guard(tmp_path: Path, end: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import autopar\ndef body():\n    return 1\n" + end)
+    found = python(str(script))
+    if end == CALL:
+        words = "launch: each rank imports train.py, and would launch ranks itself by its line 4; put that line behind"
+        assert found.returncode and words in found.stderr
+    else:
+        assert found.stdout == "[1]\n", found.stderr
