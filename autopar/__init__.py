@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from autopar.runtime.loading import load
     from autopar.runtime.module import ParallelModule
     from autopar.runtime.router_bias import balance_experts
+    from autopar.runtime.sampling import sampler
     from autopar.runtime.saving import save
     from autopar.runtime.scaler import GradScaler
     from autopar.runtime.simulated_start import simulate_start
@@ -50,6 +51,7 @@ __all__ = [
     "load",
     "parallelize",
     "reporting",
+    "sampler",
     "save",
     "simulate_start",
     "verify",
@@ -71,6 +73,7 @@ _HOME = {
     "load": "autopar.runtime.loading",
     "parallelize": "autopar.api",
     "reporting": "autopar.runtime.failures",
+    "sampler": "autopar.runtime.sampling",
     "save": "autopar.runtime.saving",
     "simulate_start": "autopar.runtime.simulated_start",
     "verify": "autopar.verification",

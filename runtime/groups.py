@@ -45,6 +45,8 @@ def init_mesh(
     agreement or the making of a group without its peers fails; default $AUTOPAR_TIMEOUT or 600. A rank that is dead or
     stopped is noticed within seconds.
 
+    The mesh has ``data_rank`` and ``data_size``: which part of the batch this rank is given, of how many (`data_part`).
+
     Raises ValueError for an unknown axis, a size below 1, sizes whose product is not the number of ranks, a device
     that is neither cpu nor a cuda that is there and that the group can use, ranks that share a GPU, or a timeout that
     is no time.
@@ -70,7 +72,8 @@ def init_mesh(
     check_devices(chosen, limit.total_seconds())
     key = (id(default_store()), kind, mesh, limit)
     if key not in _meshes:
-        _meshes[key] = _make_mesh(mesh, kind, limit)
+        _meshes[key] = made = _make_mesh(mesh, kind, limit)
+        vars(made).update(zip(("data_rank", "data_size"), data_part(made)))
     return _meshes[key]
 
 

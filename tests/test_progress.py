@@ -7,8 +7,6 @@ import threading
 import time
 
 import pytest
-import torch
-from torch import nn
 
 from autopar.compile.model import compile_model
 from autopar.ir.mesh import Mesh
@@ -33,7 +31,7 @@ def test_a_line_from_time_to_time_and_where_the_time_went(capsys: pytest.Capture
 def test_a_short_one_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     before = threading.active_count()
     progress = Progress("compiling Net").begin()
-    compile_model(nn.Linear(2, 2), {"input": torch.ones(2, 2)}, Mesh.of(dp=2), observers=[progress], train=False)
+    compile_model(build(Net), numbers(), Mesh.of(dp=2), observers=[progress])
     progress.close()
     time.sleep(0.05)
     assert not capsys.readouterr().err and threading.active_count() == before
