@@ -37,6 +37,7 @@ from autopar.runtime.groups import Groups
 from autopar.runtime.inputs import by_name, check_values
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.old_optimizers import note_parameters
+from autopar.runtime.own_loss import with_loss
 from autopar.steps.graphs import Compiled
 
 T = TypeVar("T")
@@ -55,6 +56,8 @@ def parallelize(
     sync: bool = False,
     check_batches: bool = True,
     shapes: str | Buckets = "exact",
+    loss: Callable[[Any, Mapping[str, Any]], Any] | None = None,
+    outputs_with_grad: bool = False,
     **options: Any,
 ) -> ParallelModule:
     """Put a model on a mesh.
@@ -78,6 +81,10 @@ def parallelize(
             those that are no part of the batch over dp), by a hash made where the tensors are.
         shapes: "exact" compiles a step for each shape of the batch; "bucket" pads tokens to 64, 128, 256 ... and rows
             to those of the largest batch, where that changes no loss; or `autopar.Buckets(...)`.
+        loss: a function of (outputs, batch), or a module of these, that returns the loss: traced with the model, and
+            right on every mesh (`runtime/own_loss.py`). Inputs that the forward does not name are for the loss alone.
+        outputs_with_grad: ``model(**batch)`` gives plain tensors of the whole batch on every rank, of which each rank
+            computes the same loss: ``my_loss(out.logits).backward()``. Else they are DTensors, with gradients, too.
         options: fields of `autopar.Options`, whose docstring says what each does: zero=3, micro_batches=8 ...
 
     Raises ValueError, on every rank and before any collective, for sizes that do not divide, models that do not
@@ -91,9 +98,11 @@ def parallelize(
         check_no_gradients(model)
         check_arguments(
             seed=seed, exact=exact, backend=backend, dump=dump, plan=plan, example_batch=example_batch, sync=sync,
-            check_batches=check_batches,
+            check_batches=check_batches, outputs_with_grad=outputs_with_grad,
         )  # fmt: skip
         check_writable(dump)
+        if loss is not None:
+            model = with_loss(model, loss)
         if exact and chosen.precision.compute not in ("", "float64"):
             raise ValueError(
                 f"exact: lifts everything to float64, found precision={chosen.precision!r}, which computes in "
@@ -109,6 +118,7 @@ def parallelize(
                 "sync": sync,
                 "check_batches": check_batches,
                 "shapes": shapes,
+                "outputs_with_grad": outputs_with_grad,
             },
         )
         load_adapters(model)
@@ -132,7 +142,7 @@ def parallelize(
         note_parameters(model.parameters())
         parallel = ParallelModule(
             skeleton, compiler, groups, made, specs, values, buffers, backend, seed, sync, check_batches,
-            chosen.micro_batches,
+            chosen.micro_batches, outputs_with_grad,
         )  # fmt: skip
         if buckets is not None:
             parallel.pad_batches(buckets)

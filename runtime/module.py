@@ -75,8 +75,10 @@ class ParallelModule(ModelOnMesh):
         sync: bool = False,
         check_batches: bool = True,
         micro_batches: int = 1,
+        outputs_with_grad: bool = False,
     ) -> None:
         super().__init__()
+        self._whole_outputs = outputs_with_grad
         self._groups, self._seed = groups, seed
         self._steps = state.StepCount(groups)
         self._watch, self._observers = NoteWatch(groups), Observers()
@@ -99,6 +101,8 @@ class ParallelModule(ModelOnMesh):
         if plan.options.optimizer_on_host:
             keep_on_host(self, plan.options.bucket_bytes)
         watch_steps()
+        if outputs_with_grad and (reason := self._cannot_differentiate()):
+            raise ValueError(f"outputs_with_grad: {reason}; a loss of one's own is loss=fn, traced with the model")
 
     def pad_batches(self, buckets: Buckets) -> None:
         """From now on: see `autopar.Buckets`."""
@@ -204,7 +208,7 @@ class ParallelModule(ModelOnMesh):
         self, executor: Executor, outputs: list[Any], args: tuple[Any, ...], batch: dict[str, Any], watch: Any = None
     ) -> Any:
         """In the user's structure, without padding."""
-        found = rebuild_outputs(executor.compiled, outputs, self._groups, watch)
+        found = rebuild_outputs(executor.compiled, outputs, self._groups, watch, self._whole_outputs)
         if self._fitter is None:
             return found
         return self._fitter.trimmed(found, by_name(self._tree.root, args, batch))

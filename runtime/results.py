@@ -18,16 +18,22 @@ from autopar.steps.graphs import Compiled
 
 
 def rebuild_outputs(
-    compiled: Compiled, values: list[Any], groups: Groups, watch: Callable[[str, DTensor], None] | None = None
+    compiled: Compiled,
+    values: list[Any],
+    groups: Groups,
+    watch: Callable[[str, DTensor], None] | None = None,
+    whole: bool = False,
 ) -> Any:
     """The user's structure. Tensors are DTensors as they are cut, through which gradients flow; scalars are plain.
-    ``watch`` is shown each DTensor."""
+    ``watch`` is shown each DTensor. ``whole``: plain tensors instead, of the whole batch. Collective."""
     flat = []
     for i, (spec, value) in enumerate(zip(compiled.signature.outputs, values, strict=True)):
         if spec.kind == "output":
             flat.append(_wrapped(compiled, i, value, groups) if value.dim() else value)
             if watch is not None and value.dim():
                 watch(spec.name, flat[-1])
+    if whole:
+        flat = [x.full_tensor() if isinstance(x, DTensor) else x for x in flat]
     return compiled.signature.rebuild(flat)
 
 

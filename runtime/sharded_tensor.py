@@ -30,7 +30,7 @@ from torch.distributed.tensor.placement_types import Shard as TorchShard
 from autopar.adapters.dtensor import layout_record, local_of
 from autopar.adapters.foreach import take_part
 from autopar.ir.mesh import AXES
-from autopar.ir.placement import Placement, Shard, place_in_block
+from autopar.ir.placement import Placement, Shard, piece, place_in_block
 from autopar.runtime.failures import explained
 from autopar.runtime.layout import from_rows
 
@@ -99,7 +99,14 @@ class ShardedTensor(DTensor):
     # --- the whole tensor and the piece ---------------------------------------------------------------
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
-        """The whole tensor on every rank. Collective over the axes that cut it; no gradient flows through it."""
+        """The whole tensor on every rank. Collective over the axes that cut it. Its gradient is taken to be the same on
+        all ranks, as torch takes it of its DTensors."""
+        if torch.is_grad_enabled() and self.requires_grad:
+            out: Tensor = _FullTensor.apply(self)
+            return out
+        return self._whole()
+
+    def _whole(self) -> Tensor:
         value = local_of(self).detach()
         for axis, shard in reversed(self.cuts):
             value = gather(value, self.device_mesh.get_group(axis), shard)
@@ -186,6 +193,21 @@ class _ToLocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> ShardedTensor:
         return ShardedTensor.make(grad, *ctx.layout)
+
+
+class _FullTensor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: ShardedTensor) -> Tensor:
+        ctx.layout = (x.device_mesh, x.cuts, x.shape)
+        whole = x._whole()
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> ShardedTensor:
+        mesh, cuts, _ = ctx.layout
+        for axis, shard in cuts:
+            grad = piece(grad, shard, mesh[axis].size(), mesh.get_local_rank(axis))
+        return ShardedTensor.make(grad.contiguous(), *ctx.layout)
 
 
 def gather(value: Tensor, group: dist.ProcessGroup, shard: Shard) -> Tensor:

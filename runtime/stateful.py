@@ -24,6 +24,7 @@ from autopar.runtime import state
 from autopar.runtime.agreement import Claim, agree_on_arguments, agree_on_pieces
 from autopar.runtime.failures import reporting
 from autopar.runtime.groups import Groups
+from autopar.runtime.own_loss import of_the_model
 from autopar.runtime.pending import about_to_write, now
 from autopar.runtime.run_folder import RunLine
 from autopar.runtime.safetensors_io import Recipes, load_pretrained, save_pretrained, saved_steps
@@ -198,7 +199,7 @@ class Stateful(nn.Module):
         """
         skeleton = self._tree.root
         prefix = getattr(skeleton, "base_model_prefix", "")
-        own, specs = self._tree.own, self._tree.specs
+        own, specs = self._own_of_model(), self._specs_of_model()
         ignore = getattr(skeleton, "_keys_to_ignore_on_load_unexpected", None) or ()
         with reporting("load_pretrained"):
             folder = a_path("folder", folder)
@@ -208,9 +209,8 @@ class Stateful(nn.Module):
                 return
             about_to_write()
             into = {name: state.local_tensor(p) for name, p in own.items()}
-            load_pretrained(
-                folder, specs, self._groups, self._persistent(), prefix, tuple(ignore), into, self._recipes(load=True)
-            )
+            buffers = {name: x for name, x in self._persistent().items() if of_the_model(name)}
+            load_pretrained(folder, specs, self._groups, buffers, prefix, tuple(ignore), into, self._recipes(load=True))
             if (steps := saved_steps(folder)) is not None:
                 self.training_steps = steps
             self._finish_loading("load_pretrained")
@@ -218,7 +218,7 @@ class Stateful(nn.Module):
     def save_pretrained(self, folder: str | Path, max_shard_size: int | str = "5GB") -> None:
         """Write the folder that plain transformers would write: safetensors, under the names that it has for files, and
         the configs. Collective; rank 0 writes."""
-        skeleton, own, specs = self._tree.root, self._tree.own, self._tree.specs
+        skeleton, own, specs = self._tree.root, self._own_of_model(), self._specs_of_model()
         configs = [c for name in ("config", "generation_config") if (c := getattr(skeleton, name, None)) is not None]
         with reporting("save_pretrained"):
             folder = a_path("folder", folder)
@@ -255,3 +255,9 @@ class Stateful(nn.Module):
     def _persistent(self) -> dict[str, Tensor]:
         kept = self._tree.root.state_dict()
         return {name: buffer for name, buffer in self.named_buffers() if name in kept}
+
+    def _own_of_model(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self._tree.own.items() if of_the_model(name)}
+
+    def _specs_of_model(self) -> tuple[ParameterSpec, ...]:
+        return tuple(s for s in self._tree.specs if of_the_model(s.name))

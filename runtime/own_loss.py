@@ -1,0 +1,76 @@
+"""A loss outside of the model, traced with it: ``parallelize(model, mesh, loss=fn)``.
+
+    def fn(outputs, batch): return F.kl_div(...) + 0.1 * outputs.loss        a scalar, of outputs and inputs
+    class Distilled(nn.Module): ...                                          or a module, with weights of its own
+
+The model gets the inputs that its forward names, the loss all of them. What comes out is what the model gives, with
+this loss in it. Weights of a loss are parameters ``own_loss. ...``: cut like all others, trained unless they are
+frozen, and not in the folders of `save_pretrained`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+LOSS = "own_loss"  # the module's name in the model
+
+
+def with_loss(model: nn.Module, loss: Callable[[Any, Mapping[str, Any]], Any]) -> nn.Module:
+    """A model of the same modules and parameters whose forward ends in the loss; ``model`` itself is not changed.
+    Raises ValueError for what is no loss."""
+    if not callable(loss):
+        raise ValueError(f"loss: needs a function of (outputs, batch), found {loss!r}; return a scalar from it")
+    if hasattr(model, LOSS):
+        raise ValueError(f"loss: is {LOSS} in the model, found one that has something of that name; rename it there")
+    try:
+        inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).bind(None, {})
+    except TypeError as error:
+        raise ValueError(f"loss: needs a function of (outputs, batch), found another signature: {error}") from None
+    except ValueError:
+        pass  # built in: it says so itself when it is called
+    made: nn.Module = type(model).__new__(type(model))
+    made.__dict__.update(model.__dict__)
+    made.__dict__["_modules"] = dict(model._modules)
+    if isinstance(loss, nn.Module):
+        made._modules[LOSS] = loss
+    forward: Any = model.forward
+    if getattr(forward, "__self__", None) is model:
+        forward = forward.__func__.__get__(made)
+    made.__dict__["forward"] = _ending_in(forward, loss)
+    return made
+
+
+def _ending_in(forward: Callable[..., Any], loss: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(forward)
+    named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    takes = {p.name for p in named}
+
+    @functools.wraps(forward)
+    def with_own_loss(*args: Any, **batch: Any) -> Any:
+        outputs = forward(*args, **{name: x for name, x in batch.items() if name in takes})
+        given = signature.bind_partial(*args).arguments | batch
+        return _combined(outputs, loss(outputs, given))
+
+    more = inspect.Parameter("more", inspect.Parameter.VAR_KEYWORD)
+    with_own_loss.__dict__["__signature__"] = signature.replace(parameters=[*named, more])
+    return with_own_loss
+
+
+def _combined(outputs: Any, loss: Any) -> Any:
+    """What the model gives, and the loss. Raises ValueError for a loss that is no scalar."""
+    if not isinstance(loss, Tensor) or loss.dim():
+        found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise ValueError(f"loss: needs to return one scalar, found {found}; return the (weighted) sum of its parts")
+    if isinstance(outputs, Mapping):
+        return {**outputs, "loss": loss}
+    return {"loss": loss, "outputs": outputs}
+
+
+def of_the_model(name: str) -> bool:
+    """Whether a parameter or buffer is the model's, and not its loss's."""
+    return not name.startswith(f"{LOSS}.")
