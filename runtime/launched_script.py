@@ -38,7 +38,7 @@ def importable_main() -> Iterator[None]:
 
 def task_bytes(fn: Any, args: tuple[Any, ...]) -> tuple[bytes, bool]:
     """The function and its arguments, and whether they go by value. Raises ValueError for what cannot be sent."""
-    if is_interactive():
+    if is_interactive() and getattr(fn, "__module__", "__main__") == "__main__":
         return by_value(f"launch: a function of {_where()}").dumps((fn, args)), True
     try:
         return pickle.dumps((fn, args)), False

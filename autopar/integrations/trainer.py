@@ -10,6 +10,7 @@ files that transformers reads, and in a folder of their own the pieces of weight
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,8 @@ class OnMesh(_BEHIND):
         self._to_mesh()
 
     def _to_mesh(self) -> None:
+        if self.compute_loss_func is not None:
+            self.accelerator.options["loss"] = functools.partial(_of_outputs, self.compute_loss_func)
         self.model = self.model_wrapped = self.accelerator.place(self.model)[0]
         self.callback_handler.model = self.model
 
@@ -89,7 +92,7 @@ class OnMesh(_BEHIND):
             return super().training_step(model, inputs, num_items_in_batch)
         model.train()
         inputs, scaled = self._with_count(self._prepare_inputs(inputs), num_items_in_batch)
-        weight = 1.0 if scaled else 1 / self.current_gradient_accumulation_steps
+        weight = 1.0 if scaled or self.compute_loss_func else 1 / self.current_gradient_accumulation_steps
         with model.loss_weight(weight):
             loss = model.train_step(**inputs)
         first = loss[0] if isinstance(loss, tuple) else loss
@@ -97,7 +100,7 @@ class OnMesh(_BEHIND):
 
     def _with_count(self, inputs: dict[str, Any], count: Any) -> tuple[dict[str, Any], bool]:
         """``count`` is an input of models whose loss is a sum over it: of all batches of a step of the optimizer."""
-        if not self.model_accepts_loss_kwargs or count is None:
+        if count is None or not (self.model_accepts_loss_kwargs or self.compute_loss_func):
             return inputs, False
         return {**inputs, "num_items_in_batch": torch.as_tensor(count, device=self.args.device)}, True
 
@@ -186,6 +189,12 @@ class OnMesh(_BEHIND):
 
 class Trainer(OnMesh, _TRAINER):
     """transformers.Trainer with ``mesh=`` and ``options=``: see `OnMesh`."""
+
+
+def _of_outputs(loss: Any, outputs: Any, batch: Mapping[str, Any]) -> Tensor:
+    """As transformers calls a ``compute_loss_func``."""
+    found: Tensor = loss(outputs, batch.get("labels"), num_items_in_batch=batch.get("num_items_in_batch"))
+    return found
 
 
 def _plain(optimizer: Any) -> Any:

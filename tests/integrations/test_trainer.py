@@ -123,11 +123,33 @@ def test_a_loss_of_ones_own(tmp_path: Path) -> None:
     assert max(differences(found, expected).values()) < EXACT
 
 
+def smoothed(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    """A sum over what transformers counts."""
+    targets = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].flatten()
+    found = torch.nn.functional.cross_entropy(
+        outputs.logits.double().flatten(0, 1), targets, label_smoothing=0.2, reduction="sum"
+    )
+    return found / num_items_in_batch if num_items_in_batch is not None else found / targets.ne(-100).sum()
+
+
+def outside(sizes: dict[str, int] | None, folder: str) -> list[dict[str, float]]:
+    given = {"compute_loss_func": smoothed}
+    return trained(sizes, folder, given=given, max_steps=2, save_strategy="no")
+
+
+def test_a_loss_of_outputs(tmp_path: Path) -> None:
+    """`compute_loss_func` is traced with the model, and so runs on a pipeline."""
+    expected = outside(None, str(tmp_path))
+    found = run_ranks(4, outside, {"pp": 2, "dp": 2}, str(tmp_path), timeout=200)[0]
+    assert max(differences(found, expected).values()) < EXACT
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"fp16": True}, "fp16 has no meaning on a mesh.*bf16=True"),
     ({"bf16_full_eval": True}, "bf16_full_eval has no meaning"),
     ({"torch_compile": True}, "torch_compile.*inductor"),
     ({"auto_find_batch_size": True}, "auto_find_batch_size.*plan"),
+    ({"label_smoothing_factor": 0.1}, "label_smoothing_factor.*compute_loss_func="),
     ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha.*before the trainer"),
     ({"optim": "lomo"}, "optim='lomo' steps within the backward"),
     ({"average_tokens_across_devices": False}, "average_tokens_across_devices=False; leave it out"),
