@@ -101,6 +101,11 @@ def parallelize(
             check_batches=check_batches, outputs_with_grad=outputs_with_grad,
         )  # fmt: skip
         check_writable(dump)
+        if outputs_with_grad and shapes != "exact":
+            raise ValueError(
+                f'outputs_with_grad: gives whole outputs, found shapes={shapes!r}, which pads each part; use loss=fn, or '
+                'shapes="exact"'
+            )
         if loss is not None:
             model = with_loss(model, loss)
         if exact and chosen.precision.compute not in ("", "float64"):

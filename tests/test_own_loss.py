@@ -130,6 +130,7 @@ def said() -> list[str]:
     tokens = lambda out, batch: out.logits.sum(-1)  # noqa: E731
     return [
         refusal(autopar.parallelize, llama(), mesh, outputs_with_grad=True),
+        refusal(autopar.parallelize, llama(), mesh, outputs_with_grad=True, shapes="bucket"),
         refusal(autopar.parallelize, llama(), mesh, loss=3),
         refusal(autopar.parallelize, llama(), mesh, loss=lambda out: out.loss),
         refusal(autopar.parallelize, named, mesh, loss=weighted),
@@ -140,7 +141,8 @@ def said() -> list[str]:
 
 def test_refusals() -> None:
     words = [
-        "outputs_with_grad: model(**batch): a pipeline runs forward and backward in one", "needs a function of (out",
+        "outputs_with_grad: model(**batch): a pipeline runs forward and backward in one", "which pads each part",
+        "needs a function of (out",
         "found another signature", "is own_loss in the model", "needs to return one scalar, found a tensor of shape",
         "pass example_batch={...}",
     ]  # fmt: skip
