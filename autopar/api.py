@@ -103,8 +103,8 @@ def parallelize(
         check_writable(dump)
         if outputs_with_grad and shapes != "exact":
             raise ValueError(
-                f"outputs_with_grad: gives whole outputs, found shapes={shapes!r}, which pads each part; use loss=fn, or "
-                'shapes="exact"'
+                f"outputs_with_grad: gives whole outputs, found shapes={shapes!r}, which pads each part; use "
+                'loss=fn, or shapes="exact"'
             )
         if loss is not None:
             model = with_loss(model, loss)
