@@ -119,6 +119,10 @@ class BatchFitter:
         self._last = self._sizes(fitted)
         return fitted
 
+    def padded_again(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The last batch once more, as it was padded."""
+        return self._padded(batch, self._last) if self._sizes(batch) != self._last else dict(batch)
+
     def trimmed(self, outputs: Any, batch: Mapping[str, Any]) -> Any:
         """Outputs [rows, tokens, ...] of the last batch without the padding, as far as they are not cut there."""
         before, after = self._sizes(batch), self._last

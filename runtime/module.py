@@ -162,9 +162,9 @@ class ParallelModule(ModelOnMesh):
             before = self._store_buffers(executor.compiled, outputs)
             run = None
             if torch.is_grad_enabled():
-                again = functools.partial(
-                    self._with_tangents, by_name(self._tree.root, args, batch), kind, surroundings
-                )
+                named = by_name(self._tree.root, args, batch)
+                named = named if self._fitter is None else self._fitter.padded_again(named)
+                again = functools.partial(self._with_tangents, named, kind, surroundings)
                 run = Forward(executor, values | before, paused, dict(self._tree.own), again)
                 attach(run, outputs)
             return self._rebuilt(executor, outputs, args, batch, run.watch if run is not None else None)

@@ -118,6 +118,27 @@ def test_random_lengths_compile_a_few_steps_and_outputs_have_no_padding() -> Non
     assert len(set(lengths)) > 25 and compiled <= 6  # 64, 128, 256, 512; two for the comparison
 
 
+def _own_loss() -> None:
+    model, _ = tiny("llama", layers=1)
+    parallel = autopar.parallelize(model, autopar.init_mesh("cpu", 60.0, dp=1), exact=True, shapes="bucket")
+    for step, tokens in enumerate((40, 64, 90)):
+        batch = batch_of("llama", 2, tokens, step)
+        model.zero_grad()
+        with LiftFloat32():
+            model(**batch).logits.pow(2).mean().backward()
+        logits = parallel(**batch).logits
+        assert logits.shape[1] == tokens
+        logits.pow(2).mean().backward()
+        for name, x in parallel.full_gradients().items():
+            whole = dict(model.named_parameters())[name].grad
+            assert whole is not None and (x - whole).abs().max() < LIMIT, (tokens, name)
+        parallel.zero_grad()
+
+
+def test_outputs_without_padding_carry_gradients() -> None:
+    run_ranks(1, _own_loss, timeout=200.0)
+
+
 class Pooled(nn.Module):
     """A mean over all tokens: padding counts."""
 
