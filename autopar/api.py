@@ -163,8 +163,10 @@ def _compiler(
     def compiler(skeleton: nn.Module, batch: Mapping[str, Any], unchanged: bool = False, **how: Any) -> Compiled:
         if not unchanged:
             shared.forget()
-        chosen = options if how["train"] else dataclasses.replace(options, micro_batches=1)  # no gradients to add up
-        folder, recorded = dumper_for(how.pop("dump", dump)), how.pop("recorded", ())
+        # without gradients there are none to add up, and no tokens are dropped
+        chosen = options if how["train"] else dataclasses.replace(options, micro_batches=1, capacity=0.0)
+        measured = {name: how.pop(name) for name in ("recorded", "load", "sent") if name in how}
+        folder = dumper_for(how.pop("dump", dump))
         progress = Progress(f"compiling {type(skeleton).__name__}").begin() if groups.rank == 0 else None
         observers = [watch for watch in (folder, progress) if watch is not None]
         try:
@@ -179,7 +181,7 @@ def _compiler(
             if progress is not None:
                 progress.close()
         if folder is not None:
-            folder.add_compiled(result, recorded)
+            folder.add_compiled(result, **measured)
         return result
 
     return compiler

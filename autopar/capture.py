@@ -83,8 +83,9 @@ class Adapter(Protocol):
         """Entered around the export."""
         ...
 
-    def reference(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Entered around an eager float64 run of the user's model that a parallel run is compared with."""
+    def reference(self, model: nn.Module, capacity: float = 0.0) -> contextlib.AbstractContextManager[None]:
+        """Entered around an eager float64 run of the user's model that a parallel run is compared with. Raises
+        ValueError for experts that it can give no capacity."""
         ...
 
     def example_batches(self, model: nn.Module) -> list[dict[str, Any]]:

@@ -16,7 +16,17 @@ from autopar.attention.layouts import LAYOUTS
 from autopar.checkpoint_policies import AUTO, CHECKPOINTS
 from autopar.precision import PRECISIONS, Precision, a_precision
 from autopar.schedule.request import SCHEDULES
-from autopar.values import a_text, byte_count, dims_by_name, number_or_lengths, one_of, texts, whole_number, yes_or_no
+from autopar.values import (
+    a_text,
+    byte_count,
+    dims_by_name,
+    number,
+    number_or_lengths,
+    one_of,
+    texts,
+    whole_number,
+    yes_or_no,
+)
 
 CHIPS = ("A100", "H100", "H200", "B200", "L40S", "MI300X", "V100")  # `autopar.cost.hardware` knows their speeds
 DISPATCHES = (
@@ -207,6 +217,16 @@ class Options:
     )  # fmt: skip
     device: str = _option(
         "A100", ValueKind(_chip, shown="NAME"), "the chip that times are estimated for", names=CHIPS,
+    )  # fmt: skip
+    capacity: float = _option(
+        0.0, ValueKind(partial(number, least=0.0), _number, "FACTOR"),
+        "an expert takes this many times its even share of a training step's tokens, the first ones of the whole batch",
+        "all that choose it",
+    )  # fmt: skip
+    aux_loss: str = _option(
+        "exact", _choice("exact", "micro_batch"),
+        "what a loss that balances experts counts: the choices of the whole batch, for which a forward of every "
+        "micro-batch goes ahead, or of each micro-batch, times their number",
     )  # fmt: skip
     topology: str = _option(
         "",

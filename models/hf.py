@@ -25,6 +25,7 @@ from transformers.integrations.moe import ExpertsInterface
 from autopar.capture import ADAPTERS
 from autopar.ir.recipe import Recipe, as_they_are
 from autopar.models.hf_batches import batch_dims
+from autopar.models.hf_capacity import capped_experts
 from autopar.models.hf_checkpoints import recipes_to_load, recipes_to_save
 from autopar.models.hf_examples import example_batches
 from autopar.models.hf_experts import dispatch_own_experts
@@ -149,8 +150,10 @@ class TransformersAdapter:
         with positions_from_user(given), facts_handed_inward(), masks_made_when_traced():
             yield
 
-    def reference(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        return exact_experts(model)
+    @contextlib.contextmanager
+    def reference(self, model: nn.Module, capacity: float = 0.0) -> Iterator[None]:
+        with exact_experts(model), capped_experts(model, capacity):
+            yield
 
     def example_batches(self, model: nn.Module) -> list[dict[str, Any]]:
         return example_batches(model.get_base_model() if is_peft(model) else model)  # type: ignore[operator]

@@ -3,6 +3,7 @@
 from autopar.passes import attention as attention  # fills the table of algorithms
 from autopar.passes.bucket_gathers import BucketGathers
 from autopar.passes.bucket_gradients import BucketGradients
+from autopar.passes.cap_experts import CapExperts
 from autopar.passes.cast_parameters import CastParameters
 from autopar.passes.derive_rules import DeriveRules
 from autopar.passes.early_exchanges import EarlyExchanges
@@ -23,6 +24,7 @@ from autopar.rewrite.pass_manager import Pass
 
 GLOBAL_PASSES: tuple[Pass, ...] = (Normalize(), CastParameters(), ExpandKvHeads(), DeriveRules())
 PLACEMENT_PASSES: tuple[Pass, ...] = (
+    CapExperts(),
     SplitBiases(),
     PlaceTokenSlices(),
     PropagatePlacements(),

@@ -21,7 +21,7 @@ from typing import ClassVar
 
 from torch.fx import GraphModule, Node
 
-from autopar.ir.conversions import convert, is_cast_input, uncast
+from autopar.ir.conversions import convert, is_cast_input, is_zeros, uncast
 from autopar.ir.expert_layers import mark_experts
 from autopar.ir.graph import (
     describe,
@@ -71,6 +71,7 @@ from autopar.rules.follow import stream_labels
 # Axes that cut the batch or its tokens: weights are whole for use there, and activations decide. On tp and ep weights
 # decide.
 BATCH_AXES = (*DATA, "mb", "cp")
+_PRICES = {"none": 0, "slice": 1e-3, "divide": 1e-3, "all_reduce": 2}  # of a byte that is converted; of others 1
 
 
 @dataclass(frozen=True)
@@ -234,9 +235,11 @@ class _PlacementSweep:
 
     def _choices(self, node: Node, rule: Rule, operands: list[Node], have: list[Placement]) -> Iterator[_Choice]:
         partial = frozenset(i for i, p in enumerate(have) if isinstance(p, Partial) and rule.operands[i] is not None)
-        for kept in rule.linear if rule.keep_partial or node in self.backwards.inside else ():
+        for kept in rule.linear:
             others = partial - kept  # a pending count under a pending sum: resolved, when nobody differentiates it
-            if partial and kept <= partial and not any(has_gradient(operands[i]) for i in others):
+            if not partial or not kept <= partial or any(has_gradient(operands[i]) for i in others):
+                continue
+            if self._passes_on(node, rule, operands, kept):
                 needs: list[Placement | None] = [
                     None if d is None else (PARTIAL if i in kept else REPLICATE) for i, d in enumerate(rule.operands)
                 ]
@@ -259,6 +262,16 @@ class _PlacementSweep:
         if self._is_entry(node, operands):
             yield from self._entry(node, rule)
         yield self._whole(rule, operands, have)
+
+    def _passes_on(self, node: Node, rule: Rule, operands: list[Node], kept: frozenset[int]) -> bool:
+        """Whether pending sums stay pending. Over micro-batches those that are differentiated can only become a loss,
+        and others are summed before they meet anything: what is counted ahead cannot depend on what is."""
+        if node in self.backwards.inside:
+            return True
+        if self.axis == "mb" and any(has_gradient(operands[i]) for i in kept):
+            return True
+        alone = len(kept) == sum(dims is not None for dims in rule.operands)
+        return rule.keep_partial and (alone or self.axis != "mb")
 
     def _entry(self, node: Node, rule: Rule) -> Iterator[_Choice]:
         """Cut as the stream that starts here. A new dim of a parameter (expand) cannot be cut where it is made: then
@@ -330,22 +343,13 @@ class _PlacementSweep:
         return [placement(x, self.axis), *self.versions.get(x, {})]
 
     def _price(self, x: Node, src: Placement, dst: Placement) -> float:
-        weight = {
-            "none": 0.0,
-            "slice": 1e-3,
-            "divide": 1e-3,
-            "all_gather": 1,
-            "reduce_scatter": 1,
-            "all_to_all": 1,
-            "all_reduce": 2,
-        }
         if isinstance(src, Replicate) and isinstance(dst, Invariant):
             return float("inf") if has_gradient(x) else 0.0
-        if isinstance(src, Invariant) and isinstance(dst, Partial):
-            return float("inf")  # whole values are nobody's own part of a sum
+        if isinstance(src, Invariant) and isinstance(dst, Partial):  # whole values are nobody's own part of a sum
+            return _PRICES["divide"] * nbytes(x) if is_zeros(x) else float("inf")
         if src != dst and any(isinstance(p, Shard) and p.routed for p in (src, dst)):
             return float("inf")
-        return weight[conversion(src, dst)] * nbytes(x)
+        return _PRICES.get(conversion(src, dst), 1) * nbytes(x)
 
     def _converted(self, x: Node, need: Placement, before: Node, source: Placement | None = None) -> Node:
         """The operand with another placement; made once, right before its first use. source: what it counts as."""
@@ -368,6 +372,8 @@ class _PlacementSweep:
             base, src = self._converted(x, INVARIANT, before), INVARIANT
         else:
             base = x if source or src == placement(x, self.axis) else versions[src]
+        if isinstance(src, Invariant) and isinstance(need, Partial):
+            src = REPLICATE  # zeros have no gradient, and are the same by either name
         args = (base, self.axis, str(src), str(need))
         new = insert_call(before, convert, args, name=f"{x.name}_{_suffix(need)}")
         inherit(new, base, ["placements"])

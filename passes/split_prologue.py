@@ -3,7 +3,9 @@
 Consumes    a typed local graph whose outermost axis is "mb", the micro-batches.
 Guarantees  no conversion over "mb" is left. Values without gradient that are summed over micro-batches (the count of
             targets) are computed by a prologue graph and enter the main graph as inputs ``total_0``, ...; what
-            remains (gradients of parameters, the loss) the runtime adds up.
+            remains (gradients of parameters, the loss) the runtime adds up. Sums of what parameters make (how many
+            tokens chose each expert, in an auxiliary loss) are computed ahead as well, by a forward of every
+            micro-batch; with aux_loss="micro_batch" those of one, times their number, stand for the sums of all.
 Leaves      graphs without micro-batches.
 
     count = sum(ne(labels, -100)); n = exchange(count, "mb", P, I); loss = div(s, n)
@@ -31,7 +33,7 @@ from autopar.ir.graph import (
     remove_dead_code,
     run_fake,
 )
-from autopar.ir.meta import TYPES, extend_signature, inherit, input_specs
+from autopar.ir.meta import TYPES, extend_signature, inherit
 from autopar.ir.placement import Invariant, Partial, Replicate, Shard
 from autopar.ir.signature import InputSpec
 from autopar.rewrite.build import Build
@@ -60,6 +62,18 @@ def split_prologue(gm: GraphModule, ctx: Compilation) -> tuple[GraphModule, Prol
             _slice_by_index(gm, node, ctx.mesh.size("mb"), dst)
         else:
             raise ValueError(_refusal(node))
+    assert ctx.plan is not None
+    learned = [cut for cut in cuts if _made_of_parameters(gm, [cut])]
+    if ctx.plan.options.aux_loss == "micro_batch":
+        for cut in learned:
+            _stand_in(cut, ctx.mesh.size("mb"))
+        cuts = [cut for cut in cuts if cut not in learned]
+    elif learned and ctx.mesh.size("pp") > 1:
+        raise ValueError(
+            f"aux_loss: {describe(learned[0])} is a sum over all micro-batches of what parameters make, which a step "
+            'needs before its first backward, and a stage of a pipeline has only its own; use aux_loss="micro_batch", '
+            "or micro_batches=1"
+        )
     prologue = _extract(gm, cuts) if cuts else None
     remove_dead_code(gm)
     gm.recompile()
@@ -74,6 +88,17 @@ def _bypass(node: Node) -> None:
 def _divide(node: Node, count: int) -> None:
     """What every micro-batch computes alike becomes an addend."""
     node.target, node.args = torch.ops.aten.div.Tensor, (node.args[0], count)
+
+
+def _made_of_parameters(gm: GraphModule, cuts: list[Node]) -> bool:
+    """Whether weights that are trained stand behind them."""
+    trained = {s.node for s in gm.meta["signature"].inputs if s.kind == "parameter" and s.requires_grad}
+    return any(node.name in trained for node in ancestors(cuts))
+
+
+def _stand_in(node: Node, count: int) -> None:
+    """A micro-batch's own addend, times their number, instead of the sum."""
+    node.target, node.args = torch.ops.aten.mul.Tensor, (node.args[0], count)
 
 
 def _is_loss(node: Node) -> bool:
@@ -92,13 +117,13 @@ def _refusal(node: Node) -> str:
 
 def _extract(gm: GraphModule, cuts: list[Node]) -> Prologue:
     """Move the ancestors of the cut values into a graph of their own."""
-    specs = input_specs(gm)
     order = list(gm.graph.nodes)
     needed = ancestors(cuts)
+    for cut in cuts:
+        if not ancestors([cut]).isdisjoint({*cuts} - {cut}):
+            raise ValueError(_refusal(cut))  # a sum of what another sum decides
     graph, copies = Graph(), dict[Node, Node]()
     inputs = [n for n in order if n in needed and n.op == "placeholder"]
-    if any(specs[n.name].kind == "parameter" and specs[n.name].requires_grad for n in inputs):
-        raise ValueError(_refusal(cuts[0]))
     for node in order:
         if node in needed and node not in cuts:
             copies[node] = copied_node(graph, node, copies.__getitem__)

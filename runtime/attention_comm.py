@@ -133,17 +133,22 @@ OPERATORS = (_FORWARD, _BACKWARD)
 
 
 class Comms:
-    """The Comms of one bound graph."""
+    """The Comms of one bound graph, and what has been counted of its other exchanges whose sizes runs decide."""
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
         self._made: list[AxisComm] = []
+        self._counted: Ledger = {}
         self._functions: list[Callable[..., Any]] = []  # that compiled code finds by number
 
     @property
     def traffic(self) -> Ledger:
         """What this rank has sent over them so far."""
-        return add_ledgers(*(one.traffic for one in self._made))
+        return add_ledgers(self._counted, *(one.traffic for one in self._made))
+
+    def count(self, axis: str, kind: str, sent: int) -> None:
+        """One exchange, and the bytes that left this rank."""
+        self._counted = add_ledgers(self._counted, {(axis, kind): Traffic(1, sent)})
 
     def function_of(self, operator: OpOverload, args: Sequence[Any], node: str) -> Callable[..., Any]:
         """What a node of one of the `OPERATORS` runs: takes the arguments of the operator in order."""

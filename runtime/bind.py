@@ -12,6 +12,7 @@ The function takes ONE list of inputs and empties it: a saved activation dies af
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,6 +38,8 @@ from autopar.runtime.pausing import Steps, drained, make_generator, pause_here, 
 
 ours = torch.ops.autopar
 
+_SIZED = tuple(x for x in COLLECTIVES if x is not ours.all_to_all_rows.default)  # whose traffic a graph says
+
 # name -> (how graphs are run, whether steps are recorded as CUDA graphs)
 BACKENDS = {
     "eager": ("eager", False),
@@ -50,9 +53,9 @@ BACKENDS = {
 class Bound:
     """A runnable step graph: ``bound([inputs]) -> tuple``, the list is emptied.
 
-    traffic: of the collectives in one run. comms: what attention over cut sequences exchanges with; they count what has
-    been sent in all runs so far. made: fake values of what it returns, if it is compiled code. paused: the same as code
-    that pauses (`autopar.runtime.pausing`), if it does.
+    traffic: of the collectives in one run, but for rows of experts. comms: what attention over cut sequences exchanges
+    with; they count what has been sent in all runs so far, rows of experts included. made: fake values of what it
+    returns, if it is compiled code. paused: the same as code that pauses (`autopar.runtime.pausing`), if it does.
     """
 
     run: Callable[[list[Any]], tuple[Any, ...]]
@@ -108,10 +111,14 @@ def bind(gm: GraphModule, groups: Groups, backend: str = "eager", given: Sequenc
 
 
 def traffic_of_graph(gm: GraphModule, groups: Groups) -> Ledger:
-    """What one run of the graph sends, read from its nodes."""
+    """What one run of the graph sends, read from its nodes; rows of experts are counted when they are sent."""
     ledger: dict[tuple[str, str], Traffic] = {}
     for node in gm.graph.nodes:
-        if node.op == "call_function" and node.target in COLLECTIVES:
+        if (
+            node.op == "call_function"
+            and node.target in COLLECTIVES
+            and node.target is not ours.all_to_all_rows.default
+        ):
             arguments = named_arguments(node)
             axis, kind, value = arguments["axis"], kind_of(node), arguments["x"].meta["val"]
             sent = traffic_of(kind, tuple(value.shape), value.dtype, groups.size(axis))
@@ -237,7 +244,7 @@ class _Eager:
         if node.target in COPIES:
             copies = HostCopies.on(self._groups.device)
             return copies.to_host if node.target is ours.to_host.default else copies.from_host
-        return _start_of(node, self._groups)
+        return _start_of(node, self._groups, self._comms)
 
     def finish(self, node: Node) -> Callable[[Any], Any]:
         return HostCopies.on(self._groups.device).finish if node.target in COPIES else finish
@@ -252,7 +259,7 @@ class _Eager:
         shorten(new, None if given is None else node.args.index(given))
 
 
-def _start_of(node: Node, groups: Groups) -> Callable[..., Any]:
+def _start_of(node: Node, groups: Groups, comms: Comms) -> Callable[..., Any]:
     given = {k: v for k, v in named_arguments(node).items() if k not in ("x", "splits", "size")}
     kind = kind_of(node)
     if kind == "all_reduce":
@@ -261,7 +268,7 @@ def _start_of(node: Node, groups: Groups) -> Callable[..., Any]:
         "all_gather": comm.all_gather,
         "reduce_scatter": comm.reduce_scatter,
         "all_to_all": comm.all_to_all,
-        "all_to_all_rows": comm.all_to_all_rows,
+        "all_to_all_rows": functools.partial(comm.all_to_all_rows, count=comms.count),
     }
     return make[kind](groups, node.name, **given)
 

@@ -53,6 +53,11 @@ def ledger_between(before: Ledger, after: Ledger) -> dict[tuple[str, str], Traff
     return {key: Traffic(b.calls - a.calls, b.bytes - a.bytes) for key, (a, b) in pairs.items() if a != b}
 
 
+def rows_sent(ledger: Ledger) -> dict[str, int]:
+    """Axis, or level of it -> bytes of rows for experts."""
+    return {axis: traffic.bytes for (axis, kind), traffic in ledger.items() if kind == "all_to_all_rows"}
+
+
 def traffic_of(kind: str, shape: tuple[int, ...], dtype: torch.dtype, ranks: int) -> int:
     """Bytes that one rank sends in a collective whose input on this rank has this shape."""
     local = torch.Size(shape).numel() * dtype.itemsize
@@ -195,13 +200,15 @@ def all_to_all(
     return start_all_to_all
 
 
-def all_to_all_rows(groups: Groups, node: str, back: bool, axis: str) -> Start:
-    """Rows for each rank -> rows from each; ``splits`` [2, ranks] on the host has their numbers, there and here."""
-    collective = Collective(groups, "all_to_all_rows", axis, node)
+def all_to_all_rows(groups: Groups, node: str, back: bool, axis: str, count: Callable[[str, str, int], None]) -> Start:
+    """Rows for each rank -> rows from each; ``splits`` [2, ranks] on the host has their numbers, there and here.
+    ``count``: is told (axis, kind, bytes that left this rank)."""
+    collective, me = Collective(groups, "all_to_all_rows", axis, node), groups.index(axis)
 
     def start_all_to_all_rows(x: Tensor, splits: Tensor) -> PendingCollective:
         sent, received = reversed(splits.tolist()) if back else splits.tolist()
         out = x.new_empty(sum(received), *x.shape[1:])
+        count(axis, "all_to_all_rows", (sum(sent) - sent[me]) * x.shape[1:].numel() * x.element_size())
         return collective.launch(dist.all_to_all_single, out, x.contiguous(), received, sent, buffer=out)
 
     return start_all_to_all_rows

@@ -24,6 +24,7 @@ from autopar.runtime import state
 from autopar.runtime.ambient import Surroundings, need_gradients, no_anomalies, outside
 from autopar.runtime.buckets import BatchFitter, Buckets
 from autopar.runtime.clipping import clip_gradients
+from autopar.runtime.comm import ledger_between, rows_sent
 from autopar.runtime.differentiable import Forward, attach, refuse_gradients
 from autopar.runtime.executor import Executor, per_rank
 from autopar.runtime.failures import reporting
@@ -321,20 +322,27 @@ class ParallelModule(ModelOnMesh):
     def trace(self, folder: str | Path, **batch: Any) -> Tensor:
         """A `train_step` that records when every action ran; returns its loss.
 
-        Writes what `dump` writes, the measured timeline beside the simulated one. Collective.
+        Writes what `dump` writes, the measured timeline beside the simulated one, and which experts got the tokens so
+        far (`expert_load`), with the bytes of their rows that left each rank. Collective.
         """
         self.train_step(**batch)  # compiles, and warms up
         executor = self._cache.last
         assert executor is not None
-        executor.record = True
+        executor.record, before = True, executor.traffic
         try:
             loss = self.train_step(**batch)
         finally:
             executor.record = False
         found: list[Any] = [None] * self._groups.mesh.world_size
         with reporting("trace"):
-            torch.distributed.all_gather_object(found, (self._groups.coordinate, executor.timeline))
-        self._cache.dump(folder, executor, recorded=per_rank(found))
+            rows = rows_sent(ledger_between(before, executor.traffic))
+            torch.distributed.all_gather_object(found, (self._groups.coordinate, executor.timeline, rows))
+            load = {} if self._cache.backend == "cudagraphs" else self.expert_load()
+        sent = {
+            axis: [of_rank.get(axis, 0) for *_, of_rank in found] for axis in sorted({a for *_, r in found for a in r})
+        }
+        measured = {"load": {layer: x.tolist() for layer, x in load.items()}, "sent": sent}
+        self._cache.dump(folder, executor, recorded=per_rank(x[:2] for x in found), **measured)
         return loss
 
 

@@ -90,6 +90,7 @@ def _views() -> Iterator[Sample]:
     yield call(aten.select_scatter.default, normal(6, 12), normal(6), 1, 2)
     yield call(aten.repeat_interleave.self_int, normal(6, 4), 2, 0)
     yield call(aten.repeat_interleave.self_int, normal(2, 6, 4), 6, 1)
+    yield call(aten.repeat_interleave.self_int, normal(4, 6), 2)
     yield call(aten.repeat.default, normal(6, 4), [2, 1, 6])
     yield call(aten.view_as_real.default, complex_(6, 2))
     yield call(aten.view_as_real.default, complex_(2, 2))
@@ -244,6 +245,7 @@ def _made() -> Iterator[Sample]:
     yield call(aten.bucketize.Scalar, 0.3, torch.linspace(-1, 1, 6, dtype=torch.float64))
     yield call(aten.searchsorted.Tensor, torch.linspace(-1, 1, 6, dtype=torch.float64), normal(6))
     yield call(aten.histc.default, real(6).float(), 6)
+    yield call(aten.histc.default, integer(4, 6, high=4).double(), 4, 0, 4, gradients=False)
 
 
 def _casts() -> Iterator[Sample]:

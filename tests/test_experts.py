@@ -190,12 +190,6 @@ def test_an_auxiliary_loss_is_that_of_the_whole_batch(mesh: Mesh) -> None:
     check(Run(made, model, batch, mesh, SEED).errors(expected))
 
 
-def test_auxiliary_losses_of_micro_batches_are_others() -> None:
-    model, batch = tiny("qwen3_moe", **AUXILIARY)
-    with pytest.raises(ValueError, match="micro_batches: samples of different micro-batches meet at"):
-        compile_model(model, batch, Mesh.of(ep=2), Options(micro_batches=2), exact=True, outputs=())
-
-
 def test_the_graph() -> None:
     made = compile_cell(Cell("mixtral", Mesh.of(ep=2), GATHER))
     text = format_graph(made.local)

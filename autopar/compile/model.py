@@ -121,6 +121,7 @@ def compile_graph(
     if prologue is not None:
         prologue.graph = lowered(prologue.graph)
         ctx.observe("prologue", prologue.graph)
+        ctx.plan = plan = _with_forward_ahead(plan, prologue, gm)
     parameters = parameter_specs(gm, plan)
     graphs, static = [(graph, caches) for graph, caches, _ in made], most_static(parameters, mesh, options)
 
@@ -131,6 +132,18 @@ def compile_graph(
         return with_checkpoints(PipelineMaker(graphs, ctx, train, static, tangents, slices), finished)
 
     return in_chunks(graphs, ctx, train, attempt)
+
+
+def _with_forward_ahead(plan: Plan, prologue: Prologue, gm: GraphModule) -> Plan:
+    """Says so if the prologue is no small thing."""
+    learned = {s.node for s in gm.meta["signature"].inputs if s.kind == "parameter" and s.requires_grad}
+    if learned.isdisjoint(prologue.inputs):
+        return plan
+    note = (
+        f"{len(prologue.totals)} sums over all micro-batches need weights: a forward of each goes ahead of the step, "
+        'without gradients; aux_loss="micro_batch" does without'
+    )
+    return dataclasses.replace(plan, notes=(*plan.notes, ("prologue", note)))
 
 
 def _of_micro_batch(gm: GraphModule, ctx: Compilation) -> tuple[GraphModule, list[Cache], Prologue | None]:

@@ -119,8 +119,7 @@ def dispatch_costs(
     ``itemsize`` bytes each; ``inside``, ``between``: links of a rank within its node, and to other nodes."""
     found = []
     for name, (near, far) in _copies(routing).items():
-        weights = 2 * itemsize if _NUMBERS[name] else 0  # there, and their gradient back
-        copy = tokens * (4 * width * itemsize + routing.top_k * (_NUMBERS[name] + weights))
+        copy = copy_bytes(routing, name, tokens, width, itemsize)
         times = [
             wires.seconds("all_gather" if name == "gather" else "all_to_all", n * copy, ranks, _CALLS[name])
             for wires, n, ranks in ((inside, near, routing.per_node), (between, far, routing.nodes))
@@ -130,6 +129,31 @@ def dispatch_costs(
         seconds = sum(times) if name == "two_level" else max(times, default=0.0)
         found.append(DispatchCost(name, near, far, near * copy, far * copy, seconds))
     return found
+
+
+def copy_bytes(routing: Routing, name: str, tokens: int, width: int, itemsize: int) -> int:
+    """What one copy of each of ``tokens`` moves in a step, both ways and for gradients, numbers and weights with it."""
+    weights = 2 * itemsize if _NUMBERS[name] else 0  # there, and their gradient back
+    return tokens * (4 * width * itemsize + routing.top_k * (_NUMBERS[name] + weights))
+
+
+def even_copies_of(routing: Routing, name: str) -> tuple[float, float]:
+    """Copies of a token, as `DispatchCost` says them."""
+    return _copies(routing)[name]
+
+
+def most_copies(routing: Routing, name: str) -> tuple[float, float]:
+    """What `DispatchCost` says of copies, at worst: all tokens choose what sends most. Of two levels, a rank passes on
+    inside its node what came from the same place in all of them."""
+    r, g, n, k = routing.ranks, routing.per_node, routing.nodes, routing.top_k
+    near, far = min(k, g - 1), min(k, r - g)
+    own = routing.experts // r
+    return {
+        "gather": _copies(routing)["gather"],
+        "plain": (min(k, own * (g - 1)), min(k, own * (r - g))),
+        "dedup": (near, far),
+        "two_level": (n * near, min(routing.most_nodes, n - 1)),
+    }[name]
 
 
 def _copies(routing: Routing) -> dict[str, tuple[float, float]]:

@@ -53,6 +53,16 @@ def is_conversion(node: Node) -> bool:
     return node.op == "call_function" and node.target in (convert, exchange, exchange_slice)
 
 
+def is_zeros(x: Any) -> bool:
+    """Whether a value is made as zeros."""
+    while isinstance(x, Node) and is_conversion(x):
+        x = x.args[0]
+    if not isinstance(x, Node):
+        return False
+    aten = torch.ops.aten
+    return is_call(x, aten.zeros.default) or bool(is_call(x, aten.full.default) and x.args[1] == 0)
+
+
 def is_cast_input(node: Node) -> bool:
     """Whether a node casts an input of its graph to a narrower dtype, and nobody takes that as it was: so a parameter
     is used that is stored in another dtype."""

@@ -7,6 +7,7 @@ out = moe_combine(hidden, order, weights)
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -47,6 +48,20 @@ class ExpertPlan:
 def dispatches(gm: GraphModule) -> list[Node]:
     """Where tokens are sorted by expert, one for each layer."""
     return [node for node in gm.graph.nodes if is_call(node, ours.moe_dispatch.default)]
+
+
+def pairs_per_expert(dispatch: Node, factor: float) -> int:
+    """How many pairs of a token and an expert each expert takes: ``factor`` times an even share of those of the whole
+    batch, rounded up. Raises ValueError below one."""
+    tokens, top = global_shape(arguments(dispatch)["expert"])
+    experts = int(arguments(dispatch)["num_experts"])
+    share = factor * tokens * top / experts
+    if share < 1:
+        raise ValueError(
+            f"capacity: an expert must take a token at least, found {factor} times the even share of {tokens} tokens "
+            f"with {top} of {experts} experts each, which is {share:.3g}; use {experts / (tokens * top):.3g} or more"
+        )
+    return math.ceil(share)
 
 
 def layer_of_dispatch(dispatch: Node) -> list[Node]:

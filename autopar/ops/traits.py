@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from autopar.adapters.operators import OpOverload, is_composite, mutates, returns_alias
-from autopar.ops import cache, collectives, copies, host, moe, pairs  # noqa: F401  (registers what is named here)
+from autopar.ops import cache, capacity, collectives, copies, host, moe, pairs  # noqa: F401  (registers what is named here)
 from autopar.ops.gradient import HOLE
 
 aten, ours = torch.ops.aten, torch.ops.autopar
@@ -129,7 +129,7 @@ def is_random(target: Any) -> bool:
 
 _CHOICES = {
     aten.topk, aten.sort, aten.argsort, aten.argmax, aten.argmin, aten.kthvalue, aten.median, aten.mode,
-    ours.moe_copies, ours.moe_pairs, ours.row_splits, ours.experts_of_rows,
+    ours.within_capacity, ours.moe_copies, ours.moe_pairs, ours.row_splits, ours.experts_of_rows,
 }  # fmt: skip
 
 

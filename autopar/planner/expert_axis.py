@@ -18,6 +18,7 @@ from autopar.ir.expert_layers import dispatches, expert_weights
 from autopar.ir.graph import arguments, global_shape
 from autopar.ir.mesh import Mesh
 from autopar.options import EXPERT_AXES, Options
+from autopar.planner.router_groups import router_groups
 
 WHOLE = "whole"  # every rank has all experts
 _SUMS = ("dp", "cp")  # over which gradients of weights are summed, or under ZeRO gathered and scattered
@@ -51,7 +52,10 @@ def routing_of(dispatch: Node, mesh: Mesh, options: Options, axis: str) -> tuple
     per_node = Topologies.parse(options.topology).per_node(axis) or ranks
     experts = int(args["num_experts"])
     parts = ranks if axis == "tp" and cuts_tokens(axis, options) else 1
-    return Routing(experts, min(top, experts), ranks, per_node), math.ceil(_tokens(dispatch, mesh, options) / parts)
+    limited = router_groups(dispatch)
+    return Routing(experts, min(top, experts), ranks, per_node, *limited), math.ceil(
+        _tokens(dispatch, mesh, options) / parts
+    )
 
 
 def _tokens(dispatch: Node, mesh: Mesh, options: Options) -> float:

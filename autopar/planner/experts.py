@@ -13,7 +13,7 @@ from autopar.ir.expert_layers import GATHER, ExpertPlan, axis_of_experts, dispat
 from autopar.ir.graph import arguments, describe, global_shape, is_call, reach
 from autopar.ir.mesh import Mesh
 from autopar.options import DISPATCHES, EXPERT_AXES, Options
-from autopar.planner.expert_axis import cuts_tokens, exchange_costs, routing_of
+from autopar.planner.expert_axis import cuts_tokens, exchange_costs
 
 LEVELS = "two_level"
 ours = torch.ops.autopar
@@ -132,41 +132,3 @@ def expert_parameters(gm: GraphModule, names: Mapping[Node, str], plans: Mapping
         for x in expert_weights(node)
         if x in names and len(global_shape(x)) > 1
     }
-
-
-def expert_notes(
-    gm: GraphModule, mesh: Mesh, options: Options, plans: Mapping[str, ExpertPlan]
-) -> list[tuple[str, str]]:
-    """How many rows a rank's experts get, and which weights stay whole."""
-    found: dict[str, list[str]] = {}
-    for node in dispatches(gm):
-        if node.name in plans:
-            found.setdefault(_rows_of(node, mesh, options, plans[node.name].axis), []).append(node.name)
-    more = {text: f" and {len(names) - 1} more" * (len(names) > 1) for text, names in found.items()}
-    rows = [(f"experts of {names[0]}{more[text]}", text) for text, names in found.items()]
-    return [*rows, *_whole_weights(gm, plans)]
-
-
-def _rows_of(dispatch: Node, mesh: Mesh, options: Options, axis: str) -> str:
-    args, (routing, own) = arguments(dispatch), routing_of(dispatch, mesh, options, axis)
-    row = global_shape(args["x"])[1] * args["x"].meta["val"].dtype.itemsize
-    even, worst = own * routing.top_k, routing.worst_rows(own)
-    return (
-        f"a rank's experts get {even} rows if routing is even, which memory and times are estimated for, and at most "
-        f"{worst} ({row * even / 1e6:.3g} and {row * worst / 1e6:.3g} MB for each value of that width)"
-    )
-
-
-def _whole_weights(gm: GraphModule, plans: Mapping[str, ExpertPlan]) -> list[tuple[str, str]]:
-    """Notes on layers whose weights the forward makes, such as by a stack: stored whole, computed with in parts."""
-    found = ((node, [x for x in expert_weights(node) if x.op != "placeholder"]) for node in dispatches(gm))
-    return [
-        (
-            f"experts of {node.name}",
-            f"{len(made)} weights are made in the forward ({', '.join(sorted({str(x.target) for x in made}))}): every "
-            f"rank of {plans[node.name].axis} stores and makes them whole, and computes with its own; zero=3 cuts "
-            "what is stored",
-        )
-        for node, made in found
-        if made and node.name in plans
-    ]

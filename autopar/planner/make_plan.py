@@ -25,7 +25,8 @@ from autopar.planner.closure import Analysis
 from autopar.planner.context_parallel import ContextPlan, plan_context
 from autopar.planner.derived_notes import derived_notes
 from autopar.planner.expert_axis import expert_axis
-from autopar.planner.experts import check_draws, expert_notes, expert_parameters, plan_experts
+from autopar.planner.expert_notes import capacity_notes, expert_notes
+from autopar.planner.experts import check_draws, expert_parameters, plan_experts
 from autopar.planner.kernel_notes import kernel_notes
 from autopar.planner.option_checks import check_names, check_used
 from autopar.planner.plan_fits import check_fits
@@ -91,6 +92,7 @@ def make_plan(
     dims = _batch_dims(gm, mesh, asked, fixed)
     inputs = _inputs(gm, mesh, options.micro_batches, dims)
     streams += tuple(context.streams)
+    notes += [] if example else capacity_notes(gm, asked)
     notes += [*context.notes, *expert_notes(gm, mesh, asked, experts), *kernel_notes(gm), *derived_notes(gm)]
     plan = Plan(
         mesh, digest, options, parameters, inputs, streams, tuple(notes), weight_pieces=pieces,

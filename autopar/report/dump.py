@@ -26,6 +26,7 @@ from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import Shard
 from autopar.plan import Plan
 from autopar.report.attention_section import attention_sections
+from autopar.report.expert_section import Load, Sent, expert_sections
 from autopar.report.graph_text import diff, format_graph
 from autopar.report.human_numbers import human_bytes
 from autopar.report.model_pages import model_sections
@@ -183,12 +184,18 @@ class Dumper:
             self.sections += attention_sections(compiled)
 
     def add_compiled(
-        self, compiled: Compiled, recorded: Sequence[Recorded] = (), summary: Iterable[tuple[str, str]] = ()
+        self,
+        compiled: Compiled,
+        recorded: Sequence[Recorded] = (),
+        summary: Iterable[tuple[str, str]] = (),
+        load: Load | None = None,
+        sent: Sent | None = None,
     ) -> None:
-        """All that there is to say of a compiled model, and `finish`."""
+        """All that there is to say of a compiled model, and `finish`. load, sent: of its experts, as measured."""
         self.add_model(compiled)
         self.add_attention(compiled)
         self.add_pipeline(compiled, recorded)
+        self.sections += expert_sections(compiled, load or {}, sent or {})
         ctx = Compilation(compiled.plan.mesh, compiled.plan, timings=compiled.timings)
         self.finish(ctx, parameters=compiled.parameters, summary=summary)
 

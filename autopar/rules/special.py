@@ -86,6 +86,27 @@ def gather_rule(call: Call) -> Rule:
     return call.rule([dims, picked], [picked], blocked=blocked, linear=UNARY)
 
 
+def histc_rule(call: Call) -> Rule:
+    """(...) -> (b). Between bounds that are said, pieces of the values make addends of the counts."""
+    values, b = named_dims(call, call.shape("self")), call.factor("b", call.result[0])
+    blocked = {f: "a value may be counted anywhere in it" for f in b}
+    if call.args.get("min", 0) == call.args.get("max", 0):
+        blocked |= {f: "its bounds are those of all values" for dim in values for f in dim}
+    return call.rule([values], [(b,)], blocked=blocked)
+
+
+def scatter_add_rule(call: Call) -> Rule:
+    """`scatter_rule`, but what is written adds up: pieces of the scattered dim make addends of the result."""
+    rule, dim = scatter_rule(call), call.dim()
+    source, index = call.shape("src"), call.shape("index")
+    if not index or source[dim] != index[dim]:
+        return rule
+    (w,) = rule.operands[1][dim] or ("",)  # type: ignore[index, misc]
+    if not w:
+        return rule
+    return replace(rule, blocked={f: why for f, why in rule.blocked.items() if f != w}, addends={0: w})
+
+
 def scatter_rule(call: Call) -> Rule:
     """Dims other than the scattered one pass where index, source and target have the same size."""
     dim = call.dim()
@@ -175,6 +196,12 @@ def _is_bool(node: Node) -> bool:
 
 
 # --- experts ---------------------------------------------------------------------------------------------
+
+
+def capacity_rule(call: Call) -> Rule:
+    """(t k) -> (t k): an expert's places are counted over all tokens."""
+    dims = named_dims(call, call.shape("expert"))
+    return call.rule([dims], [dims], blocked={f: "the places of an expert span all tokens" for d in dims for f in d})
 
 
 def moe_dispatch_rule(call: Call) -> Rule:

@@ -121,6 +121,7 @@ add("autopar::grouped_mm", sp.grouped_mm_rule)
 add("autopar::grouped_bias", sp.grouped_bias_rule)
 add("autopar::moe_dispatch", sp.moe_dispatch_rule)
 add("autopar::moe_combine", sp.moe_combine_rule)
+add("autopar::within_capacity", sp.capacity_rule)
 add("embedding", sp.embedding_rule)
 add("autopar::cross_entropy", sp.cross_entropy_rule)
 add("autopar::ctc_loss", sp.ctc_loss_rule)
@@ -152,7 +153,9 @@ add(
     reduction(linear=False),
 )
 add("softmax.int log_softmax.int _softmax _log_softmax cumsum cumprod logcumsumexp sort topk diff", _last("dim"))
-add("scatter.src scatter.value scatter_add scatter_reduce.two scatter.reduce scatter.value_reduce", sp.scatter_rule)
+add("scatter_add", sp.scatter_add_rule)
+add("histc", sp.histc_rule)
+add("scatter.src scatter.value scatter_reduce.two scatter.reduce scatter.value_reduce", sp.scatter_rule)
 add("one_hot", sp.one_hot_rule)
 add("index_add", sp.index_add_rule)
 add("index_copy", sp.index_copy_rule)
@@ -201,7 +204,7 @@ add("new_zeros new_ones new_full new_empty", factory)
 add("ones_like full_like empty_like", like)
 add("zeros_like", pointwise("unary", keep=True))
 add(
-    "bucketize searchsorted.Tensor histc bincount nonzero unique_consecutive",
+    "bucketize searchsorted.Tensor bincount nonzero unique_consecutive",
     opaque("its size depends on values"),
 )
 add("embedding_bag", opaque("its bags differ in length"))

@@ -210,10 +210,14 @@ _COPIES = "every rank makes all copies"
 
 
 def repeat_interleave_rule(call: Call) -> Rule:
-    """(hk) -> (hk, r) on one dim."""
-    dim = call.dim()
+    """(hk) -> (hk, r) on one dim; on all of them in one, if none is named."""
     shape = call.shape("self")
     dims = named_dims(call, shape)
+    if call.args["dim"] is None:
+        call.sizes["repeat"] = call.result[0] // math.prod(shape)
+        flat = (*(f for d in dims for f in d), "repeat")
+        return call.rule([dims], [(flat,)], blocked={"repeat": _COPIES}, linear=UNARY, keep_partial=True)
+    dim = call.dim()
     repeats = call.result[dim] // shape[dim]
     call.sizes["repeat"] = repeats
     target = tuple((*d, "repeat") if i == dim else d for i, d in enumerate(dims))

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from autopar.ir.conversions import is_zeros
 from autopar.ir.graph import arguments
 from autopar.rewrite.build import Build, Rewrite, operand, shape_of, value_of
 
@@ -37,4 +38,22 @@ def ones_of_a_number(node: Node, build: Build) -> Node | None:
     return build(aten.full.default, [], 1, dtype=value.dtype, device=value.device)
 
 
-TABLE: dict[Any, Rewrite] = {aten.convolution.default: convolution, aten.ones_like.default: ones_of_a_number}
+def addition(node: Node, build: Build) -> Node | None:
+    """add(x, zeros) --> x   as a sum over layers begins: a pending sum passes"""
+    known = arguments(node)
+    for zeros, other in ((known["self"], known["other"]), (known["other"], known["self"])):
+        if isinstance(other, Node) and is_zeros(zeros) and _alike(other, node) and known.get("alpha", 1) == 1:
+            return other
+    return None
+
+
+def _alike(x: Node, y: Node) -> bool:
+    a, b = x.meta["val"], y.meta["val"]
+    return bool(a.dtype == b.dtype and a.shape == b.shape)
+
+
+TABLE: dict[Any, Rewrite] = {
+    aten.convolution.default: convolution,
+    aten.ones_like.default: ones_of_a_number,
+    aten.add.Tensor: addition,
+}

@@ -1,0 +1,45 @@
+"""Experts of transformers' registry with a capacity, in one process and without autopar's operators: what
+`autopar.verify` compares with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@contextlib.contextmanager
+def capped_experts(model: nn.Module, capacity: float) -> Iterator[None]:
+    """Within: an expert takes ``capacity`` times its even share of the pairs of a token and an expert, the first ones;
+    the weights of all others are 0. Raises ValueError for experts outside of the registry."""
+    found: list[Any] = [m for m in model.modules() if hasattr(m, "_is_expert_parallel")] if capacity else []
+    if capacity and not found:
+        raise ValueError(
+            f"capacity: one process is capped for experts of transformers' registry, found none in "
+            f"{type(model).__name__}; leave capacity out"
+        )
+    for experts in found:
+        object.__setattr__(experts, "forward", _capped(experts, experts.forward, capacity))
+    try:
+        yield
+    finally:
+        for experts in found:
+            object.__delattr__(experts, "forward")
+
+
+def _capped(experts: Any, forward: Any, capacity: float) -> Any:
+    def limited(x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        limit = math.ceil(capacity * index.numel() / experts.num_experts)
+        kept = torch.zeros_like(index, dtype=torch.bool)
+        for number in range(experts.num_experts):
+            chosen = (index == number).flatten()
+            kept |= (chosen & (chosen.cumsum(0) <= limit)).view(index.shape)
+        out: Tensor = forward(x, index, weights * kept)
+        return out
+
+    return limited

@@ -1,0 +1,117 @@
+"""Losses that balance experts, with micro-batches: of the whole batch, or of each one."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.api import parallelize
+from autopar.compile.model import compile_model
+from autopar.exact import LiftFloat32
+from autopar.ir.mesh import Mesh
+from autopar.models.hf import exact_experts
+from autopar.options import Options
+from autopar.runtime.groups import data_part, init_mesh
+from tests.harness import Run, check_model
+from tests.ranks import run_ranks
+from tests.reference import LIMIT, Expected, eager
+from tests.subjects import tiny
+
+AUXILIARY = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+EACH = Options(micro_batches=2, aux_loss="micro_batch")
+TYPES = ["mixtral", "gpt_oss", "olmoe", "qwen2_moe"]
+
+
+def masked(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With padding, of which micro-batches have unequal shares."""
+    mask = torch.ones_like(batch["input_ids"])
+    mask[1, :5], mask[5, :9], mask[6, :3] = 0, 0, 0
+    return {**batch, "attention_mask": mask}
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "options"),
+    [
+        ("qwen3_moe", Mesh.of(dp=1), Options(micro_batches=4)),
+        ("qwen3_moe", Mesh.of(dp=2, ep=2), Options(micro_batches=2, zero=3, dispatch="dedup")),
+        ("qwen3_moe", Mesh.of(ep=2, tp=2), Options(micro_batches=2, dispatch="plain", checkpoint="full")),
+        *(pytest.param(name, Mesh.of(ep=2), Options(micro_batches=2), marks=pytest.mark.full) for name in TYPES),
+        pytest.param("qwen3_moe", Mesh.of(cp=2, ep=2), Options(micro_batches=2), marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_of_the_whole_batch(name: str, mesh: Mesh, options: Options) -> None:
+    """What each expert was chosen for, padding left out, is counted over all micro-batches before a backward."""
+    model, batch = tiny(name, **AUXILIARY)
+    assert check_model(model, masked(batch), mesh, options).worst < LIMIT
+
+
+def test_of_the_whole_batch_with_dropout() -> None:
+    """What goes ahead drops what the step drops."""
+    model, batch = tiny("mixtral", **AUXILIARY, attention_dropout=0.3)
+    assert check_model(model, batch, Mesh.of(ep=2), Options(micro_batches=2)).worst < LIMIT
+
+
+def own_losses(model: nn.Module, batch: dict[str, Tensor], parts: list[Tensor]) -> Expected:
+    """The loss of the whole batch, with the mean of the auxiliary losses that parts of its rows have by themselves."""
+    coefficient = float(model.router_aux_loss_coef)  # type: ignore[arg-type]
+    model.zero_grad()
+    with LiftFloat32(), exact_experts(model):
+        whole = model(**batch)
+        own = [model(**{name: x[rows] for name, x in batch.items()}).aux_loss for rows in parts]
+        loss = whole.loss + coefficient * (torch.stack(own).mean() - whole.aux_loss)
+        loss.backward()
+    assert abs(own[0] - own[1]) > 1e-4
+    gradients = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    return Expected(float(loss.detach()), gradients, {})
+
+
+@pytest.mark.parametrize("mesh", [Mesh.of(dp=1), Mesh.of(ep=2), Mesh.of(dp=2, ep=2)], ids=str)
+def test_of_each_micro_batch(mesh: Mesh) -> None:
+    """A micro-batch is that of all ranks together."""
+    model, batch = tiny("qwen3_moe", **AUXILIARY)
+    dp = mesh.size("dp")
+    per_rank = torch.arange(8).chunk(dp)
+    parts = [torch.cat([rows.chunk(2)[i] for rows in per_rank]) for i in range(2)]
+    made = compile_model(model, batch, mesh, EACH, exact=True, outputs=())
+    assert "aten.histc" not in str(made.prologue.graph.graph if made.prologue is not None else "")
+    for found in Run(made, model, batch, mesh).errors(own_losses(model, batch, parts)):
+        assert found.worst < LIMIT, found
+
+
+def stepped(
+    name: str, facts: dict[str, Any], batch: dict[str, Tensor], axes: dict[str, int], how: dict[str, Any]
+) -> Any:
+    """Loss and whole gradients of a step of real ranks, and what experts were chosen for."""
+    model, _ = tiny("qwen3_moe", **facts)
+    parallel = parallelize(copy.deepcopy(model), init_mesh("cpu", 60.0, **axes), exact=True, **how)
+    part, parts = data_part(parallel.mesh)
+    loss = parallel.train_step(**{n: x.chunk(parts)[part] for n, x in batch.items()})
+    found = {n: p.grad.full_tensor() for n, p in parallel.named_parameters() if p.grad is not None}  # type: ignore[union-attr]
+    return float(loss), found, parallel.expert_load()
+
+
+def test_on_ranks() -> None:
+    """Experts are counted once, though tokens choose them twice."""
+    model, batch = tiny("qwen3_moe", **AUXILIARY)
+    expected = eager(model, masked(batch))
+    how = {"micro_batches": 2, "dispatch": "dedup"}
+    assert "goes ahead" in str(compile_model(model, masked(batch), Mesh.of(ep=2), Options(**how), outputs=()).plan)
+    for loss, gradients, load in run_ranks(2, stepped, AUXILIARY, masked(batch), {"ep": 2}, how):
+        assert abs(loss - expected.loss) < LIMIT
+        for name, x in expected.gradients.items():
+            assert x is None or (gradients[name] - x).abs().max() < LIMIT, name
+        assert [int(x.sum()) for x in load.values()] == [batch["input_ids"].numel() * 2] * 2
+
+
+def test_stages_count_for_themselves() -> None:
+    model, batch = tiny("qwen3_moe", **AUXILIARY)
+    mesh, how = Mesh.of(pp=2), {"exact": True, "outputs": ()}
+    with pytest.raises(ValueError, match=r'aux_loss: .* use aux_loss="micro_batch", or micro_batches=1'):
+        compile_model(model, batch, mesh, Options(micro_batches=2, schedule="1f1b"), **how)
+    compile_model(model, batch, mesh, Options(micro_batches=2, schedule="1f1b", aux_loss="micro_batch"), **how)
