@@ -16,6 +16,8 @@ from autopar.ir.expert_layers import dispatches
 from autopar.ir.mesh import Mesh
 from autopar.options import DISPATCHES, Options
 from autopar.planner.router_groups import groups_on_nodes, router_groups
+from tests.harness import check_model
+from tests.reference import LIMIT, eager
 from tests.subjects import tiny
 
 
@@ -76,3 +78,11 @@ def test_at_most(ranks: int, per_node: int, groups: int, limit: int) -> None:
             assert len(nodes) <= most_copies(routing, "two_level")[1]
             assert len(inside) <= most_copies(routing, "plain")[0]
             assert len(experts) - len(inside) <= most_copies(routing, "plain")[1]
+
+
+def test_noise_of_a_router_is_that_of_one_process() -> None:
+    """Numbers follow from an element's place in the batch: no rank draws its own."""
+    model, batch = tiny("mixtral", router_jitter_noise=0.2)
+    assert abs(eager(model, batch, 0).loss - eager(tiny("mixtral")[0], batch, 0).loss) > 1e-5
+    mesh, options = Mesh.of(dp=2, ep=2), Options(micro_batches=2, dispatch="dedup")
+    assert check_model(model, batch, mesh, options).worst < LIMIT
