@@ -246,6 +246,7 @@ def _made() -> Iterator[Sample]:
     yield call(aten.searchsorted.Tensor, torch.linspace(-1, 1, 6, dtype=torch.float64), normal(6))
     yield call(aten.histc.default, real(6).float(), 6)
     yield call(aten.histc.default, integer(4, 6, high=4).double(), 4, 0, 4, gradients=False)
+    yield call(ours.within_capacity.default, integer(6, 2, high=4), 4, 2)
 
 
 def _casts() -> Iterator[Sample]:

@@ -84,9 +84,7 @@ def test_of_each_micro_batch(mesh: Mesh) -> None:
         assert found.worst < LIMIT, found
 
 
-def stepped(
-    name: str, facts: dict[str, Any], batch: dict[str, Tensor], axes: dict[str, int], how: dict[str, Any]
-) -> Any:
+def stepped(facts: dict[str, Any], batch: dict[str, Tensor], axes: dict[str, int], how: dict[str, Any]) -> Any:
     """Loss and whole gradients of a step of real ranks, and what experts were chosen for."""
     model, _ = tiny("qwen3_moe", **facts)
     parallel = parallelize(copy.deepcopy(model), init_mesh("cpu", 60.0, **axes), exact=True, **how)
