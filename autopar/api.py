@@ -94,6 +94,10 @@ def parallelize(
     with reporting("parallelize"):
         chosen = _options(options)
         buckets = asked_shapes(shapes)
+        if buckets is not None and chosen.capacity:
+            raise ValueError(
+                f"shapes: padding would take places of experts, found capacity={chosen.capacity}; leave one of them out"
+            )
         check_model(model)
         check_no_gradients(model)
         check_arguments(

@@ -187,7 +187,7 @@ READ: dict[str, tuple[str, Any]] = {  # of the command line
     "topology": ("cp=ring", "cp=ring"), "batch_dims": ("x=1,past.0=none", (("past.0", None), ("x", 1))),
     "constants": ("grid,kinds", ("grid", "kinds")), "checkpoint": ("full", "full"), "loss_chunks": ("8", 8),
     "host_memory": ("1GB", 10**9), "dispatch": ("dedup", "dedup"),
-    "experts": ("dp", "dp"), "device": ("h100", "H100"),
+    "experts": ("dp", "dp"), "device": ("h100", "H100"), "capacity": ("1.25", 1.25), "aux_loss": ("micro_batch",) * 2,
 }  # fmt: skip
 
 
