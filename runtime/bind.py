@@ -114,11 +114,7 @@ def traffic_of_graph(gm: GraphModule, groups: Groups) -> Ledger:
     """What one run of the graph sends, read from its nodes; rows of experts are counted when they are sent."""
     ledger: dict[tuple[str, str], Traffic] = {}
     for node in gm.graph.nodes:
-        if (
-            node.op == "call_function"
-            and node.target in COLLECTIVES
-            and node.target is not ours.all_to_all_rows.default
-        ):
+        if node.op == "call_function" and node.target in _SIZED:
             arguments = named_arguments(node)
             axis, kind, value = arguments["axis"], kind_of(node), arguments["x"].meta["val"]
             sent = traffic_of(kind, tuple(value.shape), value.dtype, groups.size(axis))
