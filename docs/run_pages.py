@@ -41,7 +41,7 @@ from autopar.schedule.request import SCHEDULES
 DOCS = Path(__file__).resolve().parent
 NAMES = (
     "walkthrough", "adding", "pipelines", "context_parallel", "memory", "precision", "saving", "experts", "loops",
-    "shapes", "guide/choosing_a_mesh",
+    "shapes", "guide/training", "guide/choosing_a_mesh",
 )  # fmt: skip
 PAGES = tuple(DOCS / f"{name}.md" for name in NAMES)
 
@@ -125,8 +125,8 @@ def _own_tables() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_folder() -> Iterator[Path]:
-    """A folder for the files of a page, from which it can import."""
-    with tempfile.TemporaryDirectory() as name:
+    """A folder for the files of a page, in which it runs and from which it can import."""
+    with tempfile.TemporaryDirectory() as name, contextlib.chdir(name):
         known = set(sys.modules)
         sys.path.insert(0, name)
         try:

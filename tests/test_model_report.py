@@ -79,12 +79,20 @@ def test_modules_compute_what_the_step_does(cell: Cell) -> None:
     assert named > 0.6 * whole  # the backward, too, knows the module of nearly all it computes
 
 
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_sums_of_gradients_have_their_modules(cell: Cell) -> None:
+    """Those that stand in R, too."""
+    whole = module_costs(compiled(cell), times_of_graphs(compiled(cell)))
+    unnamed = sum(x.bytes for (axis, _, _), x in whole[""].exchanged.items() if axis == "dp")
+    assert unnamed < 0.02 * sum(x.bytes for cost in whole.values() for x in cost.exchanged.values())
+
+
 def test_layers_that_are_alike_are_one_row_with_the_sum_of_both() -> None:
     root = tree(ZERO3)
     layers = row(root, "layers.{0,1}")
     assert (layers.kind, layers.count) == ("LlamaDecoderLayer", 2) and layers.paths[1] == "model.layers.1"
     (weight,) = row(root, "q_proj").weights
-    assert weight.cuts == ("output features over tp", "kept in 2 pieces over dp, gathered for each use")
+    assert weight.cuts == ("output features over tp", "in 2 pieces over dp, gathered for each use")
     assert row(root, "o_proj").weights[0].cuts[0] == "input features over tp"
     assert row(root, "embed_tokens").weights[0].cuts[0] == "rows of the table (the vocabulary) over tp"
     made = compiled(ZERO3)
@@ -192,7 +200,7 @@ def test_the_report_begins_with_the_model(tmp_path: Path) -> None:
     page = (tmp_path / "report.html").read_text()
     places = [page.index(f'id="{name}"') for name in ("summary", "model", "one-layer", "memory", "plan", "graphs")]
     assert places == sorted(places)
-    for text in ("layers.{0,1}", "output features over tp", "kept in 2 pieces over dp", "optimizer states", "MFU"):
+    for text in ("layers.{0,1}", "output features over tp", "in 2 pieces over dp", "optimizer states", "MFU"):
         assert text in page, text
 
 

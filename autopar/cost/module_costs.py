@@ -18,13 +18,13 @@ from autopar.cost.attention_traffic import is_context_attention, sent_by
 from autopar.cost.graph_times import HOST, GraphTimes
 from autopar.cost.step_estimate import TimesOfGraphs
 from autopar.cost.traffic import transfer
-from autopar.ir.graph import arguments, module_path, nbytes, outputs
+from autopar.ir.graph import arguments, module_path, nbytes, outputs, placeholders
 from autopar.ir.mesh import Mesh
 from autopar.ir.storages import size_of, storages
 from autopar.ops.traits import COPIES, SUMS
 from autopar.steps.graphs import Compiled, Stage
 from autopar.steps.of_rank import graphs_of_rank
-from autopar.steps.value_names import is_a
+from autopar.steps.value_names import is_a, of
 
 FORWARD, BACKWARD = "forward", "backward"
 Way = tuple[str, str, str]  # axis, kind, FORWARD or BACKWARD
@@ -58,13 +58,23 @@ class ModuleCost:
 def module_costs(compiled: Compiled, times: TimesOfGraphs) -> dict[str, ModuleCost]:
     """Path of a module, "" of the model itself -> its cost."""
     found: dict[str, ModuleCost] = {}
-    holders = {s.node: s.name.rpartition(".")[0] for s in compiled.signature.inputs if s.kind == "parameter"}
+    holders = _holders(compiled)
     for name, (gm, runs) in _graphs(compiled).items():
         way = BACKWARD if "backward" in name or name.endswith("reduce") else FORWARD
         _add_graph(found, gm, runs, way, times(gm), _Owners(holders, compiled.plan.mesh))
     for part in compiled.pipeline.parts:
         for path, size in _kept(part):
             found.setdefault(path, ModuleCost()).kept += size
+    return found
+
+
+def _holders(compiled: Compiled) -> dict[str, str]:
+    """Placeholder of a parameter, or in R of its gradient -> path of the module that holds it."""
+    found = {s.node: s.name.rpartition(".")[0] for s in compiled.signature.inputs if s.kind == "parameter"}
+    for step in filter(None, (part.reduce for part in compiled.pipeline.parts)):
+        for node, name in zip(placeholders(step.graph), step.outputs, strict=False):  # one for one, the stored names
+            if is_a(name, "grad") and of(name) in found:
+                found[node.name] = found[of(name)]
     return found
 
 

@@ -1,4 +1,4 @@
-"""How a parameter is cut, in words: 'output features over tp', 'kept in 4 pieces over dp, gathered for each use'."""
+"""How a parameter is cut, in words: 'output features over tp', 'in 4 pieces over dp, gathered for each use'."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _words(spec: ParameterSpec, plan: Plan, axis: str, decision: ParameterPlan, 
     if decision.used == stored:
         return f"{dim_in_words(spec, stored, axis, kind)} over {axis}"
     when = "once per step" if plan.options.gathers_once else "for each use"
-    return f"kept in {plan.mesh.size(axis)} pieces over {axis}, gathered {when}"
+    return f"in {plan.mesh.size(axis)} pieces over {axis}, gathered {when}"
 
 
 def dim_in_words(spec: ParameterSpec, cut: Shard, axis: str, kind: str) -> str:

@@ -24,7 +24,7 @@ from autopar.report.svg import framed, px
 from autopar.steps.graphs import Compiled
 
 _ROW, _LINE, _PILL, _HEAD = 50.0, 15.0, 19.0, 84.0  # heights: least of a box, lines within and beside it, the head
-_BOX = (290.0, 420.0)  # left edge and width of the boxes
+_BOX = (320.0, 360.0)  # left edge and width of the boxes
 _MOST_PIECES = 8  # that an icon shows
 _STYLE = """
 .layer { --back: #ffffff; --ink: #1c2330; --muted: #677084; --line: #c9d0da; --box: #f3f5f8; --mine: #2f6fde;

@@ -1,0 +1,10 @@
+"""Whether torch's profiler records: names for it are made then only, since each costs microseconds."""
+
+from __future__ import annotations
+
+import torch.autograd.profiler
+
+
+def is_profiled() -> bool:
+    """Within `torch.profiler.profile` or `torch.autograd.profiler.profile`."""
+    return bool(torch.autograd.profiler._is_profiler_enabled)
