@@ -83,7 +83,9 @@ def dtype_name(text: str) -> str:
 def byte_rate(text: str) -> float:
     """Bytes per second: 50e9, 50GB or 50GB/s. Raises ValueError."""
     plain = text.strip()
-    return float(_bytes_in_words("bandwidth", plain.removesuffix("/s"))) if plain[-1:].isalpha() else float(plain)
+    if plain.lower().endswith(("b", "/s")):
+        return float(_bytes_in_words("bandwidth", plain.removesuffix("/s")))
+    return float(plain)
 
 
 def number(name: str, value: Any, least: float = -math.inf) -> float:

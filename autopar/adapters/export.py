@@ -165,13 +165,13 @@ def _reason(error: BaseException) -> str:
 
 
 def _way_out(error: BaseException, where: str) -> str:
+    experts = "for experts, call autopar::moe_dispatch, grouped_mm and moe_combine; " if "expert" in where else ""
     if _of_sizes(error):
         return (
-            "; sizes that depend on values meet there, as those of x[mask] and masked_select do: keep the shapes and "
-            f"weigh by the mask, as in (loss * mask).sum() / mask.sum(), or {_CONSTANTS}"
+            f"; sizes that depend on values meet there, as those of x[mask] and masked_select do: {experts}keep shapes "
+            f"and weigh by the mask, as in (loss * mask).sum() / mask.sum(), or {_CONSTANTS}"
         )
     if _asks_values(error):
-        experts = "for experts, call autopar::moe_dispatch, grouped_mm and moe_combine; " if "expert" in where else ""
         return f"; the line branches on a tensor's value: {experts}write it with torch.where or masks, or {_CONSTANTS}"
     return "; the model must run under torch.export(strict=False) with these inputs"
 

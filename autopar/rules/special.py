@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from autopar.ir.conversions import conversion_of, is_conversion
+from autopar.ir.conversions import conversion_of, exchange_slice, is_conversion
 from autopar.ir.mesh import AXES
 from autopar.ir.placement import Shard, extent, repetitions
 from autopar.rules.builders import UNARY, broadcast_dims, named_dims
@@ -363,9 +363,11 @@ def conversion_of_other_axis(call: Call) -> Rule:
         outer = _repetitions(touched[i], max(a, b))
         major = call.factor(f"d{i}", outer)
         unit = _unit(call, i, a, (a // outer, b // outer))
-        piece = call.factor(f"piece{i}", min(a, b) // outer // unit)  # of a rank: all are cut alike
-        minor = call.factor(f"unit{i}", unit)
-        ranks_in, ranks_out = (call.factor(f"{way}{i}", n // min(a, b)) for way, n in (("in", a), ("out", b)))
+        # What is cut alike on all ranks; slices of tokens need not be.
+        shared = 1 if axis == "sl" or call.node.target is exchange_slice else min(a, b) // outer // unit
+        piece, minor = call.factor(f"piece{i}", shared), call.factor(f"unit{i}", unit)
+        rows = (("in", a // outer // unit), ("out", b // outer // unit))
+        ranks_in, ranks_out = (call.factor(f"{way}{i}", n // shared) for way, n in rows)
         blocked |= {f: "another axis converts it" for f in (*ranks_in, *ranks_out)}
         dims_in.append((*major, *ranks_in, *piece, *minor))
         dims_out.append((*major, *ranks_out, *piece, *minor))

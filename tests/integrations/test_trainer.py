@@ -53,6 +53,7 @@ def single(sizes: dict[str, int] | None, folder: str) -> list[dict[str, float]]:
     )
 
 
+@pytest.mark.full
 def test_in_float32(tmp_path: Path) -> None:
     expected = single(None, str(tmp_path))
     found = run_ranks(4, single, {"dp": 2, "tp": 2}, str(tmp_path), timeout=200)[0]
@@ -76,6 +77,7 @@ def classified(sizes: dict[str, int] | None, folder: str) -> list[dict[str, floa
     return trained(sizes, folder, bert, given=given, max_steps=3, save_strategy="no")
 
 
+@pytest.mark.full
 def test_a_loss_that_is_a_mean_of_rows(tmp_path: Path) -> None:
     expected = classified(None, str(tmp_path))
     found = run_ranks(4, classified, {"dp": 2, "tp": 2}, str(tmp_path), timeout=200)[0]
@@ -89,6 +91,7 @@ def half(sizes: dict[str, int] | None, folder: str) -> list[dict[str, float]]:
     )  # fmt: skip
 
 
+@pytest.mark.full
 def test_in_bfloat16_with_activation_checkpoints(tmp_path: Path) -> None:
     expected = half(None, str(tmp_path))
     found = run_ranks(2, half, {"tp": 2}, str(tmp_path), timeout=200)[0]

@@ -116,7 +116,7 @@ def train(schedule: str) -> tuple[float, dict[str, Tensor], int, int]:
         pipeline=Pipeline([part(0), part(1)], hops, order, slices=LENGTHS),
         train=True,
         prologue=None,
-        plan=SimpleNamespace(options=Options(micro_batches=MICRO_BATCHES), inputs={"x": {"mb": Shard(0)}}),
+        plan=SimpleNamespace(experts={}, options=Options(micro_batches=MICRO_BATCHES), inputs={"x": {"mb": Shard(0)}}),
         signature=SimpleNamespace(inputs=inputs, outputs=[None]),
         constants={},
         known=None,
