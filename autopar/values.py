@@ -83,9 +83,10 @@ def dtype_name(text: str) -> str:
 def byte_rate(text: str) -> float:
     """Bytes per second: 50e9, 50GB or 50GB/s. Raises ValueError."""
     plain = text.strip()
-    if plain.lower().endswith(("b", "/s")):
+    try:
+        return float(plain)
+    except ValueError:
         return float(_bytes_in_words("bandwidth", plain.removesuffix("/s")))
-    return float(plain)
 
 
 def number(name: str, value: Any, least: float = -math.inf) -> float:
