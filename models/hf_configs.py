@@ -18,6 +18,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from autopar.models import hf as hf  # registers the adapter
 from autopar.models.hf_examples import example_batches
+from autopar.runtime.buckets import POSITIONS
 from autopar.values import dtype_name, parse
 
 # Tried in order for a config that names no class: a BERT is in the lists of masked and of causal models.
@@ -33,7 +34,6 @@ AUTO_CLASSES = (
     "AutoModelForSequenceClassification",
 )
 _BY_TOKEN = ("input_ids", "labels", "decoder_input_ids")
-_POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions")
 _CLASS = re.compile(r"<class '([^']*)'>")
 _MOST_SAID = 600  # characters
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -157,7 +157,7 @@ def _all_tensors(batch: dict[str, Any]) -> bool:
 def beyond_positions(path: str | Path, seq: int) -> str:
     """A remark on a sequence that is longer than what the model was made for, "" if it is not."""
     config = load_config(path)
-    limits = [(name, getattr(config, name, None)) for name in _POSITIONS]
+    limits = [(name, getattr(config, name, None)) for name in POSITIONS]
     name, limit = next(((name, n) for name, n in limits if isinstance(n, int) and n > 0), ("", seq))
     if seq <= limit:
         return ""
@@ -171,7 +171,7 @@ def _check_positions(config: PreTrainedConfig, seq: int) -> None:
     """Learned positions end; rotary ones go on."""
     if getattr(config, "rope_parameters", None):
         return
-    for name in _POSITIONS:
+    for name in POSITIONS:
         limit = getattr(config, name, None)
         if isinstance(limit, int) and 0 < limit < seq:
             raise ValueError(f"sequence: {config.model_type} has {limit} positions ({name}), found a length of {seq}")

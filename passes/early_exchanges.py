@@ -20,7 +20,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from autopar.ir.conversions import is_cast_input
-from autopar.ir.graph import ancestors, is_call, reach
+from autopar.ir.graph import is_call, reach
 from autopar.rewrite.compilation import Compilation
 from autopar.rewrite.tidy_checks import is_parameter_gather
 
@@ -37,13 +37,13 @@ class EarlyExchanges:
 
     def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
         calls = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
-        exchanges = [node for node in calls if is_call(node, ours.all_to_all_rows.default, ours.all_to_all.default)]
+        exchanges = list(filter(_is_exchange, calls))  # which stay in this order
         if not any(is_call(node, ours.all_to_all_rows.default) for node in exchanges):
             return gm
-        for node in reversed(exchanges):  # the last one first: nothing moves twice
-            _start_early(node, calls, exchanges)
+        for node, before in zip(exchanges[::-1], [*exchanges[-2::-1], None], strict=True):
+            _start_early(calls.index(node), calls.index(before) + 1 if before is not None else 0, calls)
         for node in exchanges:
-            _wait_late(node, calls, exchanges)
+            _wait_late(calls.index(node), calls)
         end = next(node for node in gm.graph.nodes if node.op == "output")
         for node in calls:
             end.prepend(node)
@@ -51,17 +51,28 @@ class EarlyExchanges:
         return gm
 
 
-def _start_early(exchange: Node, calls: list[Node], exchanges: list[Node]) -> None:
-    """Behind what it is made of. Gathers of parameters, and their casts, stay ahead of what takes them."""
-    at, made_of = calls.index(exchange), ancestors([exchange])
-    first = max((calls.index(x) + 1 for x in exchanges if calls.index(x) < at), default=0)
+def _is_exchange(node: Node) -> bool:
+    return is_call(node, ours.all_to_all_rows.default, ours.all_to_all.default)
+
+
+def _start_early(at: int, first: int, calls: list[Node]) -> None:
+    """Behind what it is made of, of the calls from ``first`` on. Gathers of parameters, and their casts, stay ahead of
+    what takes them."""
+    between = set(calls[first:at])
+    made_of = set(reach([calls[at]], lambda x: between.intersection(x.all_input_nodes)))
     ahead = [x for x in calls[first:at] if x in made_of or is_parameter_gather(x) or is_cast_input(x)]
-    calls[first : at + 1] = [*ahead, exchange, *(x for x in calls[first:at] if x not in {*ahead})]
+    calls[first : at + 1] = [*ahead, calls[at], *(x for x in calls[first:at] if x not in {*ahead})]
 
 
-def _wait_late(exchange: Node, calls: list[Node], exchanges: list[Node]) -> None:
-    """Behind what is not made of it."""
-    at, makes = calls.index(exchange), set(reach([exchange], lambda x: list(x.users)))
-    last = min((calls.index(x) for x in exchanges if x in makes and x is not exchange), default=len(calls))
-    behind = calls[at + 1 : last]
-    calls[at + 1 : last] = [*(x for x in behind if x not in makes), *(x for x in behind if x in makes)]
+def _wait_late(at: int, calls: list[Node]) -> None:
+    """Behind what is not made of it, up to the next exchange that is."""
+    made, makes, others = {calls[at]}, list[Node](), list[Node]()
+    for x in calls[at + 1 :]:
+        if made.isdisjoint(x.all_input_nodes):
+            others.append(x)
+        elif _is_exchange(x):
+            break
+        else:
+            made.add(x)
+            makes.append(x)
+    calls[at + 1 : at + 1 + len(others) + len(makes)] = [*others, *makes]

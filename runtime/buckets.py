@@ -30,7 +30,8 @@ from autopar.plan import Plan
 from autopar.runtime.failures import explained
 from autopar.runtime.groups import Groups
 
-IGNORED, LEAST = -100, 64
+IGNORED = -100  # the label that counts in no loss
+LEAST = 64
 TOKEN = "the model's padding token, else 0"
 MASKS = {"input_ids": "attention_mask", "decoder_input_ids": "decoder_attention_mask"}
 # Inputs of transformers models, [rows, tokens, ...] each: what they are filled with.
@@ -39,7 +40,7 @@ FILLED: dict[str, Any] = {
     "decoder_attention_mask": 0, "token_type_ids": 0, "position_ids": 0, "inputs_embeds": 0,
     "decoder_inputs_embeds": 0,
 }  # fmt: skip
-LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions")
+POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions")
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 CLOSE = {torch.float64: 1e-9, torch.float32: 2e-5}  # relative; of losses of half precision 2e-2
 
@@ -158,13 +159,13 @@ class BatchFitter:
 
     def _wanted(self, sizes: Mapping[str, int]) -> dict[str, int]:
         mesh, limit = self.groups.mesh, self._limit()
-        unit = math.lcm(mesh.size("tp") if self.plan.options.sequence_parallel else 1, 2 * mesh.size("cp"))
-        unit = unit if mesh.size("cp") > 1 or self.plan.options.sequence_parallel else 1
+        cut = mesh.size("tp") if self.plan.options.sequence_parallel else 1
+        unit = math.lcm(cut, 2 * mesh.size("cp") if mesh.size("cp") > 1 else 1)
         return {n: self.buckets.length(size, unit, limit) if size else 0 for n, size in sizes.items() if n != "rows"}
 
     def _limit(self) -> int:
         config = getattr(self.root, "config", None)
-        return next((n for name in LIMITS if isinstance(n := getattr(config, name, None), int) and n > 0), 0)
+        return next((n for name in POSITIONS if isinstance(n := getattr(config, name, None), int) and n > 0), 0)
 
     # --- padding -------------------------------------------------------------------------------------------------
 

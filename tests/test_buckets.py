@@ -103,14 +103,13 @@ def _many() -> tuple[int, list[int]]:
     with torch.no_grad():
         for step, tokens in enumerate(lengths):
             batch = batch_of("llama", 2, tokens, step)
-            found, plain = parallel.eval_step(**batch), None
+            found = parallel.eval_step(**batch)
             with LiftFloat32():
                 plain = model.eval()(**batch)
             assert abs(float(found.loss) - float(plain.loss)) < LIMIT
             logits = found.logits.full_tensor()
             assert logits.shape == plain.logits.shape and (logits - plain.logits).abs().max() < LIMIT
-    shapes = {runner.compiled.local.meta.get("none", i) for i, runner in enumerate(parallel._cache.runners)}
-    return len(shapes), lengths
+    return len(parallel._cache.runners), lengths
 
 
 def test_random_lengths_compile_a_few_steps_and_outputs_have_no_padding() -> None:

@@ -17,6 +17,7 @@ from autopar.cost.step_estimate import step_estimate, times_of_graphs
 from autopar.cost.step_traffic import graph_runs, step_communication
 from autopar.cost.topology import Topologies, Topology
 from autopar.cost.traffic import Links, total_volume
+from autopar.ir.expert_layers import ExpertPlan
 from autopar.ir.mesh import Mesh
 from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import Shard
@@ -123,13 +124,16 @@ def test_unlike_layers_are_rows_of_their_own() -> None:
         ("Conv2d", (8, 4, 3, 3), Shard(1), "tp", "input channels over tp"),
         ("LayerNorm", (8,), Shard(0), "tp", "elements over tp"),
         ("Experts", (8, 4, 4), Shard(0), "ep", "experts over ep"),
+        ("Experts", (8, 4, 4), Shard(0), "dp", "experts over dp"),
+        ("Experts", (8, 4), Shard(0), "tp", "experts over tp"),
         ("Experts", (8, 4, 4), Shard(2), "tp", "dim 2 over tp"),
         ("Linear", (8, 4), Shard(0, (4, 2, 2)), "tp", "output features, each of 3 blocks over tp"),
     ],
 )
 def test_cuts_in_words(kind: str, shape: tuple[int, ...], cut: Shard, axis: str, words: str) -> None:
     spec = ParameterSpec("w", shape, torch.float32, placements={axis: cut})
-    plan = Plan(Mesh.of(**{axis: 2}), "", Options(), {"w": {axis: ParameterPlan(cut, cut)}}, {})
+    experts = {"dispatch": ExpertPlan(axis, "gather")} if "experts" in words else {}
+    plan = Plan(Mesh.of(**{axis: 2}), "", Options(), {"w": {axis: ParameterPlan(cut, cut)}}, {}, experts=experts)
     assert cuts_in_words(spec, plan, kind) == [words]
 
 

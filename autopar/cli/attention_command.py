@@ -12,8 +12,7 @@ import argparse
 from pathlib import Path
 
 from autopar.cli.command import Command
-from autopar.cli.shared_arguments import add_option, positive, rate
-from autopar.cost.hardware import DEFAULT, DEVICES
+from autopar.cli.shared_arguments import add_device, add_option, positive, rate
 from autopar.options import DECLARED
 from autopar.values import DTYPES, dtype_name
 
@@ -32,13 +31,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     mask.add_argument("--full", action="store_true", help="all keys")
     add("--window", type=positive, default=0, metavar="N", help="only keys less than N tokens away")
     add("--dtype", type=dtype_name, choices=tuple(DTYPES), default="bfloat16", help="of q, k, v (default: %(default)s)")
-    add(
-        "--device",
-        type=str.upper,
-        choices=DEVICES,
-        default=DEFAULT.name,
-        help="what a rank computes with (default: %(default)s)",
-    )
+    add_device(parser, "what a rank computes with")
     add("--topology", default="switch", metavar="KIND[:B/S[:S]]", help="ring, mesh or switch (default: %(default)s)")
     add("--bandwidth", type=rate, metavar="B/S", help="of a link, such as 50e9 or 50GB (default: the device's)")
     add("--latency", type=float, metavar="S", help="seconds of a message (default: the device's)")

@@ -13,9 +13,9 @@ import argparse
 from rich.table import Table
 
 from autopar.cli.command import Command, console_of_results
-from autopar.cli.shared_arguments import positive
+from autopar.cli.shared_arguments import add_device, positive
 from autopar.cost.expert_traffic import DispatchCost, Routing, dispatch_costs
-from autopar.cost.hardware import DEFAULT, DEVICES
+from autopar.cost.hardware import DEVICES
 from autopar.cost.topology import Topology
 from autopar.values import DTYPES, dtype_name
 
@@ -35,13 +35,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--groups", type=positive, default=1, metavar="N", help="groups of experts (default: %(default)s)")
     add("--limit", type=positive, metavar="N", help="groups that a token may use (default: all)")
     add("--dtype", type=dtype_name, choices=tuple(DTYPES), default="bfloat16", help="of tokens (default: %(default)s)")
-    add(
-        "--device",
-        type=str.upper,
-        choices=DEVICES,
-        default=DEFAULT.name,
-        help="whose links go between nodes (default: %(default)s)",
-    )
+    add_device(parser, "whose links go between nodes")
     add("--inside", default="", metavar="KIND[:B/S[:S]]", help=f"links inside of a node (default: {_INSIDE})")
     add("--between", default="", metavar="KIND[:B/S[:S]]", help="links between nodes (default: the device's)")
 

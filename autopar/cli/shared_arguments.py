@@ -7,7 +7,7 @@ from typing import Any
 
 import autopar.passes.attention  # (fills the table of algorithms)
 import autopar.runtime.schedules  # noqa: F401  (fills the table of schedules)
-from autopar.options import DECLARED, DeclaredOption
+from autopar.options import CHIPS, DECLARED, DeclaredOption
 from autopar.values import byte_rate, dtype_name
 
 _GROUPS: dict[tuple[str, ...], str] = {
@@ -74,6 +74,12 @@ def whole(text: str) -> int:
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"expected a whole number, found {text!r}")
     return int(text)
+
+
+def add_device(parser: argparse.ArgumentParser, words: str) -> None:
+    """The chip of a command that plans no model."""
+    words = f"{words} (default: %(default)s)"
+    parser.add_argument("--device", type=str.upper, choices=CHIPS, default=DECLARED["device"].default, help=words)
 
 
 def rate(text: str) -> float:

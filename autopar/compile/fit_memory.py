@@ -23,7 +23,7 @@ from autopar.checkpoint_policies import AUTO, CHECKPOINTS, NOTHING, LayerCheckpo
 from autopar.compile.parts import PipelineMaker
 from autopar.compile.recompute_facts import ChosenValues, JointFacts, chosen_by, layers_of
 from autopar.compile.recompute_ways import Known, cost_of, find_ways
-from autopar.cost.hardware import device_of, links_of
+from autopar.cost.hardware import device_of, host_link, links_of
 from autopar.cost.memory import Memory, memories
 from autopar.cost.traffic import Links
 from autopar.plan import Plan
@@ -107,7 +107,7 @@ class _Fitting:
         plan, self.splits = maker.plan, False  # whether backwards come in two
         topologies, self.device = links_of(plan.options), device_of(plan.options)
         self.links = Links(plan.mesh, topologies)
-        self.host = topologies.axes.get("host", self.device.host)
+        self.host = host_link(topologies, self.device)
 
     @property
     def host_limit(self) -> int:

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 
 from autopar.cost.attention_traffic import is_context_attention
 from autopar.cost.flops import node_seconds
-from autopar.cost.hardware import Device
+from autopar.cost.hardware import Device, host_link
 from autopar.cost.traffic import Links, transfer
 from autopar.ir.graph import nbytes
 from autopar.ir.waits import WaitPlaces, is_started
@@ -74,7 +74,8 @@ class _GraphRun:
 
     def _transfer(self, node: Node) -> tuple[str, float]:
         if node.target in COPIES:
-            return HOST, self.device.host.latency + nbytes(node) / self.device.host.bandwidth
+            host = host_link(self.links.wiring, self.device)
+            return HOST, host.latency + nbytes(node) / host.bandwidth
         moved = transfer(node, self.links.mesh)
         return (moved.axis if moved is not None else ""), self.links.seconds(node) or 0.0
 

@@ -65,6 +65,11 @@ def device_of(options: Options) -> Device:
     return DEVICES[options.device]
 
 
+def host_link(links: Topologies, device: Device) -> Topology:
+    """To host memory: as the options name it, or the device's."""
+    return links.axes.get("host", device.host)
+
+
 def links_of(options: Options) -> Topologies:
     """The links that the options name; of axes that they do not name those of the device."""
     return Topologies.parse(options.topology, device_of(options).links)

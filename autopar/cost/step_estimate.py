@@ -7,7 +7,7 @@ The step is its Order, simulated (`autopar.schedule.simulate`) on times of graph
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,6 +23,7 @@ from autopar.cost.traffic import Links
 from autopar.steps.graphs import Compiled, StepGraph
 from autopar.steps.of_rank import graphs_of_rank
 
+TimesOfGraphs = Callable[[GraphModule], GraphTimes]
 TRAINED = 3  # FLOPs of forward and backward, of those of the forward: two products for one (Kaplan et al. 2020, 2.1)
 
 
@@ -58,22 +59,11 @@ def step_estimate(compiled: Compiled, times: TimesOfGraphs | None = None) -> Ste
     )  # fmt: skip
 
 
-class TimesOfGraphs:
-    """Times of step graphs, of equal ones once."""
-
-    def __init__(self, compiled: Compiled) -> None:
-        plan = compiled.plan
-        device, links = device_of(plan.options), Links(plan.mesh, links_of(plan.options))
-        self.of = functools.cache(lambda gm: graph_times(gm, device, links))
-
-    def __call__(self, gm: GraphModule) -> GraphTimes:
-        found: GraphTimes = self.of(gm)
-        return found
-
-
 def times_of_graphs(compiled: Compiled) -> TimesOfGraphs:
-    """What the options' device and links make of a compiled step's graphs."""
-    return TimesOfGraphs(compiled)
+    """What the options' device and links make of a compiled step's graphs; of equal ones once."""
+    plan = compiled.plan
+    device, links = device_of(plan.options), Links(plan.mesh, links_of(plan.options))
+    return functools.cache(lambda gm: graph_times(gm, device, links))
 
 
 def _seconds(compiled: Compiled, times: TimesOfGraphs) -> float:

@@ -26,13 +26,13 @@ from transformers.trainer import TRAINING_ARGS_NAME
 
 from autopar.integrations.accelerator import STATE, Accelerator
 from autopar.integrations.training_arguments import check_training_arguments
+from autopar.runtime.buckets import IGNORED
 from autopar.runtime.groups import data_part
 from autopar.runtime.loading import load
 from autopar.runtime.saving import save
 
 _BEHIND: Any = object  # a trainer, which brings the rest
 _TRAINER: Any = transformers.Trainer
-IGNORED = -100  # the label that counts in no loss of transformers
 
 
 class OnMesh(_BEHIND):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from autopar.ir.expert_layers import axis_of_experts
 from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import Shard
 from autopar.plan import ParameterPlan, Plan
@@ -33,18 +34,18 @@ def _words(spec: ParameterSpec, plan: Plan, axis: str, decision: ParameterPlan, 
     if not isinstance(stored, Shard):
         return ""
     if decision.used == stored:
-        return f"{dim_in_words(spec, stored, axis, kind)} over {axis}"
+        return f"{dim_in_words(spec, stored, kind, axis == axis_of_experts(plan.experts))} over {axis}"
     when = "once per step" if plan.options.gathers_once else "for each use"
     return f"in {plan.mesh.size(axis)} pieces over {axis}, gathered {when}"
 
 
-def dim_in_words(spec: ParameterSpec, cut: Shard, axis: str, kind: str) -> str:
-    """What lies along the dim that is cut."""
+def dim_in_words(spec: ParameterSpec, cut: Shard, kind: str, by_expert: bool) -> str:
+    """What lies along the dim that is cut. ``by_expert``: by an axis that cuts experts."""
     names = DIMS.get(kind, ())
-    if len(spec.shape) == 1:
-        found = "elements"
-    elif axis == "ep" and cut.dim == 0:
+    if cut.dim < len(names) and len(spec.shape) > 1:
+        found = names[cut.dim]
+    elif by_expert and cut.dim == 0:
         found = "experts"
     else:
-        found = names[cut.dim] if cut.dim < len(names) else f"dim {cut.dim}"
+        found = f"dim {cut.dim}" if len(spec.shape) > 1 else "elements"
     return f"{found}, each of {len(cut.blocks)} blocks" if len(cut.blocks) > 1 else found

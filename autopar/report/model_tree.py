@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch.fx import GraphModule
 
@@ -203,10 +203,7 @@ def _join(rows: Sequence[ModuleRow]) -> ModuleRow:
     """Rows that are alike as one: costs are summed, weights are those of the first, with the bytes of all."""
     first = rows[0]
     name = compressed([row.name for row in rows])
-    weights = [
-        WeightRow(w.name, w.spec, w.cuts, w.reasons, sum(row.weights[i].bytes for row in rows))
-        for i, w in enumerate(first.weights)
-    ]
+    weights = [replace(w, bytes=sum(row.weights[i].bytes for row in rows)) for i, w in enumerate(first.weights)]
     children = [_join_children([row.children[i] for row in rows]) for i in range(len(first.children))]
     paths = tuple(path for row in rows for path in row.paths)
     return ModuleRow(name, paths, first.kind, weights, added([row.own for row in rows]), children)

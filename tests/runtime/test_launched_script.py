@@ -35,7 +35,6 @@ def python(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]
 
 
 def test_functions_go_by_value_where_there_is_no_file() -> None:
-    pytest.importorskip("cloudpickle")
     for found in (python("-c", BODY), python("-", stdin=BODY)):
         assert found.stdout == "[15, 16] True\n", found.stderr
 
