@@ -15,12 +15,14 @@ import torch
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests that name no device are about the CPU; CUDA does not survive a fork
 os.environ["AUTOPAR_CACHE"] = "off"  # what is tested is the compiler; tests of the cache have folders of their own
 os.environ.setdefault("AUTOPAR_SILENCE", "16")  # read at import; eight ranks on two busy cores are slow to beat
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process that a test starts compiles all sources anew
 # torch's store looks up who connects, and serves nobody the while: seconds that tests of timeouts have not got.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 from tests.captured_once import FOLDER, folder_of_run, share_captures
 from tests.ranks import run_ranks
 
+sys.dont_write_bytecode = False  # the same for workers
 torch.set_num_threads(1)
 share_captures()
 
@@ -65,9 +67,9 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if "full" not in (config.getoption("markexpr") or ""):
-        full = [item for item in items if item.get_closest_marker("full")]
-        config.hook.pytest_deselected(items=full)
-        items[:] = [item for item in items if item not in set(full)]
+        full = {item for item in items if item.get_closest_marker("full")}
+        config.hook.pytest_deselected(items=[*full])
+        items[:] = [item for item in items if item not in full]
     order = {group: i for i, group in enumerate(dict.fromkeys([*DEAR, *map(group_of, items)]))}
     items.sort(key=lambda item: order[group_of(item)])
 

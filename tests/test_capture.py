@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from autopar.adapters import export
 from autopar.capture import adapter_for, capture
 from autopar.exact import LiftFloat32
 from autopar.ir.signature import Signature
@@ -284,3 +285,12 @@ def test_gradient_checkpointing_is_left_to_the_plan() -> None:
     with contextlib.suppress(AttributeError):
         assert all("checkpoint" not in str(n.target) for n in gm.graph.nodes)
     assert model.is_gradient_checkpointing
+
+
+def test_lines_of_forwards_are_those_of_the_whole_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = subject("one-layer mixtral").model, subject("one-layer mixtral").batch
+    ours, torchs = [], []
+    for found, context in ((ours, export.lines_of_forwards), (torchs, contextlib.nullcontext)):
+        monkeypatch.setattr(export, "lines_of_forwards", context)
+        found += [node.meta.get("stack_trace") for node in capture(model, batch).graph.nodes]
+    assert ours == torchs and any("forward" in lines for lines in ours if lines)

@@ -35,6 +35,7 @@ from autopar.adapters.fake import silent_fakes
 from autopar.adapters.function_watch import Refused
 from autopar.adapters.inner_derivatives import captured_derivatives
 from autopar.adapters.selected_targets import keep_rows_of_targets
+from autopar.adapters.stack_lines import lines_of_forwards
 
 _NO_GRAD_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
 _NOISE = (torch.ops.aten._assert_tensor_metadata.default,)
@@ -62,6 +63,7 @@ def export(
             captured_backwards(),
             captured_derivatives(),
             silent_fakes(),
+            lines_of_forwards(),
             _autocast(autocast),
             noted_regions(),
         ):
