@@ -20,11 +20,13 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process that a test
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 from tests.captured_once import FOLDER, folder_of_run, share_captures
+from tests.derived_once import share_derivatives
 from tests.ranks import run_ranks
 
 sys.dont_write_bytecode = False  # the same for workers
 torch.set_num_threads(1)
 share_captures()
+share_derivatives(FOLDER)
 
 # Groups of tests that take longest, in this order: what is started last must not be long.
 DEAR = (

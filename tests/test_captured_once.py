@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ from autopar.capture import capture
 from autopar.compile import shared_capture
 from autopar.compile.model import compile_model
 from autopar.ir.mesh import Mesh
+from autopar.passes import derivatives
 from tests import captured_once as shared
 from tests.captured_once import FEW, CapturedOnce, captured_by_each, captured_once
 from tests.compiled_once import compiled_by_each
+from tests.derived_once import DerivedOnce, share_derivatives
 from tests.ranks import run_ranks
 
 
@@ -131,3 +134,29 @@ def test_everybody_captures_within() -> None:
     with captured_by_each():
         assert shared_capture.capture is capture
     assert shared_capture.capture is captured_once
+
+
+def test_derivatives_are_found_out_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process reads what they are made of, all of it; who has forgotten neither reads nor writes."""
+    monkeypatch.setenv(shared.FOLDER, str(tmp_path))
+    model, mesh = Scaled(), Mesh.of(dp=2)
+
+    def compiled() -> DerivedOnce:
+        share_derivatives(shared.FOLDER)
+        known: Any = derivatives._KNOWN
+        compile_model(model, X, mesh)
+        return known
+
+    before = derivatives._KNOWN
+    try:
+        first, second = compiled(), compiled()
+    finally:
+        derivatives._KNOWN = before
+    files = list((tmp_path / "derived").iterdir())
+    assert first.read == 0 and first and first.keys() == second.keys()
+    assert second.read == len(second) == len(files) and dict(first) == dict(second)
+    second.clear()
+    key, value = next(iter(first.items()))
+    assert second.get(key) is None
+    second[key] = value
+    assert second.get(key) is value and list((tmp_path / "derived").iterdir()) == files

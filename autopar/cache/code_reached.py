@@ -8,6 +8,7 @@ A digest of code leaves out where it stands (its lines): that is for the digest 
 from __future__ import annotations
 
 import builtins
+import functools
 import hashlib
 import importlib
 import os
@@ -89,10 +90,15 @@ def globals_read(function: types.FunctionType, names: Iterable[str]) -> Iterator
 
 def _imported(name: str, package: str) -> Iterator[types.ModuleType]:
     """Modules that an import of this name within a package may mean."""
-    parts = package.split(".")
-    for path in (name, *(f"{'.'.join(parts[:i])}.{name}" for i in range(1, len(parts) + 1))):
+    for path in _paths(name, package):
         if (module := sys.modules.get(path)) is not None:
             yield module
+
+
+@functools.lru_cache(65536)
+def _paths(name: str, package: str) -> tuple[str, ...]:
+    parts = package.split(".")
+    return name, *(f"{'.'.join(parts[:i])}.{name}" for i in range(1, len(parts) + 1))
 
 
 def _inside(path: str, value: Any, names: list[str], seen: set[int]) -> Iterator[tuple[str, Any]]:

@@ -10,6 +10,7 @@ import builtins
 import functools
 import hashlib
 import importlib.metadata
+import operator
 import os
 import sys
 import sysconfig
@@ -144,13 +145,32 @@ def changed_autopar() -> str | None:
     for name, module in list(sys.modules.items()):
         if name != "autopar" and not name.startswith("autopar."):
             continue
-        for holder in (module, *(x for x in vars(module).values() if _is_class_of(x, name))):
-            for key, value in list(vars(holder).items()):
-                function = getattr(value, "fget", getattr(value, "__func__", value))
-                if isinstance(function, types.FunctionType) and owner_of_function(function) == USER:
-                    return f"{name}.{key}"
+        for holder in (module, *(x for x in vars(module).values() if isinstance(x, type) and x.__module__ == name)):
+            if (key := _foreign_key(holder)) is not None:
+                return f"{name}.{key}"
     return None
 
 
-def _is_class_of(x: object, module: str) -> bool:
-    return isinstance(x, type) and x.__module__ == module
+_KINDS = {types.FunctionType, types.MethodType, property, staticmethod, classmethod}
+_code_of = operator.attrgetter("__code__")
+_OWN: dict[Any, tuple[list[Any], list[types.FunctionType], list[types.CodeType]]] = {}  # looked at, and found ours
+
+
+def _foreign_key(holder: Any) -> str | None:
+    """The first entry of a module or class whose code is the user's. The same entries with the same code are looked at
+    once."""
+    held = [x for x in vars(holder).values() if type(x) in _KINDS]
+    known = _OWN.get(holder)
+    if known is not None and len(known[0]) == len(held):
+        entries, functions, codes = known
+        if all(map(operator.is_, entries, held)) and all(map(operator.is_, map(_code_of, functions), codes)):
+            return None
+    functions = []
+    for key, value in list(vars(holder).items()):
+        function = getattr(value, "fget", getattr(value, "__func__", value))
+        if isinstance(function, types.FunctionType):
+            if owner_of_function(function) == USER:
+                return str(key)
+            functions.append(function)
+    _OWN[holder] = held, functions, [*map(_code_of, functions)]
+    return None

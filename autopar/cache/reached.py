@@ -79,11 +79,9 @@ class Reached(ReachedValues):
             self._say(f"{path}: {_file_digest(path, owner)}")
         for name in sorted(self.packages):
             self._say(f"{name} {version_of_package(name)}")
-        digest = hashlib.blake2b(digest_size=20)
-        for fact in self.facts:
-            data = fact.encode("utf-8", "surrogatepass")
-            digest.update(len(data).to_bytes(8, "little"))
-            digest.update(data)
+        facts = [fact.encode("utf-8", "surrogatepass") for fact in self.facts]
+        digest = hashlib.blake2b(str([*map(len, facts)]).encode(), digest_size=20)  # where one ends counts, too
+        digest.update(b"".join(facts))
         return digest.hexdigest()
 
     # --- code ---------------------------------------------------------------------------------------------

@@ -19,6 +19,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autopar.adapters.fake import skeleton_of
+from autopar.cache import libraries
+from autopar.cache.libraries import changed_autopar
 from autopar.cache.step_key import step_key
 from autopar.cache.values_reached import CannotTell
 from autopar.ir.mesh import Mesh
@@ -253,6 +255,24 @@ def test_what_is_put_into_classes_and_libraries(tmp_path: Path, monkeypatch: pyt
         patched.setattr(nn.functional, "gelu", nn.functional.relu)
         assert key_of(llama) != of_llama
     assert key_of(llama) == of_llama and key_of(skeleton_of(module.Net())) == first
+
+
+def test_what_is_put_into_autopar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where everything was looked at before: a function, a method, a property, the code of a function."""
+
+    def other(self: Any) -> Any:
+        return self
+
+    assert changed_autopar() is None
+    for holder, name, value in (
+        (libraries, "renamed", other), (libraries, "new_function", other), (Mesh, "coordinates", other),
+        (Mesh, "world_size", property(other)), (Mesh, "parse", classmethod(other)),
+        (libraries.renamed, "__code__", other.__code__),
+    ):  # fmt: skip
+        with monkeypatch.context() as patched:
+            patched.setattr(holder, name, value, raising=False)
+            assert changed_autopar() is not None, name
+        assert changed_autopar() is None, name
 
 
 def test_fields_of_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
