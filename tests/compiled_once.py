@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -34,6 +35,7 @@ from autopar.ir.batch import facts_of
 from tests.captured_once import captured_by_each
 
 _MAKERS: dict[str, Any] = {"stored_plan": stored_plan, "stored_step": stored_step}
+_AT = re.compile(r" at 0x[0-9a-f]+")  # where a rank has an object: the others have theirs elsewhere
 HEAD_START = 0.02  # seconds for rank 0: who has captured for the plan has done so for the step
 
 
@@ -116,7 +118,7 @@ def by_one(make: Any, pack: Any, unpack: Any, files: EntryFolder, rank: int, cou
     def call(model: nn.Module, given: Mapping[str, Any], mesh: Any, options: Any, *args: Any, **how: Any) -> Any:
         if how.get("observed") or os.environ.get(VARIABLE, "").lower() not in OFF:
             return make(model, given, mesh, options, *args, **how)
-        text = f"{next(count)} {make.__name__} {_wanted(model, given, mesh, options, how)}"
+        text = f"{next(count)} {make.__name__} {_AT.sub('', _wanted(model, given, mesh, options, how))}"
         key = hashlib.blake2b(text.encode(), digest_size=20).hexdigest()
         if rank:
             time.sleep(HEAD_START)
