@@ -190,7 +190,7 @@ def verify(
     if options.get("aux_loss") == "micro_batch":
         raise ValueError(
             'verify: aux_loss="micro_batch" is another loss than that of one process on the whole batch; leave it out '
-            "(without pipelines it is exact then), or verify without the auxiliary loss"
+            "(it is exact then), or verify without the auxiliary loss"
         )
     load_adapters(model)
     policy = _policy(options, exact)

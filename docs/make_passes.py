@@ -22,7 +22,7 @@ GROUPS = {"global": GLOBAL_PASSES, "typed": PLACEMENT_PASSES, "step": STEP_PASSE
 PAGE = Path(__file__).resolve().parent / "passes.md"
 
 # Steps of the compiler that make several graphs out of one, and so are no `Pass`: they run where `compile.py` says.
-SPLITS = ("split_prologue", "differentiate", "accumulate_gradients")
+SPLITS = ("split_prologue", "split_rounds", "differentiate", "accumulate_gradients")
 
 HEAD = """# Passes
 

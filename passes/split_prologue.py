@@ -1,11 +1,13 @@
 """split_prologue: what a step needs to know of all its micro-batches before the first one starts.
 
 Consumes    a typed local graph whose outermost axis is "mb", the micro-batches.
-Guarantees  no conversion over "mb" is left. Values without gradient that are summed over micro-batches (the count of
-            targets) are computed by a prologue graph and enter the main graph as inputs ``total_0``, ...; what
-            remains (gradients of parameters, the loss) the runtime adds up. Sums of what parameters make (how many
-            tokens chose each expert, in an auxiliary loss) are computed ahead as well, by a forward of every
-            micro-batch; with aux_loss="micro_batch" those of one, times their number, stand for the sums of all.
+Guarantees  no conversion over "mb" is left. Values without gradient that all micro-batches share are totals, inputs
+            ``total_0``, ... of the main graph: those that are summed (the count of targets), and those that are whole
+            (the experts of all tokens, among which a capacity counts places), as a sum of every micro-batch's piece
+            among zeros. Totals of inputs are made by a prologue graph. Those that weights have a part in are made
+            ahead as well, by forwards without gradients (`split_rounds`); with aux_loss="micro_batch" the sums of one
+            micro-batch, times their number, stand for those of all. What remains (gradients of parameters, the loss)
+            the runtime adds up.
 Leaves      graphs without micro-batches.
 
     count = sum(ne(labels, -100)); n = exchange(count, "mb", P, I); loss = div(s, n)
@@ -17,6 +19,8 @@ it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -40,11 +44,16 @@ from autopar.rewrite.build import Build
 from autopar.rewrite.compilation import Compilation
 from autopar.steps.graphs import Prologue
 
+aten = torch.ops.aten
 
-def split_prologue(gm: GraphModule, ctx: Compilation) -> tuple[GraphModule, Prologue | None]:
-    """Remove the axis "mb" from a local graph."""
+
+def split_prologue(gm: GraphModule, ctx: Compilation) -> tuple[GraphModule, Prologue | None, GraphModule | None]:
+    """Remove the axis "mb" from a local graph. Returns it, its prologue, and the graph of what is learned ahead: of a
+    micro-batch's addends to the totals that weights have a part in, of which one may take another; their names are its
+    ``meta["results"]``."""
     if ctx.mesh.size("mb") == 1:
-        return gm, None
+        return gm, None, None
+    assert ctx.plan is not None
     cuts: list[Node] = []
     for node in list(gm.graph.nodes):
         if not is_conversion(node) or conversion_of(node)[0] != "mb":
@@ -60,24 +69,28 @@ def split_prologue(gm: GraphModule, ctx: Compilation) -> tuple[GraphModule, Prol
             _divide(node, ctx.mesh.size("mb"))
         elif isinstance(dst, Shard) and not isinstance(src, (Shard, Partial)):
             _slice_by_index(gm, node, ctx.mesh.size("mb"), dst)
+        elif isinstance(src, Shard) and not isinstance(dst, Shard) and not has_gradient(node):
+            _place_by_index(gm, node, ctx.mesh.size("mb"), src)
+            cuts.append(node)
         else:
             raise ValueError(_refusal(node))
-    assert ctx.plan is not None
-    learned = [cut for cut in cuts if _made_of_parameters(gm, [cut])]
+    learned = {cut for cut in cuts if _made_of_parameters(gm, [cut])}
     if ctx.plan.options.aux_loss == "micro_batch":
-        for cut in learned:
+        for cut in [cut for cut in learned if isinstance(conversion_of(cut)[1], Partial)]:
             _stand_in(cut, ctx.mesh.size("mb"))
-        cuts = [cut for cut in cuts if cut not in learned]
-    elif learned and ctx.mesh.size("pp") > 1:
-        raise ValueError(
-            f"aux_loss: {describe(learned[0])} is a sum over all micro-batches of what parameters make, which a step "
-            'needs before its first backward, and a stage of a pipeline has only its own; use aux_loss="micro_batch", '
-            "or micro_batches=1"
-        )
-    prologue = _extract(gm, cuts) if cuts else None
+            cuts.remove(cut)
+        learned = {cut for cut in cuts if _made_of_parameters(gm, [cut])}
+    _refuse_chains([cut for cut in cuts if cut not in learned])
+    addends = dict(_as_total(gm, cut, i) for i, cut in enumerate(cuts))
+    later = [total for total, cut in zip(addends, cuts, strict=True) if cut in learned]
+    prologue = _extract(gm, {total: x for total, x in addends.items() if total not in later}, "Prologue")
+    ahead = _extract(gm, {total: addends[total] for total in later}, "Ahead")
     remove_dead_code(gm)
     gm.recompile()
-    return gm, prologue
+    if prologue is None:
+        return gm, None, ahead
+    inputs = [n.name for n in placeholders(prologue)]
+    return gm, Prologue(prologue, inputs, prologue.meta["results"]), ahead
 
 
 def _bypass(node: Node) -> None:
@@ -87,7 +100,7 @@ def _bypass(node: Node) -> None:
 
 def _divide(node: Node, count: int) -> None:
     """What every micro-batch computes alike becomes an addend."""
-    node.target, node.args = torch.ops.aten.div.Tensor, (node.args[0], count)
+    node.target, node.args = aten.div.Tensor, (node.args[0], count)
 
 
 def _made_of_parameters(gm: GraphModule, cuts: list[Node]) -> bool:
@@ -98,7 +111,7 @@ def _made_of_parameters(gm: GraphModule, cuts: list[Node]) -> bool:
 
 def _stand_in(node: Node, count: int) -> None:
     """A micro-batch's own addend, times their number, instead of the sum."""
-    node.target, node.args = torch.ops.aten.mul.Tensor, (node.args[0], count)
+    node.target, node.args = aten.mul.Tensor, (node.args[0], count)
 
 
 def _is_loss(node: Node) -> bool:
@@ -115,53 +128,71 @@ def _refusal(node: Node) -> str:
     )
 
 
-def _extract(gm: GraphModule, cuts: list[Node]) -> Prologue:
-    """Move the ancestors of the cut values into a graph of their own."""
-    order = list(gm.graph.nodes)
-    needed = ancestors(cuts)
+def _refuse_chains(cuts: list[Node]) -> None:
     for cut in cuts:
         if not ancestors([cut]).isdisjoint({*cuts} - {cut}):
             raise ValueError(_refusal(cut))  # a sum of what another sum decides
+
+
+def _as_total(gm: GraphModule, cut: Node, i: int) -> tuple[Node, Node]:
+    """An input instead of a cut value, and what each micro-batch has of it."""
+    addend, total = cut.args[0], add_placeholder(gm.graph, f"total_{i}", placeholders(gm)[-1])
+    assert isinstance(addend, Node)
+    total.meta = {"val": cut.meta["val"], "has_gradient": False}
+    inherit(total, cut, TYPES)
+    cut.replace_all_uses_with(total)
+    gm.graph.erase_node(cut)
+    extend_signature(gm, [InputSpec(total.name, "total", total.name)])
+    return total, addend
+
+
+def _extract(gm: GraphModule, addends: Mapping[Node, Node], title: str) -> GraphModule | None:
+    """What makes a micro-batch's addends to some totals, in a graph of its own."""
+    if not addends:
+        return None
+    needed = ancestors(addends.values())
     graph, copies = Graph(), dict[Node, Node]()
-    inputs = [n for n in order if n in needed and n.op == "placeholder"]
-    for node in order:
-        if node in needed and node not in cuts:
+    for node in gm.graph.nodes:
+        if node in needed:
             copies[node] = copied_node(graph, node, copies.__getitem__)
-    graph.output(tuple(copies[c.args[0]] for c in cuts))  # type: ignore[index]
-    after = placeholders(gm)[-1]
-    totals = []
-    for i, cut in enumerate(cuts):
-        total = add_placeholder(gm.graph, f"total_{i}", after)
-        total.meta = {"val": cut.meta["val"], "has_gradient": False}
-        inherit(total, cut, TYPES)
-        cut.replace_all_uses_with(total)
-        gm.graph.erase_node(cut)
-        totals.append(total.name)
-        after = total
-    extend_signature(gm, [InputSpec(name, "total", name) for name in totals])
-    return Prologue(graph_module(graph, "Prologue"), [n.name for n in inputs], totals)
+    graph.output(tuple(copies[x] for x in addends.values()))
+    made = graph_module(graph, title)
+    made.meta["signature"], made.meta["results"] = gm.meta["signature"], [total.name for total in addends]
+    return made
 
 
 def _slice_by_index(gm: GraphModule, node: Node, count: int, dst: Shard) -> None:
     """A whole value of which each micro-batch takes a piece: select it by the number of the micro-batch, an input."""
     x = node.args[0]
     assert isinstance(x, Node)
-    index = _micro_batch_input(gm)
-    blocks = dst.blocks or (x.meta["val"].shape[dst.dim],)
-    assert min(blocks) > 0, f"micro-batches are dealt in order, found {dst}"
-    aten, call = torch.ops.aten, Build(node)
-    device = x.meta["val"].device
+    chosen = _own_entries(gm, node, count, dst.blocks or (x.meta["val"].shape[dst.dim],), x)
+    picked = Build(node)(aten.index_select.default, x, dst.dim, chosen)
+    inherit(picked, node, TYPES)
+    node.replace_all_uses_with(picked)
+    gm.graph.erase_node(node)
+
+
+def _place_by_index(gm: GraphModule, node: Node, count: int, src: Shard) -> None:
+    """A piece of a whole value becomes an addend of it: among zeros, where it belongs."""
+    x = node.args[0]
+    assert isinstance(x, Node)
+    shape, call = list(node.meta["val"].shape), Build(node)
+    chosen = _own_entries(gm, node, count, src.blocks or (shape[src.dim],), x)
+    zeros = call(aten.new_zeros.default, x, shape)
+    node.args = (call(aten.index_copy.default, zeros, src.dim, chosen, x), *node.args[1:])
+
+
+def _own_entries(gm: GraphModule, node: Node, count: int, blocks: Sequence[int], like: Node) -> Node:
+    """Which entries of a dim are a micro-batch's: an equal part of each block."""
+    assert min(blocks) > 0, f"micro-batches are dealt in order, found {blocks}"
+    index, call, device = _micro_batch_input(gm), Build(node), like.meta["val"].device
     starts, rows = 0, []
     for block in blocks:
         size = block // count
         base = call(aten.arange.start, starts, starts + size, device=device)
         rows.append(call(aten.add.Tensor, call(aten.mul.Scalar, index, size), base))
         starts += block
-    chosen = rows[0] if len(rows) == 1 else call(aten.cat.default, rows)
-    picked = call(aten.index_select.default, x, dst.dim, chosen)
-    inherit(picked, node, TYPES)
-    node.replace_all_uses_with(picked)
-    gm.graph.erase_node(node)
+    return rows[0] if len(rows) == 1 else call(aten.cat.default, rows)
 
 
 def _micro_batch_input(gm: GraphModule) -> Node:

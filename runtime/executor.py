@@ -40,6 +40,7 @@ from autopar.runtime.groups import Groups
 from autopar.runtime.held_weights import HeldWeights
 from autopar.runtime.instructions import Entry, Program
 from autopar.runtime.point_to_point import AXIS, Channels
+from autopar.runtime.rounds_ahead import links_ahead
 from autopar.runtime.stage_exchange import StageExchange
 from autopar.runtime.step_facts import axes_of_step
 from autopar.runtime.step_program import make_program
@@ -117,12 +118,12 @@ class Executor:
         groups.make(axes)
         groups.make_channels(along)
         self.channels = Channels(groups)
-        self.channels.connect(links(self.order))
+        self.channels.connect({*links(self.order), *links_ahead(pipeline, self.order)})
         self._exchange = StageExchange(compiled, self.order, groups)
         groups.warm_up({*axes, *self._exchange.axes})
         self.program: Program = make_program(
             pipeline, self.order, groups.coordinate.get(AXIS, 0), self._bind, self.feed, self.channels, groups.device,
-            compiled.prologue, self._exchange.results, compiled.plan.options.precision,
+            compiled.prologue, self._exchange.results, compiled.plan.options.precision, self._exchange.totals,
         )  # fmt: skip
         entries = self.program.entries
         kinds = [entry.action.kind if entry.action is not None else "" for entry in entries]

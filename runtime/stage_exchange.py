@@ -5,7 +5,7 @@ All ranks of the pp axis call it at the same point. A rank that is alone on it h
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,6 +64,19 @@ class StageExchange:
         total = finish(all_reduce(self._groups, "losses", AXIS, "sum", in_place=True)(vector))
         self._count(AXIS, "all_reduce", traffic_of("all_reduce", vector.shape, vector.dtype, self._groups.size(AXIS)))
         return {name: x.to(dtype) for (name, dtype), x in zip(self._losses.items(), total.unbind(), strict=True)}
+
+    @property
+    def totals(self) -> Callable[[list[Tensor]], list[Tensor]] | None:
+        """Sums what stages have of totals, in place; None where there is one stage."""
+        return None if self._alone else self._summed
+
+    def _summed(self, values: list[Tensor]) -> list[Tensor]:
+        out = []
+        for x in values:
+            whole = x.to(torch.uint8) if x.dtype == torch.bool else x.contiguous()
+            out.append(finish(all_reduce(self._groups, "totals", AXIS, "sum", in_place=True)(whole)).to(x.dtype))
+            self._count(AXIS, "all_reduce", traffic_of("all_reduce", x.shape, whole.dtype, self._groups.size(AXIS)))
+        return out
 
     def outputs(self, own: Mapping[str, Any]) -> dict[str, Any]:
         """New buffers and outputs, from the ranks that made them. ``own``: what this rank has kept."""

@@ -19,7 +19,7 @@ from autopar.adapters.operators import OpOverload
 from autopar.ir.graph import placeholders
 from autopar.runtime.bind import axes_of
 from autopar.runtime.contents import words_of
-from autopar.steps.graphs import Compiled, KnownFacts, StepGraph
+from autopar.steps.graphs import Compiled, KnownFacts, RoundAhead, StepGraph
 from autopar.steps.of_rank import graphs_of_all
 
 
@@ -67,6 +67,10 @@ def _fields(of: str, what: Any, but: tuple[str, ...] = ()) -> Iterator[tuple[str
 def _text(part: Any) -> str:
     if isinstance(part, StepGraph):
         return f"{part.inputs} {part.outputs} {_text(part.graph)}"
+    if isinstance(part, (list, tuple)):
+        return "\n".join(map(_text, part))
+    if isinstance(part, RoundAhead):
+        return f"{_text(part.graphs)} {part.hops} {part.totals}"
     if isinstance(part, GraphModule):
         values = [node.meta.get("val") for node in placeholders(part)]
         shapes = [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in values]

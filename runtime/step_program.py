@@ -37,6 +37,7 @@ from autopar.runtime.instructions import (
     write_rows,
 )
 from autopar.runtime.point_to_point import Channels
+from autopar.runtime.rounds_ahead import AheadProgram
 from autopar.runtime.step_values import Unit, Values, unit_of
 from autopar.schedule.order import Action, Hop, Order
 from autopar.schedule.order_checks import acknowledged
@@ -58,12 +59,13 @@ def make_program(
     prologue: Prologue | None = None,
     results: Collection[str] = (),
     precision: Precision = PRECISIONS["none"],
+    share: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None = None,
 ) -> Program:
     """``order``: lowered, without empty transfers. ``rank``: coordinate on the pp axis. ``bind``: makes a graph
     runnable. ``results``: outputs of F to keep, of the last micro-batch. ``precision``: says what gradients of
-    micro-batches are added up in."""
+    micro-batches are added up in. ``share``: sums values over stages, where there are some."""
     values = Values(pipeline, order, rank, feed, prologue)
-    return _Builder(values, bind, channels, device, results, precision).program()
+    return _Builder(values, bind, channels, device, results, precision, share).program()
 
 
 class _Builder:
@@ -75,7 +77,9 @@ class _Builder:
         device: torch.device,
         results: Collection[str],
         precision: Precision,
+        share: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None,
     ) -> None:
+        self.ahead = AheadProgram(values, channels, device, self.run, share)
         self.values, self.channels, self.device, self.precision = values, channels, device, precision
         self.slot, self.part, self.routes, self.order = values.slot, values.part, values.routes, values.order
         self._bind = bind
@@ -159,6 +163,7 @@ class _Builder:
             for i in range(self.order.micro_batches):
                 self.run(entry, totals, [shared(name, i) for name in totals.inputs], addends)
                 self._add(entry, addends, sums)
+        self.ahead.add(entry)
         if once is not None:
             reads = [shared(name, 0) for name in once.inputs]
             self.run(entry, once, reads, [self.slot("step", name) for name in once.outputs])

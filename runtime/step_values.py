@@ -93,7 +93,7 @@ class Values:
     """Slots by what they hold.
 
     loads: (slot, placeholder, micro-batch) to fill from outside. constants: slot -> value. each, once, totals: the
-    prologue's graphs, without what this rank does not need.
+    prologue's graphs, without what this rank does not need. learned: names of totals that rounds ahead make.
     """
 
     def __init__(self, pipeline: Pipeline, order: Order, rank: int, feed: Feed, prologue: Prologue | None) -> None:
@@ -102,6 +102,7 @@ class Values:
         self.slots: dict[Hashable, int] = {}
         self.loads: list[tuple[int, str, int]] = []
         self.constants: dict[int, Any] = {}
+        self.learned = {name for one in pipeline.ahead for name in one.totals}
         self.made = [
             frozenset(name for graph in (part.forward, *backwards(part)) for name in graph.outputs)
             for part in pipeline.parts
@@ -116,6 +117,7 @@ class Values:
         wanted |= set(self.each.inputs if self.each else ())
         self.once = restricted(self.pipeline.once, wanted)
         wanted |= set(self.once.inputs if self.once else ())
+        wanted |= {name for one in self.pipeline.ahead for graph in one.graphs if graph for name in graph.inputs}
         totals = StepGraph(prologue.graph, prologue.inputs, list(prologue.totals)) if prologue else None
         self.totals = restricted(totals, wanted)
 
@@ -143,7 +145,8 @@ class Values:
         """A value that stages share: of the prologue, or from outside."""
         if self.each is not None and name in self.each.outputs:
             return self.slot("micro-batch", micro_batch, name)
-        if any(graph is not None and name in graph.outputs for graph in (self.once, self.totals)):
+        made = any(graph is not None and name in graph.outputs for graph in (self.once, self.totals))
+        if made or name in self.learned:
             return self.slot("step", name)
         varies = self.feed.varies(name)
         key = ("micro-batch", micro_batch, name) if varies else ("step", name)

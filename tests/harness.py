@@ -132,14 +132,36 @@ class Run:
         return torch.tensor(micro_batch if spec.kind == "micro_batch" else self.seed)
 
     def _totals(self) -> list[dict[str, Any]]:
-        prologue, world = self.compiled.prologue, range(self.mesh.world_size)
-        if prologue is None:
-            return [{} for _ in world]
-        sums: list[list[Any]] = [[0] * len(prologue.totals) for _ in world]
+        """Of every rank: what goes ahead, one sum after another."""
+        prologue, known = self.compiled.prologue, [dict[str, Any]() for _ in range(self.mesh.world_size)]
+        if prologue is not None:
+            self._add_up(StepGraph(prologue.graph, prologue.inputs, list(prologue.totals)), prologue.totals, known)
+        kept = [[dict[str, Any]() for _ in known] for _ in range(self.count)]
+        for one in self.compiled.pipeline.ahead:
+            (graph,) = one.graphs
+            assert graph is not None
+            self._add_up(graph, one.totals, known, kept)
+        return known
+
+    def _add_up(
+        self,
+        graph: StepGraph,
+        totals: Sequence[str],
+        known: list[dict[str, Any]],
+        kept: Sequence[list[dict[str, Any]]] = (),
+    ) -> None:
+        """Add to ``known`` the sums over micro-batches, to ``kept`` what else they make, of every rank."""
+        sums: list[dict[str, Any]] = [{} for _ in known]
         for mb in range(self.count):
-            made = simulate(prologue.graph, [self.feed(prologue.inputs, r, mb, {}) for r in world], self.mesh)
-            sums = [[a + b for a, b in zip(x, y, strict=True)] for x, y in zip(sums, made, strict=True)]
-        return [dict(zip(prologue.totals, s, strict=True)) for s in sums]
+            given = [{**a, **b} for a, b in zip(known, kept[mb] if kept else [{}] * len(known), strict=True)]
+            for rank, made in enumerate(self._run(graph, mb, given)):
+                for name, x in made.items():
+                    if name in totals:
+                        sums[rank][name] = sums[rank][name] + x if name in sums[rank] else x
+                    else:
+                        kept[mb][rank][name] = x
+        for of_rank, found in zip(known, sums, strict=True):
+            of_rank |= found
 
     @torch.no_grad()
     def step(self) -> tuple[list[float], dict[str, list[Tensor]]]:

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from autopar.api import parallelize
 from autopar.compile.model import compile_model
 from autopar.exact import LiftFloat32
+from autopar.ir.batch import part_of_batch
 from autopar.ir.mesh import Mesh
 from autopar.models.hf import exact_experts
+from autopar.models.hf_capacity import capped_experts
 from autopar.options import Options
 from autopar.runtime.groups import data_part, init_mesh
 from tests.harness import Run, check_model
@@ -89,7 +91,8 @@ def stepped(facts: dict[str, Any], batch: dict[str, Tensor], axes: dict[str, int
     model, _ = tiny("qwen3_moe", **facts)
     parallel = parallelize(copy.deepcopy(model), init_mesh("cpu", 60.0, **axes), exact=True, **how)
     part, parts = data_part(parallel.mesh)
-    loss = parallel.train_step(**{n: x.chunk(parts)[part] for n, x in batch.items()})
+    dims = dict.fromkeys(batch, 0)
+    loss = parallel.train_step(**part_of_batch(batch, dims, parts, part, axes.get("ep", 1), how["micro_batches"]))
     found = {n: p.grad.full_tensor() for n, p in parallel.named_parameters() if p.grad is not None}  # type: ignore[union-attr]
     return float(loss), found, parallel.expert_load()
 
@@ -107,9 +110,29 @@ def test_on_ranks() -> None:
         assert [int(x.sum()) for x in load.values()] == [batch["input_ids"].numel() * 2] * 2
 
 
-def test_stages_count_for_themselves() -> None:
-    model, batch = tiny("qwen3_moe", **AUXILIARY)
-    mesh, how = Mesh.of(pp=2), {"exact": True, "outputs": ()}
-    with pytest.raises(ValueError, match=r'aux_loss: .* use aux_loss="micro_batch", or micro_batches=1'):
-        compile_model(model, batch, mesh, Options(micro_batches=2, schedule="1f1b"), **how)
-    compile_model(model, batch, mesh, Options(micro_batches=2, schedule="1f1b", aux_loss="micro_batch"), **how)
+STAGES = [
+    ({"pp": 2, "ep": 2}, {"schedule": "dual_pipe", "dispatch": "dedup"}),
+    ({"pp": 2, "dp": 2}, {"schedule": "interleaved", "zero": 1}),
+    ({"pp": 2, "tp": 2}, {"schedule": "zb_h1", "aux_loss": "micro_batch"}),
+]
+
+
+@pytest.mark.parametrize(("axes", "how"), STAGES, ids=str)
+def test_stages_go_ahead_together(axes: dict[str, int], how: dict[str, Any]) -> None:
+    """A round of forwards for every layer whose router decides what an expert takes; of tokens that later stages have,
+    too. Where auxiliary losses are those of micro-batches, only pairs are counted ahead."""
+    facts = {} if "aux_loss" in how else AUXILIARY
+    model, batch = tiny("qwen3_moe", layers=4, **facts)
+    with capped_experts(model, 0.75):
+        expected = eager(model, masked(batch))
+    how = {**how, "micro_batches": 4, "capacity": 0.75}
+    for loss, gradients, _ in run_ranks(4, stepped, {"layers": 4, **facts}, masked(batch), axes, how):
+        assert abs(loss - expected.loss) < LIMIT
+        for name, x in gradients.items():
+            assert (expected.gradients[name] - x).abs().max() < LIMIT, name  # type: ignore[operator]
+
+
+def test_slices_of_tokens_are_too_late() -> None:
+    model, batch = tiny("qwen3_moe")
+    with pytest.raises(ValueError, match=r"token_slices: .*within_capacity.* needs all tokens .* at once"):
+        compile_model(model, batch, Mesh.of(pp=2), Options(micro_batches=2, schedule="tera_pipe", capacity=1.0))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.api import parallelize
 from autopar.compile.model import compile_model
+from autopar.compile.parameters import plan_model
 from autopar.cost.step_traffic import step_communication
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Shard
@@ -137,6 +138,17 @@ def test_plans_keep_the_axis() -> None:
     changed["experts"] = {name: {**e, "axis": "tp"} for name, e in changed["experts"].items()}
     with pytest.raises(ValueError, match="cut over 'tp', which must be the same one of ep, dp, cp, tp for all layers"):
         compile_model(Wide(), routed(16, 8, 2, "any"), Mesh.of(dp=4), plan=Plan.from_json(json.dumps(changed)))
+
+
+def test_a_plan_and_an_option_that_differ() -> None:
+    """No option loses without a word against a plan that was made by hand."""
+    mesh, batch = Mesh.of(dp=2, tp=2), routed(16, 8, 2, "any")
+    made, _ = plan_model(Wide(), batch, mesh, DP)
+    with pytest.raises(ValueError, match="experts: a plan was given that cuts experts over 'dp', found experts='tp'"):
+        plan_model(Wide(), batch, mesh, TP, made)
+    whole = plan_of(Layer(8), Mesh.of(dp=4), tokens=1024)
+    with pytest.raises(ValueError, match="cuts experts over no axis, found experts='dp'; leave the option out"):
+        compile_model(Layer(8), batch, Mesh.of(dp=4), DP, plan=whole)
 
 
 BAD = [

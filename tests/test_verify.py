@@ -239,6 +239,8 @@ def bad_input(kind: str) -> str:
             autopar.verify(model, mesh, {"input": torch.ones(4, 4)})
         if kind == "option":
             autopar.verify(build(), mesh, batch_of(), zeroo=3)
+        if kind == "auxiliary":
+            autopar.verify(build(), mesh, batch_of(), aux_loss="micro_batch")
     except ValueError as error:
         return str(error)
     return "no error"
@@ -249,6 +251,7 @@ def bad_input(kind: str) -> str:
     ("meta", "verify: needs the model's weights"),
     ("loss", "returns no scalar with a gradient"),
     ("option", "unknown option 'zeroo'"),
+    ("auxiliary", 'verify: aux_loss="micro_batch" is another loss than that of one process .*; leave it out'),
 ])  # fmt: skip
 def test_bad_input(kind: str, pattern: str) -> None:
     texts = run_ranks(2, bad_input, kind)

@@ -32,6 +32,7 @@ from autopar.passes.slice_tokens import slice_tokens
 from autopar.passes.split_prologue import split_prologue
 from autopar.plan import Plan, check_plan
 from autopar.planner import make_plan
+from autopar.planner.expert_axis import kept_axis
 from autopar.planner.plan_fits import check_fits
 from autopar.planner.step_order import parameter_specs
 from autopar.rewrite.compilation import Compilation, Observer, timed
@@ -109,6 +110,7 @@ def compile_graph(
     else:
         check_plan(plan)
         check_fits(plan, gm, train)
+        kept_axis(options, plan)  # for what it refuses
     ctx.plan = plan
     slices = samples_of(plan, train)
     contexts = [ctx.of_slice(s, s is slices[0]) for s in slices] or [ctx]
@@ -118,41 +120,43 @@ def compile_graph(
     ctx.plan = plan = dataclasses.replace(plan, shares=axis_shares(local[0], plan))
     made = [_of_micro_batch(*pair) for pair in zip(local, contexts, strict=True)]
     gm, prologue = made[0][0], made[0][2]
+    ahead = made[0][3]
     if prologue is not None:
         prologue.graph = lowered(prologue.graph)
         ctx.observe("prologue", prologue.graph)
-        ctx.plan = plan = _with_forward_ahead(plan, prologue, gm)
+    if ahead is not None:
+        ctx.plan = plan = _with_forward_ahead(plan, ahead)
     parameters = parameter_specs(gm, plan)
-    graphs, static = [(graph, caches) for graph, caches, _ in made], most_static(parameters, mesh, options)
+    graphs, static = [(graph, caches) for graph, caches, _, _ in made], most_static(parameters, mesh, options)
 
     def attempt(graphs: Sequence[Made]) -> Compiled:
         def finished(plan: Plan, pipeline: Pipeline) -> Compiled:
             return Compiled(gm.meta["signature"], plan, graphs[0][0], pipeline, prologue, parameters, train, timings)
 
-        return with_checkpoints(PipelineMaker(graphs, ctx, train, static, tangents, slices), finished)
+        return with_checkpoints(PipelineMaker(graphs, ctx, train, static, tangents, slices, ahead), finished)
 
     return in_chunks(graphs, ctx, train, attempt)
 
 
-def _with_forward_ahead(plan: Plan, prologue: Prologue, gm: GraphModule) -> Plan:
-    """Says so if the prologue is no small thing."""
-    learned = {s.node for s in gm.meta["signature"].inputs if s.kind == "parameter" and s.requires_grad}
-    if learned.isdisjoint(prologue.inputs):
-        return plan
+def _with_forward_ahead(plan: Plan, ahead: GraphModule) -> Plan:
+    """Says so: it is no small thing."""
     note = (
-        f"{len(prologue.totals)} sums over all micro-batches need weights: a forward of each goes ahead of the step, "
-        'without gradients; aux_loss="micro_batch" does without'
+        f"{len(ahead.meta['results'])} values of all micro-batches need weights: a forward of each goes ahead of the "
+        'step, without gradients; aux_loss="micro_batch" does without for auxiliary losses'
     )
     return dataclasses.replace(plan, notes=(*plan.notes, ("prologue", note)))
 
 
-def _of_micro_batch(gm: GraphModule, ctx: Compilation) -> tuple[GraphModule, list[Cache], Prologue | None]:
-    """What one rank runs on a micro-batch, or on a slice of its tokens, before it is cut and differentiated."""
-    gm, prologue = split_prologue(gm, ctx)
+def _of_micro_batch(
+    gm: GraphModule, ctx: Compilation
+) -> tuple[GraphModule, list[Cache], Prologue | None, GraphModule | None]:
+    """What one rank runs on a micro-batch, or on a slice of its tokens, before it is cut and differentiated, and what
+    goes ahead of it."""
+    gm, prologue, ahead = split_prologue(gm, ctx)
     gm, caches = slice_tokens(gm, ctx)
     if ctx.mesh.slice is not None:
         ctx.observe("slice_tokens", gm)
-    return gm, caches, prologue
+    return gm, caches, prologue, ahead
 
 
 def keep_outputs(gm: GraphModule, names: Sequence[str]) -> None:

@@ -28,6 +28,7 @@ from autopar.passes.in_order import STEP_PASSES
 from autopar.passes.own_gradients import OwnGradients
 from autopar.passes.parameter_graphs import gather_graph, reduce_graph
 from autopar.passes.reverse import forward_calls
+from autopar.passes.split_rounds import split_rounds
 from autopar.plan import Plan
 from autopar.planner.step_order import make_order
 from autopar.planner.units import parts_by_node, resolve
@@ -41,7 +42,7 @@ from autopar.schedule.order import Hop, Order
 from autopar.schedule.request import SCHEDULES
 from autopar.schedule.simulate import simulate
 from autopar.schedule.stream_checks import check_streams
-from autopar.steps.graphs import Cache, Pipeline, Stage, StepGraph
+from autopar.steps.graphs import Cache, Pipeline, RoundAhead, Stage, StepGraph
 from autopar.steps.of_rank import backwards, graph_name
 
 
@@ -57,12 +58,15 @@ class PipelineMaker:
         static: int = 0,
         tangents: Sequence[str] = (),
         slices: Sequence[TokenSlice] = (),
+        ahead: GraphModule | None = None,
     ) -> None:
         """``graphs``: it and its caches, or those of the sample ``slices``. ``static``: see `make_order`. ``tangents``:
-        names of outputs that gradients come for, beside the losses, where there is one part.
+        names of outputs that gradients come for, beside the losses, where there is one part. ``ahead``: what totals
+        over micro-batches need of weights.
 
         Raises ValueError where the graph has no such layers."""
         self.graphs, self.ctx, self.train, self.static, self.slices = graphs, ctx, train, static, slices
+        self._ahead = ahead
         plan = self.plan
         self.cuts = timed(ctx.timings, "cut_stages", lambda: [_cut(gm, plan, tangents, train) for gm, _ in graphs])
         self.parts = [same[0] for same in zip(*(cut.parts for cut in self.cuts), strict=True)]
@@ -135,7 +139,11 @@ class PipelineMaker:
         for name, step in zip(("once", "each"), self.prologues, strict=True):
             if step is not None:
                 ctx.observe(name, step.graph)
-        return Pipeline(parts, hops, order, *self.prologues, lengths)
+        for r, one in enumerate(self.rounds):
+            for k, step in enumerate(one.graphs):
+                if step is not None:
+                    ctx.observe(graph_name(len(parts), k, f"ahead{r}"), step.graph)
+        return Pipeline(parts, hops, order, *self.prologues, lengths, ahead=self.rounds)
 
     def further_ahead(self, made: Pipeline) -> Pipeline | None:
         """The same graphs in an order that takes the limit for more micro-batches in flight; None where the schedule
@@ -183,6 +191,16 @@ class PipelineMaker:
             made = [name for step in backwards(stage) for name in step.outputs]
             stage.reduce = reduce_graph(part.used, made, precision, added=True)
         return stage
+
+    @cached_property
+    def rounds(self) -> list[RoundAhead]:
+        """What goes ahead of a step, cut as the model is."""
+        if self._ahead is None:
+            return []
+        flow, pipeline, gm = flow_of(self._ahead, self.plan.inputs), self.plan.pipeline, self.graphs[0][0]
+        cuts = pipeline.cuts if pipeline is not None else ()
+        where = place(flow_of(gm, self.plan.inputs), cuts) if cuts else {}
+        return split_rounds(self._ahead, flow, {node.name: k for node, k in where.items()}, len(self.parts))
 
     @cached_property
     def prologues(self) -> tuple[StepGraph | None, StepGraph | None]:

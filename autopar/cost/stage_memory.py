@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from autopar.cost.ahead_memory import memory_ahead
 from autopar.cost.moving_values import MovingValues
 from autopar.ir.graph import outputs, placeholders
 from autopar.ir.live_values import peak_of_values
@@ -47,6 +48,9 @@ def walk_rank(pipeline: Pipeline, rank: int, precision: Precision = PRECISIONS["
     """Run the actions of one coordinate on pp. ``precision``: says in what gradients of micro-batches are added up."""
     order = lowered_order(pipeline)
     run = _RankWalk(pipeline, order, rank, precision)
+    totals, ahead = memory_ahead(pipeline, order, rank)
+    run.once += totals
+    run.peak("F", ahead)
     for action in order.ranks[rank]:
         run.act(action)
     run.found.gradients = round(run.there)

@@ -11,7 +11,7 @@ from autopar.plan import Plan
 from autopar.steps.graphs import Compiled, Pipeline
 from autopar.steps.of_rank import broadcasts, graphs_of_rank, sends, shared_gradients, slice_shares
 
-ONCE = ("prologue", "once", "each", "gather", "reduce")  # graphs that do not run for every token slice
+ONCE = ("prologue", "once", "each", "ahead", "gather", "reduce")  # graphs that do not run for every token slice
 
 
 def graph_runs(compiled: Compiled, rank: int = 0) -> dict[str, tuple[GraphModule, int]]:
@@ -36,7 +36,7 @@ def step_communication(compiled: Compiled, rank: int | None = None) -> dict[tupl
     share = sum(shares) / len(shares)  # of graphs that run for every token slice
     volumes = []
     for name, (gm, n) in graph_runs(compiled, rank).items():
-        once = name.rpartition(".")[2] in ONCE
+        once = name.rpartition(".")[2].rstrip("0123456789") in ONCE
         volumes.append({k: v.times(n, 1.0 if once else share) for k, v in communication(gm, mesh).items()})
     if mesh.size("pp") > 1:
         volumes.append(_between_stages(compiled, pipeline, rank))

@@ -14,10 +14,11 @@ from torch.fx import GraphModule, Node
 from autopar.cost.expert_traffic import Routing, dispatch_costs
 from autopar.cost.hardware import links_of
 from autopar.cost.topology import Topologies
-from autopar.ir.expert_layers import dispatches, expert_weights
+from autopar.ir.expert_layers import axis_of_experts, dispatches, expert_weights
 from autopar.ir.graph import arguments, global_shape
 from autopar.ir.mesh import Mesh
-from autopar.options import EXPERT_AXES, Options
+from autopar.options import DECLARED, EXPERT_AXES, Options
+from autopar.plan import Plan
 from autopar.planner.router_groups import router_groups
 
 WHOLE = "whole"  # every rank has all experts
@@ -38,6 +39,18 @@ def expert_axis(gm: GraphModule, mesh: Mesh, options: Options) -> tuple[str, str
     chosen = min(seconds, key=seconds.__getitem__)
     times = ", ".join(f"{name} {took * 1e3:.3g} ms" for name, took in seconds.items())
     return ("" if chosen == WHOLE else chosen), f"over axes by estimate of all layers: {times}"
+
+
+def kept_axis(asked: Options, plan: Plan) -> str:
+    """The axis of an earlier plan, which parameters are cut by. Raises ValueError where the options ask for another."""
+    axis = "ep" if plan.mesh.size("ep") > 1 else axis_of_experts(plan.experts)
+    if asked.experts not in ("auto", DECLARED["experts"].default, axis):
+        found = f"over {axis!r}" if axis else "over no axis"
+        raise ValueError(
+            f"experts: a plan was given that cuts experts {found}, found experts={asked.experts!r}; leave the option "
+            "out, or make a plan with it"
+        )
+    return axis
 
 
 def cuts_tokens(axis: str, options: Options) -> bool:

@@ -28,11 +28,6 @@ def capacity_notes(gm: GraphModule, options: Options) -> list[tuple[str, str]]:
             f"capacity: is one of experts, found capacity={options.capacity} and a model without any that autopar "
             "knows (autopar::moe_dispatch); leave it out"
         )
-    if options.micro_batches > 1:
-        raise ValueError(
-            f"capacity: which tokens an expert takes is decided among all of the batch, found micro_batches="
-            f"{options.micro_batches}, of which each knows its own; use micro_batches=1, or leave capacity out"
-        )
     limits = {pairs_per_expert(node, options.capacity): node for node in reversed(found)}
     return [
         (

@@ -12,7 +12,6 @@ from autopar.cost.axis_shares import axis_shares
 from autopar.cost.hardware import device_of
 from autopar.cost.topology import Topologies
 from autopar.ir.batch import BatchDims
-from autopar.ir.expert_layers import axis_of_experts
 from autopar.ir.graph import global_shape
 from autopar.ir.mesh import DATA, Mesh
 from autopar.ir.meta import input_specs
@@ -24,7 +23,7 @@ from autopar.planner.batch_dims import decide_batch_dims
 from autopar.planner.closure import Analysis
 from autopar.planner.context_parallel import ContextPlan, plan_context
 from autopar.planner.derived_notes import derived_notes
-from autopar.planner.expert_axis import expert_axis
+from autopar.planner.expert_axis import expert_axis, kept_axis
 from autopar.planner.expert_notes import capacity_notes, expert_notes
 from autopar.planner.experts import check_draws, expert_parameters, plan_experts
 from autopar.planner.kernel_notes import kernel_notes
@@ -71,7 +70,7 @@ def make_plan(
     pieces: dict[str, Placement] = {}
     context = plan_context(gm, mesh, options) if mesh.size("cp") > 1 else ContextPlan()
     check_draws(gm, mesh, asked.micro_batches)
-    axis, why = expert_axis(gm, mesh, asked) if fixed is None else (_axis_of(fixed), "")
+    axis, why = expert_axis(gm, mesh, asked) if fixed is None else (kept_axis(asked, fixed), "")
     experts = plan_experts(gm, mesh, asked, axis)
     of_experts = {name: axis for name in expert_parameters(gm, names, experts)}
     notes += [("experts", why)] if why else []
@@ -188,10 +187,6 @@ def _fixed(plan: Plan | None, name: str, axis: str) -> ParameterPlan:
 
 def _of_expert(axis: str) -> ParameterPlan:
     return ParameterPlan(Shard(0), Shard(0), f"experts are cut over {axis}; each rank has its own")
-
-
-def _axis_of(fixed: Plan) -> str:
-    return "ep" if fixed.mesh.size("ep") > 1 else axis_of_experts(fixed.experts)
 
 
 def _data_parallel(

@@ -39,7 +39,9 @@ from autopar.steps.graphs import Compiled
 
 VARIABLE = "AUTOPAR_DUMP"
 # Graphs that run as they are, such as forward or part1.backward_input.
-STEP_GRAPHS = re.compile(r"prologue|once|each|(part\d+\.)?(forward|backward(_input|_weight|_reduce)?|gather|reduce)")
+STEP_GRAPHS = re.compile(
+    r"prologue|once|each|(part\d+\.)?(ahead\d+|forward|backward(_input|_weight|_reduce)?|gather|reduce)"
+)
 
 
 def dumper_for(folder: str | Path | None) -> Dumper | None:

@@ -104,7 +104,7 @@ def rule_of(node: Node, axis: str, mesh: Mesh, relaxed: bool = False, whole: tup
             return _result_shapes(x, axis, mesh)[index]
         return shape_on(x, axis, mesh)
 
-    call = Call(node, shape_of, shapes, axis=axis, relaxed=relaxed)
+    call = Call(node, shape_of, shapes, axis=axis, relaxed=relaxed, mesh=mesh)
     if str(node.target) in whole:
         return opaque("the user asked for it to run whole")(call)
     build = RULES.get(node.target)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from torch.fx import Node
 
-from autopar.ir.conversions import is_conversion
+from autopar.ir.conversions import conversion_of, is_conversion
 from autopar.ir.expert_layers import ExpertPlan, blocks_of_tokens
 from autopar.ir.graph import arguments, tensor_operands
-from autopar.ir.placement import Shard
+from autopar.ir.mesh import AXES, Mesh
+from autopar.ir.placement import Pieces, Shard, repetitions
 from autopar.rules.rule import Dims, Rule
 
 Shape = tuple[int, ...]
@@ -32,6 +33,7 @@ class Call:
     axis: str = ""
     relaxed: bool = False
     of_step: bool = False
+    mesh: Mesh | None = None
     sizes: dict[str, int] = field(default_factory=dict)
 
     @cached_property
@@ -44,16 +46,26 @@ class Call:
 
     @cached_property
     def seen(self) -> Any:
-        """What a rule may ask for beside shapes: how an exchange gets what it converts, how tokens are cut whose copies
-        go to experts, and whether a combine gets rows of this axis' own tokens (None: nobody has said)."""
+        """What a rule may ask for beside shapes: how an exchange gets what it converts, and in how many pieces axes in
+        between have cut what repeats in its dims; how tokens are cut whose copies go to experts, and whether a combine
+        gets rows of this axis' own tokens (None: nobody has said)."""
         if is_conversion(self.node):
-            return self.node.args[0].meta.get("placements", {}).get(self.axis)  # type: ignore[union-attr]
+            placed = self.node.args[0].meta.get("placements", {})  # type: ignore[union-attr]
+            return placed.get(self.axis), self._repeated(placed)
         if (chosen := self.experts) is not None and chosen.by_copies and self.args.keys() & {"order", "expert"}:
             return blocks_of_tokens(self.node, self.axis)
         if "order" in self.args and isinstance(self.args["order"], Node):
             placed = self.args["order"].meta.get("placements", {})
             return isinstance(placed[self.axis], Shard) if self.axis in placed else None
         return None
+
+    def _repeated(self, placed: Mapping[str, Any]) -> tuple[tuple[int, Pieces], ...]:
+        """(dim, pieces) of axes that cut before this one and after that of an exchange: each sequence, not the dim."""
+        between = AXES[AXES.index(self.axis) + 1 : AXES.index(conversion_of(self.node)[0])]
+        found = (
+            (p.dim, axis) for axis in between if isinstance(p := placed.get(axis), Shard) and repetitions(p.blocks) > 1
+        )
+        return tuple((dim, self.mesh.pieces(axis)) for dim, axis in found if self.mesh is not None)
 
     @property
     def experts(self) -> ExpertPlan | None:

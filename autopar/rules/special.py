@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -360,7 +361,8 @@ def conversion_of_other_axis(call: Call) -> Rule:
             dims_in.append(d)
             dims_out.append(d)
             continue
-        outer = _repetitions(touched[i], max(a, b))
+        within = math.prod(pieces for dim, pieces in call.seen[1] if dim == i)
+        outer = _repetitions(touched[i], max(a, b) * within)
         major = call.factor(f"d{i}", outer)
         unit = _unit(call, i, a, (a // outer, b // outer))
         # What is cut alike on all ranks; slices of tokens need not be.
@@ -376,7 +378,7 @@ def conversion_of_other_axis(call: Call) -> Rule:
 
 def _unit(call: Call, dim: int, size: int, pieces: tuple[int, int]) -> int:
     """Rows of what is cut alike again and again (tokens of a sequence): a conversion of whole ones leaves the cut."""
-    given = call.seen
+    given, _ = call.seen
     if not isinstance(given, Shard) or given.dim != dim or repetitions(given.blocks) == 1:
         return 1
     unit = size // repetitions(given.blocks)
@@ -384,6 +386,7 @@ def _unit(call: Call, dim: int, size: int, pieces: tuple[int, int]) -> int:
 
 
 def _repetitions(placement: Shard, size: int) -> int:
-    """How often the pattern of a Shard's blocks repeats in a dim of which axes between have left ``size``."""
+    """How often the pattern of a Shard's blocks repeats in a dim of which axes between have left ``size`` (what they
+    have cut of each repetition counted as if it was there)."""
     taken = max(1, extent(placement.blocks) // size)
     return max(1, repetitions(placement.blocks) // taken)

@@ -121,12 +121,24 @@ class Stage:
 
 
 @dataclass
+class RoundAhead:
+    """What a step runs ahead of its first F, on every micro-batch, without gradients: a graph for each part that has
+    one. It takes parameters as they are stored, totals of earlier rounds and values by name; it makes values, and
+    addends to the ``totals`` of this round, summed over micro-batches. hops: what goes to later parts."""
+
+    graphs: list[StepGraph | None]
+    hops: list[Hop]
+    totals: list[str]
+
+
+@dataclass
 class Pipeline:
     """A model cut into parts; one part where no axis cuts it.
 
     hops: what goes between parts. once: graph of the values that are the same for all micro-batches and depend on no
     parameter; each: the same per micro-batch. A rank runs what its stages need of them. order: compute actions.
-    slices: lengths of the token slices (empty: none). notes: (subject, reason) of every decision.
+    slices: lengths of the token slices (empty: none). notes: (subject, reason) of every decision. ahead: rounds of
+    forwards that go ahead of the first action, for totals that weights have a part in.
     """
 
     parts: list[Stage]
@@ -136,6 +148,7 @@ class Pipeline:
     each: StepGraph | None = None
     slices: tuple[int, ...] = ()
     notes: tuple[tuple[str, str], ...] = ()
+    ahead: list[RoundAhead] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -153,8 +166,8 @@ class Compiled:
     """Everything before `bind`: the same on all ranks.
 
     ``local``: the typed local graph. ``pipeline``: the step graphs of its parts. ``prologue``: what is computed once
-    per step from the inputs of all micro-batches (None without micro-batches). ``timings``: seconds per stage of the
-    compiler.
+    per step from the inputs of all micro-batches (None without micro-batches, or where nothing is). ``timings``:
+    seconds per stage of the compiler.
     """
 
     signature: Signature

@@ -119,6 +119,10 @@ def graphs_of_rank(pipeline: Pipeline, prologue: Prologue | None, rank: int) -> 
         if needed is not None:
             found[name] = needed.graph, times
             taken.update(needed.inputs)
+    for r, one in enumerate(pipeline.ahead):
+        for k, step in enumerate(one.graphs):
+            if step is not None and order.rank_of[order.chains[0][k]] == rank:
+                found[graph_name(len(pipeline.parts), k, f"ahead{r}")] = step.graph, order.micro_batches
     for (k, kind), times in sorted(Counter((order.part_of(a.stage), a.kind) for a in mine).items()):
         graph = graph_of(pipeline.parts[k], kind)
         if graph is not None:
@@ -129,7 +133,8 @@ def graphs_of_rank(pipeline: Pipeline, prologue: Prologue | None, rank: int) -> 
 def graphs_of_all(pipeline: Pipeline, prologue: Prologue | None) -> Iterator[GraphModule]:
     """The step graphs of every rank, of equal parts one."""
     steps = [getattr(part, name) for part in pipeline.parts for name in dict.fromkeys(GRAPHS.values())]
-    for step in (pipeline.each, pipeline.once, prologue, *steps):
+    ahead = [step for one in pipeline.ahead for step in one.graphs]
+    for step in (pipeline.each, pipeline.once, prologue, *ahead, *steps):
         if step is not None:
             yield step.graph if isinstance(step, Prologue) else step.unnamed
 
