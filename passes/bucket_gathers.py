@@ -2,9 +2,9 @@
 
 Consumes    a step graph whose gathers of one layer stand side by side (prefetch_gathers).
 Guarantees  gathers of parameters below `LONE_BYTES` that stand side by side are one gather, and reduce-scatters of such
-            gradients are one per layer, for each dtype and set of axes: of those that dp and cp cut, one per axis;
-            where no layer gathers, one per ``bucket_bytes``. A gather is unpacked right before its first use, so that
-            it still overlaps the layer before.
+            gradients are one per layer, of at most ``bucket_bytes``, for each dtype and set of axes: of those that dp
+            and cp cut, one per axis. A gather is unpacked right before its first use, so that it still overlaps the
+            layer before.
 Leaves      large ones, for which two copies would cost more than the latency that is saved; pieces along other dims
             than the first; gathers of activations.
 
@@ -25,7 +25,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.operators import OpOverload
 from autopar.ir.conversions import uncast
-from autopar.ir.graph import arguments, insert_call, is_call, nbytes, output_node, shape
+from autopar.ir.graph import arguments, insert_call, is_call, layer_of, nbytes, output_node, shape
 from autopar.ir.meta import of_no_module
 from autopar.options import Options
 from autopar.passes.bucket_gradients import ends_in_output, move_users_to_end
@@ -77,16 +77,19 @@ def _runs(gm: GraphModule) -> list[list[Chain]]:
 
 
 def _waves(gm: GraphModule, limit: int) -> list[list[Chain]]:
-    """Small gradients that are reduce-scattered between two places where parameters are gathered: a layer. (Over
+    """Small gradients of one layer that are reduce-scattered between two places where parameters are gathered. (Over
     replicas the pieces are summed behind that.) At most
-    ``limit`` bytes of whole gradients, which all live until the last of them is made."""
+    ``limit`` bytes of whole gradients, which all live until the last of them is made, and then once more as one."""
     found: list[list[Chain]] = []
     open_waves: dict[object, list[Chain]] = {}
+    layer = None
     for node in gm.graph.nodes:
         if is_parameter_gather(node) or node.meta.get("bucket"):
             open_waves = {}
         elif is_call(node, SCATTER) and ends_in_output(node):
             chain = _chain(node, SCATTER)
+            if layer_of(_source(chain)) != layer:
+                open_waves, layer = {}, layer_of(_source(chain))
             if _is_small(chain, node):
                 _add(found, open_waves, chain, limit)
     return [chains for chains in found if len(chains) > 1]
