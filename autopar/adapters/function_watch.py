@@ -6,6 +6,7 @@ h.register_hook(f), h.retain_grad(), x.backward()          act on a backward tha
 w.data                                                     read as w.detach(): the same value, in the graph
 if t: raise ...                                            checks of values, and what may run always (`guards`)
 lengths.tolist(), x[mask]                                  answered where no input has a part (`known_values`)
+loss(y[mask], x[mask])                                     all rows are kept, the others weigh nothing (`selected_rows`)
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from autopar.adapters.fake import MARKS, Owned
 from autopar.adapters.guards import answered
 from autopar.adapters.known_values import REAL, KnownValues, is_real
 from autopar.adapters.rebuild import path_of
+from autopar.adapters.selected_rows import SelectedRows
 
 _TORCH = Path(torch.__file__).parent
 _OURS = Path(__file__).parent.parent
@@ -46,13 +48,17 @@ class FunctionWatch(TorchFunctionMode):
     """
 
     def __init__(
-        self, replica: nn.Module, owned: Owned, instead: Mapping[Callable[..., Any], Callable[..., Any]]
+        self,
+        replica: nn.Module,
+        owned: Owned,
+        instead: Mapping[Callable[..., Any], Callable[..., Any]],
     ) -> None:
         super().__init__()
         self._instead = instead
         self._replica, self._owned = replica, owned
         self._places = dict(_places(replica))
         self.known = KnownValues()
+        self.rows = SelectedRows(self._refuse)
         self.refused: Refused | None = None
         self.said: dict[str, None] = {}
         self.running = False
@@ -60,6 +66,7 @@ class FunctionWatch(TorchFunctionMode):
         _WATCHES[number] = self
         replica.register_forward_pre_hook(lambda *_: _set_running(number, True), prepend=True)
         replica.register_forward_hook(lambda *_: _set_running(number, False), always_call=True)
+        replica.register_forward_hook(lambda module, given, made: _WATCHES[number]._finished(made))
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -81,10 +88,28 @@ class FunctionWatch(TorchFunctionMode):
                 self.said |= {answer[1]: None} if answer[1] else {}
                 return answer[0]
         func, args, kwargs = self.known.with_places(func, args, kwargs)
+        if rows := self.rows.called(func, args, kwargs):
+            return rows[0]
+        args, kwargs = self.rows.handed_on(func, (args, kwargs))
         written = self.known.before_write(func, args, kwargs)
         made = self._instead.get(func, func)(*args, **kwargs)
         self.known.note(func, args, kwargs, made, written)
+        self.rows.note(func, args, kwargs, made)
         return made
+
+    def _finished(self, made: Any) -> None:
+        """The forward has returned."""
+        if self.rows.are_in(made):
+            self._refuse(
+                "the forward returns rows that a mask has picked, x[mask], whose number only values tell; return all "
+                "rows, and the mask"
+            )
+        leak = self.rows.leak()
+        if leak is not None:
+            self._refuse(
+                f"{leak.name} takes rows that a mask has picked, x[mask], out of sight of torch functions, where their "
+                "number is not followed; keep all rows and weigh by the mask"
+            )
 
     def _seen(self, x: Any) -> Any:
         """An argument, with what the export has put into the module in place of a tensor that a closure holds."""

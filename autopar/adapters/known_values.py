@@ -81,7 +81,8 @@ def answers() -> int:
     return _given_away
 
 
-def _count() -> None:
+def count_answer() -> None:
+    """The graph depends on more than a module's call says."""
     global _given_away
     _given_away += 1
 
@@ -99,7 +100,7 @@ class KnownValues:
         if function in _ASKED or (function in _SIZED and self._has_open_size(function, args, kwargs)):
             given = self._real((args, kwargs))
             if given is not None and (found := _run(function, given)) is not None:
-                _count()
+                count_answer()
                 return found
         return ()
 
@@ -118,12 +119,12 @@ class KnownValues:
             if any(map(_is_mask, indices)):
                 places = [self._places(i) for i in indices]
                 if all(p is not None for p in places):
-                    _count()
+                    count_answer()
                     return function, (args[0], tuple(x for p in places for x in p or ()), *args[2:]), kwargs
         if function in _REPEATS and len(args) > 1 and isinstance(args[1], Tensor):
             counts, dim = self.value(args[1]), args[2] if len(args) > 2 else kwargs.get("dim")
             if counts is not None and dim is not None and not is_real(args[0]):
-                _count()
+                count_answer()
                 with without_modes():
                     rows = torch.arange(len(counts)).repeat_interleave(counts)
                 return torch.index_select, (args[0], dim, rows), {}
@@ -136,7 +137,7 @@ class KnownValues:
             if isinstance(x, Tensor) and not x.dim() and (any_dtype or x.dtype in _WHOLE):
                 value = self.value(x)
                 if value is not None:
-                    _count()
+                    count_answer()
                     leaves[i] = value.item()
         return pytree.tree_unflatten(leaves, spec)
 
@@ -201,7 +202,7 @@ class KnownValues:
         """What the tensor that a function is about to write to will hold, and all that lie in the same memory; empty if
         that is not known."""
         x = args[0] if args else None
-        if not _writes(function) or not isinstance(x, Tensor) or is_real(x) or x not in self._origins:
+        if not writes(function) or not isinstance(x, Tensor) or is_real(x) or x not in self._origins:
             return []
         base = _base(x)
         for made, origin in list(self._origins.items()):
@@ -236,7 +237,7 @@ class KnownValues:
         self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any, written: list[Written]
     ) -> None:
         """What a call has made, and what it has ``written`` (of `before_write`)."""
-        if _writes(function):
+        if writes(function):
             for x, value in written:
                 self._origins[x] = replace(self._origins[x], version=x._version, value=value)
             return
@@ -268,7 +269,8 @@ def _is_mask(index: Any) -> bool:
     return isinstance(index, Tensor) and index.dtype == torch.bool
 
 
-def _writes(function: Any) -> bool:
+def writes(function: Any) -> bool:
+    """Whether a function writes to its first argument."""
     name = getattr(function, "__name__", "")
     return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
 

@@ -51,7 +51,7 @@ def text(rows: dict[str, str]) -> str:
     refused = sum("refused" in line for line in rows.values())
     lines = [f"{len(rows)} models: {len(rows) - refused} are exact, {refused} are refused on one of the meshes.", ""]
     for group in dict.fromkeys(model.group for model in MODELS.values()):
-        own = [rows[name] for name, model in MODELS.items() if model.group == group]
+        own = [rows[name] for name, model in MODELS.items() if model.group == group and name in rows]
         lines += [f"## {group}", "", COLUMNS, "|---|---|---|---|---|", *own, ""]
     return HEAD + "\n".join(lines).rstrip() + "\n"
 
@@ -68,14 +68,15 @@ def rows_of_page(page: str) -> dict[str, str]:
 
 
 def main(names: list[str]) -> None:
-    known = rows_of_page(PAGE.read_text(encoding="utf-8")) if names and PAGE.exists() else {}
+    before = rows_of_page(PAGE.read_text(encoding="utf-8")) if PAGE.exists() else {}
+    known = {name: line for name, line in before.items() if name in MODELS}
     for name in MODELS:
-        if name in known and not any(part in name for part in names):
+        if name in known and names and not any(part in name for part in names):
             continue
         known[name] = row(name)
         print(known[name], flush=True)
         subject.cache_clear()
-    PAGE.write_text(text(known), encoding="utf-8")
+        PAGE.write_text(text(known), encoding="utf-8")  # what stops a run leaves its rows
 
 
 if __name__ == "__main__":

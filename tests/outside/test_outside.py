@@ -22,6 +22,7 @@ ALWAYS = (
     "plain DLRM",
     "plain parallel block",
     "ideas set transformer",
+    "ideas masked modelling",
 )
 CASES = [(name, mesh) for name in MODELS for mesh in meshes_of(name)]
 
