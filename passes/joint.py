@@ -25,6 +25,7 @@ from autopar.ir.meta import ORIGIN, inherit
 from autopar.ir.storages import is_dense
 from autopar.ops.traits import aliases, is_cheap, is_view
 from autopar.passes.early_gradients import early_gradients
+from autopar.passes.most_rows import most_rows
 from autopar.passes.own_gradients import own_gradients
 from autopar.passes.routed_sizes import routed_sizes
 from autopar.passes.shared_counts import shared_counts
@@ -69,6 +70,7 @@ class Joint:
         sum_products(joint, self.tangents)
         shared_counts(joint)
         routed_sizes(joint)
+        most_rows(joint)
         if early:
             early_gradients(joint, self.tangents)
         results = list(output_node(joint).args[0])  # type: ignore[arg-type]

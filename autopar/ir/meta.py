@@ -51,6 +51,7 @@ NODES = {
     "number": "int: which of the tensors in the files a placeholder is",
     # of passes
     "chunk": "int: number of the chunk of rows whose logits it makes: nothing of it is kept",
+    "most_rows": "tuple[int | None, ...]: rows of each result if routing sends a rank as many as it can",
     "early": "bool: of a gradient, or of what leads to it: F makes it",
     "kept": "bool: F keeps it for the backward, which makes other values again",
     "again": "bool: the backward makes it again",

@@ -21,6 +21,7 @@ from autopar.cost.memory import Memory, memories
 from autopar.cost.step_estimate import step_estimate
 from autopar.cost.step_traffic import graph_runs, step_communication, transfer_seconds
 from autopar.cost.traffic import Volume
+from autopar.cost.worst_memory import memory_at_worst
 from autopar.ir.layer_names import compressed, without_indices, without_numbers
 from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import Shard
@@ -48,6 +49,7 @@ MEMORY_NOTES = {
     "backward_peak": "live values in B, saved ones, gradients and gradient sums included",
     "steady": "parameters + buffers + inputs + optimizer, but for states on the host",
     "peak": "steady + the greater peak",
+    "peak_at_worst": "the same if routing sends a rank all tokens that it can get; a bound",
     "host": "in host memory: activations",
     "states": "in host memory: states of the optimizer; on the device are those of three buckets in a row",
 }
@@ -84,7 +86,7 @@ def summarize(compiled: Compiled, model: str = "") -> dict[str, Any]:
         "checkpoints": checkpoint_rows(plan),
         "notes": note_rows(plan),
         "step": dataclasses.asdict(step_estimate(compiled)),
-        "memory": memory_row(fullest),
+        "memory": memory_row(fullest) | _at_worst(compiled),
         "communication": [
             {
                 "axis": key[0],
@@ -113,6 +115,11 @@ def volumes(compiled: Compiled) -> list[dict[tuple[str, str], Volume]]:
 def memory_row(found: Memory) -> dict[str, int]:
     """Memory as plain values."""
     return {**dataclasses.asdict(found), "steady": found.steady, "peak": found.peak}
+
+
+def _at_worst(compiled: Compiled) -> dict[str, int]:
+    found = memory_at_worst(compiled)
+    return {"peak_at_worst": found.peak} if found is not None else {}
 
 
 def _runs(compiled: Compiled) -> dict[str, dict[str, int]]:
@@ -276,8 +283,9 @@ def _memory(summary: dict[str, Any]) -> Table:
     full = f", the fullest: {summary['pipeline']['fullest']} of pp" if "pipeline" in summary else ""
     table = table_of(f"Memory of a rank{full}", "what", "bytes", "counted", right=("bytes",))
     for name, note in MEMORY_NOTES.items():
-        if summary["memory"][name] or name not in ("accumulated", "received", "gathered", "host", "states"):
-            table.add_row(name.replace("_", " "), human_bytes(summary["memory"][name]), note)
+        size = summary["memory"].get(name, 0)
+        if size or name not in ("accumulated", "received", "gathered", "host", "states", "peak_at_worst"):
+            table.add_row(name.replace("_", " "), human_bytes(size), note)
     return table
 
 
