@@ -14,10 +14,13 @@ import autopar
 from autopar.capture import capture
 from autopar.compile.model import compile_graph, compile_model
 from autopar.cost.step_traffic import step_communication
+from autopar.exact import LiftFloat32
+from autopar.ir.batch import part_of_batch
 from autopar.ir.mesh import Mesh
+from autopar.models.hf import exact_experts
 from autopar.models.hf_capacity import capped_experts
 from autopar.options import Options
-from autopar.runtime.groups import init_mesh
+from autopar.runtime.groups import data_part, init_mesh
 from tests.harness import Run
 from tests.ranks import run_ranks
 from tests.reference import LIMIT, eager
@@ -104,6 +107,36 @@ def test_what_is_gathered() -> None:
     )
     assert ("ep", "all_gather") not in without
     assert with_it["ep", "all_gather"].bytes == 16 * 2 * 8 * 3 // 4
+
+
+def trained(batch: dict[str, Tensor], steps: int) -> dict[str, Tensor]:
+    """Weights after some steps of AdamW."""
+    model, _ = tiny("qwen3_moe")
+    parallel = autopar.parallelize(
+        model, init_mesh("cpu", 60.0, ep=2), exact=True, capacity=CAPACITY, micro_batches=2, dispatch="dedup"
+    )
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
+    part, parts = data_part(parallel.mesh)
+    mine = part_of_batch(batch, dict.fromkeys(batch, 0), parts, part, 2, 2)
+    for _ in range(steps):
+        parallel.train_step(**mine)
+        optimizer.step()
+        optimizer.zero_grad()
+    return parallel.full_state_dict()
+
+
+def test_steps_of_adamw() -> None:
+    """Who is dropped changes as routers do; 5 steps on, weights are those of one capped process."""
+    model, batch = tiny("qwen3_moe")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with LiftFloat32(), exact_experts(model), capped_experts(model, CAPACITY):
+        for _ in range(5):
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for found in run_ranks(2, trained, batch, 5):
+        for name, x in model.state_dict().items():
+            torch.testing.assert_close(found[name], x, rtol=1e-9, atol=1e-11, msg=name)
 
 
 def verified(batch: dict[str, Tensor]) -> tuple[bool, float, float]:

@@ -58,6 +58,8 @@ RANKS = [
 ]
 MORE_RANKS = [
     *(Cell("qwen3_moe", Mesh.of(dp=2), replace(DP, zero=zero, dispatch="plain")) for zero in range(4)),
+    Cell("mixtral", Mesh.of(pp=2, dp=2), replace(DP, schedule="1f1b", micro_batches=2, dispatch="dedup", zero=2)),
+    Cell("mixtral", Mesh.of(pp=2, dp=2), replace(DP, schedule="zb_h1", micro_batches=2, dispatch="plain", zero=3)),
     Cell("deepseek_v3", Mesh.of(pp=2, dp=2), replace(DP, schedule="dual_pipe_v", micro_batches=4, dispatch="dedup")),
     Cell("gpt_oss", Mesh.of(dp=2, tp=2), replace(TP, dispatch="dedup", sequence_parallel=True, zero=3)),
     Cell("mixtral", Mesh.of(cp=2), replace(CP, dispatch="gather")),
@@ -238,10 +240,10 @@ def test_checkpoints_go_on_with_experts_elsewhere(tmp_path: Any) -> None:
             torch.testing.assert_close(of_rank[name], x, rtol=1e-10, atol=1e-12, msg=name)
 
 
-def through_a_folder(folder: str) -> list[str]:
+def through_a_folder(folder: str, sizes: dict[str, int], options: dict[str, Any]) -> list[str]:
     """Save for transformers, load into another model; names that differ, and those of a rank's own experts."""
     model, batch = make("mixtral")
-    mesh, given = init_mesh("cpu", 60.0, dp=2), {"experts": "dp", "example_batch": batch}
+    mesh, given = init_mesh("cpu", 60.0, **sizes), {**options, "example_batch": batch}
     first = parallelize(copy.deepcopy(model), mesh, exact=True, **given)
     first.save_pretrained(folder)
     with torch.no_grad():
@@ -253,9 +255,17 @@ def through_a_folder(folder: str) -> list[str]:
     return [name for name, x in wanted.items() if not torch.equal(x, found[name])]
 
 
-def test_folders_of_transformers(tmp_path: Any) -> None:
+FOLDED: list[tuple[dict[str, int], dict[str, Any]]] = [
+    ({"dp": 2}, {"experts": "dp"}),
+    ({"cp": 2}, {"experts": "cp", "zero": 3}),
+    ({"tp": 2}, {"experts": "tp"}),
+]
+
+
+@pytest.mark.parametrize(("sizes", "options"), FOLDED)
+def test_folders_of_transformers(tmp_path: Any, sizes: dict[str, int], options: dict[str, Any]) -> None:
     """Whole experts, whoever has which."""
-    assert run_ranks(2, through_a_folder, str(tmp_path)) == [[], []]
+    assert run_ranks(2, through_a_folder, str(tmp_path), sizes, options) == [[], []]
     wanted, _ = make("mixtral")
     found = type(wanted).from_pretrained(str(tmp_path), dtype=torch.float64)
     for name, x in wanted.state_dict().items():
