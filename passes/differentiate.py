@@ -75,7 +75,7 @@ class Differentiated:
         joint.keep(checkpoints)
         graph = joint.forward(keep=())
         kept = {n: on_host(n.name) if n in joint.hosted else saved(n.name) for n in joint.saved}
-        forward = StepGraph(graph, _inputs_of(graph, joint), [*names, *kept.values()])
+        forward = StepGraph(graph, graph.meta["takes"], [*names, *kept.values()])
         stage = Stage(forward, losses=[n for n, kind in self.results.items() if kind == "loss"])
         stage.dependent = [
             names[i] for i in self.live if is_a(names[i], "output") and self.results[names[i]] != "mutation"
@@ -169,13 +169,6 @@ def _needed_first(joint: Joint, inputs: Iterable[Node | None], weights: Iterable
         if isinstance(node.meta.get("val"), (tuple, list)) and node in needed:
             needed |= set(node.users) & set(joint.dependent)
     return needed
-
-
-def _inputs_of(graph: GraphModule, joint: Joint) -> list[str]:
-    known = set(joint.names)
-    found = [n.name for n in placeholders(graph)]
-    assert known.issuperset(found)
-    return found
 
 
 def lowered(gm: GraphModule) -> GraphModule:

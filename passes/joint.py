@@ -198,7 +198,8 @@ class Joint:
     # --- graphs -------------------------------------------------------------------------------------------
 
     def forward(self, keep: Iterable[str] | None = None) -> GraphModule:
-        """Makes the outputs, then the saved values. Takes every primal, or those in ``keep`` and what it needs."""
+        """Makes the outputs, then the saved values. Takes every primal, or those in ``keep`` and what it needs: their
+        names are in ``meta["takes"]``, since a graph calls no input as Python calls something (``input``)."""
         results = [*self.outs, *self.saved]
         needed = ancestors([n for n in results if isinstance(n, Node)])
         graph, copies, hosts = Graph(), dict[Node, Node](), dict[Node, Node]()
@@ -215,7 +216,9 @@ class Joint:
             copies[node].meta["kept"] = True
         made = [copies[n] if isinstance(n, Node) else n for n in self.outs]
         graph.output((*made, *(hosts.get(n, copies[n]) for n in self.saved)))
-        return graph_module(graph, "Forward")
+        gm = graph_module(graph, "Forward")
+        gm.meta["takes"] = [name for node, name in self.primals.items() if node in copies]
+        return gm
 
     def graph_of(
         self,

@@ -235,9 +235,11 @@ class _PlacementSweep:
 
     def _choices(self, node: Node, rule: Rule, operands: list[Node], have: list[Placement]) -> Iterator[_Choice]:
         partial = frozenset(i for i, p in enumerate(have) if isinstance(p, Partial) and rule.operands[i] is not None)
+        # parts of a loss that all micro-batches compute alike, of parameters alone: divided, they are addends, too
+        alike = {i for i, x in enumerate(operands) if self.axis == "mb" and have[i] == REPLICATE and has_gradient(x)}
         for kept in rule.linear:
-            others = partial - kept  # a pending count under a pending sum: resolved, when nobody differentiates it
-            if not partial or not kept <= partial or any(has_gradient(operands[i]) for i in others):
+            others = [operands[i] for i in partial - kept]  # a count under a sum: resolved, when not differentiated
+            if not partial & kept or not kept <= partial | alike or any(map(has_gradient, others)):
                 continue
             if self._passes_on(node, rule, operands, kept):
                 needs: list[Placement | None] = [

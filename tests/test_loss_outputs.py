@@ -52,3 +52,36 @@ def stepped(mesh: Mesh, batch: dict[str, Tensor]) -> None:
     gradients = parallel.full_gradients()
     for name, p in model.named_parameters():
         torch.testing.assert_close(gradients[name], p.grad, rtol=1e-10, atol=1e-14, msg=name)
+
+
+class Named(nn.Module):
+    """Its inputs have names that Python has something by, which no graph takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(8, 4).double()
+
+    def forward(self, input: Tensor, id: Tensor) -> dict[str, Tensor]:
+        out = self.layer(input)
+        return {"loss": (out * id).square().mean(), "out": out}
+
+
+def named(mesh: Mesh, options: dict[str, int]) -> None:
+    ranks, model = init_mesh("cpu", 60.0, **mesh.sizes), Named()
+    batch = {"input": torch.rand(8, 8, dtype=torch.float64), "id": torch.rand(8, 1, dtype=torch.float64)}
+    part, parts = data_part(ranks)
+    mine = {name: x.chunk(parts)[part] for name, x in batch.items()}
+    parallel = parallelize(copy.deepcopy(model), ranks, example_batch=mine, **options)
+    right = model(**batch)["loss"]
+    right.backward()
+    for found in (parallel.train_step(**mine), parallel.eval_step(**mine)["loss"]):
+        torch.testing.assert_close(found, right.detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(parallel.full_gradients()["layer.weight"], model.layer.weight.grad, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "mesh, options", [(Mesh.of(dp=2), {"micro_batches": 2}), (Mesh.of(tp=2), {"zero": 0})], ids=str
+)
+def test_inputs_that_python_has_something_by(mesh: Mesh, options: dict[str, int]) -> None:
+    run_ranks(2, named, mesh, options)

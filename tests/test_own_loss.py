@@ -82,7 +82,7 @@ def on_mesh(sizes: Sizes, kind: str, options: dict[str, Any], folder: str) -> tu
 CASES = [
     ("distilled", {"dp": 2, "tp": 2}, {"zero": 3}),
     ("distilled", {"pp": 2, "dp": 2}, {"micro_batches": 2}),
-    ("regularised", {"dp": 2, "tp": 2}, {"sequence_parallel": True}),
+    ("regularised", {"dp": 2, "tp": 2}, {"sequence_parallel": True, "micro_batches": 2}),
     ("weighted", {"dp": 2, "pp": 2}, {"micro_batches": 2}),
 ]
 

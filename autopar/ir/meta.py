@@ -67,6 +67,7 @@ GRAPHS = {
     "unclear_batch_dims": "str: why several dims of the inputs may be the batch's, for messages",
     "results": "list[str]: names of the values that a prologue returns",
     "owned": "list[int]: outputs of a step that somebody writes to",
+    "takes": "list[str]: names of the values that a forward takes, which its placeholders may not have (``input``)",
     "promise": "Promise: what a step graph makes and moves (`autopar.rewrite.step_checks`)",
 }
 
