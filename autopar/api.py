@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.adapters.fake import skeleton_of
+from autopar.cache.ahead import Ahead
 from autopar.cache.stored_steps import stored_plan, stored_step
 from autopar.capture import adapter_for, model_dtypes
 from autopar.compile.parameters import for_whole_batch
@@ -154,7 +156,7 @@ def parallelize(
             chosen.micro_batches, outputs_with_grad,
         )  # fmt: skip
         if buckets is not None:
-            parallel.pad_batches(buckets)
+            parallel.pad_batches(buckets, _ahead(groups, chosen, exact, dump) if buckets.ahead else None)
         return parallel
 
 
@@ -189,6 +191,13 @@ def _compiler(
         return result
 
     return compiler
+
+
+def _ahead(groups: Groups, options: Options, exact: bool, dump: str | Path | None) -> Callable[..., None] | None:
+    """One rank of a machine has steps compiled ahead, unless somebody wants to see them compiled."""
+    first = int(os.environ.get("LOCAL_RANK", groups.rank)) == 0
+    watched = dump is not None or os.environ.get("AUTOPAR_DUMP")
+    return Ahead(groups.mesh, options, exact).ask if first and not watched else None
 
 
 def _options(given: Mapping[str, Any]) -> Options:

@@ -21,6 +21,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from autopar.capture import ADAPTERS
 from autopar.ir.recipe import Recipe, as_they_are
@@ -158,6 +159,16 @@ class TransformersAdapter:
     def example_batches(self, model: nn.Module) -> list[dict[str, Any]]:
         return example_batches(model.get_base_model() if is_peft(model) else model)  # type: ignore[operator]
 
+    def settle(self, model: nn.Module) -> None:
+        """In a process that was sent a model: what making it leaves behind, and keys of compiled steps know. With the
+        first one torch's modules get a method; classes note what they record, the outermost what may be set."""
+        PreTrainedModel.initialize_weights(_NoModel())  # type: ignore[arg-type]
+        made = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
+        for module in made:
+            _CAN_RECORD_REGISTRY[module] = module._can_record_outputs
+        for outermost in made[:1]:
+            outermost._can_set_experts_implementation()
+
     def own_folder(self, model: nn.Module) -> AdapterFolder | None:
         return AdapterFolder(model) if is_peft(model) else None
 
@@ -245,6 +256,16 @@ def exact_experts(model: nn.Module) -> Iterator[None]:
     finally:
         for key, config in configs.items():
             config._experts_implementation_internal = before[key]
+
+
+class _NoModel(nn.Module):
+    """Has no weights to initialize."""
+
+    def is_custom_code(self) -> bool:
+        return False
+
+    def _initialize_weights(self, *_: Any) -> None:
+        pass
 
 
 AttentionInterface.register(NAME, attention_forward)

@@ -51,12 +51,14 @@ class Buckets:
 
     pad: input -> what its further tokens are filled with, beside those of transformers (`FILLED`); its dims are [rows,
     tokens, ...]. lengths: to which tokens are padded, ascending; empty: powers of two from 64 on. check: compare losses
-    with and without padding, once.
+    with and without padding, once. ahead: let a process beside the training compile the next longer step, into the
+    cache of compiled steps.
     """
 
     pad: Mapping[str, float] = field(default_factory=dict)
     lengths: tuple[int, ...] = ()
     check: bool = True
+    ahead: bool = True
 
     def __post_init__(self) -> None:
         lengths = tuple(self.lengths)
@@ -119,6 +121,18 @@ class BatchFitter:
         fitted = self._padded(batch, wanted) if padded else batch
         self._last = self._sizes(fitted)
         return fitted
+
+    def longer(self, batch: Mapping[str, Any]) -> dict[str, Any] | None:
+        """A padded batch in the next lengths; None where there are none."""
+        sizes, limit = self._sizes(batch), self._limit()
+        tokens = {name: size for name, size in sizes.items() if name != "rows" and size}
+        if not tokens or any(size == limit for size in tokens.values()):
+            return None
+        try:
+            wanted = self._wanted({**dict.fromkeys(self.fill, 0), **{name: size + 1 for name, size in tokens.items()}})
+            return self._padded(batch, wanted | {"rows": sizes["rows"]})
+        except ValueError:  # the longest of `lengths`, or an input that nobody knows how to fill
+            return None
 
     def padded_again(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The last batch once more, as it was padded."""

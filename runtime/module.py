@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -105,14 +105,17 @@ class ParallelModule(ModelOnMesh):
         if outputs_with_grad and (reason := self._cannot_differentiate()):
             raise ValueError(f"outputs_with_grad: {reason}; a loss of one's own is loss=fn, traced with the model")
 
-    def pad_batches(self, buckets: Buckets) -> None:
-        """From now on: see `autopar.Buckets`."""
+    def pad_batches(self, buckets: Buckets, ahead: Callable[..., None] | None = None) -> None:
+        """From now on: see `autopar.Buckets`. ``ahead``: is asked for the step of the next longer batch."""
 
         def evaluate(batch: dict[str, Any]) -> Any:
             with torch.no_grad():
                 return self._evaluated((), batch)
 
-        self._fitter = BatchFitter(buckets, self._tree.root, self._cache.plan, self._groups, evaluate)
+        fitter = BatchFitter(buckets, self._tree.root, self._cache.plan, self._groups, evaluate)
+        self._fitter = fitter
+        if ahead is not None:
+            self._cache.ahead = lambda structure, batch, how: ahead(structure, batch, fitter.longer(batch), how)
 
     # --- steps --------------------------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ from autopar.steps.graphs import Compiled
 STATES = 8  # of the modules that compiled steps are kept for, for each kind of step and batch
 
 Compiler = Callable[..., Compiled]
+Ahead = Callable[[nn.Module, dict[str, Any], dict[str, Any]], None]  # (structure, a rank's batch, how to compile)
 
 
 class Kind(NamedTuple):
@@ -86,6 +87,7 @@ class StepCache:
         self._number = 0  # of training steps so far
         self._last_facts: tuple[Any, ...] | None = None  # of the last call
         self.unchanged = False  # within `ParallelModule.unchanged`
+        self.ahead: Ahead | None = None  # told of each training step that was compiled
         self._planned: PlannedState | None = PlannedState(tree)  # until the first step is compiled
 
     def traffic(self) -> Ledger:
@@ -228,6 +230,8 @@ class StepCache:
         runner = Executor(compiled, self._groups, self.backend)
         runner.load = self.load
         all_alike(self._groups, "the bound step")  # one that binds slowly (inductor) would be missed in a collective
+        if kind.train and self.ahead is not None:
+            self.ahead(structure, shapes_of(batch), how)
         return _CachedStep(runner, watch, self._tree.flags_elsewhere(), structure, shapes_of(batch), how)
 
     def _contents(self, batch: dict[str, Any], compiled: Compiled, at_once: bool = False) -> list[Claim]:

@@ -191,6 +191,12 @@ def owned_by(model: nn.Module) -> Owned:
     return _OWNED.get(model) or Owned(_registered(model))
 
 
+def came_from_elsewhere(skeleton: nn.Module, overlaps: tuple[tuple[str, str], ...]) -> None:
+    """A skeleton that was sent to this process: the model that it was made of, and its storages, are in another one."""
+    _OWNED[skeleton] = owned = Owned({})
+    owned.overlaps = overlaps
+
+
 def _has_storage(x: Tensor) -> bool:
     return x.layout == torch.strided and not isinstance(x, (nn.UninitializedParameter, nn.UninitializedBuffer))
 

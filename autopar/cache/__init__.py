@@ -11,6 +11,7 @@ code_reached   functions: what they are, and what they read by name
 libraries      what is not looked into: files of libraries, whose versions count; that nobody has put code into them
 step_key       everything that decides the result of a compilation, as one digest
 stored_steps   `plan_model` and `compile_model` by way of the folder
+ahead          the step of a longer batch, compiled by a process beside the training
 
 An entry is found by its key alone. A key that is too fine costs a compilation, one that is too coarse trains a wrong
 model: what is not known to be the same is a miss. Stands on compile and runtime; `api` and the command line import it.

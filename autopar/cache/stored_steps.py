@@ -74,16 +74,38 @@ def stored_step(
 
     if observed:
         return make()
-    kind = "train" if how.get("train", True) else "eval"
-    kind = kind if how.get("outputs", ()) is not None or kind == "eval" else "forward"
-    found = _Wanted(
-        make,
-        lambda: step_key("step", model, batch, mesh, options=options, **how),
-        step_sections, step_of_sections, _about(model, mesh, kind),
-    ).found()  # fmt: skip
+    found = _wanted_step(make, model, batch, mesh, options, **how).found()
     if shared is not None:
         shared.forget()
     return found
+
+
+def known_step(
+    model: nn.Module, batch: Mapping[str, Any], mesh: Mesh, options: Options | None = None, **how: Any
+) -> Compiled | None:
+    """What `stored_step` would read; None where it would compile."""
+
+    def never() -> Compiled:
+        raise AssertionError("nothing is made here")
+
+    return _wanted_step(never, model, batch, mesh, options, **how).known()
+
+
+def _wanted_step(
+    make: Callable[[], Compiled],
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    mesh: Mesh,
+    options: Options | None,
+    **how: Any,
+) -> _Wanted[Compiled]:
+    kind = "train" if how.get("train", True) else "eval"
+    kind = kind if how.get("outputs", ()) is not None or kind == "eval" else "forward"
+    return _Wanted(
+        make,
+        lambda: step_key("step", model, batch, mesh, options=options, **how),
+        step_sections, step_of_sections, _about(model, mesh, kind),
+    )  # fmt: skip
 
 
 def _about(model: nn.Module, mesh: Mesh, kind: str) -> dict[str, Any]:
@@ -116,6 +138,12 @@ class _Wanted(Generic[T]):
         with folder.turn(key):
             found = self._read(folder, key)  # another one may have written it just before
             return self._made(folder, key) if found is None else found
+
+    def known(self) -> T | None:
+        """Read if it is there."""
+        folder = entry_folder()
+        key = self._key() if folder is not None else None
+        return self._read(folder, key) if folder is not None and key is not None else None
 
     def _key(self) -> str | None:
         try:

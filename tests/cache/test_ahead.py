@@ -1,0 +1,83 @@
+"""The next longer step is compiled by a process beside the training; a restart compiles nothing at all."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import autopar
+from autopar.adapters.fake import skeleton_of
+from autopar.cache import ahead
+from autopar.cache.entry_folder import EntryFolder
+from autopar.cache.step_codec import StoredStep
+from autopar.cache.stored_steps import stored_step
+from autopar.ir.mesh import Mesh
+from autopar.options import Options
+from tests.subjects import make
+
+PATIENCE = 120.0  # seconds for a process that imports torch, on a machine that others use
+
+
+def ragged(folder: str, waits: bool, program: str) -> tuple[list[float], list[bool]]:
+    """Steps of 40 and of 100 tokens, on ranks as users start them: losses, and which training steps were read."""
+    os.environ["AUTOPAR_CACHE"], sys.executable = folder, program or sys.executable
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4))
+    mesh = autopar.init_mesh("cpu", 60.0, dp=2)
+    parallel = autopar.parallelize(model, mesh, shapes="bucket")
+    losses = []
+    for tokens in (40, 100):
+        ids = torch.randint(0, 30, (2, tokens), generator=torch.Generator().manual_seed(mesh.data_rank))
+        losses.append(float(parallel.train_step(input_ids=ids, labels=ids)))
+        end = time.monotonic() + PATIENCE
+        while waits and tokens == 40 and len(trained_steps(folder)) < 2 and time.monotonic() < end:
+            time.sleep(0.2)
+    return losses, [isinstance(c, StoredStep) for c in parallel.compiled() if c.train]
+
+
+def trained_steps(folder: str) -> list[Any]:
+    return [entry for entry in EntryFolder(Path(folder)).entries() if entry.about["kind"] == "train"]
+
+
+def test_the_longer_step_is_there_when_it_is_needed(tmp_path: Path) -> None:
+    """Where the process fails the step is compiled when it is needed; the numbers are the same."""
+    there, broken = str(tmp_path / "there"), str(tmp_path / "broken")
+    found = autopar.launch(ragged, 2, [there, True, ""], device="cpu")
+    assert [read[1] for _, read in found] == [True, True]
+    assert sorted(read[0] for _, read in found) == [False, True]  # one of two has compiled the first
+    without = autopar.launch(ragged, 2, [broken, False, "/bin/false"], device="cpu")
+    assert sorted(read[1] for _, read in without) == [False, True]
+    again = autopar.launch(ragged, 2, [there, False, "/bin/false"], device="cpu")
+    assert all(all(read) for _, read in again)
+    assert found[0][0] == without[0][0] == again[0][0]
+
+
+def test_who_cannot_find_the_step_at_hand_makes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path))
+    model, batch = make("mlp")
+    longer = {name: torch.cat([x, x]) for name, x in batch.items()}
+    how: dict[str, Any] = {"outputs": (), "exact": True}
+    request = ahead._LongerStep(skeleton_of(model), (), batch, longer, Mesh.of(dp=1), Options(), how)
+    assert ahead.serve(io.BytesIO(ahead._dumped(request))) == ahead.ABSENT and not trained_steps(str(tmp_path))
+    stored_step(skeleton_of(model), batch, Mesh.of(dp=1), Options(), **how)
+    assert ahead.serve(io.BytesIO(ahead._dumped(request))) == 0 and len(trained_steps(str(tmp_path))) == 2
+
+
+def test_what_cannot_be_sent_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path))
+    model, batch = make("mlp")
+    model.held = (x for x in ())  # type: ignore[assignment]
+    asked = ahead.Ahead(Mesh.of(dp=1), Options(), True)
+    longer = {name: torch.cat([x, x]) for name, x in batch.items()}
+    asked.ask(model, batch, longer, {})
+    asked.ask(model, batch, None, {})
+    assert asked._worker is None
