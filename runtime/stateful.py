@@ -28,6 +28,7 @@ from autopar.runtime.own_loss import of_the_model
 from autopar.runtime.pending import about_to_write, now
 from autopar.runtime.run_folder import RunLine
 from autopar.runtime.safetensors_io import Recipes, load_pretrained, save_pretrained, saved_steps
+from autopar.runtime.save_habits import check_habits
 from autopar.runtime.scaler import GradScaler
 from autopar.runtime.step_cache import StepCache
 from autopar.runtime.together import together
@@ -215,15 +216,18 @@ class Stateful(nn.Module):
                 self.training_steps = steps
             self._finish_loading("load_pretrained")
 
-    def save_pretrained(self, folder: str | Path, max_shard_size: int | str = "5GB") -> None:
+    def save_pretrained(self, folder: str | Path, max_shard_size: int | str = "5GB", **how: Any) -> None:
         """Write the folder that plain transformers would write: safetensors, under the names that it has for files, and
-        the configs. Collective; rank 0 writes."""
+        the configs. Collective; rank 0 writes. ``how``: what scripts for accelerate pass (is_main_process,
+        save_function, state_dict). Raises ValueError for what would make another folder."""
         skeleton, own, specs = self._tree.root, self._own_of_model(), self._specs_of_model()
         configs = [c for name in ("config", "generation_config") if (c := getattr(skeleton, name, None)) is not None]
         with reporting("save_pretrained"):
             folder = a_path("folder", folder)
-            how = {"folder": str(folder), "max_shard_size": max_shard_size}
-            agree_on_arguments(self._groups, "save_pretrained", how, owed=self._cache.owed())
+            same = {"folder": str(folder), "max_shard_size": max_shard_size, "further": sorted(how)}
+            agree_on_arguments(self._groups, "save_pretrained", same, owed=self._cache.owed())
+            if how:
+                together(self._groups, "save_pretrained", lambda: check_habits(how, own, specs, self._groups))
             if (of_library := self._own_folder()) is not None:
                 mine = [s for s in specs if of_library.names & {s.name, *s.aliases}]
                 held = {n: x for n, x in self._persistent().items() if n in of_library.names}

@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -74,10 +74,20 @@ class Tree:
         for module, parameters in self._elsewhere:
             for key in [k for k, p in parameters.items() if p is not None and p.is_meta]:
                 del module._parameters[key]
+            vars(module)["extra_repr"] = self._told_whole(module)
         for path, module in self.root.named_modules():
             refuse_calls(module, functools.partial(_no_call, path, type(module).__name__))
         self._places = {name: _place(p) for name, p in self._own.items()}
         self._remember()
+
+    def _told_whole(self, module: nn.Module) -> Callable[[], str]:
+        """What the class says of a module, which may look for parameters that are missing."""
+
+        def extra_repr() -> str:
+            with self.complete():
+                return module.extra_repr()
+
+        return extra_repr
 
     @property
     def own(self) -> dict[str, nn.Parameter]:
@@ -147,6 +157,7 @@ class Tree:
     def complete(self) -> Iterator[None]:
         """With the parameters that only other ranks hold."""
         held = [dict(m._parameters) for m, _ in self._elsewhere]
+        texts = [vars(m).pop("extra_repr", None) for m, _ in self._elsewhere]
         try:
             for module, parameters in self._elsewhere:
                 mine = dict(module._parameters)
@@ -157,6 +168,9 @@ class Tree:
             for (module, _), parameters in zip(self._elsewhere, held, strict=True):
                 module._parameters.clear()
                 module._parameters.update(parameters)
+            for (module, _), text in zip(self._elsewhere, texts, strict=True):
+                if text is not None:
+                    vars(module)["extra_repr"] = text
 
     def refresh(self) -> None:
         """Look at the parameters again. Another DTensor of the same layout takes the place of the old one, other dtypes

@@ -40,6 +40,7 @@ def shown() -> dict[str, Any]:
         "counts": [model.num_parameters(), model.num_parameters(exclude_embeddings=True)],
         "expected": [whole.num_parameters(), whole.num_parameters(exclude_embeddings=True)],
         "table": (type(model.get_input_embeddings()), repr(model.get_input_embeddings())),
+        "told": [repr(m) for m in model.modules() if m is not model] == [repr(m) for m in whole.modules()][1:],
         "names": [name for name, _ in model.named_modules()] == [name for name, _ in whole.named_modules()],
         "types": [type(m) for m in model.model.modules()] == [type(m) for m in whole.model.modules()],
         "said": {name: refusal(call) for name, call in calls.items()},
@@ -54,7 +55,7 @@ def test_of_a_library() -> None:
         assert found["counts"] == found["expected"]
         assert found["device"] == torch.device("cpu") and found["dtype"] == torch.float64
         assert found["table"] == (nn.Embedding, "Embedding(64, 32)")
-        assert found["names"] and found["types"]
+        assert found["names"] and found["types"] and found["told"]  # also of what only other stages hold
         assert found["text"].startswith(
             f"LlamaForCausalLM on pp=2,tp=2: {found['expected'][0]:,} parameters, this rank"
         )

@@ -12,12 +12,15 @@
     autopar cache --clear
     autopar demo
 
-Results go to stdout, progress and errors to stderr. Exit code 0: fine; 1: verify found a difference; 2: bad input.
+Results go to stdout, progress and errors to stderr. Exit code 0: fine; 1: verify found a difference; 2: bad input; 130:
+interrupted; 141: nobody reads the results.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
 import sys
 from collections.abc import Sequence
 
@@ -33,6 +36,7 @@ from autopar.cli.start_command import START
 from autopar.cli.verify_command import VERIFY
 from autopar.version import VERSION
 
+INTERRUPTED, UNREAD = 130, 141  # exit codes, as of a program that a signal ends
 COMMANDS = (PLAN, SHOW, VERIFY, SCHEDULE, ATTENTION, EXPERTS, START, CACHE, DEMO)
 
 
@@ -42,10 +46,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         args = _parser().parse_args(arguments)
         code: int = args.run(args)
+        sys.stdout.flush()
         return code
-    except (ValueError, BrokenPipeError) as error:
+    except BrokenPipeError:
+        return _unread()
+    except KeyboardInterrupt:
+        print("autopar: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except (ValueError, OSError) as error:
         print(f"autopar: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+
+
+def _unread() -> int:
+    """Whoever read the results (``| head -1``) has gone: what is left of them goes nowhere, without a word."""
+    with contextlib.suppress(OSError, ValueError):  # stdout may be no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return UNREAD
 
 
 def _parser() -> Parser:

@@ -36,7 +36,7 @@ _PRECISIONS = {"no": {}, "bf16": {"precision": "bf16"}}
 
 
 class Accelerator(accelerate.Accelerator):
-    """As accelerate's, and:
+    """accelerate.Accelerator on a mesh. It takes what that one takes, and:
 
     mesh: from `autopar.init_mesh`. options: keyword arguments of `autopar.parallelize` for the models that are
     prepared, such as {"zero": 3, "example_batch": batch}; ``mixed_precision="bf16"`` is ``precision="bf16"`` of these.

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 import transformers
 from accelerate.utils import find_batch_size
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer import TRAINING_ARGS_NAME
 
 from autopar.integrations.accelerator import STATE, Accelerator
@@ -62,6 +63,9 @@ class OnMesh(_BEHIND):
     def _to_mesh(self) -> None:
         if self.compute_loss_func is not None:
             self.accelerator.options["loss"] = functools.partial(_of_outputs, self.compute_loss_func)
+        elif self.label_smoother is not None:
+            shifts = type(self.model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+            self.accelerator.options["loss"] = functools.partial(_smoothed, self.label_smoother.epsilon, shifts)
         self.model = self.model_wrapped = self.accelerator.place(self.model)[0]
         self.callback_handler.model = self.model
 
@@ -195,6 +199,23 @@ def _of_outputs(loss: Any, outputs: Any, batch: Mapping[str, Any]) -> Tensor:
     """As transformers calls a ``compute_loss_func``."""
     found: Tensor = loss(outputs, batch.get("labels"), num_items_in_batch=batch.get("num_items_in_batch"))
     return found
+
+
+def _smoothed(epsilon: float, shifts: bool, outputs: Any, batch: Mapping[str, Any]) -> Tensor:
+    """transformers' `LabelSmoother`, for which labels are what the model is given, or the next of them."""
+    if not isinstance(labels := batch.get("labels"), Tensor):
+        raise ValueError(
+            f"Trainer: label_smoothing_factor needs labels, found a batch of {', '.join(batch)}; pass them, or leave "
+            "it out"
+        )
+    logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
+    if shifts:
+        labels = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+    count = batch.get("num_items_in_batch")
+    found = nn.functional.cross_entropy(
+        logits.flatten(0, -2), labels.flatten(), label_smoothing=epsilon, reduction="mean" if count is None else "sum"
+    )
+    return found if count is None else found / count
 
 
 def _plain(optimizer: Any) -> Any:

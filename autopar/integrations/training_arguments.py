@@ -17,7 +17,6 @@ _REFUSED = {
     "deepspeed": _CUTS,
     "parallelism_config": "the mesh says how work is cut; leave it out",
     "auto_find_batch_size": "ranks would try other sizes; python -m autopar plan shows the memory of a rank",
-    "label_smoothing_factor": "smooth in a loss of your own: compute_loss_func=",
     "use_liger_kernel": "apply it to the model before the trainer is made",
     "neftune_noise_alpha": "register its hook on the model before the trainer is made",
 }  # name -> what to do instead

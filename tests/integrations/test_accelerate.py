@@ -60,6 +60,8 @@ def loop(sizes: Sizes | None, folder: str, first: int, last: int, zero: int = 0)
         accelerator.save_state(folder)
         numbers = torch.arange(autopar.data_part(mesh)[0], 8, parts) if sizes is not None else torch.arange(8)
         weights = accelerator.get_state_dict(model)
+        how = {"is_main_process": accelerator.is_main_process, "save_function": accelerator.save}
+        accelerator.unwrap_model(model).save_pretrained(f"{folder}/hf", state_dict=weights, **how)
         return {
             "losses": losses, "norms": norms, "rates": rates, "sum": accelerator.reduce(numbers.sum()),
             "mean": accelerator.reduce(torch.tensor(2.0), "mean"), "gathered": accelerator.gather(numbers),
@@ -87,6 +89,8 @@ def test_a_loop_and_its_state(tmp_path: Path) -> None:
             for name, each in (("losses", 4), ("norms", 2), ("rates", 4)):
                 part = {**part, name: expected[name][each * first : each * last]}
             same(rank, part)
+            saved = type(llama()).from_pretrained(tmp_path / "run" / "hf", dtype="auto").state_dict()
+            assert all(torch.equal(saved[name], x) for name, x in rank["weights"].items())
             assert rank["total"] == 2 and int(rank["sum"]) == 28 and float(rank["mean"]) == 2.0
             assert rank["gathered"].tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
             assert rank["objects"] == ["0", "2", "4", "6", "1", "3", "5", "7"]
@@ -113,6 +117,9 @@ def refusals() -> list[str]:
         accelerator.prepare(llama())
         found.append(refusal(accelerator.save_state, "nowhere"))
         found.append(refusal(parallel, **{name: x[None] for name, x in rows(1, 0)[0].items()}))
+        other = {name: x + 1 for name, x in parallel.full_state_dict().items()}
+        for how in ({"state_dict": other}, {"save_function": print}, {"push_to_hub": True}, {"widely": 1}):
+            found.append(refusal(parallel.save_pretrained, "nowhere", **how))
     return found
 
 
@@ -121,6 +128,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = [
         "found 'fp16'; use 'bf16'", "dispatch_batches=True.*leave it out", "made no step yet.*before the first step",
         "clip all, with model.parameters", "found 2 prepared; call autopar.save", "use train_step",
+        "a state_dict with another", "rank 0 writes by itself", "push_to_hub=True", "knows no widely",
     ]  # fmt: skip
     for text, pattern in zip(run_ranks(2, refusals)[0], words, strict=True):
         assert re.search(pattern, text), text

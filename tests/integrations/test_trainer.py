@@ -147,12 +147,66 @@ def test_a_loss_of_outputs(tmp_path: Path) -> None:
     assert max(differences(found, expected).values()) < EXACT
 
 
+def best(sizes: dict[str, int] | None, folder: str) -> tuple[list[dict[str, float]], Any]:
+    """Smoothed labels; the best of the checkpoints is taken at the end, and predicts."""
+    predicted: dict[str, Any] = {}
+    base: Any = transformers.Trainer if sizes is None else integrations.Trainer
+
+    class Predicts(base):
+        def train(self, *args: Any, **kwargs: Any) -> None:
+            super().train(*args, **kwargs)
+            out = self.predict(rows(6, 3))
+            predicted.update(out=torch.as_tensor(out.predictions), loss=out.metrics["test_loss"])
+
+    logs = trained(
+        sizes, folder, cls=Predicts, label_smoothing_factor=0.2, load_best_model_at_end=True,
+        metric_for_best_model="loss", save_strategy="steps",
+    )  # fmt: skip
+    return logs, predicted
+
+
+def test_smoothed_labels_the_best_checkpoint_and_predictions(tmp_path: Path) -> None:
+    logs, predicted = best(None, str(tmp_path / "one"))
+    losses = [log["eval_loss"] for log in logs if "eval_loss" in log]
+    assert losses[0] < losses[-1]  # the best one is not the last
+    for found, told in run_ranks(2, best, {"dp": 2}, str(tmp_path / "two"), timeout=200):
+        assert max(differences(found, logs).values()) < EXACT
+        assert float((told["out"] - predicted["out"]).abs().max()) < EXACT
+        assert told["loss"] == pytest.approx(predicted["loss"], abs=EXACT)
+
+
+def ragged(sizes: dict[str, int] | None, folder: str) -> list[dict[str, float]]:
+    """Batches of unlike lengths, padded by the collator to the longest row of the part."""
+
+    def data(count: int, seed: int) -> list[dict[str, list[int]]]:
+        return [
+            {name: x[: 4 + (5 * i) % 9].tolist() for name, x in row.items()} for i, row in enumerate(rows(count, seed))
+        ]
+
+    def collated(given: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        most = max(len(row["labels"]) for row in given)
+        fill = {"input_ids": 0, "labels": -100}
+        return {n: torch.tensor([row[n] + [x] * (most - len(row[n])) for row in given]) for n, x in fill.items()}
+
+    given = {"train_dataset": data(80, 1), "eval_dataset": data(10, 2), "data_collator": collated}
+    given |= {"compute_metrics": None}
+    options = {"shapes": autopar.Buckets(lengths=(8, 16))} if sizes else {}
+    return trained(sizes, folder, given=given, options=options, max_steps=2, save_strategy="no")
+
+
+def test_batches_of_changing_lengths(tmp_path: Path) -> None:
+    """`shapes=` of the options: parts of unlike lengths, the losses of one process."""
+    expected = ragged(None, str(tmp_path))
+    found = run_ranks(2, ragged, {"dp": 2}, str(tmp_path), timeout=200)[0]
+    worst = differences(found, expected)
+    assert worst["loss"] < EXACT and worst["grad_norm"] < EXACT and worst["eval_loss"] < EXACT
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"fp16": True}, "fp16 has no meaning on a mesh.*bf16=True"),
     ({"bf16_full_eval": True}, "bf16_full_eval has no meaning"),
     ({"torch_compile": True}, "torch_compile.*inductor"),
     ({"auto_find_batch_size": True}, "auto_find_batch_size.*plan"),
-    ({"label_smoothing_factor": 0.1}, "label_smoothing_factor.*compute_loss_func="),
     ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha.*before the trainer"),
     ({"optim": "lomo"}, "optim='lomo' steps within the backward"),
     ({"average_tokens_across_devices": False}, "average_tokens_across_devices=False; leave it out"),

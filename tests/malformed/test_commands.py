@@ -5,7 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import random
+import subprocess
+import sys
+
+import pytest
 
 from autopar.cli.main import main
 from tests.malformed.judge import NOISE
@@ -73,3 +78,18 @@ def test_command_lines() -> None:
     lines = [broken(rng) for _ in range(COUNT)]
     found = {" ".join(words)[:200]: text for words in lines if (text := problem(words))}
     assert not found, "\n".join(f"{line}: {text}" for line, text in found.items())
+
+
+def test_who_reads_nothing_or_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in ``autopar cache | head -1``, and Ctrl-C: no traceback."""
+    read, write = os.pipe()
+    os.close(read)
+    found = subprocess.run([sys.executable, "-m", "autopar", "cache"], stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert found.returncode == 141 and found.stderr == ""
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("autopar.cli.cache_command.entry_folder", interrupted)
+    assert run(["cache"]) == (130, "", "autopar: interrupted\n")
