@@ -34,6 +34,7 @@ gpu-check: $(STAMP)
 docs: $(STAMP)
 	$(PY) docs/make_passes.py
 	$(PY) docs/make_options.py
+	$(PY) docs/make_api.py
 	$(PY) -m tests.planted_page
 	$(PY) -m tests.habit_page
 	$(PY) -m tests.derived_rules_file

@@ -17,7 +17,7 @@ FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 @dataclass(frozen=True, repr=False)
 class Precision:
-    """A policy. All dtypes are names; an empty one leaves things as the model has them.
+    """Dtypes of parameters and of sums of gradients. All are names; an empty one leaves things as the model has them.
 
     compute: of parameters where they are used, and of floating inputs. A cut parameter is cast before it is gathered.
     stored: of parameters as they are held, stepped and saved. reduce: of gradients as they are summed over ranks, on

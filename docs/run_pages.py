@@ -1,7 +1,8 @@
 """Execute the pages whose code runs, and put its output into them.
 
-python docs/run_pages.py            runs the pages and rewrites their output blocks
-python docs/run_pages.py --check    runs the pages and fails where a page shows something else
+python docs/run_pages.py                  runs the pages and rewrites their output blocks
+python docs/run_pages.py --check          runs the pages and fails where a page shows something else
+python docs/run_pages.py [--check] guide  those of the guide; or some by their names, such as loops, guide/experts
 
 The ```python blocks of a page run in order in one namespace. A ```text block right behind one shows what it prints; a
 block that prints has one. ```python file=train.py is written to a file of that name, and not run: later blocks may
@@ -41,9 +42,9 @@ from autopar.schedule.request import SCHEDULES
 DOCS = Path(__file__).resolve().parent
 NAMES = (
     "walkthrough", "adding", "pipelines", "context_parallel", "memory", "precision", "saving", "experts", "loops",
-    "shapes", "guide/training", "guide/choosing_a_mesh",
+    "shapes",
 )  # fmt: skip
-PAGES = tuple(DOCS / f"{name}.md" for name in NAMES)
+GUIDE = tuple(sorted(f"guide/{file.stem}" for file in (DOCS / "guide").glob("*.md")))
 
 _FENCED = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -147,9 +148,11 @@ def difference(file: Path) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Check or rewrite the pages; returns the exit status."""
+    """Check or rewrite pages; returns the exit status."""
     status = 0
-    for file in PAGES:
+    asked = [x for x in arguments if x != "--check"]
+    for name in GUIDE if asked == ["guide"] else asked or (*NAMES, *GUIDE):
+        file = DOCS / f"{name}.md"
         if "--check" in arguments:
             found = difference(file)
             if found:
