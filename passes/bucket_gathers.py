@@ -88,11 +88,18 @@ def _waves(gm: GraphModule, limit: int) -> list[list[Chain]]:
             open_waves = {}
         elif is_call(node, SCATTER) and ends_in_output(node):
             chain = _chain(node, SCATTER)
-            if layer_of(_source(chain)) != layer:
-                open_waves, layer = {}, layer_of(_source(chain))
+            if _layer(_source(chain)) != layer:
+                open_waves, layer = {}, _layer(_source(chain))
             if _is_small(chain, node):
                 _add(found, open_waves, chain, limit)
     return [chains for chains in found if len(chains) > 1]
+
+
+def _layer(gradient: Node) -> str:
+    """Where a gradient is made: what casts it to the dtype of sums is in no layer."""
+    while not layer_of(gradient) and len(gradient.all_input_nodes) == 1:
+        gradient = gradient.all_input_nodes[0]
+    return layer_of(gradient)
 
 
 def _chain(node: Node, op: OpOverload) -> Chain:
