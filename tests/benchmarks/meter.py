@@ -5,7 +5,8 @@
     meter.sent, meter.calls, meter.peak
 
 Bytes are those that one rank sends under ring algorithms, from the tensors given to each collective: all-reduce
-2(n-1)/n, all-gather and reduce-scatter (n-1)/n of the whole, all-to-all (n-1)/n of a rank's piece, a send the tensor.
+2(n-1)/n, all-gather and reduce-scatter (n-1)/n of the whole, all-to-all (n-1)/n of a rank's piece, or what is for
+other ranks where it says how much, a send the tensor.
 Memory is the storage that tensors of dispatched operators hold; buffers that only C++ sees (those of gloo) are not.
 """
 
@@ -80,6 +81,10 @@ class Meter(TorchDispatchMode):
             self.calls["send"] += 1
             self.sent["send"] += _bytes_in(args[0])
             return
+        if (rows := _rows_that_leave(name, args)) is not None:
+            self.calls["all_to_all_rows"] += 1
+            self.sent["all_to_all_rows"] += rows
+            return
         kind, position, times = COLLECTIVES[name]  # an operator that is not here must not pass unseen
         size, ranks = _bytes_in(out if position is None else args[position]), _ranks_of(args)
         self.calls[kind] += 1
@@ -101,6 +106,15 @@ class Meter(TorchDispatchMode):
             storage = tensor.untyped_storage()
             if storage.device.type != "meta" and not self._elsewhere(tensor):
                 self._storages[id(storage)] = weakref.ref(storage)
+
+
+def _rows_that_leave(name: str, args: Any) -> int | None:
+    """Bytes of the rows for other ranks, of an exchange (over all ranks) that says how many are for whom; else None."""
+    given = {"c10d::alltoall_base_": (1, 4), "_c10d_functional::all_to_all_single": (0, 2)}.get(name)
+    if given is None or not args[given[1]]:
+        return None
+    (x,), splits = _plain(args[given[0]]), args[given[1]]
+    return (sum(splits) - splits[dist.get_rank()]) * x[:0].shape[1:].numel() * x.element_size()
 
 
 def _bytes_in(values: Any) -> int:

@@ -192,7 +192,7 @@ def ours(work: Workload, axis: str, **options: Any) -> Runner:
     """autopar on one axis over all ranks."""
     sizes = {axis: dist.get_world_size()}
     model = autopar.parallelize(work.model(), autopar.init_mesh(**sizes), **options)
-    batch = _part(work.tokens()) if axis == "dp" else work.tokens()
+    batch = _part(work.tokens()) if axis in ("dp", "ep") else work.tokens()
 
     def step() -> Tensor:
         model.zero_grad(set_to_none=True)
