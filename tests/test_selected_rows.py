@@ -59,6 +59,7 @@ BODIES: dict[str, Body] = {
     "equal masks": lambda s, h, x, t, m: F.cross_entropy(h[t > 1], t[t > 1], reduction="sum"),
     "flat": lambda s, h, x, t, m: F.cross_entropy(h.view(-1, 4)[m.view(-1)], t.view(-1)[m.view(-1)]),
     "losses of rows": lambda s, h, x, t, m: (F.cross_entropy(h[m], t[m], reduction="none") * x[m][:, 0]).mean(),
+    "shifted": lambda s, h, x, t, m: F.cross_entropy(h[:, :-1][m[:, 1:]], t[:, 1:][m[:, 1:]]),
     "squares": lambda s, h, x, t, m: F.mse_loss(h[m], x[m, :][:, :4]),
     "entries": lambda s, h, x, t, m: F.l1_loss(
         h.masked_select(m.unsqueeze(-1)), x[..., :4].masked_select(m.unsqueeze(-1))

@@ -31,6 +31,7 @@ from autopar.adapters import row_functions as known
 from autopar.adapters.known_values import count_answer, writes
 
 _TENSOR: Any = Tensor
+_PLAIN = (int, float, bool, str, slice, type(None), type(Ellipsis), torch.dtype, torch.device)
 _PICKS = (_TENSOR.__getitem__,)
 _SELECTS = (torch.masked_select, _TENSOR.masked_select)
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -279,7 +280,7 @@ class SelectedRows:
                     key = self._keys[x] = ("tensor", next(self._numbers))
                 keys.append((key, x._version))
             else:
-                keys.append((type(x), x if isinstance(x, (int, float, bool, str, type(None))) else id(x)))
+                keys.append((type(x), repr(x) if isinstance(x, _PLAIN) else next(self._numbers)))
         return tuple(keys), str(spec)
 
     def _looked_at(self, rows: bool) -> _Noted:
