@@ -48,6 +48,15 @@ class _RankReport:
     consequence: bool = False  # it failed because another rank did
 
 
+class LaunchError(RuntimeError):
+    """Ranks that `launch` has started failed. refusal: what each of them refuses, one and the same; "" for anything
+    else."""
+
+    def __init__(self, text: str, refusal: str = "") -> None:
+        super().__init__(text)
+        self.refusal = refusal
+
+
 def launch(
     fn: Callable[..., Any],
     nproc: int = 4,
@@ -226,8 +235,15 @@ def _collect(processes: list[BaseProcess], pipes: list[Connection], store: dist.
                 deadline = time.monotonic() + GRACE
     failed = {rank: r for rank, r in enumerate(reports) if r is not None and r.error}
     if failed:
-        raise RuntimeError(_story(failed, [rank for rank, r in enumerate(reports) if r is None]))
+        raise LaunchError(_story(failed, [rank for rank, r in enumerate(reports) if r is None]), _refusal(failed))
     return [r.value for r in reports if r is not None]
+
+
+def _refusal(failed: dict[int, _RankReport]) -> str:
+    """The words of a ValueError, if that is what all ranks that failed by themselves say."""
+    said = {r.error for r in failed.values() if not r.consequence}
+    (words,) = said if len(said) == 1 else ("",)
+    return words.removeprefix("ValueError: ") if words.startswith("ValueError: ") else ""
 
 
 def _fate(code: int | None) -> str:

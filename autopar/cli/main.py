@@ -54,8 +54,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("autopar: interrupted", file=sys.stderr)
         return INTERRUPTED
     except (ValueError, OSError) as error:
-        print(f"autopar: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return _said(str(error))
+    except RuntimeError as error:  # of `launch`, which this does not import
+        if not getattr(error, "refusal", ""):
+            raise
+        return _said(error.refusal)  # type: ignore[attr-defined]
+
+
+def _said(text: str) -> int:
+    print(f"autopar: {' '.join(text.split())}", file=sys.stderr)
+    return 2
 
 
 def _unread() -> int:

@@ -34,11 +34,13 @@ class Progress:
         self.shown = sys.stderr.isatty()
         self._last, self._timings = "the start", dict[str, float]()
         self._over = threading.Event()
+        self._teller: threading.Thread | None = None
 
     def begin(self) -> Progress:
         """Say something from time to time, whatever takes long. Ends with `close`."""
         if not self.shown:
-            threading.Thread(target=self._tell, daemon=True).start()
+            self._teller = threading.Thread(target=self._tell, daemon=True)
+            self._teller.start()
         return self
 
     def _elapsed(self) -> float:
@@ -61,6 +63,8 @@ class Progress:
     def close(self) -> None:
         """Take the line away; of a long compilation say which phases took how long."""
         self._over.set()
+        if self._teller is not None:
+            self._teller.join()  # nothing is said after the last line
         if self.status is not None:
             self.status.stop()
         if self._elapsed() >= self._every and self._timings:

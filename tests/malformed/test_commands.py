@@ -13,6 +13,7 @@ import sys
 import pytest
 
 from autopar.cli.main import main
+from autopar.runtime.launch import LaunchError, _RankReport, _refusal
 from tests.malformed.judge import NOISE
 
 VALID = [
@@ -93,3 +94,21 @@ def test_who_reads_nothing_or_interrupts(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr("autopar.cli.cache_command.entry_folder", interrupted)
     assert run(["cache"]) == (130, "", "autopar: interrupted\n")
+
+
+def test_what_all_ranks_refuse_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> None:
+        words = "tensor_parallel: no weight can be cut over axis 'tp' of size 3\nchoose another size"
+        raise LaunchError("launch: rank 0 failed: ...\ntraceback of rank 0: ...", words)
+
+    monkeypatch.setattr("autopar.cli.cache_command.entry_folder", refused)
+    expected = "autopar: tensor_parallel: no weight can be cut over axis 'tp' of size 3 choose another size\n"
+    assert run(["cache"]) == (2, "", expected)
+
+
+def test_what_one_rank_fails_of_is_no_refusal() -> None:
+    same = {rank: _RankReport(error="ValueError: too long") for rank in range(2)}
+    assert _refusal(same) == "too long"
+    assert _refusal({**same, 2: _RankReport(error="rank 0 died", consequence=True)}) == "too long"
+    assert _refusal({**same, 2: _RankReport(error="ValueError: too short")}) == ""
+    assert _refusal({0: _RankReport(error="KeyError: 'boom'")}) == ""
