@@ -35,7 +35,7 @@ WITH_POLES = _words(
 )
 _OVER_DIMS = _words(
     "softmax log_softmax logsumexp sum mean amax amin argmax argmin max min prod std var norm normalize cumsum "
-    "cosine_similarity sort flip"
+    "cosine_similarity sort"
 )
 # Of comparisons of the same tensors come the same masks.
 OF_MASKS = _words(
@@ -113,7 +113,7 @@ def _dims_beside(x: Tensor, dims: Any) -> bool:
 
 def _dim_beside(default: int | None) -> Callable[[Tensor, tuple[Any, ...], dict[str, Any]], bool]:
     def way(x: Tensor, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        dim = kwargs.get("dim", rest[-1] if rest and isinstance(rest[-1], int) else default)
+        dim = kwargs.get("dim", rest[0] if rest else default)
         return isinstance(dim, int) and dim % x.dim() != 0
 
     return way

@@ -60,7 +60,10 @@ class SelectedRows:
             with self._looked_at(rows=True):
                 key = self._key_of(picked[1])
                 made = self._pick(*(_spread(*picked) if function in _SELECTS else picked), key)
-            self._fresh[made] = lambda: function(*args, **kwargs)
+            versions = [x._version for x in picked]
+            self._fresh[made] = lambda: (
+                function(*args, **kwargs) if versions == [x._version for x in picked] else made[self._masks[made]]
+            )
             return (made,)
         rows = self._rows_in((args, kwargs))
         if not rows:
