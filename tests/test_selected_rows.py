@@ -190,7 +190,10 @@ REFUSED: dict[str, tuple[Body, str]] = {
     ),
     "rows that meet": (lambda s, h, x, t, m: h[m].softmax(0).square().mean(), "size of the result depends on values"),
     "one row": (lambda s, h, x, t, m: h[m].select(0, 3).mean(), "of the result depends on values|only values tell"),
-    "rows turned around": (lambda s, h, x, t, m: (h[m].flip(1, 0) * x[m][:, :4]).mean(), "of the result depends on values|only values tell"),
+    "rows turned around": (
+        lambda s, h, x, t, m: (h[m].flip(1, 0) * x[m][:, :4]).mean(),
+        "of the result depends on values|only values tell",
+    ),
     "rows returned": (lambda s, h, x, t, m: h[m], "the forward returns rows that a mask has picked"),
     "rows counted in Python": (lambda s, h, x, t, m: h[m].sum() / len(h[m]), "a number that only values tell"),
     "rows written to": (written, "asked for what they were"),
