@@ -171,7 +171,7 @@ def _compiler(
             shared.forget()
         # without gradients there are none to add up, and no tokens are dropped
         chosen = options if how["train"] else dataclasses.replace(options, micro_batches=1, capacity=0.0)
-        measured = {name: how.pop(name) for name in ("recorded", "load", "sent") if name in how}
+        measured = {name: how.pop(name) for name in ("recorded", "modules", "load", "sent") if name in how}
         folder = dumper_for(how.pop("dump", dump))
         progress = Progress(f"compiling {type(skeleton).__name__}").begin() if groups.rank == 0 else None
         observers = [watch for watch in (folder, progress) if watch is not None]

@@ -21,7 +21,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
-from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY, maybe_install_capturing_hooks
 
 from autopar.capture import ADAPTERS
 from autopar.ir.recipe import Recipe, as_they_are
@@ -143,6 +143,7 @@ class TransformersAdapter:
         arguments = {k: v for k, v in batch.items() if v is not None and k not in ("use_cache", "return_dict")}
         if "use_cache" in known:
             arguments["use_cache"] = False
+        _hook_recorded(model, arguments)
         return arguments
 
     @contextlib.contextmanager
@@ -199,6 +200,16 @@ class TransformersAdapter:
 
     def recipes_to_save(self, model: nn.Module, names: list[str]) -> list[Recipe]:
         return recipes_to_save(model, names) if isinstance(model, PreTrainedModel) else as_they_are(names)
+
+
+def _hook_recorded(model: nn.Module, arguments: Mapping[str, Any]) -> None:
+    """What transformers records of layers (``output_router_logits``) it records with hooks that the first forward which
+    is asked for it registers: ahead of the capture, the forward changes nothing."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            asked = [f"output_{key}" for key in _CAN_RECORD_REGISTRY.get(module)]
+            if any(arguments.get(key, getattr(module.config, key, False)) for key in asked):
+                maybe_install_capturing_hooks(module)
 
 
 def _parents(model: nn.Module, path: str) -> list[nn.Module]:

@@ -24,6 +24,7 @@ from torch.fx.graph import CodeGen
 
 from autopar.adapters.graph_nodes import copied_node
 from autopar.adapters.operators import OpOverload, argument_defaults, name_of
+from autopar.ir.meta import TRACE, inherit
 from autopar.ir.waits import WaitPlaces, is_started, overwritten, pauses_at
 from autopar.ops.traits import COLLECTIVES, COPIES, LOCAL
 from autopar.runtime import comm
@@ -33,6 +34,7 @@ from autopar.runtime.comm import Ledger, Traffic, finish, traffic_of
 from autopar.runtime.functional import Collectives, finish_with, functional_call
 from autopar.runtime.groups import Groups
 from autopar.runtime.host_copies import HostCopies
+from autopar.runtime.module_spans import is_watched, left_after, watched_code
 from autopar.runtime.op_errors import operator_explained
 from autopar.runtime.pausing import Steps, drained, make_generator, pause_here, pauses_in
 
@@ -56,20 +58,28 @@ class Bound:
     traffic: of the collectives in one run, but for rows of experts. comms: what attention over cut sequences exchanges
     with; they count what has been sent in all runs so far, rows of experts included. made: fake values of what it
     returns, if it is compiled code. paused: the same as code that pauses (`autopar.runtime.pausing`), if it does.
+    lowered: the graph that runs operator by operator.
     """
 
     run: Callable[[list[Any]], tuple[Any, ...]]
     traffic: Ledger
     code: str = field(repr=False)
     comms: Comms = field(repr=False)
-    graph: Graph | None = field(default=None, repr=False)
+    lowered: GraphModule | None = field(default=None, repr=False)
     made: list[Any] | None = field(default=None, repr=False)
     paused: Callable[[list[Any]], Steps] | None = field(default=None, repr=False)
 
     def __call__(self, inputs: list[Any]) -> tuple[Any, ...]:
         """Raises ValueError that names the model's line for an operator that refuses its inputs."""
         with self._explained():
+            if is_watched() and self.lowered is not None and self.paused is None:
+                return left_after(self._watched.forward, inputs)
             return self.run(inputs)
+
+    @functools.cached_property
+    def _watched(self) -> GraphModule:
+        assert self.lowered is not None
+        return watched_code(self.lowered, _BoxedCode())
 
     def steps(self, inputs: list[Any]) -> Steps:
         """The same with pauses, of a graph that has some."""
@@ -82,7 +92,7 @@ class Bound:
         try:
             yield
         except (RuntimeError, IndexError) as error:
-            said = operator_explained(error, self.graph) if self.graph is not None else None
+            said = operator_explained(error, self.lowered.graph) if self.lowered is not None else None
             if said is None:
                 raise
             raise said from error
@@ -106,8 +116,8 @@ def bind(gm: GraphModule, groups: Groups, backend: str = "eager", given: Sequenc
         return Bound(run, traffic, gm.code, comms, made=made)
     lowered = _lower(gm, _Eager(groups, comms), pauses)
     if not pauses_in(lowered.graph):
-        return Bound(lowered.forward, traffic, lowered.code, comms, lowered.graph)
-    return Bound(drained(lowered.forward), traffic, lowered.code, comms, lowered.graph, paused=lowered.forward)
+        return Bound(lowered.forward, traffic, lowered.code, comms, lowered)
+    return Bound(drained(lowered.forward), traffic, lowered.code, comms, lowered, paused=lowered.forward)
 
 
 def traffic_of_graph(gm: GraphModule, groups: Groups) -> Ledger:
@@ -169,20 +179,25 @@ def _lower(gm: GraphModule, calls: _Calls, pauses: str = "") -> GraphModule:
     graph, waits = Graph(), WaitPlaces(gm)
     new: dict[Node, Node] = {}
 
+    def call(node: Node, target: Callable[..., Any], args: tuple[Node, ...]) -> Node:
+        made = graph.call_function(target, args)
+        inherit(made, node, TRACE)
+        return made
+
     def wait(collectives: list[Node]) -> None:
         if pauses_at(collectives, pauses):
             graph.call_function(pause_here)
         for collective in collectives:
-            new[collective] = graph.call_function(calls.finish(collective), (new[collective],))
+            new[collective] = call(collective, calls.finish(collective), (new[collective],))
 
     for node in gm.graph.nodes:
         wait(waits.before(node))
         if is_started(node):
             given = [x for x in named_arguments(node).values() if isinstance(x, Node)]
-            new[node] = graph.call_function(calls.start(node), tuple(new[x] for x in given))
+            new[node] = call(node, calls.start(node), tuple(new[x] for x in given))
             wait(waits.started(node))
         elif node.op == "call_function" and node.target in LOCAL:
-            new[node] = graph.call_function(calls.local(node), (new[named_arguments(node)["x"]],))
+            new[node] = call(node, calls.local(node), (new[named_arguments(node)["x"]],))
         elif node.op != "call_function" or node.target not in COLLECTIVES:
             new[node] = copied_node(graph, node, new.__getitem__)
             calls.other(node, new[node])

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ from autopar.runtime.feed import SCALE, Feed
 from autopar.runtime.groups import Groups
 from autopar.runtime.held_weights import HeldWeights
 from autopar.runtime.instructions import Entry, Program
+from autopar.runtime.module_spans import ModuleSpans, Span, watched_modules
 from autopar.runtime.point_to_point import AXIS, Channels
 from autopar.runtime.rounds_ahead import links_ahead
 from autopar.runtime.stage_exchange import StageExchange
@@ -76,8 +77,9 @@ class Executor:
     """The bound step of one batch shape. ``traffic`` grows with every step.
 
     All ranks of the world must make theirs at the same time: it makes process groups. record: after a step ``timeline``
-    has (action, start, end) in seconds of every action, waiting for other ranks left out. measure: ``peaks`` has the
-    most of what was alive at a time (slow). held: gathered weights that outlive a step.
+    has (action, start, end) in seconds of every action, waiting for other ranks left out, and ``modules`` what of it
+    the host was in which module; of cells that take turns it has none. measure: ``peaks`` has the most of what was
+    alive at a time (slow). held: gathered weights that outlive a step.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class Executor:
         self.constants = {name: x if x.is_meta else x.to(groups.device) for name, x in held.items()}
         self.seeds = [spec.name for spec in self.specs.values() if spec.kind == "seed"]
         self.timeline: list[tuple[Action, float, float]] = []
+        self.modules: list[Span] = []
         self.load: ExpertLoad | None = None  # of the module, that it counts for
         self._experts: dict[int, list[str]] = {}  # by part: names of layers
         self.peaks = Peaks()
@@ -263,7 +266,7 @@ class Executor:
             self._rehearses = False
             self._rehearse(values)
         slots = self._fed(values)
-        self.timeline, self.peaks, self._live = [], Peaks(), set[tuple[int, int, int]]()
+        self.timeline, self.modules, self.peaks, self._live = [], [], Peaks(), set[tuple[int, int, int]]()
         self._run(self._forward, slots)
         return slots
 
@@ -293,7 +296,7 @@ class Executor:
     def _run(self, entries: list[Entry], slots: list[Any]) -> None:
         profiled = is_profiled()
         for entry in self._runs[entries is self._backward]:
-            with record_function(_name_of(entry)) if profiled else nullcontext():
+            with self._looked_at(entry, profiled) if profiled or self.record else nullcontext():
                 start = self._counted(entry, slots)
             if self._watched:
                 end = time.perf_counter()
@@ -303,6 +306,15 @@ class Executor:
         self._traffic = add_ledgers(self._traffic, self._traffic_of[entries is self._backward])
         if entries is self._forward and self.held.on:
             self._traffic = add_ledgers(self._traffic, self.held.saved())
+
+    @contextmanager
+    def _looked_at(self, entry: Entry | PairedEntries, profiled: bool) -> Iterator[None]:
+        """For torch's profiler, and for ``modules``."""
+        spans = ModuleSpans(named=profiled)
+        with record_function(_name_of(entry)) if profiled else nullcontext(), watched_modules(spans):
+            yield
+        if self.record:
+            self.modules += spans.found
 
     def _counted(self, entry: Entry | PairedEntries, slots: list[Any]) -> float:
         """Run an entry; of a forward of training, count which experts were chosen."""
@@ -350,15 +362,13 @@ def _told(found: list[Tensor]) -> Iterator[None]:
     found += more
 
 
-Recording = Sequence[tuple[Action, float, float]]  # (action, start, end) in seconds
+T = TypeVar("T")
 
 
-def per_rank(recorded: Iterable[tuple[Mapping[str, int], Recording]]) -> list[Recording]:
-    """What to draw of what all ranks of the world recorded, as (coordinate on the mesh, actions) pairs: for every
+def per_rank(recorded: Iterable[tuple[Mapping[str, int], T]]) -> list[T]:
+    """What to draw of what all ranks of the world recorded, as (coordinate on the mesh, what) pairs: for every
     coordinate on pp the first rank, whose other coordinates are 0."""
     first = {
-        where.get(AXIS, 0): actions
-        for where, actions in recorded
-        if not any(i for axis, i in where.items() if axis != AXIS)
+        where.get(AXIS, 0): what for where, what in recorded if not any(i for axis, i in where.items() if axis != AXIS)
     }
     return [first[i] for i in sorted(first)]

@@ -36,6 +36,7 @@ from autopar.runtime.model_on_mesh import ModelOnMesh
 from autopar.runtime.note_watch import NoteWatch
 from autopar.runtime.optimizer_steps import watch_optimizers
 from autopar.runtime.pending import now, watch_steps
+from autopar.runtime.point_to_point import AXIS
 from autopar.runtime.results import rebuild_outputs
 from autopar.runtime.run_folder import RunLine
 from autopar.runtime.scaler import GradScaler
@@ -325,8 +326,9 @@ class ParallelModule(ModelOnMesh):
     def trace(self, folder: str | Path, **batch: Any) -> Tensor:
         """A `train_step` that records when every action ran; returns its loss.
 
-        Writes what `dump` writes, the measured timeline beside the simulated one, and which experts got the tokens so
-        far (`expert_load`), with the bytes of their rows that left each rank. Collective.
+        Writes what `dump` writes, the measured timeline beside the simulated one, as a Chrome trace (``trace.json``)
+        with the modules within its actions, and which experts got the tokens so far (`expert_load`), with the bytes of
+        their rows that left each rank. Collective.
         """
         self.train_step(**batch)  # compiles, and warms up
         executor = self._cache.last
@@ -338,14 +340,18 @@ class ParallelModule(ModelOnMesh):
             executor.record = False
         found: list[Any] = [None] * self._groups.mesh.world_size
         with reporting("trace"):
+            shown = not any(i for axis, i in self._groups.coordinate.items() if axis != AXIS)  # see `per_rank`
+            modules = executor.modules if shown else []  # they are many
             rows = rows_sent(ledger_between(before, executor.traffic))
-            torch.distributed.all_gather_object(found, (self._groups.coordinate, executor.timeline, rows))
+            torch.distributed.all_gather_object(found, (self._groups.coordinate, executor.timeline, rows, modules))
             load = {} if self._cache.backend == "cudagraphs" else self.expert_load()
         sent = {
-            axis: [of_rank.get(axis, 0) for *_, of_rank in found] for axis in sorted({a for *_, r in found for a in r})
+            axis: [of_rank.get(axis, 0) for _, _, of_rank, _ in found]
+            for axis in sorted({a for _, _, of_rank, _ in found for a in of_rank})
         }
         measured = {"load": {layer: x.tolist() for layer, x in load.items()}, "sent": sent}
-        self._cache.dump(folder, executor, recorded=per_rank(x[:2] for x in found), **measured)
+        actions, modules = per_rank(x[:2] for x in found), per_rank((x[0], x[3]) for x in found)
+        self._cache.dump(folder, executor, recorded=actions, modules=modules, **measured)
         return loss
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import operator
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -188,6 +189,15 @@ def test_an_auxiliary_loss_is_that_of_the_whole_batch(mesh: Mesh) -> None:
     made = compile_graph(capture(model, batch, exact=True), mesh, outputs=())
     assert len(made.losses) == 1
     check(Run(made, model, batch, mesh, SEED).errors(expected))
+
+
+@pytest.mark.parametrize("asked", ["by its config", "by the batch"])
+def test_what_transformers_records_of_layers_is_no_change_of_the_model(asked: str) -> None:
+    """Its first forward that is asked for router logits registers hooks: no state that the forward writes."""
+    model, batch = tiny("qwen3_moe", **(AUXILIARY if asked == "by its config" else {}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        capture(model, batch if asked == "by its config" else {**batch, "output_router_logits": True})
 
 
 def test_the_graph() -> None:

@@ -199,6 +199,11 @@ def traced(sizes: dict[str, int], folder: str) -> tuple[float, float]:
     return float(parallel.trace(folder, **batch())), float(parallel.train_step(**batch()))
 
 
+def _is_within(event: dict[str, Any], other: dict[str, Any]) -> bool:
+    start, end = other["ts"], other["ts"] + other["dur"]
+    return start <= event["ts"] and event["ts"] + event["dur"] <= end + 2e-3  # microseconds, each rounded
+
+
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 2}], ids=str)
 def test_any_step_can_be_measured(sizes: dict[str, int], tmp_path: Path) -> None:
     """The trace and the report of a step, with and without stages: all that was done, in its order."""
@@ -208,8 +213,17 @@ def test_any_step_can_be_measured(sizes: dict[str, int], tmp_path: Path) -> None
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     (measured,) = (e["pid"] for e in events if e["name"] == "process_name" and e["args"]["name"] == "measured")
     spans = sorted((e for e in events if e["ph"] == "X" and e["pid"] == measured), key=lambda e: e["ts"])
+    blocks: list[str] = []  # of all ranks
     for rank, row in enumerate(rows):
-        assert [e["name"] for e in spans if e["tid"] // 2 == rank] == row
+        mine = [e for e in spans if e["tid"] // 2 == rank]
+        actions, modules = ([e for e in mine if (e["cat"] == "module") == wanted] for wanted in (False, True))
+        assert [e["name"] for e in actions] == row
+        found = {(kind, e["name"]) for e in modules for a in actions if _is_within(e, a) for kind in a["cat"]}
+        ahead, behind = ({name for kind, name in found if kind == wanted} for wanted in "FW")
+        assert ahead == behind and "blocks" in ahead
+        blocks += sorted(ahead - {"blocks"})
+        assert all(any(_is_within(e, a) for a in actions) for e in modules)
+    assert blocks == [f"blocks.{i}" for i in range(4)]
     if "tp" in sizes:
         assert rows == [["0F0", "0BW0", "0F1", "0BW1", "0F2", "0BW2", "0F3", "0BWR3"]]
     assert "<dt>measured</dt>" in (tmp_path / "report.html").read_text()

@@ -3,21 +3,25 @@
     write_trace("step.json", {"simulated": events_of(timeline)}, unit=1e-3)
 
 Events are (rank, action, start, end). One process per run, one thread per rank; transfers that were measured have a
-thread of their own, since they run beside the computation. Arrows go from a send to its receive.
+thread of their own, since they run beside the computation. Arrows go from a send to its receive. Modules that were
+measured lie within their actions.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from autopar.schedule.order import BACKWARD, TRANSFERS, Action
 from autopar.schedule.simulate import Timeline
 
 Event = tuple[int, Action, float, float]
+Span = tuple[str, float, float]  # path of a module, when the host was in it
 
 # Perfetto picks colours by name; these are chrome://tracing's names for blue, green, yellow and purple.
 _COLORS = {"F": "thread_state_runnable", "B": "good", "W": "bad", "BW": "rail_response", "BWR": "rail_response"}
@@ -40,20 +44,33 @@ def measured_events(ranks: Sequence[Iterable[tuple[Action, float, float]]], unit
     ]
 
 
-def chrome_trace(runs: Mapping[str, Iterable[Event]], unit: float = 1.0) -> dict[str, Any]:
+def chrome_trace(
+    runs: Mapping[str, Iterable[Event]],
+    unit: float = 1.0,
+    modules: Mapping[str, Sequence[Iterable[Span]]] = MappingProxyType({}),
+) -> dict[str, Any]:
     """The trace as plain JSON values.
 
-    runs: name, such as "simulated" -> events. unit: seconds per unit of their times. Each run starts at 0.
+    runs: name, such as "simulated" -> events. unit: seconds per unit of their times. Each run starts at 0. modules: of
+    a run, what each rank was in; a span holds those of what is in it.
     """
     out: list[dict[str, Any]] = []
     for process, (name, run) in enumerate(runs.items()):
-        out += _run(process, name, sorted(run, key=lambda e: (e[0], e[2], e[3])), unit * 1e6)
+        events = sorted(run, key=lambda e: (e[0], e[2], e[3]))
+        clock = _Clock(min((start for _, _, start, _ in events), default=0.0), unit * 1e6)
+        out += _run(process, name, events, clock)
+        out += _modules(process, modules.get(name, ()), clock)
     return {"traceEvents": out, "displayTimeUnit": "ms"}
 
 
-def write_trace(file: str | Path, runs: Mapping[str, Iterable[Event]], unit: float = 1.0) -> None:
+def write_trace(
+    file: str | Path,
+    runs: Mapping[str, Iterable[Event]],
+    unit: float = 1.0,
+    modules: Mapping[str, Sequence[Iterable[Span]]] = MappingProxyType({}),
+) -> None:
     """Write `chrome_trace` to a file."""
-    Path(file).write_text(json.dumps(chrome_trace(runs, unit)) + "\n", encoding="utf-8")
+    Path(file).write_text(json.dumps(chrome_trace(runs, unit, modules)) + "\n", encoding="utf-8")
 
 
 def transfers(events: Iterable[Event]) -> list[tuple[Event, Event]]:
@@ -100,29 +117,48 @@ def _unit(action: Action) -> tuple[int, int, int]:
     return (action.stage, action.micro_batch, action.slice)
 
 
-def _run(process: int, name: str, events: Sequence[Event], microseconds: float) -> Iterator[dict[str, Any]]:
-    origin = min((start for _, _, start, _ in events), default=0.0)
+@dataclass(frozen=True)
+class _Clock:
+    """Times of a run, in microseconds from its start."""
+
+    origin: float
+    microseconds: float
+
+    def at(self, time: float) -> float:
+        return round((time - self.origin) * self.microseconds, 3)
+
+    def lasts(self, start: float, end: float) -> float:
+        return round((end - start) * self.microseconds, 3)
+
+
+def _modules(process: int, ranks: Sequence[Iterable[Span]], clock: _Clock) -> Iterator[dict[str, Any]]:
+    for rank, spans in enumerate(ranks):
+        for path, start, end in sorted(spans, key=lambda s: (s[1], -s[2], len(s[0]))):  # outer ones first
+            yield {
+                "ph": "X", "name": path, "cat": "module", "pid": process, "tid": 2 * rank, "ts": clock.at(start),
+                "dur": clock.lasts(start, end),
+            }  # fmt: skip
+
+
+def _run(process: int, name: str, events: Sequence[Event], clock: _Clock) -> Iterator[dict[str, Any]]:
     yield _named("process_name", name, pid=process)
     for thread, label in sorted({_thread(e): _label(e) for e in events}.items()):
         yield _named("thread_name", label, pid=process, tid=thread)
         yield {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": thread, "args": {"sort_index": thread}}
-
-    def at(time: float) -> float:
-        return round((time - origin) * microseconds, 3)
 
     for event in events:
         _, action, start, end = event
         facts = {"stage": action.stage, "micro_batch": action.micro_batch, "slice": action.slice}
         slice_: dict[str, Any] = {
             "ph": "X", "name": str(action), "cat": action.kind, "pid": process, "tid": _thread(event),
-            "ts": at(start), "dur": round((end - start) * microseconds, 3), "args": facts,
+            "ts": clock.at(start), "dur": clock.lasts(start, end), "args": facts,
         }  # fmt: skip
         yield slice_ | ({"cname": _COLORS[action.kind]} if action.kind in _COLORS else {})
     for number, (one, other) in enumerate(transfers(events)):
         flow = {"name": str(one[1]), "cat": "transfer", "id": f"{process}.{number}", "pid": process}
         leaves, arrives = _ends(one, other)
-        yield flow | {"ph": "s", "tid": _thread(one), "ts": at(leaves)}
-        yield flow | {"ph": "f", "bp": "e", "tid": _thread(other), "ts": at(max(leaves, arrives))}
+        yield flow | {"ph": "s", "tid": _thread(one), "ts": clock.at(leaves)}
+        yield flow | {"ph": "f", "bp": "e", "tid": _thread(other), "ts": clock.at(max(leaves, arrives))}
 
 
 def _ends(one: Event, other: Event) -> tuple[float, float]:

@@ -26,6 +26,7 @@ from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import Shard
 from autopar.plan import Plan
 from autopar.report.attention_section import attention_sections
+from autopar.report.chrome_trace import Span
 from autopar.report.expert_section import Load, Sent, expert_sections
 from autopar.report.graph_text import diff, format_graph
 from autopar.report.human_numbers import human_bytes
@@ -161,15 +162,18 @@ class Dumper:
         if step:
             self._steps.append(name)
 
-    def add_pipeline(self, compiled: Compiled, recorded: Sequence[Recorded] = ()) -> None:
+    def add_pipeline(
+        self, compiled: Compiled, recorded: Sequence[Recorded] = (), modules: Sequence[Sequence[Span]] = ()
+    ) -> None:
         """The schedule of a compiled step: order.txt, trace.json, and a section of the report. Nothing for a model of
         one part that nobody has measured.
 
-        recorded: what every coordinate on pp measured in a step, see `autopar.report.pipeline_dump.dump_pipeline`.
+        recorded, modules: what every coordinate on pp measured in a step, see
+        `autopar.report.pipeline_dump.dump_pipeline`.
         """
         if not self.enabled or (len(compiled.pipeline.parts) == 1 and not recorded):
             return
-        self.sections += dump_pipeline(self.folder, compiled, recorded)
+        self.sections += dump_pipeline(self.folder, compiled, recorded, modules)
         ranks = range(compiled.plan.mesh.size("pp"))
         self._ranks = {f"a step, pp {rank}": step_communication(compiled, rank) for rank in ranks}
 
@@ -189,6 +193,7 @@ class Dumper:
         self,
         compiled: Compiled,
         recorded: Sequence[Recorded] = (),
+        modules: Sequence[Sequence[Span]] = (),
         summary: Iterable[tuple[str, str]] = (),
         load: Load | None = None,
         sent: Sent | None = None,
@@ -196,7 +201,7 @@ class Dumper:
         """All that there is to say of a compiled model, and `finish`. load, sent: of its experts, as measured."""
         self.add_model(compiled)
         self.add_attention(compiled)
-        self.add_pipeline(compiled, recorded)
+        self.add_pipeline(compiled, recorded, modules)
         self.sections += expert_sections(compiled, load or {}, sent or {})
         ctx = Compilation(compiled.plan.mesh, compiled.plan, timings=compiled.timings)
         self.finish(ctx, parameters=compiled.parameters, summary=summary)

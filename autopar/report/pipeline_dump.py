@@ -17,7 +17,7 @@ from autopar.cost.memory import memories
 from autopar.cost.step_timeline import step_timeline
 from autopar.cost.step_traffic import step_communication
 from autopar.ir.layer_names import modules_of
-from autopar.report.chrome_trace import Event, events_of, measured_events, write_trace
+from autopar.report.chrome_trace import Event, Span, events_of, measured_events, write_trace
 from autopar.report.human_numbers import human_bytes
 from autopar.report.page import Section, table
 from autopar.report.pipeline_section import pipeline_section
@@ -31,11 +31,14 @@ UNIT = 1e-3  # seconds per unit of the pictures' times
 Recorded = Sequence[tuple[Action, float, float]]
 
 
-def dump_pipeline(folder: Path, compiled: Compiled, recorded: Sequence[Recorded] = ()) -> list[Section]:
+def dump_pipeline(
+    folder: Path, compiled: Compiled, recorded: Sequence[Recorded] = (), modules: Sequence[Sequence[Span]] = ()
+) -> list[Section]:
     """Write order.txt and trace.json, and make the sections of the report.
 
     recorded: for every coordinate on pp, (action, start, end) in seconds of one clock, as an executor that was made
-    with ``record=True`` has them in ``timeline``; () for none.
+    with ``record=True`` has them in ``timeline``; () for none. modules: (path, start, end) by the same clock, as it has
+    them in ``modules``.
     """
     measured = measured_events(recorded, UNIT) or None
     timeline = step_timeline(compiled, UNIT)
@@ -43,7 +46,10 @@ def dump_pipeline(folder: Path, compiled: Compiled, recorded: Sequence[Recorded]
         timeline = simulate(timeline.order, measured_costs(timeline.order, measured, timeline.costs))
     (folder / "order.txt").write_text(timeline.order.text() + "\n", encoding="utf-8")
     runs: dict[str, Iterable[Event]] = {"simulated": events_of(timeline)}
-    write_trace(folder / "trace.json", {**runs, "measured": measured} if measured else runs, UNIT)
+    if measured:
+        runs["measured"] = measured
+    within = {"measured": [[(path, s / UNIT, e / UNIT) for path, s, e in of_rank] for of_rank in modules]}
+    write_trace(folder / "trace.json", runs, UNIT, within)
     return [_section(compiled, timeline, measured)]
 
 

@@ -1,4 +1,4 @@
-"""Names of actions in torch's profiler, and none of the cost without it."""
+"""Names of actions and modules in torch's profiler, and none of the cost without it."""
 
 from __future__ import annotations
 
@@ -30,10 +30,12 @@ def _profiled() -> list[str]:
     model.train_step(**batch)
     with profile(activities=[ProfilerActivity.CPU]) as found:
         model.train_step(**batch)
-    return [e.key for e in found.key_averages() if e.key.startswith("autopar ")]
+    return [e.key for e in found.key_averages() if e.key.startswith(("autopar ", "layers"))]
 
 
 def test_actions_have_names_in_the_profile() -> None:
     first, last = run_ranks(2, _profiled, timeout=120.0)
     assert {"autopar 0F0", "autopar 0F1"} <= set(first) and {"autopar 1F0", "autopar 1F1"} <= set(last)
     assert any(name.startswith("autopar 1B") for name in last)
+    modules = [{name for name in names if name.startswith("layers.")} for names in (first, last)]
+    assert modules == [{"layers.0", "layers.1"}, {"layers.2", "layers.3"}]
