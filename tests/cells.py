@@ -6,7 +6,7 @@
     ran(cell, ["gpipe", "1f1b"], ["ring"])          real ranks: every schedule and algorithm on the compiled object
 
 Ranks are forked after compiling and inherit what was compiled. A pool that is older than a cell is forked anew, after
-all cells have been compiled that as many ranks will run of its subject (`expect`).
+all cells of the file have been compiled that as many ranks will run (`expect`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ DEFAULTS = Options()
 
 @dataclass(frozen=True)
 class Cell:
-    """Equal cells are compiled once. A test with a parameter ``cell`` runs where the others of its subject run."""
+    """Equal cells are compiled once."""
 
     name: str
     mesh: Mesh
@@ -67,8 +67,7 @@ class Cell:
 # --- compiling ----------------------------------------------------------------------------------------------
 
 COMPILED: dict[Cell, tuple[Compiled, float]] = {}  # and when that was done
-KEPT = 2  # subjects beside the one that is asked for
-_EXPECTED: dict[tuple[str, int], dict[Cell, None]] = {}
+_EXPECTED: dict[int, dict[Cell, None]] = {}  # by the number of ranks
 
 
 def compile_cell(cell: Cell) -> Compiled:
@@ -77,27 +76,27 @@ def compile_cell(cell: Cell) -> Compiled:
 
 
 def compiled(cell: Cell) -> Compiled:
-    """What ranks inherit. Nobody may change it. Kept are the cells of the last few subjects."""
-    old = [name for name in dict.fromkeys(c.name for c in COMPILED) if name != cell.name][:-KEPT]
-    for other in [c for c in COMPILED if c.name in old]:
-        del COMPILED[other]
+    """What ranks inherit. Nobody may change it."""
     if cell not in COMPILED:
         COMPILED[cell] = compile_cell(cell), time.monotonic()
     return COMPILED[cell][0]
 
 
 def expect(cells: Iterable[Cell]) -> None:
-    """Cells that ranks will run, no others: to be compiled before as many ranks are forked for their subject."""
+    """Cells that ranks will run, no others: to be compiled before so many ranks are forked. Others are forgotten."""
+    COMPILED.clear()
     _EXPECTED.clear()
     for cell in cells:
-        _EXPECTED.setdefault((cell.name, cell.mesh.world_size), {})[cell] = None
+        _EXPECTED.setdefault(cell.mesh.world_size, {})[cell] = None
 
 
 def on_ranks(cell: Cell, body: Any, *args: Any) -> list[Any]:
     """Results of ``body(cell, *args)`` on ranks that have inherited the cell."""
     count = cell.mesh.world_size
-    for one in (*_EXPECTED.pop((cell.name, count), ()), cell):
-        compiled(one)
+    for one in _EXPECTED.pop(count, ()):
+        with contextlib.suppress(Exception):  # its own test will say so
+            compiled(one)
+    compiled(cell)
     retire_older_than(count, COMPILED[cell][1])
     return run_ranks(count, body, cell, *args, timeout=120.0)
 

@@ -6,7 +6,8 @@ import contextlib
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,11 +29,13 @@ torch.set_num_threads(1)
 share_captures()
 share_derivatives(FOLDER)
 
-# Groups of tests that take longest, in this order: what is started last must not be long.
+# Files that take longest, in this order: what is started last must not be long.
 DEAR = (
     "tests/test_habits.py",
     "tests/test_offload.py",
-    "llama",
+    "tests/test_aux_losses.py",
+    "tests/test_context_models.py",
+    "tests/test_zero.py",
     "tests/test_memory_limits.py",
     "tests/test_own_loss.py",
     "tests/test_checkpoints.py",
@@ -85,8 +88,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         full = {item for item in items if item.get_closest_marker("full")}
         config.hook.pytest_deselected(items=[*full])
         items[:] = [item for item in items if item not in full]
-    order = {group: i for i, group in enumerate(dict.fromkeys([*DEAR, *map(group_of, items)]))}
-    items.sort(key=lambda item: order[group_of(item)])
+    files = [item.nodeid.partition("::")[0] for item in items]
+    order = {file: i for i, file in enumerate(dict.fromkeys([*DEAR, *files]))}
+    items.sort(key=lambda item: order[item.nodeid.partition("::")[0]])
 
 
 @pytest.hookimpl(wrapper=True)
@@ -100,30 +104,19 @@ def pytest_collection() -> Iterator[Any]:
         gc.enable()
 
 
-def group_of(item: pytest.Item) -> str:
-    """What follows each other: all tests with cells of one subject, which share its capture and compiled cells; of the
-    others, those of a file. A file may name another group by its own mark."""
-    named, cell = item.get_closest_marker("xdist_group"), cell_of(item, "cell", "refused")
-    if named is not None:
-        return str(named.args[0])
-    return item.nodeid.partition("::")[0] if cell is None else str(cell.name)
-
-
-def cell_of(item: pytest.Item, *names: str) -> Any:
-    """The cell that a test has as its parameter."""
-    given = item.callspec.params if hasattr(item, "callspec") else {}
-    found = (given.get(name) for name in names)
-    return next((c for c in found if type(c).__name__ == "Cell"), None)  # no import of what only some tests need
+def cells_of(file: Path, items: Iterable[pytest.Item]) -> list[Any]:
+    """What the tests of a file have as their parameter ``cell``."""
+    params = [item.callspec.params for item in items if item.path == file and hasattr(item, "callspec")]
+    found = (given.get("cell") for given in params)
+    return [cell for cell in found if type(cell).__name__ == "Cell"]  # no import of what only some tests need
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _ranks_inherit_cells_of_their_file(request: pytest.FixtureRequest) -> None:
     """What a file's tests will run on ranks is compiled before these are forked. Of other files nothing is: they may
     run on other workers, each of which would compile it again."""
-    pairs = [(group_of(item), cell_of(item, "cell")) for item in request.session.items if item.path == request.path]
-    cells = [cell for group, cell in pairs if cell is not None and cell.name == group]
     if "tests.cells" in sys.modules:
-        sys.modules["tests.cells"].expect(cells)
+        sys.modules["tests.cells"].expect(cells_of(request.path, request.session.items))
 
 
 @pytest.fixture(autouse=True, scope="module")

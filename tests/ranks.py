@@ -41,6 +41,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from autopar.runtime import failures
 from tests.compiled_once import compiled_by_one
@@ -272,6 +273,20 @@ class _Pool:
         self.folder.cleanup()
 
 
+def one_device() -> type[dist.ProcessGroupGloo]:
+    """gloo's process groups, all with one device. Else each group of a rank has one of its own, whose thread looks up
+    a hundred times per second as long as the pool lives: a tenth of all processor time of the suite."""
+    device = dist.ProcessGroupGloo.create_default_device()
+
+    class OnOneDevice(dist.ProcessGroupGloo):
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
+            options = dist.ProcessGroupGloo._Options()
+            options._devices, options._timeout = [device], timeout
+            super().__init__(store, rank, size, options)
+
+    return OnOneDevice
+
+
 def _host_store(control: Connection, inherited: list[Connection]) -> None:
     """A process that holds the store of one pool, until the pool's end of the pipe closes."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -301,6 +316,7 @@ def _worker(rank: int, n: int, port: int, pipe: Connection, inherited: list[Conn
     if "lo" in (name for _, name in socket.if_nameindex()):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=datetime.timedelta(seconds=GROUP_TIMEOUT))
+    distributed_c10d.ProcessGroupGloo = one_device()  # type: ignore[misc]
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=n, timeout=datetime.timedelta(seconds=GROUP_TIMEOUT)
     )

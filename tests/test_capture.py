@@ -84,7 +84,7 @@ def assert_close(
 EVAL = ("llama", "gpt2", "mixtral", "bert", "t5", "vit", "whisper", "falcon")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in TINY])
+@pytest.mark.parametrize("name", TINY)
 def test_all(name: str) -> None:
     known = subject(name)  # captured in train mode
     gm = Normalize().apply(known.graph())

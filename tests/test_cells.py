@@ -24,7 +24,6 @@ from tests.planted import calls, set_outputs, skip
 from tests.ranks import close_pools, run_ranks
 from tests.reference import Expected, compare
 
-pytestmark = pytest.mark.xdist_group("mlp")
 CELL = Cell("mlp", Mesh.of(dp=2), Options(micro_batches=2))
 ops = torch.ops.autopar
 

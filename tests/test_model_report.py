@@ -32,7 +32,6 @@ from autopar.report.page_levels import ROOM, Level, graph_levels
 from autopar.steps.graphs import Compiled
 from tests.cells import Cell, compiled
 
-pytestmark = pytest.mark.xdist_group("llama")
 ZERO3 = Cell("llama", Mesh.of(dp=2, tp=2), Options(zero=3, sequence_parallel=True, micro_batches=2))
 CELLS = [
     ZERO3,

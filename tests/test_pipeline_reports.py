@@ -29,7 +29,6 @@ from autopar.steps.graphs import Compiled
 from autopar.steps.of_rank import lowered_order
 from tests.cells import Cell, compiled, ran, with_schedule
 
-pytestmark = pytest.mark.xdist_group("llama")
 LLAMA = Cell("llama", Mesh.of(pp=2), Options(micro_batches=4, schedule="1f1b", chunks=1))
 TIED = Cell("gpt2", Mesh.of(pp=2, dp=2), Options(micro_batches=2, schedule="1f1b", zero=1))
 
