@@ -28,6 +28,8 @@ _INSTEAD = {
     "merge_and_unload": f"adds weights that are cut: {_IN_ONE_PROCESS} to merge",
     "merge_adapter": f"adds weights that are cut: {_IN_ONE_PROCESS} to merge",
 }
+# what torch's wrapper asks a module first
+_WRAPPED = "_ddp_params_and_buffers_to_ignore"
 
 
 def _refuse(name: str, *_: Any, **__: Any) -> Any:
@@ -97,6 +99,11 @@ class ModelOnMesh(Stateful):
             return super().__getattr__(name)
         except AttributeError:
             tree = self.__dict__.get("_tree")
+            if tree is not None and name == _WRAPPED:
+                raise ValueError(
+                    "parallelize: gradients of a model on a mesh are summed over dp; DistributedDataParallel would sum "
+                    "them again: call train_step of the model as it is"
+                ) from None
             if tree is None or name.startswith("_"):
                 raise
             if name in _INSTEAD and hasattr(tree.root, name):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -33,7 +34,8 @@ def shown() -> dict[str, Any]:
         "submodule": lambda: model.model.layers[0](ids), "head": lambda: model.lm_head(ids),
         "generate": lambda: model.generate(ids), "resize": lambda: model.resize_token_embeddings(70),
         "push": lambda: model.push_to_hub("x"), "deepcopy": lambda: copy.deepcopy(model),
-        "averaged": lambda: AveragedModel(model), "missing": lambda: getattr(model, "merge_adapter", None),
+        "averaged": lambda: AveragedModel(model), "wrapped": lambda: DistributedDataParallel(model),
+        "missing": lambda: getattr(model, "merge_adapter", None),
     }  # fmt: skip
     return {
         "text": repr(model), "device": model.device, "dtype": model.dtype,
@@ -67,6 +69,7 @@ def test_of_a_library() -> None:
         assert re.search("generate of a model on a mesh.*save_pretrained.*from_pretrained", said["generate"])
         assert "before parallelize" in said["resize"] and "upload the folder" in said["push"]
         assert "autopar.ema(model)" in said["averaged"] and "cannot be copied" in said["deepcopy"]
+        assert "DistributedDataParallel" in said["wrapped"] and "train_step" in said["wrapped"]
         assert said["missing"] == "no error"
     assert "weight [64, 32] tp: S(0), 1/2 here" in first["text"] and "on other stages" in first["text"]
     text = first["text"].splitlines()
