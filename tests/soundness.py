@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -263,11 +263,23 @@ def accepted(sample: Sample, mesh: Mesh) -> Iterator[Typed]:
         yield placements
 
 
-def unsound(sample: Sample, mesh: Mesh) -> tuple[int, list[str]]:
-    """(placements tried, what is wrong) over all placements that the types accept on a mesh of one axis."""
+def in_turn(found: Iterable[Typed], turn: int) -> list[Typed]:
+    """One way to cut each choice of dims, others in other turns; ways that cut none in the first turns only, where the
+    whole is compared with itself."""
+    ways: dict[Any, list[Typed]] = {}
+    for placements in found:
+        dims = tuple(q.dim if isinstance(q, Shard) else None for of in placements for q in of.values())
+        ways.setdefault(dims if any(d is not None for d in dims) else None, []).append(placements)
+    plain = ways.pop(None, [])
+    return plain[turn : turn + 1] + [way[turn % len(way)] for way in ways.values()] or plain[:1]
+
+
+def unsound(sample: Sample, mesh: Mesh, turn: int | None = None) -> tuple[int, list[str]]:
+    """(placements tried, what is wrong) over all placements that the types accept on a mesh of one axis; or over those
+    whose turn it is."""
     whole = Whole.of(sample)
     tried, wrong = 0, []
-    for placements in accepted(sample, mesh):
+    for placements in accepted(sample, mesh) if turn is None else in_turn(accepted(sample, mesh), turn):
         tried += 1
         problem = compare(sample, placements, mesh, whole)
         if problem:

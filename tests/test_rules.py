@@ -19,7 +19,20 @@ from autopar.rules.attention_rules import attention_rule as attention_rule
 from autopar.rules.builders import blocks_dims, einsum_rule, factory, named_dims, pointwise, reduction
 from tests.pointwise_samples import complex_, integer, normal
 from tests.rule_samples import DYNAMIC, SAMPLES, STRUCTURE, attention, experts
-from tests.soundness import Ref, Sample, Step, Whole, call, candidates, compare, graph_of, typed, unsound
+from tests.soundness import (
+    Ref,
+    Sample,
+    Step,
+    Whole,
+    accepted,
+    call,
+    candidates,
+    compare,
+    graph_of,
+    in_turn,
+    typed,
+    unsound,
+)
 
 aten, ours = torch.ops.aten, torch.ops.autopar
 
@@ -33,17 +46,52 @@ def test_every_rule_has_a_sample() -> None:
     assert not missing, f"add samples to tests/rule_samples.py for {missing}"
 
 
-@pytest.mark.parametrize("target", [t for t in SAMPLES if SAMPLES[t]], ids=name)
-def test_rule_is_sound(target: Any) -> None:
+MANY = 4  # operators that share a rule try every choice of dims, and take turns with the ways to cut these
+
+
+def function_of(target: Any) -> Any:
+    """What is equal where the rules of two operators are one function, made with the same arguments."""
+    rule: Any = RULES.get(target, target)
+    made_with = [cell.cell_contents for cell in getattr(rule, "__closure__", None) or ()]
+    return f"{rule.__module__}.{rule.__qualname__} {made_with}" if hasattr(rule, "__qualname__") else target
+
+
+SOUND = [t for t in SAMPLES if SAMPLES[t]]
+SHARING: dict[Any, list[Any]] = {}
+for _target in SOUND:
+    SHARING.setdefault(function_of(_target), []).append(_target)
+
+
+def check_sound(target: Any, turn: int | None) -> None:
     torch.manual_seed(0)
     for sample in SAMPLES[target]:
         if not sample.tensors:
             node = next(n for n in graph_of_constant(sample).nodes if n.op == "call_function")
             assert apply(rule_of(node, "dp", Mesh.of(dp=2)), [], [], 2) == [INVARIANT]
             continue
-        tried, wrong = unsound(sample, Mesh.of(dp=2))
+        tried, wrong = unsound(sample, Mesh.of(dp=2), turn)
         assert tried, "the types accept not even whole operands"
         assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("target", SOUND, ids=name)
+def test_rule_is_sound(target: Any) -> None:
+    others = SHARING[function_of(target)]
+    check_sound(target, others.index(target) if len(others) >= MANY else None)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("target", [t for some in SHARING.values() if len(some) >= MANY for t in some], ids=name)
+def test_rule_is_sound_however_it_is_cut(target: Any) -> None:
+    check_sound(target, None)
+
+
+def test_in_as_many_turns_as_there_are_ways_each_is_tried() -> None:
+    """A dim is cut in at most four ways (`candidates`): as many operators as share a rule try all of them."""
+    sample = call(aten.exp.default, normal(12, 6))
+    found = [*accepted(sample, Mesh.of(dp=2))]
+    assert {str(p) for turn in range(MANY) for p in in_turn(found, turn)} == {str(p) for p in found}
+    assert all({0, 1} <= {getattr(p["dp"], "dim", None) for (p,) in in_turn(found, t)} for t in range(MANY))
 
 
 def graph_of_constant(sample: Sample) -> torch.fx.Graph:
