@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._inductor import config
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -334,6 +335,7 @@ def test_a_failed_collective_names_axis_node_and_rank(what: str, why: str) -> No
 # --- inductor -----------------------------------------------------------------------------------------
 
 
+@config.patch({"cpp.vec_isa_ok": False})  # whether Inductor finds vectors is its own matter, and takes it as long again
 def compiled() -> None:
     pieces_and_wholes_once()
     groups = Groups(init_mesh(tp=2))
