@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from functools import cache
 from typing import Any
 
@@ -78,12 +79,37 @@ WORKS = [
 # --- every algorithm, number of ranks, heads, mask and layout ---------------------------------------------
 
 
+PAIRS = [(mask, layout) for mask in MASKS for layout in LAYOUTS]
+IN_TURN = {
+    (*cell, PAIRS[(i + k) % len(PAIRS)])
+    for k, heads in enumerate(HEADS)
+    for i, cell in enumerate(cell for cell in WORKS if cell[2] == heads)
+}
+IN_TURN |= {(name, 4, (4, 2), pair) for name in NAMES for pair in PAIRS}
+
+
+def check_masks(name: str, size: int, heads: tuple[int, int], pairs: list[tuple[str, str]]) -> None:
+    for mask, layout in pairs:
+        check(name, name, problem(size, MASKS[mask], LAYOUTS[layout], heads=heads[0], kv_heads=heads[1]))
+
+
 @pytest.mark.parametrize(("name", "size", "heads"), WORKS)
 def test_masks_and_layouts(name: str, size: int, heads: tuple[int, int]) -> None:
-    """All masks in both layouts for one number of heads; for the others, and for many ranks, they take turns."""
-    pairs = [(mask, layout) for mask in MASKS.values() for layout in LAYOUTS.values()]
-    for mask, layout in pairs if heads == (4, 2) and size < 8 else pairs[size % 3 :: 3]:
-        check(name, name, problem(size, mask, layout, heads=heads[0], kv_heads=heads[1]))
+    """All masks in both layouts for one number of ranks and heads; for the others they take turns."""
+    check_masks(name, size, heads, [pair for pair in PAIRS if (name, size, heads, pair) in IN_TURN])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "size", "heads"), WORKS)
+def test_all_masks_and_layouts(name: str, size: int, heads: tuple[int, int]) -> None:
+    check_masks(name, size, heads, PAIRS)
+
+
+def test_masks_and_layouts_meet_each_algorithm_number_of_ranks_and_heads() -> None:
+    assert {(name, pair) for name, _, _, pair in IN_TURN} == {(name, pair) for name in NAMES for pair in PAIRS}
+    assert {(size, pair) for _, size, _, pair in IN_TURN} == {(size, pair) for size in (2, 3, 4, 8) for pair in PAIRS}
+    assert {(heads, pair) for _, _, heads, pair in IN_TURN} == {(heads, pair) for heads in HEADS for pair in PAIRS}
+    assert {cell[:3] for cell in IN_TURN} == set(WORKS)
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -112,20 +138,50 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("name", NAMES)
-def test_variants(name: str, variant: str) -> None:
-    for layout in LAYOUTS.values():
-        p = problem(4, **({"layout": layout} | VARIANTS[variant]))
-        if name == "token_ring" and p.bias == "rows":
-            with pytest.raises(ValueError, match='context_parallel: attention "token_ring": a bias that differs'):
-                check(name, name, p)
-        else:
+def in_turn(name: str, variant: str, layout: str) -> bool:
+    """Each layout with each algorithm, and with each variant."""
+    return (NAMES.index(name) + [*VARIANTS].index(variant) + [*LAYOUTS].index(layout)) % 2 == 0
+
+
+def test_layouts_meet_each_algorithm_and_each_variant() -> None:
+    met = {cell for cell in itertools.product(NAMES, VARIANTS, LAYOUTS) if in_turn(*cell)}
+    assert {(name, variant) for name, variant, _ in met} == {*itertools.product(NAMES, VARIANTS)}
+    assert {(name, layout) for name, _, layout in met} == {*itertools.product(NAMES, LAYOUTS)}
+    assert {(variant, layout) for _, variant, layout in met} == {*itertools.product(VARIANTS, LAYOUTS)}
+
+
+@pytest.mark.parametrize(
+    ("name", "variant", "layout"),
+    [
+        pytest.param(*cell, marks=() if in_turn(*cell) else pytest.mark.full)
+        for cell in itertools.product(NAMES, VARIANTS, LAYOUTS)
+    ],
+)
+def test_variants(name: str, variant: str, layout: str) -> None:
+    p = problem(4, **({"layout": LAYOUTS[layout]} | VARIANTS[variant]))
+    if name == "token_ring" and p.bias == "rows":
+        with pytest.raises(ValueError, match='context_parallel: attention "token_ring": a bias that differs'):
             check(name, name, p)
+    else:
+        check(name, name, p)
 
 
-@pytest.mark.parametrize("backward", NAMES)
-@pytest.mark.parametrize("forward", NAMES)
+def few_pairs(forward: str, backward: str) -> bool:
+    return (NAMES.index(backward) - NAMES.index(forward)) % len(NAMES) in (1, 3)
+
+
+def test_few_pairs_have_each_forward_and_each_backward_twice() -> None:
+    pairs = [pair for pair in itertools.product(NAMES, NAMES) if few_pairs(*pair)]
+    assert all([pair[i] for pair in pairs].count(name) == 2 for name in NAMES for i in (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward"),
+    [
+        pytest.param(*pair, marks=() if few_pairs(*pair) else pytest.mark.full)
+        for pair in itertools.product(NAMES, NAMES)
+    ],
+)
 def test_forward_and_backward_of_different_algorithms(forward: str, backward: str) -> None:
     """Nothing but what a rank holds of q, k, v, out and lse is kept in between: what travelled in the forward can not
     be what the backward reads (pitfall: stale keys)."""
