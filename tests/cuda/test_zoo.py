@@ -32,5 +32,6 @@ ALL = [
 )
 def test_a_training_loop(kind: str, mesh: str) -> None:
     rate = RATES.get(kind, 0.1)
-    made = tiny(kind, dropout=rate) if kind in TINY else make(kind, "causal", rate)
+    layers = 1 if (kind, mesh) in OFTEN else 2
+    made = tiny(kind, dropout=rate) if kind in TINY else make(kind, "causal", rate, layers)
     check_loop(*in_type(*made, torch.bfloat16), mesh, WAYS[mesh])

@@ -44,13 +44,14 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-def config(kind: str, dropout: float = 0.0) -> Any:
+def config(kind: str, dropout: float = 0.0, layers: int = 2) -> Any:
     """A config of a type with sizes that are small and even, and this rate wherever it has one of dropout."""
     made = transformers.CONFIG_MAPPING[kind]
     base = made()
     sizes: dict[str, Any] = {}
     for size, names in SIZES.items():
         sizes |= {name: size for name in names.split() if getattr(base, name, None) is not None}
+    sizes |= {name: layers for name in sizes if "layer" in name and sizes[name] == 2}
     if hasattr(base, "head_dim"):
         sizes["head_dim"] = 4 if hasattr(base, "qk_rope_head_dim") else 8  # of the rotary part alone
     for name, value in vars(base).items():
@@ -60,10 +61,10 @@ def config(kind: str, dropout: float = 0.0) -> Any:
     return made(**{name: value for name, value in sizes.items() if value is not None})
 
 
-def make(kind: str, family: str, dropout: float = 0.0) -> tuple[torch.nn.Module, dict[str, Tensor]]:
+def make(kind: str, family: str, dropout: float = 0.0, layers: int = 2) -> tuple[torch.nn.Module, dict[str, Tensor]]:
     """A model in float64, and a batch with labels. Raises what transformers raises where the sizes do not fit."""
     auto = getattr(transformers, AUTO[family])
-    chosen = config(kind, dropout)
+    chosen = config(kind, dropout, layers)
     chosen.use_cache = False
     with torch.device("meta"):
         count = sum(p.numel() for p in auto.from_config(chosen).parameters())
