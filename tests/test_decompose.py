@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
 from autopar.adapters import export as exporting
-from autopar.adapters.decompositions import DECOMPOSITIONS
+from autopar.adapters.decompose import decompose
 from autopar.capture import capture
 from autopar.models.tiny import TINY
 
@@ -38,18 +38,25 @@ def text(gm: GraphModule) -> list[str]:
 def both(
     monkeypatch: pytest.MonkeyPatch, model: nn.Module, batch: dict[str, Any], **how: Any
 ) -> tuple[GraphModule, GraphModule, bool]:
-    """(as it is captured, traced once more as a whole, whether the two ways differ)"""
+    """(as it is captured, traced once more as a whole, whether the two ways differ): of what is exported once."""
     long, way = [], ExportedProgram.run_decompositions
+    traced: list[ExportedProgram] = []
 
     def noted(program: ExportedProgram, table: Any) -> ExportedProgram:
         long.append(program)
         return way(program, table)
 
+    def both_ways(program: ExportedProgram, table: Any) -> ExportedProgram:
+        traced.append(way(program, dict(table)))
+        return decompose(program, table)
+
     monkeypatch.setattr(ExportedProgram, "run_decompositions", noted)
+    monkeypatch.setattr(exporting, "decompose", both_ways)
     found = capture(model, batch, **how)
-    short = not long
-    monkeypatch.setattr(exporting, "decompose", lambda program, _: program.run_decompositions(dict(DECOMPOSITIONS)))
-    return found, capture(model, batch, **how), short
+    monkeypatch.setattr(torch.export, "export", lambda *_, **__: traced[-1])
+    monkeypatch.setattr(exporting, "_prepare", lambda program: None)
+    monkeypatch.setattr(exporting, "decompose", lambda program, _: program)
+    return found, capture(model, batch, **how), not long
 
 
 @pytest.mark.parametrize("name", [n if n in SOME else pytest.param(n, marks=pytest.mark.full) for n in TINY])
