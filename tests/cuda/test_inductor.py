@@ -15,12 +15,13 @@ from autopar.capture import capture
 from autopar.compile.model import compile_graph
 from autopar.ir.graph import copy_graph, outputs, placeholders, set_device
 from autopar.ir.mesh import Mesh
-from autopar.models.tiny import TINY
 from autopar.options import Options
 from autopar.runtime.bind import bind
 from autopar.runtime.executor import Executor
 from autopar.runtime.groups import Groups
 from tests.cuda.fake_gpu import ROUTES, fake_gpu
+from tests.cuda.loops import in_type
+from tests.subjects import tiny
 
 
 def given_to_inductor(monkeypatch: pytest.MonkeyPatch) -> list[tuple[GraphModule, list[Any]]]:
@@ -41,10 +42,8 @@ def devices(value: Any) -> set[torch.device]:
 
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("mixtral", marks=pytest.mark.full)])
 def test_all_of_a_step_is_on_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = TINY[name].build(dtype=torch.bfloat16, dropout=0.1)
-    compiled = compile_graph(
-        copy_graph(capture(model, TINY[name].batch(8, 16))), Mesh.parse("tp=2"), Options(), outputs=()
-    )
+    model, batch = in_type(*tiny(name, 1, dropout=0.1), torch.bfloat16)
+    compiled = compile_graph(copy_graph(capture(model, batch)), Mesh.parse("tp=2"), Options(), outputs=())
     found = given_to_inductor(monkeypatch)
     with fake_gpu(world=2):
         groups = Groups(autopar.init_mesh("cuda", tp=2))
@@ -60,10 +59,8 @@ def test_all_of_a_step_is_on_the_device(name: str, monkeypatch: pytest.MonkeyPat
 def test_what_a_graph_returns_is_what_the_next_one_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU the statistics of a layer norm in bfloat16 are bfloat16, which is what the captured graph says; on a
     GPU they are float32. Code made for bfloat16 would read half of them, as other numbers."""
-    model = TINY["gpt2"].build(dtype=torch.bfloat16)
-    compiled = compile_graph(
-        copy_graph(capture(model, TINY["gpt2"].batch(8, 16))), Mesh.parse("dp=1"), Options(), outputs=()
-    )
+    model, batch = in_type(*tiny("gpt2", 1), torch.bfloat16)
+    compiled = compile_graph(copy_graph(capture(model, batch)), Mesh.parse("dp=1"), Options(), outputs=())
     found = given_to_inductor(monkeypatch)
     with fake_gpu(world=1):
         Executor(compiled, Groups(autopar.init_mesh("cuda", dp=1)), "inductor")
