@@ -22,7 +22,7 @@ class Blocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.2)) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.2)) for _ in range(2))
         self.head = nn.Linear(8, 4)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -72,10 +72,11 @@ class Layer(nn.Module):
 
 
 class Tokens(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, layers: int) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.layers, self.head = nn.Embedding(32, 16), nn.ModuleList([Layer(), Layer()]), nn.Linear(16, 32)
+        self.embed, self.head = nn.Embedding(32, 16), nn.Linear(16, 32)
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         h = self.embed(ids)
@@ -87,7 +88,7 @@ class Tokens(nn.Module):
 def verified_tokens(sizes: dict[str, int], options: dict[str, Any]) -> Report:
     mesh = autopar.init_mesh("cpu", 60.0, **sizes)
     ids = torch.randint(0, 32, (4, 16), generator=torch.Generator().manual_seed(0))
-    return autopar.verify(Tokens(), mesh, {"ids": ids, "labels": ids.roll(-1, 1)}, seed=3, **options)
+    return autopar.verify(Tokens(sizes.get("pp", 1)), mesh, {"ids": ids, "labels": ids.roll(-1, 1)}, seed=3, **options)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from autopar.models.tiny import TINY
 from autopar.options import Options
 from autopar.passes import derivatives, joint
 from autopar.passes.trace_joint import joint_graph
+from tests.subjects import tiny
 from tests.whole_joint import whole_joint
 
 aten = torch.ops.aten
@@ -105,7 +106,7 @@ def compare(model: nn.Module, batch: dict[str, Tensor], mesh: str, options: dict
 
 @pytest.mark.parametrize("name", FEW)
 def test_it_is_that_of_the_whole(name: str, both: Any) -> None:
-    compare(TINY[name].build(), TINY[name].batch(4, 16), "dp=2,tp=2", {"zero": 3, "micro_batches": 2}, both)
+    compare(*tiny(name, layers=1), "dp=2,tp=2", {"zero": 3, "micro_batches": 2}, both)
 
 
 @pytest.mark.full

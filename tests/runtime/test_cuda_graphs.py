@@ -24,6 +24,7 @@ from autopar.runtime.step_result import Result
 from tests.compiled_once import compiled_once
 from tests.plain_models import Net, Normed, Tied, build, images, numbers, part, put, tokens
 from tests.ranks import run_ranks
+from tests.subjects import tiny
 
 STEPS = WARM_UP + 4
 BATCHES: dict[Any, Callable[..., dict[str, Tensor]]] = {Net: numbers, Normed: images, Tied: tokens}
@@ -91,7 +92,7 @@ def trained(backend: str, name: str, sizes: dict[str, int], **options: Any) -> t
     """A loop with dropout, clipping, an optimizer, and gradients of two steps added up: what came out of every step,
     looked at when all have run; and traffic."""
     mesh = autopar.init_mesh("cpu", 20.0, **sizes)
-    model = TINY[name].build(dropout=0.1)
+    model, _ = tiny(name, sizes.get("pp", 1), dropout=0.1)
     parallel = autopar.parallelize(model, mesh, backend=backend, **options)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
     told: Told = []
