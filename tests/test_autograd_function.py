@@ -143,7 +143,9 @@ class Stack(nn.Module):
         return loss
 
 
-@pytest.mark.parametrize(("mesh", "options"), [("dp=1", {}), ("dp=2", {"zero": 3}), ("tp=2", {})])
+@pytest.mark.parametrize(
+    ("mesh", "options"), [pytest.param("dp=1", {}, marks=pytest.mark.full), ("dp=2", {"zero": 3}), ("tp=2", {})]
+)
 def test_backwards_of_any_kind(mesh: str, options: dict[str, Any]) -> None:
     check(Stack(over_batch=True), mesh, **options)
 
