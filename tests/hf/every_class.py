@@ -26,6 +26,7 @@ from autopar.capture import capture
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "model_classes.md"
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "depth")
+_LAYERS += ("num_decoder_layers",)  # of T5 and its kind
 _LEFT_OPEN = {"vocab_size": 32, "pad_token_id": 0, "prediction_length": 8}  # by configs that a user fills in
 _DRAWN = ("apply_spec_augment", "layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 _NAMES = re.compile(r"MODEL_.*MAPPING_NAMES$")
