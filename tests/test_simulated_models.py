@@ -16,6 +16,7 @@ from autopar.models.tiny import TINY
 from autopar.options import Options
 from tests.harness import Result, check_model
 from tests.reference import LIMIT
+from tests.subjects import tiny
 
 
 def close(model: nn.Module, batch: dict[str, Any], mesh: str, **options: Any) -> Result:
@@ -27,23 +28,28 @@ def close(model: nn.Module, batch: dict[str, Any], mesh: str, **options: Any) ->
 # --- batches ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", ["llama", "bert"])
+PADDED = [("llama", "right"), ("bert", "left")]
+
+
+@pytest.mark.parametrize(
+    ("name", "side"),
+    [("llama", "left"), ("bert", "right"), *(pytest.param(*c, marks=pytest.mark.full) for c in PADDED)],
+)
 def test_padding(name: str, side: str) -> None:
-    batch = TINY[name].batch(4, 8)
+    model, batch = tiny(name, layers=1)[0], TINY[name].batch(4, 8)
     mask = torch.ones(4, 8, dtype=torch.int64)
     for row, missing in enumerate((0, 3, 1, 5)):
         mask[row, 8 - missing :] = 0
     mask = mask.flip(1) if side == "left" else mask
     batch |= {"attention_mask": mask, "labels": batch["labels"].masked_fill(mask == 0, -100)}
-    close(TINY[name].build(), batch, "dp=2,tp=2", zero=3)
+    close(model, batch, "dp=2,tp=2", zero=3)
 
 
 def test_micro_batches_with_uneven_labels() -> None:
     """All targets of one micro-batch are ignored: a mean of means would be wrong, and 0/0."""
     batch = TINY["llama"].batch(4, 8)
     batch["labels"][:2] = -100
-    close(TINY["llama"].build(), batch, "dp=2", micro_batches=2)
+    close(tiny("llama", layers=1)[0], batch, "dp=2", micro_batches=2)
 
 
 # --- other modules ----------------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ def collectives(gm: GraphModule, mesh: Mesh) -> list[Node]:
 
 
 def per_layer(axis: str, **options: Any) -> Counter[str]:
-    more, fewer = (moves(compiled(f"{axis}=2", layers=n, **options), axis) for n in (3, 2))
+    more, fewer = (moves(compiled(f"{axis}=2", layers=n, **options), axis) for n in (2, 1))
     more.subtract(fewer)
     return Counter({k: v for k, v in more.items() if v})
 

@@ -24,6 +24,7 @@ from autopar.planner.slice_lengths import token_count
 from autopar.report.graph_text import format_graph
 from tests.harness import Run
 from tests.slices import SlicedModel, check_slices, normalized, sliced
+from tests.subjects import tiny
 
 EXACT = 1e-10
 B, S, H, HEADS = 4, 16, 16, 4
@@ -142,7 +143,7 @@ def test_models_equal_eager(name: str) -> None:
     else:
         documents = torch.cat([torch.arange(6), torch.arange(10)])
         batch |= {"position_ids": documents.expand(3, 16).clone(), "use_cache": False}
-    run = SlicedModel(TINY[name].build(), batch)
+    run = SlicedModel(tiny(name, layers=1)[0], batch)
     for lengths in ((7, 5, 4), (3, 9, 4)):
         assert max(run.errors(lengths).values()) < EXACT
 
@@ -231,7 +232,7 @@ def test_refused(model: type[Causal], named: str) -> None:
 )
 def test_models_refused(name: str, module: str) -> None:
     with pytest.raises(ValueError, match=rf"token_slices: .*{module}"):
-        check_slices(TINY[name].build(), TINY[name].batch(2, 16))
+        check_slices(tiny(name, layers=1)[0], TINY[name].batch(2, 16))
 
 
 # --- graphs -----------------------------------------------------------------------------------------------------------
