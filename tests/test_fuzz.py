@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
@@ -94,9 +95,24 @@ runs = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=15, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck), database=None)
-@given(models, st.sampled_from(["tp=2", "tp=3", "tp=4", "dp=2", "dp=2,tp=2", "dp=4"]), runs)
+meshes = st.sampled_from(["tp=2", "tp=3", "tp=4", "dp=2", "dp=2,tp=2", "dp=4"])
+always = settings(derandomize=True, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+
+
+@settings(always, max_examples=8)
+@given(models, meshes, runs)
 def test_random_transformer(config: dict[str, Any], mesh: str, options: dict[str, Any]) -> None:
+    check(config, mesh, options)
+
+
+@pytest.mark.full
+@settings(always, max_examples=40)
+@given(models, meshes, runs)
+def test_many_random_transformers(config: dict[str, Any], mesh: str, options: dict[str, Any]) -> None:
+    check(config, mesh, options)
+
+
+def check(config: dict[str, Any], mesh: str, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = Net(config).double().train()
     options["zero"] *= "dp" in mesh
