@@ -58,6 +58,7 @@ MAKES_GROUPS = {"runtime/groups.py"}
 GROUP_MAKERS = re.compile(r"\b(new_group|new_subgroups\w*|split_group)\(")
 
 
+@functools.cache
 def sources(*folders: str) -> list[Path]:
     """Python files of top-level folders, by their real path (autopar/passes is a link to passes)."""
     return [
@@ -75,7 +76,18 @@ PACKAGE = sources("autopar", *AREAS)
 @functools.cache
 def trees() -> dict[Path, ast.Module]:
     """Every file of the package, parsed: when it is asked for, not whenever tests are collected."""
-    return {file: ast.parse(file.read_text(encoding="utf-8")) for file in PACKAGE}
+    return {file: ast.parse(text_of(file)) for file in PACKAGE}
+
+
+@functools.cache
+def nodes(file: Path) -> list[ast.AST]:
+    """All of a file of the package."""
+    return [*ast.walk(trees()[file])]
+
+
+@functools.cache
+def text_of(file: Path) -> str:
+    return file.read_text(encoding="utf-8")
 
 
 def relative(file: Path) -> str:
@@ -94,9 +106,14 @@ def module_of(file: Path) -> list[str]:
     return list(parts) if parts[0] == "autopar" else ["autopar", *parts]
 
 
-def imports(file: Path, tree: ast.AST) -> Iterator[tuple[str, int]]:
+@functools.cache
+def imports(file: Path) -> list[tuple[str, int]]:
     """(absolute dotted name, line); ``from a import b`` gives a.b."""
-    for node in ast.walk(tree):
+    return [*_imports(file)]
+
+
+def _imports(file: Path) -> Iterator[tuple[str, int]]:
+    for node in nodes(file):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -117,7 +134,7 @@ MODULES = {dotted(file): file for file in PACKAGE}
 
 def reached(file: Path) -> Iterator[tuple[str, int]]:
     """(module of the project, line) of every import in a file, those inside of functions included."""
-    for name, line in imports(file, trees()[file]):
+    for name, line in imports(file):
         if name.split(".")[0] == "autopar":
             yield name if name in MODULES else name.rpartition(".")[0], line
 
@@ -165,7 +182,7 @@ def test_circles_are_found() -> None:
 
 def test_imports_are_written_in_full() -> None:
     """`from . import x` would be no dotted name that somebody can search."""
-    relatives = [n for tree in trees().values() for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.level]
+    relatives = [n for file in PACKAGE for n in nodes(file) if isinstance(n, ast.ImportFrom) and n.level]
     assert not relatives
 
 
@@ -196,9 +213,9 @@ def test_rooms_say_what_is_in_them() -> None:
 def test_libraries() -> None:
     """Only torch and small libraries, and transformers only in models/ and integrations/."""
     wrong = []
-    for file, tree in trees().items():
+    for file in PACKAGE:
         allowed = SMALL_LIBRARIES | EXTRA_LIBRARIES.get(file.parent.name, EXTRA_LIBRARIES[area(file)])
-        for name, line in imports(file, tree):
+        for name, line in imports(file):
             top = name.split(".")[0]
             if top not in allowed and top not in sys.stdlib_module_names:
                 wrong.append(f"{relative(file)}:{line} imports {name}")
@@ -222,11 +239,12 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
+@functools.cache
 def our_private_names() -> set[str]:
     """Private names that the project defines: functions, classes, methods, fields, variables, attributes of self."""
     names = {"_asdict", "_replace", "_fields"}  # the public part of named tuples
-    for tree in trees().values():
-        for node in ast.walk(tree):
+    for file in PACKAGE:
+        for node in nodes(file):
             if isinstance(node, DEFINITIONS):
                 names.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -239,10 +257,10 @@ def our_private_names() -> set[str]:
 
 
 def private_uses(file: Path, ours: set[str]) -> Iterator[tuple[str, int]]:
-    for name, line in imports(file, trees()[file]):
+    for name, line in imports(file):
         if name.split(".")[0] != "autopar" and any(is_private(part) for part in name.split(".")):
             yield name, line
-    for node in ast.walk(trees()[file]):
+    for node in nodes(file):
         if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in ours:
             text = ast.unparse(node)
             # aten's own operators may begin with an underscore: torch.ops.aten._to_copy is a public operator name
@@ -275,8 +293,8 @@ def test_adapters_are_imported_by_few() -> None:
     """Private names do not leave an adapter: nothing private is imported from one."""
     wrong = [
         f"{relative(file)}:{line} imports {name}"
-        for file, tree in trees().items()
-        for name, line in imports(file, tree)
+        for file in PACKAGE
+        for name, line in imports(file)
         if name.startswith("autopar.adapters.") and is_private(name.rpartition(".")[2])
     ]
     assert not wrong, "\n".join(wrong)
@@ -288,23 +306,23 @@ def test_adapters_are_imported_by_few() -> None:
 def test_passes_never_touch_a_process_group() -> None:
     wrong = [
         f"{relative(file)}:{line} imports {name}"
-        for file, tree in trees().items()
+        for file in PACKAGE
         if area(file) == "passes"
-        for name, line in imports(file, tree)
+        for name, line in imports(file)
         if name.startswith("torch.distributed")
     ]
     wrong += [
         f"{relative(file)}:{node.lineno} uses torch.distributed"
-        for file, tree in trees().items()
+        for file in PACKAGE
         if area(file) == "passes"
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed"
+        for node in nodes(file)
+        if isinstance(node, ast.Attribute) and node.attr == "distributed" and ast.unparse(node) == "torch.distributed"
     ]
     assert not wrong, "\n".join(wrong)
 
 
 def test_one_file_makes_process_groups() -> None:
-    wrong = [relative(f) for f in PACKAGE if GROUP_MAKERS.search(f.read_text()) and relative(f) not in MAKES_GROUPS]
+    wrong = [relative(f) for f in PACKAGE if GROUP_MAKERS.search(text_of(f)) and relative(f) not in MAKES_GROUPS]
     assert not wrong, f"process groups are made in {wrong}, not only in {sorted(MAKES_GROUPS)}"
 
 
@@ -312,7 +330,7 @@ def test_one_file_makes_process_groups() -> None:
 
 
 def test_files_are_short() -> None:
-    lengths = {relative(f): len(f.read_text().splitlines()) for f in [*PACKAGE, *sources("tests", "docs")]}
+    lengths = {relative(f): len(text_of(f).splitlines()) for f in [*PACKAGE, *sources("tests", "docs")]}
     long = {name: length for name, length in lengths.items() if length > MOST_LINES}
     assert not long, f"longer than {MOST_LINES} lines: {long}"
 
@@ -330,5 +348,5 @@ def test_public_names_have_docstrings() -> None:
 
 @pytest.mark.parametrize("word", ["TO" + "DO", "FIX" + "ME", "NotImplemented" + "Error"])
 def test_nothing_is_left_for_later(word: str) -> None:
-    found = [relative(f) for f in [*PACKAGE, *sources("tests", "docs")] if word in f.read_text()]
+    found = [relative(f) for f in [*PACKAGE, *sources("tests", "docs")] if word in text_of(f)]
     assert not found, f"{word} in {found}"
