@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import LlamaForCausalLM
 
 import autopar
 from autopar.exact import LiftFloat32
@@ -41,8 +42,8 @@ def weighted(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
     return (each * batch["weights"].flatten()).sum() / batch["weights"].sum()
 
 
-def made(kind: str) -> tuple[nn.Module, Callable[..., Tensor]]:
-    model = llama()
+def made(kind: str, layers: int) -> tuple[nn.Module, Callable[..., Tensor]]:
+    model = llama(num_hidden_layers=layers)
     if kind == "regularised":
         return model, lambda out, _: out.loss + 0.01 * sum(p.square().sum() for p in model.model.layers.parameters())
     return model, Distilled() if kind == "distilled" else weighted
@@ -55,8 +56,8 @@ def batch_of(kind: str) -> dict[str, Tensor]:
     return batch | ({"weights": weights} if kind == "weighted" else {})
 
 
-def expected_of(kind: str) -> tuple[float, dict[str, Tensor | None]]:
-    (model, loss), batch = made(kind), batch_of(kind)
+def expected_of(kind: str, layers: int) -> tuple[float, dict[str, Tensor | None]]:
+    (model, loss), batch = made(kind, layers), batch_of(kind)
     with LiftFloat32():
         found = loss(model(input_ids=batch["input_ids"], labels=batch["labels"]), batch)
         found.backward()
@@ -65,9 +66,13 @@ def expected_of(kind: str) -> tuple[float, dict[str, Tensor | None]]:
     return float(found.detach()), {name: p.grad for name, p in named}
 
 
+def layers_of(sizes: Sizes) -> int:
+    return sizes.get("pp", 1)
+
+
 def on_mesh(sizes: Sizes, kind: str, options: dict[str, Any], folder: str) -> tuple[float, dict[str, Tensor]]:
     mesh = autopar.init_mesh("cpu", **sizes)
-    model, loss = made(kind)
+    model, loss = made(kind, layers_of(sizes))
     part = {name: x.chunk(mesh.data_size)[mesh.data_rank] for name, x in batch_of(kind).items()}
     parallel = autopar.parallelize(model, mesh, loss=loss, example_batch=part, exact=True, **options)
     assert "forward" not in vars(model)  # the user's is as it was
@@ -89,13 +94,17 @@ CASES = [
 
 @pytest.mark.parametrize("kind, sizes, options", CASES)
 def test_losses_of_ones_own(kind: str, sizes: Sizes, options: dict[str, Any], tmp_path: Path) -> None:
-    loss, gradients = expected_of(kind)
+    loss, gradients = expected_of(kind, layers_of(sizes))
     for found, own in run_ranks(4, on_mesh, sizes, kind, options, str(tmp_path), timeout=200):
         assert found == pytest.approx(loss, abs=EXACT)
         assert own.keys() == {name for name, g in gradients.items() if g is not None}
         assert all(float((own[name] - g).abs().max()) < EXACT for name, g in gradients.items() if g is not None)
-    saved = type(llama()).from_pretrained(tmp_path, dtype="auto")
-    assert all(torch.equal(x, saved.state_dict()[name]) for name, x in llama().state_dict().items())
+    saved, start = LlamaForCausalLM.from_pretrained(tmp_path, dtype="auto"), made(kind, layers_of(sizes))[0]
+    assert all(torch.equal(x, saved.state_dict()[name]) for name, x in start.state_dict().items())
+
+
+def small() -> LlamaForCausalLM:
+    return llama(num_hidden_layers=1)
 
 
 def my_loss(logits: Tensor) -> Tensor:
@@ -105,7 +114,7 @@ def my_loss(logits: Tensor) -> Tensor:
 def outputs(sizes: Sizes, options: dict[str, Any]) -> dict[str, Tensor]:
     mesh = autopar.init_mesh("cpu", **sizes)
     part = {name: x.chunk(mesh.data_size)[mesh.data_rank] for name, x in batch_of("").items()}
-    model = autopar.parallelize(llama(), mesh, exact=True, outputs_with_grad=True, **options)
+    model = autopar.parallelize(small(), mesh, exact=True, outputs_with_grad=True, **options)
     out = model(**part)
     assert type(out.logits) is Tensor and out.logits.shape[0] == 8
     (my_loss(out.logits) + 0.1 * out.loss).backward()
@@ -114,7 +123,7 @@ def outputs(sizes: Sizes, options: dict[str, Any]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("sizes, options", [({"dp": 2, "tp": 2}, {"zero": 3}), ({"cp": 2, "tp": 2}, {})])
 def test_outputs_with_grad(sizes: Sizes, options: dict[str, Any]) -> None:
-    model = llama()
+    model = small()
     with LiftFloat32():
         out = model(**batch_of(""))
         (my_loss(out.logits) + 0.1 * out.loss).backward()
@@ -124,27 +133,30 @@ def test_outputs_with_grad(sizes: Sizes, options: dict[str, Any]) -> None:
 
 
 def said() -> list[str]:
-    mesh = autopar.init_mesh("cpu", pp=2)
-    named = llama()
+    mesh = autopar.init_mesh("cpu", dp=1)
+    named = small()
     named.own_loss = 1
     tokens = lambda out, batch: out.logits.sum(-1)  # noqa: E731
     return [
-        refusal(autopar.parallelize, llama(), mesh, outputs_with_grad=True),
-        refusal(autopar.parallelize, llama(), mesh, outputs_with_grad=True, shapes="bucket"),
-        refusal(autopar.parallelize, llama(), mesh, loss=3),
-        refusal(autopar.parallelize, llama(), mesh, loss=lambda out: out.loss),
+        refusal(autopar.parallelize, small(), mesh, outputs_with_grad=True, shapes="bucket"),
+        refusal(autopar.parallelize, small(), mesh, loss=3),
+        refusal(autopar.parallelize, small(), mesh, loss=lambda out: out.loss),
         refusal(autopar.parallelize, named, mesh, loss=weighted),
-        refusal(autopar.parallelize, llama(), mesh, loss=tokens),
-        refusal(autopar.parallelize, llama(), mesh, loss=weighted),
+        refusal(autopar.parallelize, small(), mesh, loss=tokens),
+        refusal(autopar.parallelize, small(), mesh, loss=weighted),
     ]
+
+
+def said_of_stages() -> str:
+    return refusal(autopar.parallelize, small(), autopar.init_mesh("cpu", pp=2), outputs_with_grad=True)
 
 
 def test_refusals() -> None:
     words = [
-        "outputs_with_grad: model(**batch): a pipeline runs forward and backward in one", "which pads each part",
-        "needs a function of (out",
-        "found another signature", "is own_loss in the model", "needs to return one scalar, found a tensor of shape",
-        "pass example_batch={...}",
+        "which pads each part", "needs a function of (out", "found another signature", "is own_loss in the model",
+        "needs to return one scalar, found a tensor of shape", "pass example_batch={...}",
     ]  # fmt: skip
-    for text, word in zip(run_ranks(2, said, timeout=100)[0], words, strict=True):
+    for text, word in zip(run_ranks(1, said, timeout=100)[0], words, strict=True):
         assert word in text, text
+    for text in run_ranks(2, said_of_stages, timeout=100):
+        assert "outputs_with_grad: model(**batch): a pipeline runs forward and backward in one" in text
