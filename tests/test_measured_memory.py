@@ -45,6 +45,11 @@ class Case:
     mesh: Mesh
     options: Options
 
+    @property
+    def layers(self) -> int:
+        """As many as there are stages."""
+        return self.mesh.size("pp")
+
     def __str__(self) -> str:
         o = self.options
         return f"{self.name} {self.mesh} zero={o.zero} m={o.micro_batches} {o.precision} {o.schedule}"
@@ -80,12 +85,12 @@ FEW = [
     case(TWO, 3, 2, name="gpt2"),
 ]  # fmt: skip
 
-_MODELS: dict[tuple[str, str], Any] = {}  # (name, precision) -> captured
+_MODELS: dict[tuple[str, int, str], Any] = {}  # (name, layers, precision) -> captured
 _MADE: dict[Case, tuple[Compiled, float]] = {}  # and when: ranks that were forked before have not inherited it
 
 
-def made(name: str) -> Made:
-    model, _ = tiny(name, hidden_size=64, intermediate_size=128) if name == "llama" else tiny(name)
+def made(name: str, layers: int) -> Made:
+    model, _ = tiny(name, layers, hidden_size=64, intermediate_size=128) if name == "llama" else tiny(name)
     batch = TINY[name].batch(ROWS, 16)
     return model.float(), {k: x.float() if x.is_floating_point() else x for k, x in batch.items()}
 
@@ -94,9 +99,9 @@ def compiled(one: Case) -> Compiled:
     if one not in _MADE:
         precision = one.options.precision
         assert not isinstance(precision, str)
-        key = one.name, precision.compute
+        key = one.name, one.layers, precision.compute
         if key not in _MODELS:
-            _MODELS[key] = capture(*made(one.name), precision=precision)
+            _MODELS[key] = capture(*made(one.name, one.layers), precision=precision)
         _MADE[one] = compile_graph(copy_graph(_MODELS[key]), one.mesh, one.options, outputs=()), time.monotonic()
     return _MADE[one][0]
 
@@ -129,9 +134,9 @@ def holding() -> Iterator[None]:
         comm.Collective.launch = launch  # type: ignore[method-assign]
 
 
-def values(step: Compiled, name: str, groups: Groups) -> dict[str, Tensor]:
+def values(step: Compiled, one: Case, groups: Groups) -> dict[str, Tensor]:
     """Of a rank: pieces of its parameters, and all else that a step is fed with."""
-    model, batch = made(name)
+    model, batch = made(one.name, one.layers)
     rank = groups.coordinate.get("pp", 0)
     found = dict(model.named_buffers(remove_duplicate=False))
     for spec in step.parameters:
@@ -156,7 +161,7 @@ def metered(cases: list[Case]) -> list[tuple[int, Memory]]:
     found = []
     for one in cases:
         step, groups = _MADE[one][0], Groups(init_mesh("cpu", 30.0, **one.mesh.sizes))
-        executor, given = Executor(step, groups), values(step, one.name, groups)
+        executor, given = Executor(step, groups), values(step, one, groups)
         executor.run_step(given)
         found.append((seen(executor, given), memories(step)[groups.coordinate.get("pp", 0)]))
     return found
