@@ -99,11 +99,24 @@ def on_ranks(layers: int, sizes: dict[str, int], options: dict[str, Any], names:
     return found
 
 
-@pytest.mark.parametrize(("sizes", "options"), MESHES, ids=str)
-def test_steps_are_those_of_one_process(sizes: dict[str, int], options: dict[str, Any]) -> None:
+# Of every kind: whole matrices, factored, with norms of parameters, of all tensors at once, in one kernel.
+ON_STAGES = ("Muon", "Adafactor", "Adafactor, relative steps", "AdamW foreach", "SGD fused")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "names"),
+    [
+        (*MESHES[0], [*OPTIMIZERS]),
+        (*MESHES[1], ON_STAGES),
+        pytest.param(*MESHES[1], [*OPTIMIZERS], marks=pytest.mark.full),
+    ],
+    ids=["pieces", "stages", "all on stages"],
+)
+def test_steps_are_those_of_one_process(sizes: dict[str, int], options: dict[str, Any], names: Iterable[str]) -> None:
     layers = sizes.get("pp", 1)
-    expected = {name: alone(name, layers) for name in OPTIMIZERS}
-    for found in run_ranks(4, on_ranks, layers, sizes, options, [*OPTIMIZERS], timeout=200):
+    expected = {name: alone(name, layers) for name in names}
+    for found in run_ranks(4, on_ranks, layers, sizes, options, [*names], timeout=200):
+        assert found.keys() == expected.keys()
         for name, (state, laid_out) in found.items():
             worst = max(float((state[n] - x).abs().max()) for n, x in expected[name].items() if n in state)
             assert worst < 1e-10, (name, worst)
