@@ -194,7 +194,7 @@ def test_a_kept_module_computes_in_float32() -> None:
 
 
 def test_what_transformers_keeps_is_kept() -> None:
-    model, batch = made("t5")
+    model, batch = made("t5", 1)
     autopar.api.load_adapters(model)
     gm = capture(model.float(), batch, precision=PRECISIONS["bf16"])
     nodes, specs = placeholders(gm), gm.meta["signature"].inputs
@@ -225,7 +225,7 @@ def test_policies_that_say_nothing_are_refused(given: Any, words: str) -> None:
 
 
 def test_a_plan_remembers_its_precision() -> None:
-    model, batch = made("llama")
+    model, batch = made("llama", 1)
     policy = Precision("bfloat16", "float32", "float32", keep=("norm",))
     plan = compile_model(model.float(), batch, Mesh.of(dp=2), Options(precision=policy)).plan
     assert Plan.from_json(plan.to_json()).options.precision == policy
@@ -235,7 +235,7 @@ def test_a_plan_remembers_its_precision() -> None:
 
 
 def verified(exact: bool) -> tuple[bool, str]:
-    model, batch = made("llama")
+    model, batch = made("llama", 1)
     mesh = autopar.init_mesh("cpu", 30.0, dp=2, tp=2)
     report = autopar.verify(model.float(), mesh, batch, exact=exact, precision="bf16", zero=3)
     return report.passed, report.precision

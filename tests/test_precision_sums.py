@@ -140,7 +140,7 @@ def sums_and_gathers(made: Compiled) -> tuple[set[torch.dtype], set[torch.dtype]
 def test_sums_over_every_axis(mesh: Mesh, options: dict[str, Any], policy: Any) -> None:
     """In the dtype of the policy, parameters are gathered in the one they are used in. With buckets of no size, so that
     chains can be followed."""
-    model, batch = tiny("llama")
+    model, batch = tiny("llama", layers=1)
     found = compile_model(model.float(), batch, mesh, Options(precision=policy, bucket_bytes=0, **options))
     chosen = found.plan.options.precision
     sums, gathers = sums_and_gathers(found)
@@ -150,7 +150,7 @@ def test_sums_over_every_axis(mesh: Mesh, options: dict[str, Any], policy: Any) 
 
 def test_bytes_are_those_of_the_dtypes() -> None:
     """Gathers move half of what they move in float32, sums as much."""
-    model, batch = tiny("llama")
+    model, batch = tiny("llama", layers=1)
     found = {}
     for policy in ("none", "bf16"):
         options = Options(zero=3, precision=policy, micro_batches=2)  # type: ignore[arg-type]
@@ -162,6 +162,6 @@ def test_bytes_are_those_of_the_dtypes() -> None:
 
 def test_the_models_own_dtype_is_left_alone() -> None:
     """model.bfloat16() without a policy: all as before."""
-    model, batch = tiny("llama")
+    model, batch = tiny("llama", layers=1)
     found = compile_model(model.bfloat16(), batch, Mesh.of(dp=2), Options(zero=3, bucket_bytes=0))
     assert sums_and_gathers(found) == ({torch.bfloat16}, {torch.bfloat16})
