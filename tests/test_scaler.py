@@ -97,19 +97,36 @@ def scaled_alone(sizes: dict[str, int], clip: bool) -> Found:
     return {"scales": scales, "state": model.state_dict()}
 
 
-@pytest.mark.parametrize("clip", [False, True])
+CASES: list[tuple[dict[str, int], dict[str, Any], bool]] = [
+    ({"dp": 2}, {"zero": 3}, False),
+    ({"dp": 2}, {"zero": 1}, True),
+    ({"dp": 2, "pp": 2}, {"micro_batches": 2, "cuts": ("second",)}, False),
+    ({"tp": 2}, {}, False),
+    ({"dp": 2, "tp": 2}, {"zero": 2, "micro_batches": 2}, False),
+    ({"rp": 2, "dp": 1}, {"zero": 3}, True),
+    ({"cp": 2}, {"zero": 3}, False),
+    ({"dp": 2, "cp": 2}, {}, True),
+]
+CLIPPED = (0, 2, 3, 7)  # the others with -m full
+
+
+def clips(often: bool) -> list[tuple[dict[str, int], dict[str, Any], bool, bool]]:
+    clipped = [i in CLIPPED for i in range(len(CASES))]
+    return [(*case, clip == often) for case, clip in zip(CASES, clipped, strict=True)]
+
+
+def test_clipping_meets_every_axis_and_both_ways() -> None:
+    """And so do steps without it."""
+    for clip in (False, True):
+        cases = [case for case in clips(often=True) if case[3] == clip]
+        assert {axis for sizes, *_ in cases for axis in sizes} >= {"dp", "tp", "cp"}
+        assert {by_hand for _, _, by_hand, _ in cases} == {False, True}
+    assert {(*map(str, case[:3]),) for case in clips(often=True)} == {(*map(str, case),) for case in CASES}
+
+
 @pytest.mark.parametrize(
-    ("sizes", "options", "by_hand"),
-    [
-        ({"dp": 2}, {"zero": 3}, False),
-        ({"dp": 2}, {"zero": 1}, True),
-        ({"dp": 2, "pp": 2}, {"micro_batches": 2, "cuts": ("second",)}, False),
-        ({"tp": 2}, {}, False),
-        ({"dp": 2, "tp": 2}, {"zero": 2, "micro_batches": 2}, False),
-        ({"rp": 2, "dp": 1}, {"zero": 3}, True),
-        ({"cp": 2}, {"zero": 3}, False),
-        ({"dp": 2, "cp": 2}, {}, True),
-    ],
+    ("sizes", "options", "by_hand", "clip"),
+    [*clips(often=True), *(pytest.param(*case, marks=pytest.mark.full) for case in clips(often=False))],
     ids=str,
 )
 def test_scaled_steps_are_those_of_torch(
