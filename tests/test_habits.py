@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import warnings
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 
 import autopar
 from autopar.runtime.step_cache import STATES
+from tests.cells import bound_once
 from tests.compiled_once import compiled_once
 from tests.habit_hooks import OTHERS
 from tests.habit_loops import LOOPS
@@ -22,6 +24,12 @@ from tests.habits import HABITS, Habit, Run
 from tests.ranks import run_ranks
 
 ALL = [*HABITS, *LOOPS, *OTHERS]
+
+
+@functools.cache
+def mesh_of_all() -> Any:
+    """One for all habits, which share what is bound to it."""
+    return autopar.init_mesh("cpu", 30.0, dp=dist.get_world_size())
 
 
 def outcome(habit: Habit, on_mesh: bool) -> tuple[list[float], Any, dict[str, Tensor], list[Any]]:
@@ -35,8 +43,7 @@ def outcome(habit: Habit, on_mesh: bool) -> tuple[list[float], Any, dict[str, Te
         return {k: v.to(model.scale.dtype).chunk(ranks)[place] for k, v in whole.items()}
 
     if on_mesh:
-        mesh = autopar.init_mesh("cpu", 30.0, dp=ranks)
-        model = autopar.parallelize(model, mesh, example_batch=part(batch()))
+        model = autopar.parallelize(model, mesh_of_all(), example_batch=part(batch()))
     run = Run(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), part, on_mesh=on_mesh)
     run.train_step(0)
     if habit.when == "between":
@@ -93,24 +100,27 @@ def close(a: Tensor, b: Tensor, tolerance: float) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a.double(), b.double(), atol=tolerance, rtol=0)
 
 
-def all_habits(when: str) -> dict[str, str]:
-    """The habits of a time that are not as their line says."""
-    with compiled_once(), warnings.catch_warnings():
+def all_habits(*times: str) -> list[str]:
+    """The habits of some times that are not as their line says."""
+    with compiled_once(), bound_once(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = {h.what: differences(h) for h in ALL if h.when == when}
-    return {k: v for k, v in found.items() if v}
+        found = [(h, differences(h)) for time in times for h in ALL if h.when == time]
+    return [f"{h.when}, {h.what}: {wrong}" for h, wrong in found if wrong]
 
 
-@pytest.mark.parametrize(("when", "ranks"), [("before", 1), ("between", 1), ("loop", 2)])
-def test_habits(when: str, ranks: int) -> None:
-    for found in run_ranks(ranks, all_habits, when, timeout=500):
-        assert not found, "\n".join(f"{k}: {v}" for k, v in found.items())
+MODEL, LOOP = ("before", "between"), ("loop",)  # what is done to the model comes to the same graphs at both times
+
+
+@pytest.mark.parametrize(("times", "ranks"), [(MODEL, 1), (LOOP, 2)])
+def test_habits(times: tuple[str, ...], ranks: int) -> None:
+    for found in run_ranks(ranks, all_habits, *times, timeout=500):
+        assert not found, "\n".join(found)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("when", "ranks"), [("before", 2), ("between", 2), ("loop", 1)])
-def test_habits_on_the_other_mesh(when: str, ranks: int) -> None:
-    test_habits(when, ranks)
+@pytest.mark.parametrize(("times", "ranks"), [(MODEL, 2), (LOOP, 1)])
+def test_habits_on_the_other_mesh(times: tuple[str, ...], ranks: int) -> None:
+    test_habits(times, ranks)
 
 
 def test_the_page_is_of_this_table() -> None:
