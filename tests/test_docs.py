@@ -16,6 +16,7 @@ import pytest
 from torch.fx import GraphModule
 
 from autopar.rewrite.compilation import Compilation
+from tests.launched import serve
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -112,6 +113,7 @@ def test_what_a_page_adds_is_gone_afterwards(runner: ModuleType) -> None:
 
 @pytest.mark.parametrize("name", ["walkthrough", "adding", "pipelines", "context_parallel"])
 def test_page_shows_what_its_code_prints(runner: ModuleType, name: str) -> None:
+    serve()
     found = runner.difference(DOCS / f"{name}.md")
     assert not found, f"{found}\n{name}.md shows old output; run python docs/run_pages.py"
 

@@ -29,6 +29,7 @@ from autopar.runtime.groups import Groups, init_mesh
 from autopar.runtime.heartbeat import SILENT
 from autopar.runtime.launch import launch
 from tests.faults.campaign import _alive_with_parent, _host, free_port
+from tests.launched import serve
 from tests.warm import warm
 
 LONG, SOON = 60.0, 30.0  # seconds: the timeout, and what counts as within seconds on a machine with others at work
@@ -220,6 +221,7 @@ def early(how: str) -> None:
 
 @pytest.mark.parametrize("how", ["returns", "is killed"])
 def test_the_launcher_says_how_a_rank_went(how: str) -> None:
+    serve()
     assert launch(os.getpid, 1)  # the server that forks the ranks has started
     start = time.monotonic()
     with pytest.raises(RuntimeError) as caught:

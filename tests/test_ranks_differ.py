@@ -24,6 +24,7 @@ from autopar.runtime.last_words import found_at_end
 from autopar.runtime.rendezvous import differences
 from autopar.steps.graphs import Compiled
 from tests.compiled_once import compiled_by_each
+from tests.launched import serve
 from tests.plain_models import EXACT, Metric, Net, Normed, Tied, build, gap, gradients, numbers, part, put, tokens
 from tests.ranks import refusal, run_ranks
 
@@ -272,6 +273,7 @@ def ends_after_a_step(where: str) -> None:
 
 
 def test_a_program_that_ends_says_it() -> None:
+    serve()
     with pytest.raises(RuntimeError, match="batch: the ranks of 'tp' must be given the same batch, in the step before"):
         autopar.launch(functools.partial(ends_after_a_step, "returns"), nproc=2)
     with pytest.raises(RuntimeError, match="its own") as caught:

@@ -21,6 +21,7 @@ from autopar.cache.step_codec import StoredStep
 from autopar.cache.stored_steps import stored_step
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
+from tests.launched import serve
 from tests.subjects import make
 
 PATIENCE = 120.0  # seconds for a process that imports torch, on a machine that others use
@@ -50,6 +51,7 @@ def trained_steps(folder: str) -> list[Any]:
 
 def test_the_longer_step_is_there_when_it_is_needed(tmp_path: Path) -> None:
     """Where the process fails the step is compiled when it is needed; the numbers are the same."""
+    serve()
     there, broken = str(tmp_path / "there"), str(tmp_path / "broken")
     found = autopar.launch(ragged, 2, [there, True, ""], device="cpu")
     assert [read[1] for _, read in found] == [True, True]

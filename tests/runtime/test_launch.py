@@ -14,6 +14,12 @@ import torch.distributed as dist
 from autopar.runtime.agreement import agree
 from autopar.runtime.groups import Groups, init_mesh
 from autopar.runtime.launch import launch, to_bytes
+from tests.launched import serve
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _served() -> None:
+    serve()
 
 
 def total(x: torch.Tensor) -> tuple[int, float]:

@@ -1,0 +1,61 @@
+"""Processes of `autopar.launch` in tests: what forks them has imported once what each of them would import.
+
+    serve()                         from now on, for all that this process launches
+    in_child(body, *args)           in a process of its own that may make meshes and launch ranks
+
+Users' ranks come from such a server too, which imports less: see tests/runtime/test_launched_script.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Callable
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from tests.ranks import PR_SET_PDEATHSIG
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@functools.cache
+def serve() -> None:
+    """Once per process. What `launch` asks for afterwards is there."""
+    forkserver.set_forkserver_preload(["autopar.runtime.launch", "tests.launched_warm"])
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])):
+        forkserver.ensure_running()
+
+
+def in_child(body: Callable[..., Any], *args: Any) -> Any:
+    """What ``body(*args)`` returns in a process that is forked from this one, which has imported and captured much."""
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(there, body, args))
+    process.start()
+    there.close()
+    try:
+        found, error = here.recv()
+    except EOFError:
+        found, error = None, "it died"
+    process.join()
+    assert not error, error
+    return found
+
+
+def _child(pipe: Connection, body: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # A server is the parent's, and alive: only the parent can wait for it.
+    if serve.cache_info().currsize:
+        forkserver._forkserver.ensure_running = os.getpid  # type: ignore[attr-defined]
+    try:
+        pipe.send((body(*args), ""))
+    except BaseException:
+        pipe.send((None, traceback.format_exc()))

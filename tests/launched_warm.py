@@ -1,0 +1,20 @@
+"""Imported by what forks the ranks of `tests.launched`: what the first step of a transformer loads and finds out;
+and they share what the run has captured."""
+
+from __future__ import annotations
+
+import torch
+
+from autopar.adapters.fake import skeleton_of
+from autopar.cache.step_key import step_key
+from autopar.ir.mesh import Mesh
+from autopar.models.tiny import TINY
+from tests.captured_once import FOLDER, share_captures
+from tests.derived_once import share_derivatives
+from tests.warm import warm
+
+torch.set_num_threads(1)  # a process with threads is not to be forked
+share_captures()
+share_derivatives(FOLDER)
+warm()
+step_key("train", skeleton_of(TINY["llama"].build()), TINY["llama"].batch(2, 4), Mesh.of(dp=1))
