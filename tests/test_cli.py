@@ -200,15 +200,6 @@ def test_show_prints_attention_over_ranks(capsys: pytest.CaptureFixture[str], co
     assert re.search(r"# send up \S+ \w+, send down \S+ \w+ over cp; model.layers.0.self_attn$", lines[0])
 
 
-def test_verify_of_a_cut_sequence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps({**LLAMA, "num_hidden_layers": 1}))
-    options = ("--mesh", "cp=2", "--attention", "token_ring", "--seq", 8, "--batch", 2)
-    code, out, err = run(capsys, "verify", "--config", config, *options)
-    assert code == 0, out + err
-    assert "mesh cp=2 equals one process" in out and "model.layers.0.self_attn.q_proj.weight" in out
-
-
 BAD: list[tuple[str, list[object], str]] = [
     ("axis", ["--mesh", "dq=2"], "unknown axis 'dq'; the axes are"),
     ("mesh", ["--mesh", "two"], "expected name=size pairs"),
