@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar
+from autopar.runtime.groups import Groups, init_mesh
 from autopar.runtime.launch import launch
-from tests.runtime.test_launch import total
 
 
 class Model(nn.Module):
@@ -26,6 +26,13 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.second(torch.relu(self.first(x))) ** 2).mean()
+
+
+def total(x: Tensor) -> tuple[int, float]:
+    groups = Groups(init_mesh("cpu", dp=2))
+    y = x * (groups.rank + 1)
+    dist.all_reduce(y, group=groups.group("dp"))
+    return groups.rank, y.item()
 
 
 def main(folder: Path) -> None:
