@@ -15,7 +15,7 @@ from tests.test_cli import LLAMA, run
 def test_plan_of_several_meshes_stands_side_by_side(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """One batch that all can cut; options count where their axis is; a mesh that cannot have the model says why."""
     config = tmp_path / "config.json"
-    config.write_text(json.dumps(LLAMA))
+    config.write_text(json.dumps(LLAMA | {"num_hidden_layers": 2}))
     meshes = ("--mesh", "dp=4", "--mesh", "tp=2", "--mesh", "tp=3", "--mesh", "pp=2,dp=2")
     more: tuple[Any, ...] = ("--seq", 16, "--micro-batches", 2, "--zero", 1, "--sequence-parallel")
     more = (*more, "--schedule", "1f1b", "--topology", "tp=switch:300e9", "--device", "h100")
@@ -44,7 +44,7 @@ def test_plan_remarks_on_sequences_beyond_the_models_positions(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(LLAMA | {"max_position_embeddings": 16}))
+    path.write_text(json.dumps(LLAMA | {"max_position_embeddings": 16, "num_hidden_layers": 1}))
     code, _, err = run(capsys, "plan", "--config", path, "--mesh", "dp=2", "--seq", 32, "--json")
     assert code == 0 and "llama is made for 16 positions (max_position_embeddings), found a length of 32" in err
     code, _, err = run(capsys, "plan", "--config", path, "--mesh", "dp=2", "--seq", 16, "--json")
