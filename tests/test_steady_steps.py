@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -25,6 +26,7 @@ from autopar.runtime.call_order import CallOrder, Place, Places, places_in
 from autopar.runtime.failures import board
 from autopar.runtime.store_line import Line
 from tests import deaf_groups  # noqa: F401 - registers its backend
+from tests.compiled_once import compiled_by_one
 from tests.faults.cases import Stack
 from tests.plain_models import Net, build, numbers, part, put
 from tests.ranks import run_ranks
@@ -265,15 +267,27 @@ BODIES: dict[str, tuple[Callable[[int], str], int]] = {  # and who does not end
 }
 
 
+def sharing(body: Callable[[int], str], folder: Path, rank: int) -> str:
+    """What a rank of any world has compiled the others need not."""
+    compiled_by_one(folder, rank)
+    return body(rank)
+
+
 @pytest.fixture(scope="module")
-def worlds() -> Iterator[dict[str, dict[int, tuple[float, str]]]]:
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[int, tuple[float, str]]]]:
     """What came of all, a few at a time, beside those that wait until a rank has been silent for too long."""
-    waiting = {name: World(2, *BODIES[name]) for name in BODIES if name.startswith(("dies", "stops", "slow"))}
+    folder = tmp_path_factory.mktemp("compiled")
+
+    def world(name: str) -> World:
+        body, stays = BODIES[name]
+        return World(2, functools.partial(sharing, body, folder), stays)
+
+    waiting = {name: world(name) for name in BODIES if name.startswith(("dies", "stops", "slow"))}
     names, found = [name for name in BODIES if name not in waiting], {}
     for some in (names[i : i + 3] for i in range(0, len(names), 3)):
-        made = {name: World(2, *BODIES[name]) for name in some}
-        found |= {name: world.end() for name, world in made.items()}
-    yield found | {name: world.end() for name, world in waiting.items()}
+        made = {name: world(name) for name in some}
+        found |= {name: one.end() for name, one in made.items()}
+    yield found | {name: one.end() for name, one in waiting.items()}
 
 
 NEED = "agree: the step and the shapes of the batch must be the same on all ranks, found"
