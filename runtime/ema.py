@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from autopar.adapters.dtensor import local_of
 from autopar.adapters.foreach import copy_all, lerp_all
 from autopar.runtime.pending import about_to_write
-from autopar.runtime.whole_matrices import laid_out
+from autopar.runtime.state_pieces import laid_out
 from autopar.values import number
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ copies on their way, for which `state_dict`, `autopar.save` and `autopar.load` w
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from autopar.adapters.dtensor import local_of, over
 from autopar.ir.parameter import in_buckets
 from autopar.ir.storages import is_dense
 from autopar.runtime.host_copies import HostCopies, host_copies_arrived
+from autopar.runtime.piece_steps import on_pieces, own_step, steps_elements
 from autopar.runtime.sharded_tensor import ShardedTensor
 
 _TOLD: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # whose `state_dict` waits for copies
@@ -102,7 +104,7 @@ def _laid_out_like(x: Tensor, local: Tensor) -> Tensor:
 
 def _check_apart(optimizer: Optimizer) -> None:
     """What torch has steps each parameter by itself, but for LBFGS; of others nobody knows."""
-    step = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
+    step = own_step(optimizer)
     known = ("torch.optim.", "transformers.optimization")
     if not step.__module__.startswith(known) or type(optimizer).__name__ == "LBFGS":
         raise ValueError(
@@ -114,9 +116,7 @@ def _check_apart(optimizer: Optimizer) -> None:
 @torch.no_grad()
 def step_buckets(optimizer: Optimizer, is_ours: Callable[[Tensor], bool], hosts: HostStates) -> None:
     """Step our parameters bucket by bucket."""
-    step = type(optimizer).step
-    step = getattr(step, "__wrapped__", step)  # without hooks: theirs run once per step
-    groups = optimizer.param_groups
+    step, groups = own_step(optimizer), optimizer.param_groups
     try:
         for group in groups:
             mine = [p for p in group["params"] if is_ours(p) and p.grad is not None]
@@ -129,7 +129,8 @@ def step_buckets(optimizer: Optimizer, is_ours: Callable[[Tensor], bool], hosts:
                 arrives = hosts.bring(buckets[k + 1]) if k + 1 < len(buckets) else _nothing
                 only = {**before, "params": bucket}
                 optimizer.param_groups = [only]
-                step(optimizer)
+                with on_pieces(optimizer) if steps_elements(optimizer, bucket) else contextlib.nullcontext():
+                    step(optimizer)
                 leaves()
                 leaves = hosts.put_away(bucket)
                 group.update({name: value for name, value in only.items() if name != "params"})

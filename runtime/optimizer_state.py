@@ -22,8 +22,9 @@ from autopar.adapters.dtensor import local_of
 from autopar.runtime.host_states import HostStates
 from autopar.runtime.sharded_tensor import shards_of
 from autopar.runtime.state import is_alike
+from autopar.runtime.state_pieces import laid_out
 from autopar.runtime.value_tree import decoded, encoded
-from autopar.runtime.whole_matrices import WHOLE, laid_out
+from autopar.runtime.whole_matrices import WHOLE
 
 OWN = {"foreach", "fused", "capturable", "differentiable"}  # how an optimizer computes, and not what
 Put = Callable[[str, Tensor, str, bool], Any]  # (key, tensor, name of its parameter, whether laid out like it) -> note

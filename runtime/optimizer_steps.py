@@ -1,6 +1,6 @@
 """Steps of optimizers whose parameters are ours: taken apart, where all parameters at once will not do.
 
-    torch.optim.AdamW(model.parameters()).step()     elementwise, on pieces as they are: left alone
+    torch.optim.AdamW(model.parameters()).step()     elementwise, on pieces: `autopar.runtime.piece_steps`
     torch.optim.Muon(...)                            one whole matrix at a time: `autopar.runtime.whole_matrices`
     optimizer_on_host=True                           states come from the host bucket by bucket:
                                                      `autopar.runtime.host_states`
@@ -24,8 +24,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.runtime.host_states import HostStates, step_buckets
+from autopar.runtime.piece_steps import step_pieces, steps_elements
 from autopar.runtime.sharded_tensor import ShardedTensor
-from autopar.runtime.whole_matrices import PLAIN, WHOLE, step_each
+from autopar.runtime.whole_matrices import WHOLE, step_each
 
 _TOGETHER = {"LBFGS"}  # one problem of all parameters
 
@@ -57,12 +58,13 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
     if names & _TOGETHER:
         _check_together(optimizer, ours)
     hosts = HostStates.of(optimizer, ours)
-    whole = bool(names & WHOLE)
     step: Callable[[], None]
-    if whole or names & PLAIN or _unknown_kernels(optimizer, names, ours):
-        step = functools.partial(step_each, optimizer, _is_ours, whole, hosts)
+    if names & WHOLE:
+        step = functools.partial(step_each, optimizer, _is_ours, hosts)
     elif hosts is not None:
         step = functools.partial(step_buckets, optimizer, _is_ours, hosts)
+    elif steps_elements(optimizer, ours):
+        step = functools.partial(step_pieces, optimizer, _is_ours)
     else:
         return None
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
@@ -103,12 +105,6 @@ class _Others(dict[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         super().__setitem__(name, value)
         self._group[name] = value
-
-
-def _unknown_kernels(optimizer: Optimizer, names: set[str], ours: list[Tensor]) -> bool:
-    """Fused SGD and Adagrad of DTensors, which ShardedTensors know."""
-    fused = any(group.get("fused") for group in optimizer.param_groups)
-    return fused and bool(names & {"SGD", "Adagrad"}) and any(type(p) is DTensor for p in ours)
 
 
 def _check_together(optimizer: Optimizer, ours: list[Any]) -> None:

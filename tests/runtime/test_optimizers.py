@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar.exact import LiftFloat32
@@ -121,6 +122,48 @@ def test_steps_are_those_of_one_process(sizes: dict[str, int], options: dict[str
             worst = max(float((state[n] - x).abs().max()) for n, x in expected[name].items() if n in state)
             assert worst < 1e-10, (name, worst)
             assert laid_out, f"states of {name} are not cut like their parameters"
+
+
+class SeesDTensors(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += any(issubclass(t, DTensor) for t in types)
+        return func(*args, **kwargs or {})
+
+
+class Own(torch.optim.SGD):
+    """Somebody's, of which nothing is known."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.add_(p.grad, alpha=-0.1)
+
+
+def operators_of_dtensors() -> dict[str, int]:
+    """How many an optimizer asks for in its second step."""
+    model, batch = tiny("llama", 1)
+    parallel = autopar.parallelize(model, autopar.init_mesh("cpu", 60.0, tp=2), exact=True, example_batch=batch)
+    found = {}
+    known = {
+        name: make for name, make in OPTIMIZERS.items() if name.split()[0] not in ("Muon", "Adafactor", "Adafactor,")
+    }
+    for name, make in {**known, "Own": lambda parameters: Own(parameters, lr=0.1)}.items():
+        optimizer = make([*parallel.parameters()])
+        parallel.train_step(**batch)
+        optimizer.step()
+        with SeesDTensors() as seen:
+            optimizer.step()
+        found[name] = seen.count
+    return found
+
+
+def test_steps_of_elements_are_not_dispatched_as_dtensors() -> None:
+    for found in run_ranks(2, operators_of_dtensors):
+        assert found.pop("Own") > 0 and not any(found.values()), found
 
 
 # --- what stands around a step ------------------------------------------------------------------------------

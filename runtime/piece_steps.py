@@ -1,0 +1,96 @@
+"""Elementwise optimizers step pieces: each parameter's, its gradient's and its states', as plain tensors.
+
+    torch.optim.AdamW(model.parameters()).step()
+
+        pieces of all parameters  ->  one step of torch's own  ->  states, laid out as their parameters
+
+The numbers are those of a step on DTensors. But no operator is dispatched for each of them by torch's DTensor; kernels
+that it does not know (fused SGD and Adagrad, Rprop's indexing) run; and torch chooses its kernels as for one process:
+on GPUs those of all tensors at once, which it takes for plain tensors only.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from autopar.adapters.dtensor import local_of
+from autopar.runtime.state import is_alike
+from autopar.runtime.state_pieces import laid_out
+
+_ELEMENTWISE = {  # of torch.optim, by where `step` is defined
+    "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+}  # fmt: skip
+_COUNTS = {"step", "eta", "mu", "mu_product"}  # of their states those that are no value per element
+
+
+def own_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
+    """The step of its class without hooks: theirs run once per step."""
+    step: Callable[[Optimizer], Any] = type(optimizer).step
+    return getattr(step, "__wrapped__", step)
+
+
+def steps_elements(optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
+    """Whether it computes of every element by itself, from gradients that lie as the parameters do."""
+    step = own_step(optimizer)
+    known = step.__module__.startswith("torch.optim.") and step.__qualname__.partition(".")[0] in _ELEMENTWISE
+    return known and all(p.grad is None or (is_alike(p, p.grad) and p.dtype == p.grad.dtype) for p in parameters)
+
+
+@torch.no_grad()
+def step_pieces(optimizer: Optimizer, is_ours: Callable[[Tensor], bool]) -> None:
+    """Step our parameters, all at once."""
+    groups = optimizer.param_groups
+    optimizer.param_groups = [{**group, "params": [p for p in group["params"] if is_ours(p)]} for group in groups]
+    try:
+        with on_pieces(optimizer):
+            own_step(optimizer)(optimizer)
+        for group, stepped in zip(groups, optimizer.param_groups, strict=True):
+            group.update({name: value for name, value in stepped.items() if name != "params"})
+    finally:
+        optimizer.param_groups = groups
+
+
+@contextmanager
+def on_pieces(optimizer: Optimizer) -> Iterator[None]:
+    """Within, groups and states are of pieces; all parameters are ours. What a step makes of options stays."""
+    groups, states = optimizer.param_groups, optimizer.state
+    pieces = {p: _piece(p) for group in groups for p in group["params"] if p.grad is not None}
+    known: dict[Tensor, Any] = {
+        x: {n: _local(s) for n, s in states[p].items()} for p, x in pieces.items() if p in states
+    }
+    optimizer.param_groups = [{**g, "params": [pieces[p] for p in g["params"] if p in pieces]} for g in groups]
+    made: defaultdict[Tensor, Any] = defaultdict(dict, known)
+    optimizer.state = made
+    try:
+        yield
+    finally:
+        for group, stepped in zip(groups, optimizer.param_groups, strict=True):
+            group.update({name: value for name, value in stepped.items() if name != "params"})
+        optimizer.param_groups, optimizer.state = groups, states
+        for p, x in pieces.items():
+            if x in made:
+                states[p].update(_laid_out(p, made[x], states[p]))
+
+
+def _piece(p: nn.Parameter) -> nn.Parameter:
+    piece = nn.Parameter(_local(p).detach(), requires_grad=p.requires_grad)
+    piece.grad = _local(p.grad).detach()
+    return piece
+
+
+def _local(x: Any) -> Any:
+    return local_of(x) if isinstance(x, DTensor) else x
+
+
+def _laid_out(p: nn.Parameter, made: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """States of a parameter, of pieces; those that were changed in place are what they were."""
+    changed = {n: x for n, x in made.items() if n not in before or _local(before[n]) is not x}
+    return {n: laid_out(p, x) if isinstance(x, Tensor) and n not in _COUNTS else x for n, x in changed.items()}
