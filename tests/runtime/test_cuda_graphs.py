@@ -4,7 +4,7 @@ and writes the same storages every time. `tests/gpu_check` does the same on a GP
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -22,7 +22,7 @@ from autopar.runtime.cuda_graphs import MOVES, WARM_UP, why_not
 from autopar.runtime.note_watch import NoteWatch
 from autopar.runtime.step_result import Result
 from tests.compiled_once import compiled_once
-from tests.plain_models import Net, Normed, Tied, build, images, numbers, part, put, tokens
+from tests.plain_models import Net, Normed, Tied, WithDropout, build, images, numbers, part, put, tokens
 from tests.ranks import run_ranks
 from tests.subjects import tiny
 
@@ -92,15 +92,15 @@ def trained(backend: str, name: str, sizes: dict[str, int], **options: Any) -> t
     """A loop with dropout, clipping, an optimizer, and gradients of two steps added up: what came out of every step,
     looked at when all have run; and traffic."""
     mesh = autopar.init_mesh("cpu", 20.0, **sizes)
-    model, _ = tiny(name, sizes.get("pp", 1), dropout=0.1)
-    parallel = autopar.parallelize(model, mesh, backend=backend, **options)
-    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
-    told: Told = []
+    model = build(WithDropout) if name == "plain" else tiny(name, sizes.get("pp", 1), dropout=0.1)[0]
 
     def batch(i: int) -> dict[str, Tensor]:
-        whole = TINY[name].batch(8, 16, seed=i)
+        whole = numbers(i) if name == "plain" else TINY[name].batch(8, 16, seed=i)
         return part(whole, sizes) if "dp" in sizes else whole
 
+    parallel = autopar.parallelize(model, mesh, backend=backend, example_batch=batch(0), **options)
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
+    told: Told = []
     for i in range(STEPS):
         loss = parallel.train_step(**batch(i))
         told.append([loss, *(p.grad for p in parallel.parameters() if p.grad is not None)])
@@ -111,7 +111,8 @@ def trained(backend: str, name: str, sizes: dict[str, int], **options: Any) -> t
         optimizer.zero_grad()
     with torch.no_grad():
         outputs = [parallel.eval_step(**batch(i)) for i in range(STEPS)]
-    told.append([x for out in outputs for x in out.values() if isinstance(x, Tensor)])
+    values = (x for out in outputs for x in (out.values() if isinstance(out, Mapping) else [out]))
+    told.append([x for x in values if isinstance(x, Tensor)])
     return [[_local(x) for x in values] for values in told], dict(parallel.traffic())
 
 
@@ -131,11 +132,13 @@ def both(name: str, sizes: dict[str, int], options: dict[str, Any]) -> tuple[int
     return sum(map(len, found)), [graph.replays for graph in graphs]
 
 
-CELLS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
-    ("llama", {"dp": 1}, {}),
+CELLS: list[Any] = [
+    ("plain", {"dp": 1}, {}),
     ("gpt2", {"dp": 2}, {"zero": 3, "micro_batches": 2}),
-    ("llama", {"pp": 2}, {"schedule": "1f1b", "micro_batches": 4}),
+    ("plain", {"pp": 2}, {"schedule": "1f1b", "micro_batches": 4}),
     ("llama", {"cp": 2}, {"attention": "ring"}),
+    pytest.param("llama", {"dp": 1}, {}, marks=pytest.mark.full),
+    pytest.param("llama", {"pp": 2}, {"schedule": "1f1b", "micro_batches": 4}, marks=pytest.mark.full),
 ]
 
 
