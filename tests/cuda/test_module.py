@@ -38,7 +38,6 @@ CELLS = [
 ]
 OFTEN = (
     ("llama", "cp=2", {"attention": "zigzag_ring"}),
-    ("gpt2", "tp=2", {}),
     ("mixtral", "dp=2", {"zero": 3, "micro_batches": 2}),
 )
 

@@ -1,4 +1,4 @@
-"""Types of transformers in training loops on fake CUDA tensors, with dropout; ``-m full`` runs all of them."""
+"""Types of transformers in training loops on fake CUDA tensors, with dropout (`test_module` has some always)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "tp=2": {"sequence_parallel": True},
     "cp=2": {},
 }
-OFTEN = (("ctrl", "dp=2"),)
 RATES = {"diffllama": 0.0, "xlm": 0.0}  # diffllama refuses others; over cp, xlm does: rows whose keys are all masked
 ALL = [
     (kind, mesh)
@@ -27,11 +26,9 @@ ALL = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "mesh"), [pytest.param(*cell, marks=() if cell in OFTEN else pytest.mark.full) for cell in ALL]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "mesh"), ALL)
 def test_a_training_loop(kind: str, mesh: str) -> None:
     rate = RATES.get(kind, 0.1)
-    layers = 1 if (kind, mesh) in OFTEN else 2
-    made = tiny(kind, dropout=rate) if kind in TINY else make(kind, "causal", rate, layers)
+    made = tiny(kind, dropout=rate) if kind in TINY else make(kind, "causal", rate)
     check_loop(*in_type(*made, torch.bfloat16), mesh, WAYS[mesh])
