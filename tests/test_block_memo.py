@@ -35,7 +35,7 @@ from tests.block_habits import (
 from tests.test_decompose import text
 
 COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
-SOME = ("gpt2", "gemma3", "t5", "mixtral")  # plain, of two kinds, in two stacks, with experts
+SOME = ("gemma3", "t5", "mixtral")  # layers of two kinds, in two stacks, with experts
 
 
 def deeper(name: str) -> nn.Module:
