@@ -264,7 +264,7 @@ def accepted(sample: Sample, mesh: Mesh) -> Iterator[Typed]:
 
 
 def in_turn(found: Iterable[Typed], turn: int) -> list[Typed]:
-    """One way to cut each choice of dims, others in other turns; ways that cut none in the first turns only, where the
+    """One way to cut each choice of dims, others in other turns; ways that cut none in the first turns only: there the
     whole is compared with itself."""
     ways: dict[Any, list[Typed]] = {}
     for placements in found:

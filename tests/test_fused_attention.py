@@ -85,8 +85,9 @@ SOME = (
 @pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in SOME else pytest.mark.full) for c in CASES])
 def test_equals_plain_products(case: str) -> None:
     made, known = case_of(case)
-    rows = 1 if case in SOME and case != "padding" else None  # of the batch; all take a program each
-    inputs = [x.float()[:rows] for x in made]
+    inputs = [x.float() for x in made]
+    if case in SOME and case not in ("padding", "sinks"):  # one example, and every other head: each takes a program
+        inputs = [x[:1, ::2] for x in inputs]
     assert KERNELS["triton_flash"].applies(*inputs[:3], known) == (case in TAKEN)
     if case in TAKEN:
         compare("triton_flash", inputs, known, 5e-6 * max(1.0, inputs[0].shape[-1] / 32))  # longer sums
@@ -96,7 +97,7 @@ def test_equals_plain_products(case: str) -> None:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 4e-3), (torch.bfloat16, 3e-2)], ids=str)
 def test_half_types(dtype: torch.dtype, tolerance: float) -> None:
     """Scores and sums are float32; probabilities and their gradients are rounded before the products."""
-    inputs = [x[:1].to(dtype) for x in tensors(S_ODD, dtype=torch.float32)]
+    inputs = [x[:1, ::2].to(dtype) for x in tensors(S_ODD, dtype=torch.float32)]
     compare("triton_flash", inputs, facts(softcap=3.0, causal=True, offset=S_ODD - 22), tolerance)
 
 
