@@ -163,7 +163,9 @@ def test_transformers_inputs_are_known() -> None:
     assert batch_dims(model, {"input_ids": rows, "position_ids": rotary})["position_ids"] == 1
 
 
-@pytest.mark.parametrize("mesh, count", [("dp=2", 1), ("dp=2", 2), ("dp=2,tp=2", 2)])
+@pytest.mark.parametrize(
+    "mesh, count", [pytest.param("dp=2", 1, marks=pytest.mark.full), ("dp=2", 2), ("dp=2,tp=2", 2)]
+)
 def test_sequence_first_models_are_exact(mesh: str, count: int) -> None:
     torch.manual_seed(0)
     result = check_model(SequenceFirst().double(), sequences(), Mesh.parse(mesh), Options(micro_batches=count))
@@ -230,7 +232,7 @@ def sequence_first(tp: int) -> list[str]:
     return [*out, refusal(loose.train_step, **table)]
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_sequence_first_on_ranks_and_batches_that_differ(tp: int) -> None:
     every = run_ranks(2 * tp, sequence_first, tp, timeout=200)
     assert all(found == every[0] for found in every)

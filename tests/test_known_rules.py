@@ -21,7 +21,7 @@ from tests.soundness import call, graph_of
 from tests.subjects import tiny
 
 CELLS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
-    "llama": ({"dp": 2, "cp": 2, "tp": 2}, {"sequence_parallel": True, "micro_batches": 2}),
+    "llama": ({"dp": 2, "cp": 2, "tp": 2}, {"sequence_parallel": True, "micro_batches": 2, "zero": 3}),
     "gemma3": ({"dp": 2, "tp": 2}, {"zero": 3}),
     "t5": ({"dp": 2, "tp": 2}, {"micro_batches": 2}),
     "mixtral": ({"dp": 2, "tp": 2, "pp": 2}, {"micro_batches": 2}),
@@ -71,7 +71,14 @@ def only_the_key_is_read(asked: Call) -> Iterator[None]:
     assert names <= {"val", "has_gradient", "conversion", "dealt", "global_groups", "experts"}
 
 
-@pytest.mark.parametrize("name", CELLS)
+OFTEN = ("llama", "mixtral", "deepseek_v3")
+
+
+def test_these_have_all_axes() -> None:
+    assert {axis for name in OFTEN for axis in CELLS[name][0]} == {"dp", "cp", "tp", "pp", "ep"}
+
+
+@pytest.mark.parametrize("name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.full) for n in CELLS])
 def test_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hits = {"rule": 0, "results": 0}
     known_rule, known_results = known_rules.known_rule, known_rules.known_results

@@ -86,9 +86,15 @@ def check(layers: int, found: dict[str, Any], zero: int) -> None:
 
 
 def test_two_layers() -> None:
+    (found,) = in_own_process(2, (3, True))
+    check(2, found, 3)
+
+
+@pytest.mark.full
+def test_four_layers() -> None:
     ways = ((0, False), (3, True))
-    for (zero, _), found in zip(ways, in_own_process(2, *ways), strict=True):
-        check(2, found, zero)
+    for (zero, _), found in zip(ways, in_own_process(4, *ways), strict=True):
+        check(4, found, zero)
 
 
 @pytest.mark.full

@@ -70,8 +70,10 @@ def test_logits_are_never_gathered(options: dict[str, Any]) -> None:
             assert VOCAB not in node.meta["val"].shape, node
 
 
-@pytest.mark.parametrize("zero, times", [(0, 2), (3, 3)])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    "zero, times, ranks",
+    [(0, 2, 2), (3, 3, 4), *(pytest.param(*c, marks=pytest.mark.full) for c in ((0, 2, 4), (3, 3, 2)))],
+)
 def test_bytes_of_data_parallelism(zero: int, times: int, ranks: int) -> None:
     """2 (N-1)/N of the parameter bytes whole, at most 3 (N-1)/N cut; the count and the loss are a few bytes more."""
     c = compiled(f"dp={ranks}", zero=zero)
