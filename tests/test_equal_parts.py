@@ -23,18 +23,26 @@ from autopar.steps.value_names import is_a
 from tests.subjects import tiny
 from tests.test_decompose import text
 
+SPLIT = {"micro_batches": 8, "schedule": "zb_h1", "sequence_parallel": True}
+AT_EACH_USE = {"micro_batches": 4, "zero": 3, "gathers": "layer"}
 # (model, mesh, options, how many of the parts are copies)
-CELLS: dict[str, tuple[str, dict[str, int], dict[str, Any], int]] = {
+ONE_BY_ONE: dict[str, tuple[str, dict[str, int], dict[str, Any], int]] = {
     "plain": ("llama", {"pp": 4}, {"micro_batches": 4}, 1),
-    "chunks": ("llama", {"pp": 2}, {"micro_batches": 4, "schedule": "interleaved", "chunks": 4}, 5),
-    "split": ("llama", {"pp": 4, "tp": 2}, {"micro_batches": 8, "schedule": "zb_h1", "sequence_parallel": True}, 1),
-    "cut weights": ("llama", {"pp": 4, "dp": 2}, {"micro_batches": 4, "zero": 3}, 1),
-    "at each use": ("llama", {"pp": 4, "dp": 2}, {"micro_batches": 4, "zero": 3, "gathers": "layer"}, 1),
+    "chunks": ("llama", {"pp": 2}, {"micro_batches": 4, "schedule": "interleaved", "chunks": 3}, 3),
+    "split": ("llama", {"pp": 4, "tp": 2}, SPLIT, 1),
+    "cut weights": ("llama", {"pp": 4, "dp": 2}, {"micro_batches": 4, "zero": 2}, 1),
+    "at each use": ("llama", {"pp": 4, "dp": 2}, AT_EACH_USE, 1),
     "sequences": ("llama", {"pp": 4, "cp": 2}, {"micro_batches": 4}, 1),
     "experts": ("mixtral", {"pp": 4}, {"micro_batches": 4}, 1),
     "an encoder": ("bert", {"pp": 4}, {"micro_batches": 4}, 1),
     "dropout, whose sites differ": ("gpt2", {"pp": 4}, {"micro_batches": 4, "dropout": 0.1}, 0),
 }
+TOGETHER = {
+    "an encoder, split": ("bert", {"pp": 4, "tp": 2}, SPLIT, 1),
+    "cut weights, sequences": ("llama", {"pp": 4, "dp": 2, "cp": 2}, {"micro_batches": 4, "zero": 2}, 1),
+    "experts, at each use": ("mixtral", {"pp": 4, "dp": 2}, AT_EACH_USE, 1),
+}
+CELLS = ONE_BY_ONE | TOGETHER
 
 
 def compiled(cell: str, layers: int) -> Compiled:
@@ -44,18 +52,27 @@ def compiled(cell: str, layers: int) -> Compiled:
     return compile_model(model, batch, Mesh.of(**mesh), Options(**options))
 
 
-TWICE = ("plain", "chunks")  # these have eight layers, two in each part of the first; the others one in each
+LAYERS = {"chunks": 6, "an encoder, split": 8}  # one in each part, and two; the others have four, one in each
+FEW = ("chunks", "dropout, whose sites differ", *TOGETHER)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell not in TWICE])
-def test_copies_of_two_layers(cell: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    test_copies(cell, monkeypatch, 8)
+@pytest.mark.parametrize("layers", [4, 8])
+@pytest.mark.parametrize("cell", [cell for cell in ONE_BY_ONE if cell != "chunks"])
+def test_copies_one_by_one(cell: str, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    test_copies(cell, monkeypatch, layers)
 
 
-@pytest.mark.parametrize("cell", CELLS)
+def test_few_have_all_that_is_tried_one_by_one() -> None:
+    chosen = [CELLS[cell] for cell in FEW]
+    for name, mesh, options, _ in ONE_BY_ONE.values():
+        assert name in {of[0] for of in chosen} and mesh.keys() <= {axis for of in chosen for axis in of[1]}
+        assert options.items() <= {item for of in chosen for item in of[2].items()}
+
+
+@pytest.mark.parametrize("cell", FEW)
 def test_copies(cell: str, monkeypatch: pytest.MonkeyPatch, layers: int = 0) -> None:
-    layers = layers or (8 if cell in TWICE else 4)
+    layers = layers or LAYERS.get(cell, 4)
     copied: list[Stage] = []
     copy = equal_parts._copied
 
@@ -158,18 +175,22 @@ def test_what_tells_parts_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_who_watches_sees_each_part() -> None:
     name, mesh, options, _ = CELLS["plain"]
-    model, batch = tiny(name, layers=8)
+    model, batch = tiny(name, layers=4)
     seen: list[str] = []
     compile_model(model, batch, Mesh.of(**mesh), Options(**options), observers=[lambda at, gm, ctx: seen.append(at)])
     assert {f"part{i}.forward" for i in range(4)} <= set(seen)
 
 
-@pytest.mark.parametrize("watch", [Progress("compiling"), lambda at, gm, ctx: None], ids=["progress", "dump"])
-def test_who_watches_changes_nothing(watch: Any) -> None:
-    """The first rank shows progress, and may write what it compiles: its step has to be that of the others."""
+def facts_of_lengths(observers: list[Any]) -> dict[str, Any]:
+    """Of a step of four parts, one of which has another length."""
     model, batch = tiny("llama", layers=6)
-    options = Options(micro_batches=4, schedule="interleaved")  # of whose four parts one has another length
-    plain, watched = (
-        step_facts(compile_model(model, batch, Mesh.of(pp=2), options, observers=given)) for given in ([], [watch])
-    )
-    assert [name for name in plain if plain[name] != watched[name]] == []
+    options = Options(micro_batches=2, schedule="interleaved")
+    return step_facts(compile_model(model, batch, Mesh.of(pp=2), options, observers=observers))
+
+
+def test_who_watches_changes_nothing() -> None:
+    """The first rank shows progress, and may write what it compiles: its step has to be that of the others."""
+    plain = facts_of_lengths([])
+    for watch in (Progress("compiling"), lambda at, gm, ctx: None):
+        watched = facts_of_lengths([watch])
+        assert [name for name in plain if plain[name] != watched[name]] == []
