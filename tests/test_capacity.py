@@ -21,6 +21,7 @@ from autopar.models.hf import exact_experts
 from autopar.models.hf_capacity import capped_experts
 from autopar.options import Options
 from autopar.runtime.groups import data_part, init_mesh
+from tests.captured_once import captured_once
 from tests.harness import Run
 from tests.ranks import run_ranks
 from tests.reference import LIMIT, eager
@@ -54,7 +55,7 @@ def test_a_capped_model_is_the_same_on_every_mesh(name: str) -> None:
     with capped_experts(model, CAPACITY):
         expected = eager(model, batch, SEED)
     assert abs(expected.loss - eager(model, batch, SEED).loss) > 1e-6
-    graph = capture(model, batch, exact=True)
+    graph = captured_once(model, batch, exact=True)
     for mesh, options in MESHES:
         made = compile_graph(copy.deepcopy(graph), mesh, capped(options), outputs=())
         for found in Run(made, model, batch, mesh, SEED).errors(expected):
@@ -112,12 +113,11 @@ def test_what_is_gathered() -> None:
 def trained(batch: dict[str, Tensor], steps: int) -> dict[str, Tensor]:
     """Weights after some steps of AdamW."""
     model, _ = tiny("qwen3_moe")
-    parallel = autopar.parallelize(
-        model, init_mesh("cpu", 60.0, ep=2), exact=True, capacity=CAPACITY, micro_batches=2, dispatch="dedup"
-    )
-    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
-    part, parts = data_part(parallel.mesh)
+    mesh, options = init_mesh("cpu", 60.0, ep=2), {"capacity": CAPACITY, "micro_batches": 2, "dispatch": "dedup"}
+    part, parts = data_part(mesh)
     mine = part_of_batch(batch, dict.fromkeys(batch, 0), parts, part, 2, 2)
+    parallel = autopar.parallelize(model, mesh, exact=True, example_batch=mine, **options)
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
     for _ in range(steps):
         parallel.train_step(**mine)
         optimizer.step()
