@@ -31,7 +31,7 @@ from autopar.schedule.order import Action, Order
 from autopar.schedule.request import SCHEDULES, Request
 from autopar.schedule.simulate import simulate
 from autopar.steps.graphs import Compiled
-from tests.cells import Cell, called, check, compile_cell, inherited, on_ranks, values_of
+from tests.cells import Cell, called, check, compile_cell, compiled, inherited, on_ranks, values_of
 from tests.ranks import close_pools, rank_outcomes
 from tests.test_experts import in_full
 
@@ -186,9 +186,7 @@ def dies(cell: Cell, victim: int, turn: int) -> str:
 @pytest.mark.parametrize("turn", [3, pytest.param(6, marks=pytest.mark.full)])
 def test_a_rank_that_dies_in_a_cell_is_named(turn: int) -> None:
     close_pools()
-    compiled = on_ranks(BOTH, both_ways)  # made here, and inherited
-    assert compiled
-    close_pools()
+    compiled(BOTH)  # here, and inherited
     outcomes = rank_outcomes(4, dies, BOTH, 1, turn, timeout=60, grace=TIMEOUT + 5)
     close_pools()
     assert "exit code -9" in (outcomes[1].lost or "")
