@@ -22,6 +22,7 @@ from autopar.options import Options
 from autopar.plan import Plan
 from autopar.runtime.groups import data_part, init_mesh
 from tests.cells import Cell, called, check, compile_cell, simulated
+from tests.compiled_once import compiled_once
 from tests.ranks import run_ranks
 from tests.subjects import make
 from tests.test_expert_load import chosen
@@ -179,9 +180,11 @@ def test_models_without_experts_are_refused() -> None:
 def counted(sizes: dict[str, int], options: dict[str, Any]) -> dict[str, list[int]]:
     """`expert_load` of a step."""
     model, batch = make("qwen3_moe")
-    parallel = parallelize(model, init_mesh("cpu", 60.0, **sizes), example_batch=batch, exact=True, **options)
-    part, parts = data_part(parallel.mesh)
-    parallel.train_step(**{key: x.chunk(parts)[part] for key, x in batch.items()})
+    mesh = init_mesh("cpu", 60.0, **sizes)
+    part, parts = data_part(mesh)
+    mine = {key: x.chunk(parts)[part] for key, x in batch.items()}
+    parallel = parallelize(model, mesh, example_batch=mine, exact=True, **options)
+    parallel.train_step(**mine)
     return {name: count.tolist() for name, count in parallel.expert_load().items()}
 
 
@@ -242,14 +245,15 @@ def test_checkpoints_go_on_with_experts_elsewhere(tmp_path: Any) -> None:
 
 def through_a_folder(folder: str, sizes: dict[str, int], options: dict[str, Any]) -> list[str]:
     """Save for transformers, load into another model; names that differ, and those of a rank's own experts."""
-    model, batch = make("mixtral")
-    mesh, given = init_mesh("cpu", 60.0, **sizes), {**options, "example_batch": batch}
-    first = parallelize(copy.deepcopy(model), mesh, exact=True, **given)
-    first.save_pretrained(folder)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.zero_()
-    second = parallelize(model, mesh, exact=True, **given)
+    model, batch = make("one-layer mixtral")
+    mesh, given = init_mesh("cpu", 60.0, **sizes), {**options, "example_batch": batch, "exact": True}
+    with compiled_once():
+        first = parallelize(copy.deepcopy(model), mesh, **given)
+        first.save_pretrained(folder)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+        second = parallelize(model, mesh, **given)
     second.load_pretrained(folder)
     wanted, found = first.full_state_dict(), second.full_state_dict()
     return [name for name, x in wanted.items() if not torch.equal(x, found[name])]
@@ -266,7 +270,7 @@ FOLDED: list[tuple[dict[str, int], dict[str, Any]]] = [
 def test_folders_of_transformers(tmp_path: Any, sizes: dict[str, int], options: dict[str, Any]) -> None:
     """Whole experts, whoever has which."""
     assert run_ranks(2, through_a_folder, str(tmp_path), sizes, options) == [[], []]
-    wanted, _ = make("mixtral")
+    wanted, _ = make("one-layer mixtral")
     found = type(wanted).from_pretrained(str(tmp_path), dtype=torch.float64)
     for name, x in wanted.state_dict().items():
         assert torch.equal(found.state_dict()[name], x), name
