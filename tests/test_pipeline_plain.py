@@ -4,6 +4,7 @@ buffers, parts without gradient. Loss and gradients equal one process, on real r
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,11 +107,13 @@ class Vectors(Stack):
 MODELS = (Stack, Skip, Frozen, Tied, Losses, Vectors)
 
 
-def errors_of_all(sizes: dict[str, int], options: dict[str, Any]) -> dict[str, float]:
+def errors_of_all(
+    sizes: dict[str, int], options: dict[str, Any], models: Sequence[type[Stack]] = MODELS
+) -> dict[str, float]:
     """On a rank: the largest error of each model."""
     found = {}
     mesh = init_mesh(**sizes)
-    for make in MODELS:
+    for make in models:
         report = autopar.verify(make(), mesh, batch(), example_batch=_part(sizes), **options)
         assert report.passed, str(report)
         found[make.__name__] = max(e.error for e in report.entries)
@@ -122,7 +125,8 @@ def _part(sizes: dict[str, int]) -> dict[str, Tensor]:
 
 
 def test_on_two_ranks() -> None:
-    for found in run_ranks(2, errors_of_all, {"pp": 2}, {"schedule": "zb_h1", "micro_batches": 4}, timeout=200):
+    """Of two parts each: values come back to a rank."""
+    for found in run_ranks(2, errors_of_all, {"pp": 2}, {"schedule": "zb_v", "micro_batches": 4}, timeout=200):
         assert max(found.values()) < 1e-12, found
 
 
@@ -132,32 +136,51 @@ def test_on_four_ranks() -> None:
         assert max(found.values()) < 1e-12, found
 
 
-def test_two_copies() -> None:
-    for found in run_ranks(4, errors_of_all, {"pp": 4}, {"schedule": "dual_pipe", "micro_batches": 8}, timeout=200):
+FAR = (Skip, Tied)  # what ranks exchange that are no neighbours
+
+
+@pytest.mark.parametrize("models", [FAR, pytest.param(MODELS, marks=pytest.mark.full)], ids=["far", "all"])
+def test_two_copies(models: Sequence[type[Stack]]) -> None:
+    options = {"schedule": "dual_pipe", "micro_batches": 8}
+    for found in run_ranks(4, errors_of_all, {"pp": 4}, options, models, timeout=200):
         assert max(found.values()) < 1e-12, found
 
 
-def layer_gathers(options: dict[str, Any]) -> tuple[float, dict[str, int]]:
-    """On a rank: the error of a step, and how often parameters were gathered and gradients reduced over dp."""
-    mesh = init_mesh(pp=2, dp=2)
-    report = autopar.verify(Tied(), mesh, batch(), example_batch=_part({"dp": 2}), zero=3, **options)
-    assert report.passed, str(report)
-    parallel = autopar.parallelize(Tied(), mesh, example_batch=_part({"dp": 2}), zero=3, **options)
-    me = parallel.mesh.get_local_rank("dp")
-    parallel.train_step(**{k: v.chunk(2)[me] for k, v in batch().items()})
-    calls = {kind: t.calls for (axis, kind), t in parallel.traffic().items() if axis == "dp"}
-    return max(e.error for e in report.entries), calls
+@pytest.mark.parametrize("schedule", ["dual_pipe", pytest.param("zb_h1", marks=pytest.mark.full)])
+def test_on_two_ranks_with_parts_on_one_or_both(schedule: str) -> None:
+    for found in run_ranks(2, errors_of_all, {"pp": 2}, {"schedule": schedule, "micro_batches": 4}, timeout=200):
+        assert max(found.values()) < 1e-12, found
 
 
-def test_gathers_once_per_step_or_for_each_use() -> None:
+def layer_gathers(options: dict[str, Any]) -> list[tuple[float, dict[str, int], list[float]]]:
+    """On a rank, with gathers once per step and for each use: the error of a step; how often parameters were gathered
+    and gradients reduced over dp; the norm before clipping, that of one process, and the norm afterwards."""
+    mesh, model, found = init_mesh(pp=2, dp=2), Tied(), []
+    part, parts = autopar.data_part(mesh)
+    mine = {k: v.chunk(parts)[part] for k, v in batch().items()}
+    model(**batch()).backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    for gathers in ("step", "layer"):
+        parallel = autopar.parallelize(Tied(), mesh, example_batch=mine, zero=3, gathers=gathers, **options)
+        parallel.train_step(**mine)
+        calls = {kind: t.calls for (axis, kind), t in parallel.traffic().items() if axis == "dp"}
+        gradients = parallel.full_gradients()
+        assert {name for name, x in gradients.items() if x is not None} == expected.keys()
+        error = max(float((gradients[name] - x).abs().max()) for name, x in expected.items())
+        norms = [float(x) for x in (parallel.clip_grad_norm_(1e-3), norm, parallel.clip_grad_norm_(1e-3))]
+        found.append((error, calls, norms))
+    return found
+
+
+def test_gathers_once_per_step_or_for_each_use_and_the_norm_over_all_stages() -> None:
     count = 4
-    options = {"schedule": "1f1b", "micro_batches": count}
-    once = run_ranks(4, layer_gathers, {**options, "gathers": "step"}, timeout=200)
-    each = run_ranks(4, layer_gathers, {**options, "gathers": "layer"}, timeout=200)
-    for (error, calls), (other, more) in zip(once, each, strict=True):
-        assert max(error, other) < 1e-12
+    for once, each in run_ranks(4, layer_gathers, {"schedule": "1f1b", "micro_batches": count}, timeout=200):
+        calls, more = once[1], each[1]
         assert calls["all_gather"] * 2 * count >= more["all_gather"] >= calls["all_gather"] * count
         assert calls["reduce_scatter"] == more["reduce_scatter"]
+        for error, _, (before, expected, after) in (once, each):
+            assert error < 1e-12 and abs(before - expected) < 1e-12 and abs(after - 1e-3) < 1e-6
 
 
 def buffers_after_a_step() -> dict[str, float]:
@@ -174,24 +197,6 @@ def buffers_after_a_step() -> dict[str, float]:
 def test_buffers_reach_all_ranks() -> None:
     for found in run_ranks(2, buffers_after_a_step, timeout=100):
         assert len(found) == 4 and max(found.values()) < 1e-12, found
-
-
-def clipped() -> tuple[float, float, float]:
-    """On a rank: the norm before clipping, that of one process, and the norm afterwards."""
-    model = Tied()
-    part = _part({"dp": 2})
-    parallel = autopar.parallelize(model, init_mesh(pp=2, dp=2), example_batch=part, schedule="1f1b", zero=3)
-    me = parallel.mesh.get_local_rank("dp")
-    parallel.train_step(**{k: v.chunk(2)[me] for k, v in batch().items()})
-    model(**batch()).backward()
-    expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    return float(parallel.clip_grad_norm_(1e-3)), float(expected), float(parallel.clip_grad_norm_(1e-3))
-
-
-def test_gradients_are_clipped_by_the_norm_over_all_stages() -> None:
-    for before, expected, after in run_ranks(4, clipped, timeout=100):
-        assert abs(before - expected) < 1e-12
-        assert abs(after - 1e-3) < 1e-6
 
 
 def traced(sizes: dict[str, int], folder: str) -> tuple[float, float]:
