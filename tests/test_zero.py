@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import autopar
-from autopar.capture import capture
 from autopar.compile.model import compile_graph, compile_model
 from autopar.cost.memory import memory
 from autopar.ir.graph import copy_graph
@@ -24,8 +22,8 @@ from autopar.runtime.bind import kind_of
 from autopar.runtime.comm import traffic_of
 from autopar.steps.graphs import Compiled
 from autopar.steps.of_rank import graphs_of_rank
+from tests.captured_once import captured_once
 from tests.cells import Cell, called, check, compile_cell
-from tests.ranks import run_ranks
 from tests.subjects import ROWS, tiny
 
 SPLITS = ("1f1b", "zb_h1", "interleaved", "dual_pipe_v")
@@ -43,13 +41,28 @@ ALL = [
     for zero in MODES
     for schedule in SPLITS
 ]
-# Each mode with and without micro-batches on two ranks, under each schedule, and on each larger mesh.
+
+
+def small(cell: Cell) -> Cell:
+    """One layer of it."""
+    return dataclasses.replace(cell, name=f"one-layer {cell.name}")
+
+
+def whole(cell: Cell) -> Cell:
+    """All layers of it."""
+    return dataclasses.replace(cell, name=cell.name.removeprefix("one-layer "))
+
+
+# Each mode with and without micro-batches on two ranks, under each schedule, and some on each larger mesh.
 FEW = [
-    *(c for c in ALL if c.name == "llama" and c.mesh == PLAIN[0]),
-    *(c for i, c in enumerate(ALL[-16:]) if (i // 4 + i) % 4 == 1),
-    *(c for c in ALL if c.mesh in PLAIN[1:3] and c.options.zero in (1, 2) and c.options.micro_batches > 1),
-    *(c for c in ALL if c.name == "llama" and c.mesh == PLAIN[3] and c.options.zero == 3),
-    Cell("vit", Mesh.of(dp=2, pp=2), Options(zero=2, micro_batches=4, schedule="zb_v")),  # takes rows of micro-batches
+    *(c if c.options.micro_batches > 1 else small(c) for c in ALL if c.name == "llama" and c.mesh == PLAIN[0]),
+    *(small(c) for i, c in enumerate(ALL[-16:]) if (i // 4 + i) % 4 == 1),
+    Cell("one-layer llama", PLAIN[1], Options(zero=1, micro_batches=4)),
+    Cell("one-layer gpt2", PLAIN[1], Options(zero=2, micro_batches=4)),
+    Cell("one-layer llama", PLAIN[2], Options(zero=1, micro_batches=4)),
+    Cell("one-layer llama", PLAIN[3], Options(zero=3, micro_batches=2)),
+    # takes rows of micro-batches
+    Cell("one-layer vit", Mesh.of(dp=2, pp=2), Options(zero=2, micro_batches=4, schedule="zb_v")),
     Cell("llama", Mesh.of(dp=2), Options(zero=1, gathers="layer", reductions="micro_batch", micro_batches=2)),
     Cell("llama", Mesh.of(dp=2), Options(zero=3, gathers="step", reductions="step", micro_batches=2)),
 ]
@@ -58,12 +71,12 @@ REPLICAS = [
     Cell("llama", Mesh.of(rp=2, dp=2), Options(zero=zero, micro_batches=count)) for zero in MODES for count in (1, 2)
 ]
 HYBRID = [
-    *(cell for cell in REPLICAS if cell.options.zero % 2 == cell.options.micro_batches - 1),
-    Cell("gpt2", Mesh.of(rp=2, dp=2), Options(zero=3, micro_batches=2)),
-    Cell("llama", Mesh.of(rp=2, tp=2), Options(sequence_parallel=True, micro_batches=2)),
-    Cell("llama", Mesh.of(pp=2, rp=2), Options(micro_batches=4, schedule="zb_h1")),
-    Cell("llama", Mesh.of(rp=2, cp=2), Options(zero=2, micro_batches=2)),
+    *(small(cell) for cell in REPLICAS if cell.options.zero % 2 == cell.options.micro_batches - 1),
+    Cell("one-layer llama", Mesh.of(rp=2, tp=2), Options(sequence_parallel=True, micro_batches=2)),
+    Cell("one-layer llama", Mesh.of(pp=2, rp=2), Options(micro_batches=4, schedule="zb_h1")),
+    Cell("one-layer llama", Mesh.of(rp=2, cp=2), Options(zero=2, micro_batches=2)),
 ]
+TIED = Cell("gpt2", Mesh.of(rp=2, dp=2), Options(zero=3, micro_batches=2))
 EIGHT = Mesh.of(pp=2, rp=2, dp=2)
 LARGE = [
     *(Cell("llama", EIGHT, Options(zero=zero, micro_batches=2, schedule="gpipe")) for zero in MODES),
@@ -77,7 +90,7 @@ def test_equals_one_process(cell: Cell) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("cell", [c for c in ALL if c not in FEW], ids=str)
+@pytest.mark.parametrize("cell", [c for c in dict.fromkeys([*ALL, *map(whole, FEW)]) if c not in FEW], ids=str)
 def test_all_equal_one_process(cell: Cell) -> None:
     check(called(cell))
 
@@ -88,7 +101,7 @@ def test_replicas_equal_one_process(cell: Cell) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("cell", [cell for cell in REPLICAS if cell not in HYBRID], ids=str)
+@pytest.mark.parametrize("cell", dict.fromkeys([*REPLICAS, TIED, *map(whole, HYBRID)]), ids=str)
 def test_all_replicas_equal_one_process(cell: Cell) -> None:
     check(called(cell))
 
@@ -104,7 +117,8 @@ def test_few_cover_all() -> None:
     assert chosen == {(zero, several) for zero in MODES for several in (False, True)}
     assert {c.options.zero for c in FEW if c.options.schedule} == {*MODES}
     assert {c.options.schedule for c in FEW} == {"", "zb_v", *SPLITS}
-    replicas = [c.options for c in HYBRID if c in REPLICAS]
+    assert {*PLAIN} <= {c.mesh for c in FEW}
+    replicas = [c.options for c in HYBRID if c in map(small, REPLICAS)]
     assert {o.zero for o in replicas} == {*MODES} and {o.micro_batches for o in replicas} == {1, 2}
 
 
@@ -130,7 +144,7 @@ def cut_and_whole(made: Compiled) -> tuple[int, int]:
     return sizes[0], sizes[1]
 
 
-@pytest.mark.parametrize(("ranks", "count"), [(2, 1), (2, 4), (4, 2)])
+@pytest.mark.parametrize(("ranks", "count"), [(2, 1), (4, 2), pytest.param(2, 4, marks=pytest.mark.full)])
 def test_bytes_are_those_of_the_formulas(ranks: int, count: int) -> None:
     """With m micro-batches on N ranks, (N-1)/N of: 2; 1 + 1; 1 + m; at most 2m + m, and m + m at least, for what the
     loss gathers once."""
@@ -149,7 +163,10 @@ def test_bytes_are_those_of_the_formulas(ranks: int, count: int) -> None:
             assert share * cut * count <= found["all_gather"] <= 2 * share * cut * count
 
 
-@pytest.mark.parametrize(("replicas", "ranks", "count"), [(2, 2, 1), (2, 2, 2), (2, 4, 1), (4, 2, 1)])
+@pytest.mark.parametrize(
+    ("replicas", "ranks", "count"),
+    [(2, 2, 2), (4, 2, 1), *(pytest.param(*of, marks=pytest.mark.full) for of in [(2, 2, 1), (2, 4, 1)])],
+)
 def test_replicas_sum_pieces_once_per_step(replicas: int, ranks: int, count: int) -> None:
     """Over rp 2(R-1)/R of a piece, whatever the micro-batches; over dp what there is without replicas. What nothing
     cuts is summed over both in one."""
@@ -197,7 +214,7 @@ def test_what_each_mode_holds() -> None:
     """In pieces of the whole: parameters, their gathered copies, sums of gradients of several micro-batches."""
     held = {}
     for zero in MODES:
-        made = compile_cell(Cell("llama", Mesh.of(dp=4), Options(zero=zero, micro_batches=2)))
+        made = compile_cell(Cell("one-layer llama", Mesh.of(dp=4), Options(zero=zero, micro_batches=2)))
         whole = sum(math.prod(p.shape) * p.dtype.itemsize for p in made.parameters)
         m = memory(made)
         held[zero] = [round(x / whole, 1) for x in (m.parameters, m.gathered, m.accumulated, m.gradients, m.optimizer)]
@@ -212,7 +229,7 @@ def test_what_each_mode_holds() -> None:
 def test_each_mode_needs_less_than_the_one_before() -> None:
     """Small gradients that travel together are whole until the last of them is made: those of a layer, not of all. Two
     layers and what is on its way are all of a model of two layers; this one has four."""
-    captured = capture(*tiny("llama", layers=4))
+    captured = captured_once(*tiny("llama", layers=4))
 
     def peak(zero: int) -> int:
         given = Options(zero=zero, micro_batches=4)
@@ -251,122 +268,6 @@ def test_the_last_backward_of_zero_1_reduces_as_it_goes() -> None:
     assert not any(n.target in COLLECTIVES for n in calls(stage.backward))
     assert {f"sum:{name[5:]}" for name in stage.backward.outputs if name} <= {*stage.backward_reduce.inputs}
     assert sum(kind_is(n, "reduce_scatter") for n in calls(stage.backward_reduce)) > 0
-
-
-# --- loops --------------------------------------------------------------------------------------------------
-
-
-class Odd(nn.Module):
-    """A tied, a frozen and an unused weight, one that does not divide, and two losses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.first, self.second = nn.Embedding(12, 8), nn.Linear(8, 8), nn.Linear(8, 8)
-        self.odd, self.unused = nn.Linear(8, 5, bias=False), nn.Linear(8, 8)
-        self.second.weight.requires_grad_(False)
-
-    def forward(self, tokens: Tensor, target: Tensor) -> dict[str, Tensor]:
-        x = self.second(self.first(self.table(tokens)).relu())
-        logits = x @ self.table.weight.t()
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
-        return {"tokens": loss, "other": self.odd(x).square().mean()}
-
-
-def odd_batch() -> dict[str, Tensor]:
-    made = torch.Generator().manual_seed(3)
-    return {name: torch.randint(0, 12, (8, 4), generator=made) for name in ("tokens", "target")}
-
-
-def odd_loop(zero: int, count: int, accumulate: int, replicas: int = 1) -> dict[str, Tensor]:
-    """Three steps of AdamW, each of ``accumulate`` batches, with clipped gradients."""
-    torch.manual_seed(0)
-    model = Odd().double()
-    mesh = autopar.init_mesh("cpu", 30.0, rp=replicas, dp=2)
-    part, parts = autopar.data_part(mesh)
-    mine = {k: v.chunk(parts)[part] for k, v in odd_batch().items()}
-    parallel = autopar.parallelize(model, mesh, example_batch=mine, zero=zero, micro_batches=count)
-    optimizer = torch.optim.AdamW([p for p in parallel.parameters() if p.requires_grad], lr=0.05)
-    for _ in range(3):
-        for _ in range(accumulate):
-            parallel.train_step(**mine)
-        parallel.clip_grad_norm_(0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-    return dict(parallel.full_state_dict())
-
-
-def one_process(accumulate: int) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    model = Odd().double()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
-    for _ in range(3):
-        for _ in range(accumulate):
-            sum(model(**odd_batch()).values()).backward()  # type: ignore[union-attr]
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.state_dict()
-
-
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("zero", MODES)
-def test_odd_models_and_sums_over_steps(zero: int, count: int) -> None:
-    accumulate = 2 if zero in (1, 2) else 1
-    expected = one_process(accumulate)
-    replicas = 2 if (zero, count) in ((1, 2), (3, 1), (3, 2)) else 1
-    for found in run_ranks(2 * replicas, odd_loop, zero, count, accumulate, replicas):
-        for name, x in expected.items():
-            assert (found[name] - x).abs().max() < 1e-10, name
-
-
-# --- model(**batch) -----------------------------------------------------------------------------------------
-
-
-class TwoEnds(nn.Module):
-    """Two losses; one weight is in both, the first is read by no backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.both, self.other = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        two = (self.other(x) @ self.both.weight).square().mean()
-        return {"one": self.both(self.first(x)).square().mean(), "two": two}
-
-
-def ends(zero: int) -> dict[str, Any]:
-    """Gradients of each loss alone; what is said of weights that change between forward and backward."""
-    torch.manual_seed(0)
-    whole = torch.rand(8, 8, dtype=torch.float64)
-    mine = {"x": whole.chunk(2)[torch.distributed.get_rank()]}
-    model = TwoEnds().double()
-    parallel = autopar.parallelize(model, autopar.init_mesh("cpu", 30.0, dp=2), example_batch=mine, zero=zero)
-    found: dict[str, Any] = {}
-    for end in ("one", "two"):
-        model.zero_grad(), parallel.zero_grad()
-        model(whole)[end].backward()
-        parallel(**mine)[end].backward()
-        gradients, ours = parallel.full_gradients(), dict(parallel.named_parameters())
-        for name, p in model.named_parameters():
-            assert (p.grad is None) == (ours[name].grad is None), f"{end}: {name}"
-            found[f"{end} {name}"] = 0.0 if p.grad is None else float((gradients[name] - p.grad).abs().max())
-    for name in ("first", "both"):
-        out = parallel(**mine)
-        with torch.no_grad():
-            ours[f"{name}.weight"].mul_(1.0)
-        try:
-            out["two"].backward()
-            found[name] = ""
-        except RuntimeError as error:
-            found[name] = str(error)
-    return found
-
-
-@pytest.mark.parametrize("zero", MODES)
-def test_outputs_are_differentiated_as_in_torch(zero: int) -> None:
-    for found in run_ranks(2, ends, zero):
-        assert found.pop("first") == "" and "both.weight is at version" in found.pop("both")
-        assert max(found.values()) < 1e-10, found
 
 
 # --- options ------------------------------------------------------------------------------------------------
