@@ -1,9 +1,11 @@
 """Every schedule on every kind of mesh: loss and all gradients of whole models equal one process, on real ranks.
 
-A second model runs on meshes of stages alone; with ``-m full`` it and three more run on all."""
+One model runs on four stages, and on two beside another axis, a second one on two stages alone; with ``-m full`` they
+and three more run on all."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -13,15 +15,22 @@ from autopar.options import Options
 from autopar.schedule.request import SCHEDULES
 from tests.cells import Cell, check_ran, ran
 
-RARE = ("bert", "gpt2", "vit", "t5")  # run with -m full only, but for the first on meshes of stages alone
+RARE = ("bert", "gpt2", "vit", "t5")  # run with -m full only, but for the first on two stages
 MESHES: dict[str, dict[str, Any]] = {"pp=2": {}, "pp=4": {}, "pp=2,dp=2": {}, "pp=2,tp=2": {}}
 ZERO: dict[str, dict[str, Any]] = {"pp=2,dp=2": {"zero": 3}}
 SLICED = [name for name, entry in SCHEDULES.items() if entry.sliced]
 WHOLE = [name for name, entry in SCHEDULES.items() if not entry.sliced]
+Sliced = tuple[str, str, int | tuple[int, ...], dict[str, Any]]
 # (model, mesh, slices, options): causal models, even and uneven slices, sliding windows, grouped and single key heads
-SLICES: list[tuple[str, str, int | tuple[int, ...], dict[str, Any]]] = [
-    ("llama", "pp=2", (7, 5, 4), {}),
+SLICES: list[Sliced] = [
     ("llama", "pp=4", 4, {}),
+    ("one-layer llama", "pp=2,dp=2", (3, 9, 4), {"zero": 3}),
+    ("one-layer llama", "pp=2,tp=2", (6, 10), {"sequence_parallel": True}),
+    ("one-layer gpt2", "pp=2", (1, 12, 3), {}),
+    ("gemma3", "pp=2", (7, 5, 4), {}),
+]
+MORE_SLICES: list[Sliced] = [
+    ("llama", "pp=2", (7, 5, 4), {}),
     ("llama", "pp=2,dp=2", 2, {}),
     ("llama", "pp=2,dp=2", (3, 9, 4), {"zero": 3}),
     ("llama", "pp=2,tp=2", (7, 5, 4), {}),
@@ -29,7 +38,6 @@ SLICES: list[tuple[str, str, int | tuple[int, ...], dict[str, Any]]] = [
     ("gpt2", "pp=2", 4, {}),
     ("gpt2", "pp=4", (1, 12, 3), {}),
     ("gpt2", "pp=2,tp=2", 2, {}),
-    ("gemma3", "pp=2", (7, 5, 4), {}),
 ]
 
 
@@ -45,20 +53,35 @@ def cells(*models: str) -> list[Cell]:
     return [whole_cell(model, mesh, n, **options) for model in models for mesh, options in ways for n in (1, 2)]
 
 
-OFTEN = [*cells("llama"), *(c for c in cells("bert") if {*c.mesh.sizes} == {"pp"})]
+ALL = cells("llama", *RARE)
+OFTEN = [
+    *(c for c in ALL if c.name == "llama" and (c.options.zero or str(c.mesh) in ("pp=4", "pp=2,tp=2"))),
+    *(c for c in ALL if c.name == "bert" and str(c.mesh) == "pp=2"),
+]
 
 
 @pytest.mark.parametrize(
-    "cell", [*OFTEN, *(pytest.param(c, marks=pytest.mark.full) for c in cells(*RARE) if c not in OFTEN)], ids=str
+    "cell", [*OFTEN, *(pytest.param(c, marks=pytest.mark.full) for c in ALL if c not in OFTEN)], ids=str
 )
 def test_all_schedules(cell: Cell) -> None:
     check_ran(ran(cell, [name for name in WHOLE if SCHEDULES[name].chunks == cell.options.chunks]))
 
 
-def sliced_cell(model: str, mesh: str, slices: int | tuple[int, ...], options: dict[str, Any]) -> Cell:
+def test_every_schedule_meets_every_mesh() -> None:
+    """As cells of as many parts run all that have as many."""
+    assert {SCHEDULES[name].chunks for name in WHOLE} == {1, 2}
+    assert {(str(c.mesh), c.options.chunks) for c in OFTEN} == set(itertools.product(MESHES, (1, 2)))
+
+
+def sliced_cell_of(of: Sliced) -> Cell:
+    model, mesh, slices, options = of
     return Cell(model, Mesh.parse(mesh), Options(micro_batches=2, schedule="seq1f1b", slices=slices, **options))
 
 
-@pytest.mark.parametrize("cell", [sliced_cell(*of) for of in SLICES], ids=str)
+@pytest.mark.parametrize(
+    "cell",
+    [*map(sliced_cell_of, SLICES), *(pytest.param(sliced_cell_of(of), marks=pytest.mark.full) for of in MORE_SLICES)],
+    ids=str,
+)
 def test_token_slices(cell: Cell) -> None:
     check_ran(ran(cell, SLICED))
