@@ -2,6 +2,7 @@
 
     serve()                         from now on, for all that this process launches
     in_child(body, *args)           in a process of its own that may make meshes and launch ranks
+    in_fresh(body, *args)           in one in which no test has changed anything
 
 Users' ranks come from such a server too, which imports less: see tests/runtime/test_launched_script.py.
 """
@@ -36,7 +37,16 @@ def serve() -> None:
 
 def in_child(body: Callable[..., Any], *args: Any) -> Any:
     """What ``body(*args)`` returns in a process that is forked from this one, which has imported and captured much."""
-    context = multiprocessing.get_context("fork")
+    return _answer(multiprocessing.get_context("fork"), body, args)
+
+
+def in_fresh(body: Callable[..., Any], *args: Any) -> Any:
+    """The same in one that the server forks, where no test has run. Its environment is of when the server started."""
+    serve()
+    return _answer(multiprocessing.get_context("forkserver"), body, args)
+
+
+def _answer(context: Any, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(there, body, args))
     process.start()

@@ -26,6 +26,7 @@ from autopar.models.tiny import TINY
 from autopar.options import Options
 from autopar.steps.graphs import Compiled
 from tests.compiled_once import compiled_by_each
+from tests.launched import in_fresh
 from tests.plain_models import Net, numbers
 from tests.subjects import SPECIAL, make
 
@@ -77,7 +78,13 @@ def run_cells(cells: list[Any], checked: int = 0) -> list[str]:
     return told
 
 
-def elsewhere(cells: str, checked: int, seed: int = 7) -> list[str]:
+def first_run(folder: str, cells: list[Any]) -> list[str]:
+    """`run_cells` of a process in which no other test has changed anything, with hashes of any seed."""
+    os.environ["AUTOPAR_CACHE"] = folder
+    return run_cells(cells)
+
+
+def elsewhere(cells: str, checked: int) -> list[str]:
     """`run_cells` of a new process in which hashes are others; no other test has changed anything there."""
     code = (
         "import os, torch, tests.conftest\n"
@@ -85,14 +92,14 @@ def elsewhere(cells: str, checked: int, seed: int = 7) -> list[str]:
         "from tests.cache.test_stored_steps import *\n"
         f"print('found', *run_cells({cells}, {checked}), sep='\\n')\n"
     )
-    environment = {**os.environ, "PYTHONHASHSEED": str(seed), "FOLDER": os.environ["AUTOPAR_CACHE"]}
+    environment = {**os.environ, "PYTHONHASHSEED": "7", "FOLDER": os.environ["AUTOPAR_CACHE"]}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=3000)
     assert run.returncode == 0, run.stderr[-3000:]
     return run.stdout.partition("found\n")[2].split("\n")[:-1]
 
 
 def test_another_process_reads_what_compiling_there_would_make(folder: Path) -> None:
-    made = elsewhere("CELLS", 0, seed=3)
+    made = in_fresh(first_run, str(folder), CELLS)
     before = {path: path.stat().st_size for path in folder.rglob("*.step")}
     assert made == [f"{cell}: compiled" for cell in CELLS] and len(before) == len(CELLS)
     assert elsewhere("CELLS", 3) == []
@@ -102,7 +109,7 @@ def test_another_process_reads_what_compiling_there_would_make(folder: Path) -> 
 @pytest.mark.full
 @pytest.mark.timeout(3000)
 def test_another_process_and_the_zoo(folder: Path) -> None:
-    made = elsewhere("MORE", 0, seed=3)
+    made = in_fresh(first_run, str(folder), MORE)
     refused = [line for line in made if not line.endswith("compiled")]
     assert len(list(folder.rglob("*.step"))) + len(refused) == len(MORE) == len(made)
     assert [line for line in elsewhere("MORE", len(MORE)) if line not in refused] == []
