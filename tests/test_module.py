@@ -18,6 +18,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 import autopar
 from autopar.exact import LiftFloat32
 from autopar.models.tiny import TINY
+from tests.compiled_once import compiled_once
 from tests.plain_models import (
     EXACT,
     Losses,
@@ -36,6 +37,7 @@ from tests.plain_models import (
     tokens,
 )
 from tests.ranks import run_ranks
+from tests.subjects import tiny
 
 # --- inputs and outputs -------------------------------------------------------------------------------
 
@@ -225,12 +227,17 @@ def train(name: str, sizes: dict[str, int], clip: bool, options: dict[str, Any])
     assert parallel.head.weight is parallel.embed.weight and torch.equal(whole["head.weight"], whole["embed.weight"])
 
 
+def train_both(sizes: dict[str, int], options: dict[str, Any]) -> None:
+    with compiled_once():
+        train("adamw", sizes, True, options)
+        train("sgd", sizes, False, options)
+
+
 @pytest.mark.parametrize("sizes, options", [
     ({"dp": 2, "tp": 2}, {"zero": 3}), ({"dp": 2, "tp": 2}, {"micro_batches": 2}), ({"dp": 4}, {"zero": 3}),
 ], ids=["dp2tp2-zero3", "dp2tp2-mb2", "dp4-zero3"])  # fmt: skip
-@pytest.mark.parametrize("name, clip", [("adamw", True), ("sgd", False)])
-def test_training_equals_one_process(name: str, clip: bool, sizes: dict[str, int], options: dict[str, Any]) -> None:
-    run_ranks(4, train, name, sizes, clip, options)
+def test_training_equals_one_process(sizes: dict[str, int], options: dict[str, Any]) -> None:
+    run_ranks(4, train_both, sizes, options)
 
 
 def running_statistics(sizes: dict[str, int]) -> None:
@@ -300,7 +307,7 @@ def test_states_have_the_original_names() -> None:
 
 
 def llama(sizes: dict[str, int], **changes: Any) -> tuple[nn.Module, dict[str, Tensor], autopar.ParallelModule]:
-    model, batch = TINY["llama"].build(), TINY["llama"].batch(4, 8)
+    model, batch = tiny("llama", layers=1)[0], TINY["llama"].batch(4, 8)
     mask = torch.ones(4, 8, dtype=torch.int64)
     mask[0, 5:], mask[3, 2:] = 0, 0  # padding on the right
     batch |= {"attention_mask": mask, "labels": batch["labels"].masked_fill(mask == 0, -100)}
@@ -330,7 +337,7 @@ def test_model_outputs_and_padding_masks() -> None:
 
 def from_meta() -> None:
     sizes = {"tp": 2}
-    source, batch = TINY["llama"].build(), TINY["llama"].batch(4, 8)
+    source, batch = tiny("llama", layers=1)[0], TINY["llama"].batch(4, 8)
     with torch.device("meta"):
         model = type(source)(source.config).double().train()
     assert all(t.is_meta for t in (*model.parameters(), *model.buffers()))

@@ -229,7 +229,7 @@ def test_what_is_put_into_classes_and_libraries(tmp_path: Path, monkeypatch: pyt
     from transformers.models.llama import modeling_llama
 
     module = load(NET, tmp_path)
-    llama = skeleton_of(tiny("llama")[0])
+    llama = skeleton_of(tiny("llama", layers=1)[0])
     first, of_llama = key_of(skeleton_of(module.Net())), key_of(llama)
 
     def other(self: Any, x: Any) -> Any:
