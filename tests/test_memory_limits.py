@@ -26,8 +26,8 @@ from tests.subjects import tiny
 from tests.test_measured_memory import holding
 
 WIDE: dict[str, dict[str, Any]] = {  # layers that set the peak, not the head
-    "gpt2": {"layers": 2, "n_embd": 64},
-    "llama": {"layers": 2, "hidden_size": 64, "intermediate_size": 160},
+    "gpt2": {"n_embd": 64},
+    "llama": {"hidden_size": 64, "intermediate_size": 160},
 }
 LIMITED = {
     "zero 3": ("gpt2", {"dp": 2}, {"zero": 3}),
@@ -35,24 +35,25 @@ LIMITED = {
     "sequence parallel": ("llama", {"tp": 2}, {"sequence_parallel": True}),
     "1f1b": ("gpt2", {"pp": 2}, {"micro_batches": 4, "schedule": "1f1b"}),
     "zb_h1": ("gpt2", {"pp": 2}, {"micro_batches": 4, "schedule": "zb_h1"}),
+    "interleaved": ("gpt2", {"pp": 2}, {"micro_batches": 4, "schedule": "interleaved"}),
 }
+RARE = ("sequence parallel", "1f1b")  # run with -m full only
 
 
-def wide(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    return tiny(name, dropout=0.1, **WIDE[name])
+def wide(name: str, stages: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    """As many layers as stages."""
+    return tiny(name, stages, dropout=0.1, **WIDE[name])
 
 
 def peak(step: Compiled) -> int:
     return max(found.peak for found in memories(step))
 
 
-OFTEN = ("interleaved", "gpt2")  # zb_h1 above and in tests/test_offload.py
 SPLIT = ("zb_h1", "zb_h2", "zb_v", "zb_auto", "dual_pipe", "dual_pipe_v", "interleaved")
 MODELS = (
     *("llama", "gpt2", "t5", "bert", "mixtral", "qwen3_moe", "whisper", "vit", "falcon", "gemma2", "deepseek_v3"),
     *("bart", "opt"),
 )
-STAGES = [pytest.param(s, n, marks=pytest.mark.full) for s in SPLIT for n in MODELS if (s, n) != OFTEN]
 
 
 @dataclass
@@ -71,9 +72,7 @@ def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str
     return [key for key, x in found.items() if not torch.equal(x, expected[key])]
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.full) if kind == "sequence parallel" else kind for kind in LIMITED]
-)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.full) if k in RARE else k for k in LIMITED])
 def test_ranks_keep_a_limit(kind: str) -> None:
     """Halfway between the peaks of all and nothing that policies keep; these have the bits, too."""
     ranks = run_ranks(2, _limited, *LIMITED[kind], timeout=120.0)
@@ -96,10 +95,11 @@ def _own_part(mesh: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _limited(name: str, axes: dict[str, int], options: dict[str, Any]) -> Seen:
     mesh = autopar.init_mesh("cpu", 30.0, **axes)
-    batch = _own_part(mesh, wide(name)[1])
+    stages = axes.get("pp", 1)
+    batch = _own_part(mesh, wide(name, stages)[1])
 
     def stepped(**kept: Any) -> tuple[autopar.ParallelModule, dict[str, Tensor]]:
-        parallel = autopar.parallelize(wide(name)[0], mesh, **options, **kept)
+        parallel = autopar.parallelize(wide(name, stages)[0], mesh, **options, **kept)
         return parallel, _gradients(parallel, batch)
 
     none, expected = stepped(checkpoint="none")
@@ -120,7 +120,9 @@ def _limited(name: str, axes: dict[str, int], options: dict[str, Any]) -> Seen:
     return Seen(plan.to_json(), wrong, limit, meter.peak + said.optimizer, said.peak)
 
 
-@pytest.mark.parametrize("schedule, name", [OFTEN, *STAGES])
+@pytest.mark.full
+@pytest.mark.parametrize("schedule", SPLIT)
+@pytest.mark.parametrize("name", MODELS)
 def test_stages_keep_the_bits(schedule: str, name: str) -> None:
     """Also under the least limit."""
     options: dict[str, Any] = {"micro_batches": 4, "schedule": schedule}
