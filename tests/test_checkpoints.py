@@ -125,7 +125,7 @@ LIMITED: dict[str, tuple[str, Mesh, dict[str, Any]]] = {
 
 
 # The other two meshes, and schedules whose orders and parts are those of two of these, with -m full.
-OFTEN = ("zero 3", "an encoder", "cut sequences", "zb_auto", "token slices")
+OFTEN = ("zero 3", "sequence parallel", "cut sequences", "zb_auto", "token slices")
 
 
 @pytest.mark.parametrize("kind", [k if k in OFTEN else pytest.param(k, marks=pytest.mark.full) for k in LIMITED])
@@ -175,8 +175,12 @@ def test_early_stages_make_more_again() -> None:
     assert sum(seconds) < 0.5 * sum(of_parts(full))
 
 
-@pytest.mark.parametrize("policy", [pytest.param("none", marks=pytest.mark.full), "selective", "full", "auto"])
+HELD = [*(pytest.param(p, marks=pytest.mark.full) for p in ("none", "selective", "full")), "auto"]
+
+
+@pytest.mark.parametrize("policy", HELD)
 def test_what_is_held_is_what_was_predicted(policy: str) -> None:
+    """As policies that choose nothing: more of them in tests/test_workspace.py."""
     found = run_ranks(1, _held, policy)[0]
     print(policy, found)
     assert 0.99 < found[0] / found[1] < 1.03
