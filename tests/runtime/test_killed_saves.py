@@ -45,14 +45,14 @@ class Victim:
         return self.count
 
 
-def saves(folder: str, cache: str, victim: int, moment: int | None, asynchronous: bool) -> int:
-    """On a rank: a checkpoint, a step, and a save in which the victim dies (None: counts the moments)."""
+def saves(folder: str, cache: str, victim: int | None, moment: int | None, asynchronous: bool) -> int:
+    """On a rank: a checkpoint, a step, and a save in which the victim dies (None: each counts its moments)."""
     os.environ["AUTOPAR_CACHE"] = cache
     run = Run(SIZES, **OPTIONS)
     run.step()
     run.save(folder, keep=2)
     run.step()
-    watched = Victim(moment) if run.mesh.get_rank() == victim else None
+    watched = Victim(moment) if victim in (None, run.mesh.get_rank()) else None
     saving = run.save(folder, keep=2, asynchronous=asynchronous)
     run.step()
     saving.wait()
@@ -75,18 +75,19 @@ def goes_on(folders: list[str], cache: str, steps: int) -> list[tuple[int, list[
 def check(tmp_path: Path, seed: int, count: int) -> None:
     chance, cache, steps = random.Random(seed), str(tmp_path / "cache"), 4
     expected, _ = run_ranks(1, undisturbed, steps)[0]
-    moments: dict[tuple[int, bool], int] = {}
+    moments = [
+        run_ranks(2, saves, str(tmp_path / f"whole{asynchronous}"), cache, None, None, asynchronous)
+        for asynchronous in (False, True)
+    ]
     folders, told = [], []
     for number in range(count):
         victim, asynchronous, folder = chance.randrange(2), bool(number % 2), str(tmp_path / f"run{number}")
-        if (victim, asynchronous) not in moments:
-            counted = run_ranks(2, saves, str(tmp_path / f"whole{number}"), cache, victim, None, asynchronous)
-            moments[victim, asynchronous] = counted[victim]
-        moment = chance.randrange(1, moments[victim, asynchronous])
+        most = moments[asynchronous][victim]
+        moment = chance.randrange(1, most)
         outcomes = rank_outcomes(2, saves, folder, cache, victim, moment, asynchronous, grace=0.5)
         assert "died with exit code -9" in (outcomes[victim].lost or ""), outcomes
         folders.append(folder)
-        told.append(f"rank {victim} at call {moment} of {moments[victim, asynchronous]}, {asynchronous=}")
+        told.append(f"rank {victim} at call {moment} of {most}, {asynchronous=}")
     for what, (first, losses) in zip(told, run_ranks(1, goes_on, folders, cache, steps)[0], strict=True):
         assert first in (1, 2), what
         assert losses == pytest.approx(expected[first:], abs=EXACT), what
