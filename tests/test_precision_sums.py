@@ -126,15 +126,27 @@ def sums_and_gathers(made: Compiled) -> tuple[set[torch.dtype], set[torch.dtype]
     return sums, gathers
 
 
-@pytest.mark.parametrize("policy", ["bf16", "bf16_pure", Precision("float16", "float32", "float16")], ids=str)
+EVERYWHERE: list[tuple[Mesh, dict[str, Any]]] = [
+    (Mesh.of(dp=2, tp=2), {"zero": 3, "sequence_parallel": True}),
+    (Mesh.of(dp=2, tp=2), {"zero": 0, "sequence_parallel": True, "micro_batches": 2}),
+    (Mesh.of(dp=2, cp=2), {"zero": 2, "micro_batches": 2}),
+    (Mesh.of(dp=2, pp=2, tp=2), {"zero": 1, "micro_batches": 4, "sequence_parallel": True}),
+]
+POLICIES = ("bf16", "bf16_pure", Precision("float16", "float32", "float16"))
+SUMMED = [(*case, policy, (i + j) % 2) for i, case in enumerate(EVERYWHERE) for j, policy in enumerate(POLICIES)]
+
+
+def test_every_policy_meets_batches_and_pieces_and_every_mode_a_policy() -> None:
+    often = [case for *case, rare in SUMMED if not rare]
+    assert {str(p) for *_, p in often} == {*map(str, POLICIES)} and {o["zero"] for _, o, _ in often} == {0, 1, 2, 3}
+    for policy in POLICIES:
+        assert {"dp", "tp"} <= {axis for mesh, _, p in often if p == policy for axis in mesh.sizes}
+    assert {axis for mesh, *_ in often for axis in mesh.sizes} == {"dp", "tp", "cp", "pp"}
+
+
 @pytest.mark.parametrize(
-    ("mesh", "options"),
-    [
-        (Mesh.of(dp=2, tp=2), {"zero": 3, "sequence_parallel": True}),
-        (Mesh.of(dp=2, tp=2), {"zero": 0, "sequence_parallel": True, "micro_batches": 2}),
-        (Mesh.of(dp=2, cp=2), {"zero": 2, "micro_batches": 2}),
-        (Mesh.of(dp=2, pp=2, tp=2), {"zero": 1, "micro_batches": 4, "sequence_parallel": True}),
-    ],
+    ("mesh", "options", "policy"),
+    [pytest.param(*case, marks=pytest.mark.full if rare else ()) for *case, rare in SUMMED],
     ids=str,
 )
 def test_sums_over_every_axis(mesh: Mesh, options: dict[str, Any], policy: Any) -> None:
