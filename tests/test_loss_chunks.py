@@ -34,14 +34,14 @@ CELLS = [
     Cell("one-layer gemma2", Mesh.of(dp=2), Options(loss_chunks=4, zero=3)),  # a cap on the logits
     Cell("padded llama", Mesh.of(dp=2), Options(loss_chunks=5, micro_batches=2, checkpoint="full")),
     Cell("one-layer t5", Mesh.of(tp=2), Options(loss_chunks=3, sequence_parallel=True)),  # an encoder, and a scale
-    Cell("multi-query tied llama", Mesh.of(tp=2), Options(loss_chunks=16)),
+    Cell("multi-query tied llama", Mesh.of(tp=2), Options(loss_chunks=8)),
     Cell("one-layer bert", Mesh.of(dp=2), Options(loss_chunks=4)),  # a bias
     Cell("two losses", Mesh.of(dp=2), Options(loss_chunks=3)),
     Cell("one-layer llama", Mesh.of(cp=2), Options(loss_chunks=2)),
 ]
 STAGES = {
     "backward": Cell("llama", Mesh.of(pp=2), Options(loss_chunks=3, micro_batches=4, schedule="zb_h1")),
-    "forward": Cell("gpt2", Mesh.of(pp=2), Options(loss_chunks=3, micro_batches=4, schedule="1f1b")),  # tied
+    "forward": Cell("one-layer gpt2", Mesh.of(pp=2), Options(loss_chunks=3, micro_batches=4, schedule="1f1b")),  # tied
 }
 
 

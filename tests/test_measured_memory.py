@@ -79,7 +79,7 @@ ALL = [
 ]  # fmt: skip
 FEW = [
     *(case(TWO, zero, count, PRECISE[(zero + (count > 1)) % 2]) for zero in range(4) for count in (1, 4)),
-    *ALL[16:19], ALL[20], ALL[24],
+    ALL[20], ALL[24],
     *(case(STAGES, zero, 4, p, schedule=s) for zero, p, s in zip(range(4), PRECISE * 2, SCHEDULES[::-1])),
     case(Mesh.of(rp=2, dp=2), 2, 4, "bf16"), case(Mesh.of(dp=2, tp=2), 3, 4), case(Mesh.of(dp=2, cp=2), 3, 1),
     case(TWO, 3, 2, name="gpt2"),

@@ -236,14 +236,14 @@ def test_a_plan_remembers_its_precision() -> None:
 
 def verified(exact: bool) -> tuple[bool, str]:
     model, batch = made("llama", 1)
-    mesh = autopar.init_mesh("cpu", 30.0, dp=2, tp=2)
+    mesh = autopar.init_mesh("cpu", 30.0, dp=2)
     report = autopar.verify(model.float(), mesh, batch, exact=exact, precision="bf16", zero=3)
     return report.passed, report.precision
 
 
 def test_verify_compares_in_the_precision() -> None:
     for exact, words in ((True, "float64"), (False, "bfloat16")):
-        for passed, precision in run_ranks(4, verified, exact):
+        for passed, precision in run_ranks(2, verified, exact):
             assert passed and words in precision
 
 

@@ -100,8 +100,8 @@ def on_ranks(layers: int, sizes: dict[str, int], options: dict[str, Any], names:
     return found
 
 
-# Of every kind: whole matrices, factored, with norms of parameters, of all tensors at once, in one kernel.
-ON_STAGES = ("Muon", "Adafactor", "Adafactor, relative steps", "AdamW foreach", "SGD fused")
+# Whole matrices, norms of parameters, all tensors at once; two more in tests/runtime/test_saving.py.
+ON_STAGES = ("Muon", "Adafactor, relative steps", "SGD foreach")
 
 
 @pytest.mark.parametrize(
