@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -386,22 +382,3 @@ def needs_example() -> str:
 
 def test_a_plain_module_needs_an_example() -> None:
     assert run_ranks(2, needs_example) == ["refused"] * 2
-
-
-def test_under_torchrun(tmp_path: Path) -> None:
-    script = Path(__file__).with_name("torchrun_script.py")
-    root = script.parent.parent
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script),
-        str(tmp_path),
-    ]  # fmt: skip
-    done = subprocess.run(
-        command, cwd=root, env=_environment(root), capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["fine0", "fine1", "rank0.ok", "rank1.ok"]
-
-
-def _environment(root: Path) -> dict[str, str]:
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
-    return {**env, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}

@@ -1,5 +1,5 @@
-"""Started by torchrun in tests/test_module.py: our launcher, which runs on the rank that is there, and without it a
-step on a mesh of whatever ranks there are.
+"""Started by torchrun in tests/runtime/test_launch.py: our launcher, which runs on the rank that is there, and
+without it a step on a mesh of whatever ranks there are.
 
 python -m torch.distributed.run --nproc-per-node 2 tests/torchrun_script.py FOLDER
 """

@@ -1,11 +1,14 @@
-"""Ranks by launch: results, tracebacks, a dead rank. (By torchrun: tests/torchrun_script.py.)"""
+"""Ranks by launch: results, tracebacks, a dead rank; and by torchrun (tests/torchrun_script.py)."""
 
 from __future__ import annotations
 
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -74,6 +77,25 @@ def test_mistakes_are_refused() -> None:
         launch(lambda: None, 2)
     with pytest.raises(ValueError, match="at least 1"):
         launch(total, 0)
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[2]
+    script = root / "tests" / "torchrun_script.py"
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script),
+        str(tmp_path),
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, cwd=root, env=_environment(root), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["fine0", "fine1", "rank0.ok", "rank1.ok"]
+
+
+def _environment(root: Path) -> dict[str, str]:
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+    return {**env, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
 
 
 def alone() -> dict[str, int]:
