@@ -337,37 +337,30 @@ def test_a_failed_collective_names_axis_node_and_rank(what: str, why: str) -> No
 
 @config.patch({"cpp.vec_isa_ok": False})  # whether Inductor finds vectors is its own matter, and takes it as long again
 def compiled() -> None:
-    pieces_and_wholes_once()
-    groups = Groups(init_mesh(tp=2))
-    gm = graph_of([(4, 4), (4, 4)], layers)
-    x, w = torch.rand(4, 4, dtype=torch.float64), torch.rand(4, 4, dtype=torch.float64)
-    (expected,) = bind(gm, groups)([x.clone(), w.clone()])
-    given = [x.clone(), w.clone()]
-    (out,) = bind(gm, groups, "inductor")(given)
-    assert not given
-    torch.testing.assert_close(out, expected)
-
-
-def pieces_and_wholes_once() -> None:
-    """Every raw collective in one graph, so that there is one compilation."""
+    """Every raw collective in one graph, and a product whose sum is waited for, so that there is one compilation."""
     groups, me = Groups(init_mesh(tp=2)), dist.get_rank()
     shard = Shard(1, (8, 4, 4))
     whole = torch.rand(2, 16, 6, dtype=torch.float64)
     mine = piece(whole, shard, 2, me).contiguous()
 
-    def build(call: Any, x: Any) -> list[Any]:
+    def build(call: Any, x: Any, a: Any, w: Any) -> list[Any]:
         full = call(raw.all_gather.default, x, 1, [8, 4, 4], "tp", 2)
         back = call(raw.reduce_scatter.default, full, 1, [8, 4, 4], "tp", 2)
         moved = call(raw.all_to_all.default, x, 1, [8, 4, 4], 2, [], "tp", 2)
         again = call(raw.all_to_all.default, x, 1, [8, 4, 4], 1, [], "tp", 2)
         cut = call(raw.shard_slice.default, full, 1, [8, 4, 4], "tp", 2)
         pad = call(raw.shard_pad.default, x, 1, [8, 4, 4], "tp", 2)
-        return [full, back, moved, again, cut, call(raw.all_reduce.default, pad, "tp", "sum")]
+        return [full, back, moved, again, cut, call(raw.all_reduce.default, pad, "tp", "sum"), *layers(call, a, w)]
 
-    outs = bind(graph_of([tuple(mine.shape)], build), groups, "inductor")([mine.clone()])
-    expected = [whole, 2 * mine, piece(whole, Shard(2), 2, me), piece(whole, Shard(1), 2, me), mine, whole]
-    for out, right in zip(outs, expected):
+    a, w = torch.rand(4, 4, dtype=torch.float64), torch.rand(4, 4, dtype=torch.float64)
+    gm, given = graph_of([tuple(mine.shape), (4, 4), (4, 4)], build), [mine.clone(), a.clone(), w.clone()]
+    plain = bind(gm, groups)([x.clone() for x in given])
+    outs = bind(gm, groups, "inductor")(given)
+    assert not given
+    pieces = [whole, 2 * mine, piece(whole, Shard(2), 2, me), piece(whole, Shard(1), 2, me), mine, whole]
+    for out, right in zip(outs, [*pieces, 2 * (a @ w) + a * a], strict=True):
         torch.testing.assert_close(out, right)
+    torch.testing.assert_close(outs, plain)
 
 
 def test_inductor_gives_the_same() -> None:
