@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from typing import Any
 
 import pytest
 import torch
@@ -30,19 +31,22 @@ MATRICES_OF_LAYER = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * WIDTH_OF_KEYS + 3 * HIDDE
 TABLES = 2 * VOCAB * HIDDEN
 
 
-@functools.cache
-def compiled(mesh: str = "dp=2,tp=2", layers: int = 1, dtype: torch.dtype = torch.bfloat16, **options: int) -> Compiled:
+def compiled(mesh: str = "dp=2,tp=2", layers: int = 1, **options: Any) -> Compiled:
     """A llama whose every dim divides over the mesh."""
+    return _compiled(mesh, layers, tuple(sorted((name, value) for name, value in options.items() if value)))
+
+
+@functools.cache
+def _compiled(mesh: str, layers: int, options: tuple[tuple[str, Any], ...]) -> Compiled:
     config = transformers.LlamaConfig(
         hidden_size=HIDDEN, num_attention_heads=HEADS, num_key_value_heads=KEYS, intermediate_size=INNER,
         vocab_size=VOCAB, num_hidden_layers=layers, tie_word_embeddings=False,
     )  # fmt: skip
     with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config).to(dtype)
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
     shape = (BATCH, SEQ)
     batch = {name: torch.zeros(shape, dtype=torch.int64, device="meta") for name in ("input_ids", "labels")}
-    given = {k: bool(v) if k == "sequence_parallel" else v for k, v in options.items()}
-    return compile_model(model, batch, Mesh.parse(mesh), Options(**given), outputs=())  # type: ignore[arg-type]
+    return compile_model(model, batch, Mesh.parse(mesh), Options(**dict(options)), outputs=())
 
 
 # --- what is stored ------------------------------------------------------------------------------------------
@@ -69,7 +73,7 @@ def test_adamw_keeps_two_moments_like_the_parameter(dtype: torch.dtype, per_elem
 # --- activations ---------------------------------------------------------------------------------------------
 
 
-def saved_of_layer(**options: int) -> int:
+def saved_of_layer(**options: Any) -> int:
     two, one = (memory(compiled("dp=2,tp=2", layers, **options)).saved for layers in (2, 1))
     return two - one
 
@@ -82,7 +86,7 @@ def test_saved_activations_of_a_llama_layer() -> None:
     read = 2 * 2 * HIDDEN
     cut = (2 * 2 * HIDDEN + 2 * 2 * WIDTH_OF_KEYS + 4 * HEADS + 4 * 2 * INNER) // t
     assert saved_of_layer() == tokens * (norms + read + cut)
-    assert saved_of_layer(sequence_parallel=1) == tokens * (norms // t + read + cut)
+    assert saved_of_layer(sequence_parallel=True) == tokens * (norms // t + read + cut)
 
 
 def test_micro_batches_divide_activations_and_keep_gradient_sums() -> None:

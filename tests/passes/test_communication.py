@@ -21,11 +21,15 @@ from autopar.steps.graphs import Compiled
 LAYERS = 4
 
 
-@functools.cache
 def compiled(mesh: str, name: str = "llama", layers: int = 2, **options: Any) -> Compiled:
+    return _compiled(mesh, name, layers, tuple(sorted((key, value) for key, value in options.items() if value)))
+
+
+@functools.cache
+def _compiled(mesh: str, name: str, layers: int, options: tuple[tuple[str, Any], ...]) -> Compiled:
     tiny = TINY[name]
     deep = TinyModel(name, tiny.config, tiny.model, {**tiny.sizes, "num_hidden_layers": layers}, tiny.kind, tiny.drop)
-    return compile_model(deep.build(), tiny.batch(4, 8), Mesh.parse(mesh), Options(**options), outputs=())
+    return compile_model(deep.build(), tiny.batch(4, 8), Mesh.parse(mesh), Options(**dict(options)), outputs=())
 
 
 def backward(c: Compiled) -> GraphModule:
