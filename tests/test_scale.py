@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from tests.ranks import run_ranks
+
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = 64
 SECONDS_PER_LAYER, SECONDS_OF_A_START, GIB = 2.0, 20.0, 2**30
@@ -86,7 +88,8 @@ def check(layers: int, found: dict[str, Any], zero: int) -> None:
 
 
 def test_two_layers() -> None:
-    (found,) = in_own_process(2, (3, True))
+    """In a rank: a process that has imported what it needs."""
+    (found,) = run_ranks(1, compile_llama, 2, 3, True, timeout=200)
     check(2, found, 3)
 
 
