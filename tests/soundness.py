@@ -263,23 +263,29 @@ def accepted(sample: Sample, mesh: Mesh) -> Iterator[Typed]:
         yield placements
 
 
-def in_turn(found: Iterable[Typed], turn: int) -> list[Typed]:
-    """One way to cut each choice of dims, others in other turns; ways that cut none in the first turns only: there the
-    whole is compared with itself."""
+def in_turn(found: Iterable[Typed], turn: int, dims_too: bool = False) -> list[Typed]:
+    """One way to cut each choice of dims and pending sums (``dims_too``: one choice), others in other turns; ways that
+    cut nothing in the first turns only: there the whole is compared with itself."""
     ways: dict[Any, list[Typed]] = {}
     for placements in found:
-        dims = tuple(q.dim if isinstance(q, Shard) else None for of in placements for q in of.values())
-        ways.setdefault(dims if any(d is not None for d in dims) else None, []).append(placements)
-    plain = ways.pop(None, [])
-    return plain[turn : turn + 1] + [way[turn % len(way)] for way in ways.values()] or plain[:1]
+        cut = tuple(_cut(q) for of in placements for q in of.values())
+        ways.setdefault(cut if any(c is not None for c in cut) else None, []).append(placements)
+    plain, choices = ways.pop(None, []), [*ways.values()]
+    if dims_too and choices:
+        choices, turn = [choices[turn % len(choices)]], turn // len(choices)
+    return plain[turn : turn + 1] + [way[turn % len(way)] for way in choices] or plain[:1]
 
 
-def unsound(sample: Sample, mesh: Mesh, turn: int | None = None) -> tuple[int, list[str]]:
+def _cut(q: Placement) -> int | str | None:
+    return q.dim if isinstance(q, Shard) else "P" if q == PARTIAL else None
+
+
+def unsound(sample: Sample, mesh: Mesh, turn: int | None = None, dims_too: bool = False) -> tuple[int, list[str]]:
     """(placements tried, what is wrong) over all placements that the types accept on a mesh of one axis; or over those
     whose turn it is."""
     whole = Whole.of(sample)
     tried, wrong = 0, []
-    for placements in accepted(sample, mesh) if turn is None else in_turn(accepted(sample, mesh), turn):
+    for placements in accepted(sample, mesh) if turn is None else in_turn(accepted(sample, mesh), turn, dims_too):
         tried += 1
         problem = compare(sample, placements, mesh, whole)
         if problem:

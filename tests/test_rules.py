@@ -46,7 +46,8 @@ def test_every_rule_has_a_sample() -> None:
     assert not missing, f"add samples to tests/rule_samples.py for {missing}"
 
 
-MANY = 4  # operators that share a rule try every choice of dims, and take turns with the ways to cut these
+MANY = 4  # samples of one rule try every choice of dims, and take turns with the ways to cut these
+VERY_MANY = 100  # these, which are pointwise, take turns with the dims as well
 
 
 def function_of(target: Any) -> Any:
@@ -62,14 +63,14 @@ for _target in SOUND:
     SHARING.setdefault(function_of(_target), []).append(_target)
 
 
-def check_sound(target: Any, turn: int | None) -> None:
+def check_sound(target: Any, turn: int | None, dims_too: bool = False) -> None:
     torch.manual_seed(0)
-    for sample in SAMPLES[target]:
+    for i, sample in enumerate(SAMPLES[target]):
         if not sample.tensors:
             node = next(n for n in graph_of_constant(sample).nodes if n.op == "call_function")
             assert apply(rule_of(node, "dp", Mesh.of(dp=2)), [], [], 2) == [INVARIANT]
             continue
-        tried, wrong = unsound(sample, Mesh.of(dp=2), turn)
+        tried, wrong = unsound(sample, Mesh.of(dp=2), None if turn is None else turn + i, dims_too)
         assert tried, "the types accept not even whole operands"
         assert not wrong, "\n".join(wrong)
 
@@ -77,11 +78,12 @@ def check_sound(target: Any, turn: int | None) -> None:
 @pytest.mark.parametrize("target", SOUND, ids=name)
 def test_rule_is_sound(target: Any) -> None:
     others = SHARING[function_of(target)]
-    check_sound(target, others.index(target) if len(others) >= MANY else None)
+    many = sum(len(SAMPLES[t]) for t in others) >= MANY
+    check_sound(target, others.index(target) if many else None, len(others) >= VERY_MANY)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("target", [t for some in SHARING.values() if len(some) >= MANY for t in some], ids=name)
+@pytest.mark.parametrize("target", SOUND, ids=name)
 def test_rule_is_sound_however_it_is_cut(target: Any) -> None:
     check_sound(target, None)
 
@@ -92,6 +94,10 @@ def test_in_as_many_turns_as_there_are_ways_each_is_tried() -> None:
     found = [*accepted(sample, Mesh.of(dp=2))]
     assert {str(p) for turn in range(MANY) for p in in_turn(found, turn)} == {str(p) for p in found}
     assert all({0, 1} <= {getattr(p["dp"], "dim", None) for (p,) in in_turn(found, t)} for t in range(MANY))
+    assert {str(p) for turn in range(VERY_MANY) for p in in_turn(found, turn, True)} == {str(p) for p in found}
+    assert {str(function_of(some[0])).split()[0] for some in SHARING.values() if len(some) >= VERY_MANY} == {
+        "autopar.rules.builders.pointwise.<locals>.build"
+    }
 
 
 def graph_of_constant(sample: Sample) -> torch.fx.Graph:
