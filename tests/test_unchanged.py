@@ -12,7 +12,7 @@ from torch import Tensor
 import autopar
 from tests.compiled_once import compiled_once
 from tests.ranks import run_ranks
-from tests.test_zero import Odd, odd_batch
+from tests.test_zero_loops import Odd, odd_batch
 
 Found = dict[str, Any]
 
