@@ -85,6 +85,7 @@ MESHES: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "token slices": ("llama", {"pp": 2}, {"micro_batches": 2, "schedule": "tera_pipe", "slices": 2}),
 }
 MORE: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
+    **{f"{case}, everything": MESHES[case] for case in ("zb_h1", "token slices")},
     "sequence parallel": ("llama", {"tp": 2}, {"sequence_parallel": True}),
     "cut sequences": ("llama", {"cp": 2}, {}),
     "1f1b": ("t5", {"pp": 2}, {"micro_batches": 4, "schedule": "1f1b"}),
