@@ -32,6 +32,7 @@ share_derivatives(FOLDER)
 # Files that take longest, in this order: what is started last must not be long.
 DEAR = (
     "tests/test_habits.py",
+    "tests/test_pages.py",
     "tests/test_offload.py",
     "tests/test_aux_losses.py",
     "tests/test_context_models.py",

@@ -24,6 +24,7 @@ from unittest.mock import patch
 
 from tests.ranks import PR_SET_PDEATHSIG
 
+TIMEOUT, LEAVE = 600.0, 10.0  # seconds until there is an answer, and to clean up
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -52,9 +53,11 @@ def _answer(context: Any, body: Callable[..., Any], args: tuple[Any, ...]) -> An
     process.start()
     there.close()
     try:
-        found, error = here.recv()
+        found, error = here.recv() if here.poll(TIMEOUT) else (None, f"it was still running after {TIMEOUT:.0f} s")
     except EOFError:
         found, error = None, "it died"
+    process.join(LEAVE)
+    process.kill()
     process.join()
     assert not error, error
     return found

@@ -18,6 +18,7 @@ from autopar import Plan
 from autopar.models.tiny import TINY
 from autopar.runtime import failures
 from tests.ranks import Outcome, close_pools, rank_outcomes, refusal, run_ranks
+from tests.subjects import tiny
 
 TIMEOUT = 6.0  # seconds until a collective without its peers fails
 
@@ -87,7 +88,7 @@ def step(kind: type[Net], rows: int, sizes: dict[str, int], options: dict[str, A
 
 def llama_step(sizes: dict[str, int], seq: int, options: dict[str, Any]) -> float:
     mesh = autopar.init_mesh("cpu", TIMEOUT, **sizes)
-    parallel = autopar.parallelize(TINY["llama"].build(), mesh, exact=True, **options)
+    parallel = autopar.parallelize(tiny("llama", layers=1)[0], mesh, exact=True, **options)
     return float(parallel.train_step(**TINY["llama"].batch(2, seq)))
 
 
