@@ -119,8 +119,7 @@ def _steps(name: str, sizes: dict[str, int], options: dict[str, Any], policies: 
     part, parts = autopar.data_part(mesh)
     model, batch = tiny(name, layers=1, dropout=0.1)
     mine = {k: v.chunk(parts)[part] for k, v in batch.items()}
-    expected: dict[str, Tensor] = {}
-    found = {}
+    expected, found = dict[str, Tensor](), {}
     for policy in policies:
         parallel = autopar.parallelize(model, mesh, checkpoint=policy, **options)
         arena().most, held = arena().lent, []
