@@ -129,7 +129,7 @@ def step_buckets(optimizer: Optimizer, is_ours: Callable[[Tensor], bool], hosts:
                 arrives = hosts.bring(buckets[k + 1]) if k + 1 < len(buckets) else _nothing
                 only = {**before, "params": bucket}
                 optimizer.param_groups = [only]
-                with on_pieces(optimizer) if steps_elements(optimizer, bucket) else contextlib.nullcontext():
+                with on_pieces(optimizer, is_ours) if steps_elements(optimizer, bucket) else contextlib.nullcontext():
                     step(optimizer)
                 leaves()
                 leaves = hosts.put_away(bucket)

@@ -26,7 +26,7 @@ from autopar.runtime.buckets import BatchFitter, Buckets
 from autopar.runtime.clipping import clip_gradients
 from autopar.runtime.comm import ledger_between, rows_sent
 from autopar.runtime.differentiable import Forward, attach, refuse_gradients
-from autopar.runtime.executor import Executor, per_rank
+from autopar.runtime.executor import Executor, is_drawn, per_rank
 from autopar.runtime.failures import reporting
 from autopar.runtime.feed import SCALE
 from autopar.runtime.groups import Groups
@@ -36,7 +36,6 @@ from autopar.runtime.model_on_mesh import ModelOnMesh
 from autopar.runtime.note_watch import NoteWatch
 from autopar.runtime.optimizer_steps import watch_optimizers
 from autopar.runtime.pending import now, watch_steps
-from autopar.runtime.point_to_point import AXIS
 from autopar.runtime.results import rebuild_outputs
 from autopar.runtime.run_folder import RunLine
 from autopar.runtime.scaler import GradScaler
@@ -340,8 +339,7 @@ class ParallelModule(ModelOnMesh):
             executor.record = False
         found: list[Any] = [None] * self._groups.mesh.world_size
         with reporting("trace"):
-            shown = not any(i for axis, i in self._groups.coordinate.items() if axis != AXIS)  # see `per_rank`
-            modules = executor.modules if shown else []  # they are many
+            modules = executor.modules if is_drawn(self._groups.coordinate) else []  # they are many
             rows = rows_sent(ledger_between(before, executor.traffic))
             torch.distributed.all_gather_object(found, (self._groups.coordinate, executor.timeline, rows, modules))
             load = {} if self._cache.backend == "cudagraphs" else self.expert_load()

@@ -1,4 +1,4 @@
-"""How long a step graph's code is in each module, while `DistributedModule.trace` or torch's profiler looks.
+"""How long a step graph's code is in each module, while `ParallelModule.trace` or torch's profiler looks.
 
     y = linear(x, w)                    _module = enter_module("layers.0.mlp.up_proj"); y = linear(x, w)
     z = silu(y)                    -->  _module_1 = enter_module("layers.0.mlp.act_fn"); z = silu(y)

@@ -4,9 +4,8 @@
 
         pieces of all parameters  ->  one step of torch's own  ->  states, laid out as their parameters
 
-The numbers are those of a step on DTensors. But no operator is dispatched for each of them by torch's DTensor; kernels
-that it does not know (fused SGD and Adagrad, Rprop's indexing) run; and torch chooses its kernels as for one process:
-on GPUs those of all tensors at once, which it takes for plain tensors only.
+The numbers are those of a step on DTensors. But no operator is dispatched for each of them by torch's DTensor, and
+kernels run that it does not know: fused SGD and Adagrad, Rprop's indexing.
 """
 
 from __future__ import annotations
@@ -47,27 +46,20 @@ def steps_elements(optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
 @torch.no_grad()
 def step_pieces(optimizer: Optimizer, is_ours: Callable[[Tensor], bool]) -> None:
     """Step our parameters, all at once."""
-    groups = optimizer.param_groups
-    optimizer.param_groups = [{**group, "params": [p for p in group["params"] if is_ours(p)]} for group in groups]
-    try:
-        with on_pieces(optimizer):
-            own_step(optimizer)(optimizer)
-        for group, stepped in zip(groups, optimizer.param_groups, strict=True):
-            group.update({name: value for name, value in stepped.items() if name != "params"})
-    finally:
-        optimizer.param_groups = groups
+    with on_pieces(optimizer, is_ours):
+        own_step(optimizer)(optimizer)
 
 
 @contextmanager
-def on_pieces(optimizer: Optimizer) -> Iterator[None]:
-    """Within, groups and states are of pieces; all parameters are ours. What a step makes of options stays."""
+def on_pieces(optimizer: Optimizer, is_ours: Callable[[Tensor], bool]) -> Iterator[None]:
+    """Within, groups and states are of pieces of our parameters. What a step makes of options stays."""
     groups, states = optimizer.param_groups, optimizer.state
-    pieces = {p: _piece(p) for group in groups for p in group["params"] if p.grad is not None}
-    known: dict[Tensor, Any] = {
-        x: {n: _local(s) for n, s in states[p].items()} for p, x in pieces.items() if p in states
-    }
+    ours = [p for group in groups for p in group["params"] if is_ours(p) and p.grad is not None]
+    pieces = {p: _piece(p) for p in ours}
+    made: defaultdict[Tensor, Any] = defaultdict(dict)
+    for p in (p for p in ours if p in states):
+        made[pieces[p]] = {n: _local(x) for n, x in states[p].items()}
     optimizer.param_groups = [{**g, "params": [pieces[p] for p in g["params"] if p in pieces]} for g in groups]
-    made: defaultdict[Tensor, Any] = defaultdict(dict, known)
     optimizer.state = made
     try:
         yield
@@ -75,9 +67,8 @@ def on_pieces(optimizer: Optimizer) -> Iterator[None]:
         for group, stepped in zip(groups, optimizer.param_groups, strict=True):
             group.update({name: value for name, value in stepped.items() if name != "params"})
         optimizer.param_groups, optimizer.state = groups, states
-        for p, x in pieces.items():
-            if x in made:
-                states[p].update(_laid_out(p, made[x], states[p]))
+        for p in (p for p in ours if pieces[p] in made):
+            states[p].update(_laid_out(p, made[pieces[p]], states[p]))
 
 
 def _piece(p: nn.Parameter) -> nn.Parameter:

@@ -120,11 +120,13 @@ STAGES = [
 ]
 
 
+@pytest.mark.parametrize("layers", [2, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize(("axes", "how"), STAGES, ids=str)
-def test_stages_go_ahead_together(axes: dict[str, int], how: dict[str, Any]) -> None:
+def test_stages_go_ahead_together(axes: dict[str, int], how: dict[str, Any], layers: int) -> None:
     """A round of forwards for every layer whose router decides what an expert takes; of tokens that later stages have,
     too. Where auxiliary losses are those of micro-batches, only pairs are counted ahead."""
     facts = {} if "aux_loss" in how else AUXILIARY
+    facts = {"layers": layers, **facts}
     model, batch = tiny("qwen3_moe", **facts)
     with capped_experts(model, 0.75):
         expected = eager(model, masked(batch))

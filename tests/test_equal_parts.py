@@ -42,7 +42,8 @@ TOGETHER = {
     "cut weights, sequences": ("llama", {"pp": 4, "dp": 2, "cp": 2}, {"micro_batches": 4, "zero": 2}, 1),
     "experts, at each use": ("mixtral", {"pp": 4, "dp": 2}, AT_EACH_USE, 1),
 }
-CELLS = ONE_BY_ONE | TOGETHER
+FOUR_CHUNKS = ("llama", {"pp": 2}, {"micro_batches": 4, "schedule": "interleaved", "chunks": 4}, 5)
+CELLS = ONE_BY_ONE | TOGETHER | {"four chunks": FOUR_CHUNKS}
 
 
 def compiled(cell: str, layers: int) -> Compiled:
@@ -57,8 +58,9 @@ FEW = ("chunks", "dropout, whose sites differ", *TOGETHER)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layers", [4, 8])
-@pytest.mark.parametrize("cell", [cell for cell in ONE_BY_ONE if cell != "chunks"])
+@pytest.mark.parametrize(
+    ("cell", "layers"), [*((cell, n) for cell in ONE_BY_ONE if cell != "chunks" for n in (4, 8)), ("four chunks", 8)]
+)
 def test_copies_one_by_one(cell: str, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     test_copies(cell, monkeypatch, layers)
 

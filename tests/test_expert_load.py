@@ -80,6 +80,7 @@ CASES = [
     ("qwen3_moe", {"pp": 2}, {"micro_batches": 4}),
 ]
 MORE = [
+    ("qwen3_moe", {"ep": 2}, {"dispatch": "dedup", "checkpoint": "full"}),  # by ``model(**batch)`` as well
     ("deepseek_v3", {"dp": 2}, {"micro_batches": 2}),  # by default, what moves its bias
     ("qwen3_moe", {"pp": 2, "ep": 2}, {"micro_batches": 4, "schedule": "dual_pipe"}),  # each part twice
     ("qwen3_moe", {"cp": 2, "ep": 2}, {"dispatch": "dedup"}),

@@ -90,9 +90,13 @@ CASES = [
     ("regularised", {"dp": 2, "tp": 2}, {"sequence_parallel": True, "micro_batches": 2}),
     ("weighted", {"dp": 2, "pp": 2}, {"micro_batches": 2}),
 ]
+MORE = [
+    ("regularised", {"pp": 2, "dp": 2}, {"micro_batches": 2, "zero": 3, "schedule": "interleaved"}),
+    ("regularised", {"pp": 2, "tp": 2}, {"micro_batches": 4, "schedule": "zb_h1"}),
+]
 
 
-@pytest.mark.parametrize("kind, sizes, options", CASES)
+@pytest.mark.parametrize("kind, sizes, options", [*CASES, *(pytest.param(*c, marks=pytest.mark.full) for c in MORE)])
 def test_losses_of_ones_own(kind: str, sizes: Sizes, options: dict[str, Any], tmp_path: Path) -> None:
     loss, gradients = expected_of(kind, layers_of(sizes))
     for found, own in run_ranks(4, on_mesh, sizes, kind, options, str(tmp_path), timeout=200):
