@@ -32,7 +32,7 @@ from autopar.plan import Plan
 from autopar.report.dump import check_writable, dumper_for
 from autopar.report.progress import Progress
 from autopar.runtime.agreement import agree_on_call, agree_on_model, agree_on_plan, check_source
-from autopar.runtime.arguments import check_arguments, check_model, check_no_gradients
+from autopar.runtime.arguments import check_arguments, check_module, check_no_gradients
 from autopar.runtime.buckets import Buckets, asked_shapes
 from autopar.runtime.failures import reporting
 from autopar.runtime.groups import Groups
@@ -100,7 +100,7 @@ def parallelize(
             raise ValueError(
                 f"shapes: padding would take places of experts, found capacity={chosen.capacity}; leave one of them out"
             )
-        check_model(model)
+        check_module(model)
         check_no_gradients(model)
         check_arguments(
             seed=seed, exact=exact, backend=backend, dump=dump, plan=plan, example_batch=example_batch, sync=sync,

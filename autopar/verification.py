@@ -43,7 +43,7 @@ from autopar.options import Options
 from autopar.plan import AxisShare
 from autopar.planner.batch_dims import likely_dims
 from autopar.precision import Precision, a_precision
-from autopar.runtime.arguments import check_model
+from autopar.runtime.arguments import check_module
 from autopar.runtime.failures import reporting
 from autopar.runtime.groups import mesh_of
 from autopar.runtime.module import step_seed
@@ -177,7 +177,7 @@ def verify(
     The tolerance relates to the largest value of each tensor, not to each element: a sum whose true value is zero has
     no relative accuracy. Raises ValueError as `parallelize` does. Collective.
     """
-    check_model(model)
+    check_module(model)
     yes_or_no("exact", exact)
     if not isinstance(batch, Mapping):
         raise ValueError(

@@ -164,5 +164,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(DOCS.parent))  # pages use the tests' simulator
+    sys.path.insert(0, str(DOCS.parent))  # the checkout's autopar, if none is installed
     sys.exit(main(sys.argv[1:]))

@@ -24,7 +24,7 @@ WRAPPERS: dict[type[nn.Module], str] = {
 }
 
 
-def check_model(model: Any) -> None:
+def check_module(model: Any) -> None:
     """A module with its parameters whole. Raises ValueError for anything else."""
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise ValueError(f"parallelize: needs a model, found the class {model.__name__}; pass {model.__name__}(...)")

@@ -41,9 +41,9 @@ from autopar.runtime.executor import Executor
 from autopar.runtime.groups import Groups, init_mesh
 from autopar.steps.graphs import Compiled
 from autopar.steps.of_rank import backwards
-from tests.harness import Run
+from autopar.testing.harness import MeshRun
+from autopar.testing.reference import LIMIT, Errors, compare_step
 from tests.ranks import retire_older_than, run_ranks
-from tests.reference import LIMIT, Errors, compare
 from tests.subjects import SEED, subject
 
 DEFAULTS = Options()
@@ -125,7 +125,7 @@ def check(found: Sequence[Errors]) -> None:
 def simulated(cell: Cell) -> list[Errors]:
     """A step of all ranks in this process. (A mesh without pp.)"""
     known = subject(cell.name)
-    return Run(compiled(cell), known.model, known.batch, cell.mesh, SEED).errors(known.expected)
+    return MeshRun(compiled(cell), known.model, known.batch, cell.mesh, SEED).errors(known.expected)
 
 
 def called(cell: Cell) -> list[Errors]:
@@ -147,7 +147,7 @@ def _called(cell: Cell) -> Errors:
     more = [n for n in found if known.expected.gradients.get(n) is None]
     assert not more, f"one process has no gradient of {more}"
     total = sum(float(x) for x in (loss if isinstance(loss, tuple) else (loss,)))
-    return compare(total, found, known.expected, parallel.parameter_specs, lambda spec, whole: whole)
+    return compare_step(total, found, known.expected, parallel.parameter_specs, lambda spec, whole: whole)
 
 
 @contextlib.contextmanager
@@ -223,7 +223,7 @@ def _step(made: Compiled, name: str, groups: Groups) -> Found:
 
     held = {n for s in made.parameters if holds(executor, s.name, groups) for n in (s.name, *s.aliases)}
     loss = sum(float(x) for x in result.losses)
-    errors = compare(loss, gradients, known.expected, made.parameters, cut, held)
+    errors = compare_step(loss, gradients, known.expected, made.parameters, cut, held)
     return Found(errors, executor.peaks.live, executor.peaks.saved, dict(executor.traffic))
 
 

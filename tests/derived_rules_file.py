@@ -18,7 +18,7 @@ from torch.fx import Node
 from autopar.rules.call_forms import CallForm, NoTrial, draws
 from autopar.rules.derivation import derive
 from autopar.rules.derived_calls import as_file, call_of, entry_of
-from tests.soundness import Sample, Step
+from autopar.testing.soundness import Sample, SampleCall
 
 FILE = Path(__file__).with_name("derived_rules.json")
 F32, F64, I64, BOOL = "float32", "float64", "int64", "bool"
@@ -80,7 +80,7 @@ def call_node(entry: dict[str, Any]) -> Node:
 def sample_of(entry: dict[str, Any]) -> Sample:
     """The call of an entry on numbers that the operator takes."""
     op, args, kwargs = call_of(entry)
-    empty = Sample([Step(op, tuple(args), kwargs)])
+    empty = Sample([SampleCall(op, tuple(args), kwargs)])
     form = CallForm.of(next(n for n in empty.graph.graph.nodes if n.op == "call_function"))
     for draw in draws(form):
         tensors = draw.tensors(form)
@@ -93,14 +93,14 @@ def sample_of(entry: dict[str, Any]) -> Sample:
     raise AssertionError(f"{op} takes no numbers that are drawn")
 
 
-def _filled(op: Any, args: list[Any], kwargs: dict[str, Any], tensors: Iterator[torch.Tensor]) -> Step:
+def _filled(op: Any, args: list[Any], kwargs: dict[str, Any], tensors: Iterator[torch.Tensor]) -> SampleCall:
     def fill(x: Any) -> Any:
         return [fill(y) for y in x] if isinstance(x, list) else next(tensors) if isinstance(x, torch.Tensor) else x
 
-    return Step(op, tuple(fill(args)), {name: fill(x) for name, x in kwargs.items()})
+    return SampleCall(op, tuple(fill(args)), {name: fill(x) for name, x in kwargs.items()})
 
 
-def _has_backward(step: Step) -> bool:
+def _has_backward(step: SampleCall) -> bool:
     floats = [x for x in torch.utils._pytree.tree_leaves(step.args) if isinstance(x, torch.Tensor)]
     leaves = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in floats]
     known = {id(a): b for a, b in zip(floats, leaves, strict=True)}

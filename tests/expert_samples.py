@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
+from autopar.testing.soundness import Ref, Sample, SampleCall, call
 from tests.pointwise_samples import normal
-from tests.soundness import Ref, Sample, Step, call
 
 ours = torch.ops.autopar
 
@@ -24,11 +24,11 @@ def experts() -> Iterator[Sample]:
         up, down = (normal(4, 6, 12), normal(4, 12, 6)) if transposed else (normal(4, 12, 6), normal(4, 6, 12))
         yield Sample(
             [
-                Step(ours.moe_dispatch.default, (normal(6, 6), chosen, 4)),
-                Step(ours.grouped_mm.default, (Ref(0), up, Ref(0, 2), transposed)),
-                Step(ours.grouped_bias.default, (Ref(1), normal(4, 12), Ref(0, 2))),
-                Step(ours.grouped_mm.default, (Ref(2), down, Ref(0, 2), transposed)),
-                Step(ours.moe_combine.default, (Ref(3), Ref(0, 1), normal(6, top))),
+                SampleCall(ours.moe_dispatch.default, (normal(6, 6), chosen, 4)),
+                SampleCall(ours.grouped_mm.default, (Ref(0), up, Ref(0, 2), transposed)),
+                SampleCall(ours.grouped_bias.default, (Ref(1), normal(4, 12), Ref(0, 2))),
+                SampleCall(ours.grouped_mm.default, (Ref(2), down, Ref(0, 2), transposed)),
+                SampleCall(ours.moe_combine.default, (Ref(3), Ref(0, 1), normal(6, top))),
             ],
             private=(0, 1, 2, 3),
         )

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from autopar.testing.soundness import Sample, call
 from tests.pointwise_samples import normal
-from tests.soundness import Sample, call
 
 aten = torch.ops.aten
 

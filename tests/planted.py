@@ -30,7 +30,7 @@ from autopar.rewrite.pass_manager import PassManager
 from autopar.rewrite.step_checks import StepError, promise
 from autopar.rewrite.step_types import check_step_types
 from autopar.steps.graphs import Compiled
-from tests.harness import Run, eager
+from autopar.testing.harness import MeshRun, eager
 
 STOPPED = 1e-6  # an error above is seen by any test of numbers; those of right graphs are below 1e-10
 Graphs = dict[str, GraphModule]
@@ -88,7 +88,7 @@ class Subject:
 
     def error(self, compiled: Compiled) -> float:
         """The largest difference to one process in the loss, or in a gradient."""
-        loss, gradients = Run(compiled, self.model, batch(), self.mesh).step()
+        loss, gradients = MeshRun(compiled, self.model, batch(), self.mesh).step()
         expected, whole, _ = self.expected
         placed = {p.name: p for p in compiled.parameters}
         worst = max(abs(x - expected) for x in loss)

@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 
 from autopar.ir.mesh import Mesh
 from autopar.rules import RULES
+from autopar.testing.soundness import Whole, accepted, wrong_pieces
 from tests.planted import (
     Subject,
     in_step_graph,
@@ -18,7 +19,6 @@ from tests.planted import (
     stopped_by,
 )
 from tests.rule_samples import SAMPLES
-from tests.soundness import Whole, accepted, compare
 
 Found = tuple[str, float]
 
@@ -45,9 +45,9 @@ def in_rule(name: str, target: Any, rule: Any) -> None:
             whole = Whole.of(sample)
             with patch.context() as planted:
                 planted.setitem(RULES, target, rule)
-                wrong = next((p for p in accepted(sample, mesh) if compare(sample, p, mesh, whole)), None)
+                wrong = next((p for p in accepted(sample, mesh) if wrong_pieces(sample, p, mesh, whole)), None)
             if wrong is not None:
-                assert wrong not in accepted(sample, mesh) or not compare(sample, wrong, mesh, whole)
+                assert wrong not in accepted(sample, mesh) or not wrong_pieces(sample, wrong, mesh, whole)
                 return "rule soundness", 0.0
         return "nothing", 0.0
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.soundness import Sample, call
+from autopar.testing.soundness import Sample, call
 
 GENERATOR = torch.Generator().manual_seed(7)
 

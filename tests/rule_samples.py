@@ -1,4 +1,5 @@
-"""A small sample call for every entry of the rule table: what `tests/test_rules.py` puts through `tests/soundness.py`.
+"""A small sample call for every entry of the rule table: what `tests/test_rules.py` puts through
+`autopar/testing/soundness.py`.
 
 Pointwise operators get theirs from their schema; the others are spelled out. Sizes are multiples of 6 where they can
 be, so that they divide over 2 and over 3 ranks; 1 and broadcasting are among them.
@@ -21,10 +22,10 @@ from autopar.ops.pairs import combine_by_pairs, dispatch_by_pairs
 from autopar.ops.vocabulary import cross_entropy_of_piece, embedding_of_piece
 from autopar.rules import RULES
 from autopar.rules.table import overloads
+from autopar.testing.soundness import Sample, call
 from tests.expert_samples import EXPERTS, dispatch, experts
 from tests.matrix_samples import matrices, products
 from tests.pointwise_samples import GENERATOR, complex_, integer, normal, pointwise, real, truth
-from tests.soundness import Sample, call
 from tests.space_samples import spatial
 
 aten, ours = torch.ops.aten, torch.ops.autopar

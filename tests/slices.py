@@ -31,8 +31,8 @@ from autopar.planner.slice_lengths import token_count
 from autopar.rewrite.compilation import Compilation
 from autopar.rewrite.pass_manager import PassManager
 from autopar.steps.graphs import Cache
-from tests.harness import _at, eager
-from tests.simulate import simulate
+from autopar.testing.harness import _at, eager
+from autopar.testing.lockstep import in_lockstep
 
 
 def normalized(model: nn.Module, batch: Mapping[str, Any], mesh: Mesh | None = None) -> GraphModule:
@@ -119,7 +119,7 @@ class SlicedModel:
         losses = [0.0 for _ in world]
         for i, length in enumerate(lengths):
             given = [[{**fed[r], **caches[r].past(i)}[n] for n in self.specs] for r in world]
-            made = simulate(self.forward, [[*g, length, starts[i]] for g in given], self.mesh)
+            made = in_lockstep(self.forward, [[*g, length, starts[i]] for g in given], self.mesh)
             for r in world:
                 results = dict(zip(names, made[r], strict=True))
                 caches[r].add(results, length)
@@ -131,7 +131,7 @@ class SlicedModel:
                 env = {**fed[r], **caches[r].past(i)}
                 tangents = [caches[r].tangent(n, i) for n, wanted in self.results if wanted]
                 given.append([*(env[n] for n in self.specs), *tangents, lengths[i], starts[i]])
-            for r, made_here in enumerate(simulate(self.joint, given, self.mesh)):
+            for r, made_here in enumerate(in_lockstep(self.joint, given, self.mesh)):
                 gradients = dict(zip(self.specs, made_here[len(names) :], strict=True))
                 caches[r].spread(gradients, lengths[:i])
                 for name, g in gradients.items():

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from autopar.testing.soundness import Sample, call
 from tests.pointwise_samples import complex_, normal
-from tests.soundness import Sample, call
 
 aten = torch.ops.aten
 

@@ -21,9 +21,9 @@ from autopar.ir.batch import with_constants
 from autopar.ir.graph import copy_graph
 from autopar.models.tiny import TINY
 from autopar.runtime.module import step_seed
+from autopar.testing.reference import Expected, eager
 from tests.captured_once import captured_once
 from tests.hf.own_experts import own
-from tests.reference import Expected, eager
 from tests.subject_models import IGNORED, Cnn, Mlp, TwoLosses
 
 ROWS, TOKENS = 8, 16

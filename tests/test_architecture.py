@@ -38,7 +38,7 @@ FLOORS: tuple[set[str], ...] = (
     {"cache"},
     {"api"},
     {"verification", "models"},
-    {"cli", "integrations"},
+    {"cli", "integrations", "testing"},
     {"autopar", "__main__"},
 )
 # What runs step graphs knows nothing of how they were made.

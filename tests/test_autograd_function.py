@@ -17,8 +17,8 @@ from autopar.ir.mesh import Mesh
 from autopar.options import Options
 from autopar.runtime.groups import init_mesh
 from autopar.steps.of_rank import backwards
+from autopar.testing.harness import check_model
 from tests import own_functions as own
-from tests.harness import check_model
 from tests.ranks import run_ranks
 
 

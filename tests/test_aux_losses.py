@@ -17,9 +17,9 @@ from autopar.models.hf import exact_experts
 from autopar.models.hf_capacity import capped_experts
 from autopar.options import Options
 from autopar.runtime.groups import data_part, init_mesh
-from tests.harness import Run, check_model
+from autopar.testing.harness import MeshRun, check_model
+from autopar.testing.reference import LIMIT, Expected, eager
 from tests.ranks import run_ranks
-from tests.reference import LIMIT, Expected, eager
 from tests.subjects import tiny
 
 AUXILIARY = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
@@ -82,7 +82,7 @@ def test_of_each_micro_batch(mesh: Mesh) -> None:
     parts = [torch.cat([rows.chunk(2)[i] for rows in per_rank]) for i in range(2)]
     made = compile_model(model, batch, mesh, EACH, exact=True, outputs=())
     assert "aten.histc" not in str(made.prologue.graph.graph if made.prologue is not None else "")
-    for found in Run(made, model, batch, mesh).errors(own_losses(model, batch, parts)):
+    for found in MeshRun(made, model, batch, mesh).errors(own_losses(model, batch, parts)):
         assert found.worst < LIMIT, found
 
 

@@ -21,7 +21,7 @@ from autopar.models.hf_batches import batch_dims
 from autopar.models.tiny import TINY
 from autopar.options import Options
 from autopar.plan import Plan
-from tests.harness import check_model
+from autopar.testing.harness import check_model
 from tests.plain_models import EXACT, gap, gradients
 from tests.ranks import refusal, run_ranks
 

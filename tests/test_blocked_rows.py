@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
-from tests.harness import check_model
+from autopar.testing.harness import check_model
 
 B, H, S, D = 2, 2, 8, 4
 

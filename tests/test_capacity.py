@@ -21,10 +21,10 @@ from autopar.models.hf import exact_experts
 from autopar.models.hf_capacity import capped_experts
 from autopar.options import Options
 from autopar.runtime.groups import data_part, init_mesh
+from autopar.testing.harness import MeshRun
+from autopar.testing.reference import LIMIT, eager
 from tests.captured_once import captured_once
-from tests.harness import Run
 from tests.ranks import run_ranks
-from tests.reference import LIMIT, eager
 from tests.subjects import SEED, tiny
 from tests.test_experts import Layer, routed
 
@@ -58,7 +58,7 @@ def test_a_capped_model_is_the_same_on_every_mesh(name: str) -> None:
     graph = captured_once(model, batch, exact=True)
     for mesh, options in MESHES:
         made = compile_graph(copy.deepcopy(graph), mesh, capped(options), outputs=())
-        for found in Run(made, model, batch, mesh, SEED).errors(expected):
+        for found in MeshRun(made, model, batch, mesh, SEED).errors(expected):
             assert found.worst < LIMIT, f"{mesh}: {found}"
 
 
@@ -88,7 +88,7 @@ def test_whoever_is_chosen(choice: str, dispatch: str, micro_batches: int) -> No
     expected = eager(one, batch, SEED)
     options = Options(dispatch=dispatch, capacity=1.0, micro_batches=micro_batches)
     made = compile_graph(capture(model, routed(12, 8, 2, "any"), exact=True), mesh, options, outputs=())
-    for found in Run(made, model, batch, mesh, SEED).errors(expected):
+    for found in MeshRun(made, model, batch, mesh, SEED).errors(expected):
         assert found.worst < LIMIT, found
 
 

@@ -19,7 +19,7 @@ from autopar.ir.signature import Signature
 from autopar.models.hf import exact_experts
 from autopar.models.tiny import TINY, TinyModel
 from autopar.passes.normalize import Normalize
-from tests.reference import difference
+from autopar.testing.reference import difference
 from tests.subjects import subject
 from tests.whole_joint import OwnBackwards
 

@@ -18,11 +18,11 @@ from autopar.ir.parameter import ParameterSpec
 from autopar.models.tiny import TINY
 from autopar.options import Options
 from autopar.steps.graphs import Compiled, StepGraph
+from autopar.testing.reference import Expected, compare_step
 from tests.cells import COMPILED, Cell, called, check, check_ran, compile_cell, on_ranks, ran, simulated
 from tests.conftest import DEAR
 from tests.planted import calls, set_outputs, skip
 from tests.ranks import close_pools, run_ranks
-from tests.reference import Expected, compare
 
 CELL = Cell("mlp", Mesh.of(dp=2), Options(micro_batches=2))
 ops = torch.ops.autopar
@@ -51,12 +51,12 @@ ONE = Expected(1.0, {"w": WHOLE, "b": None}, {})
     ],
 )
 def test_compare(loss: float, found: dict[str, Any], worst: float, odd: list[str]) -> None:
-    errors = compare(loss, found, ONE, SPECS, lambda spec, whole: whole)
+    errors = compare_step(loss, found, ONE, SPECS, lambda spec, whole: whole)
     assert (errors.worst, errors.odd) == (worst, odd)
 
 
 def test_what_a_rank_does_not_hold_may_be_missing() -> None:
-    assert compare(1.0, {}, ONE, SPECS, lambda spec, whole: whole, held={"b"}).worst == 0.0
+    assert compare_step(1.0, {}, ONE, SPECS, lambda spec, whole: whole, held={"b"}).worst == 0.0
 
 
 # --- faults in a compiled step ------------------------------------------------------------------------------

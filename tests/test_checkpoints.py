@@ -30,9 +30,9 @@ from autopar.options import Options
 from autopar.plan import Plan
 from autopar.report.graph_text import format_graph
 from autopar.steps.graphs import Compiled
+from autopar.testing.harness import MeshRun
 from tests.benchmarks.meter import Meter
 from tests.cells import Cell, check, compile_cell, simulated
-from tests.harness import Run
 from tests.ranks import run_ranks
 from tests.subjects import SEED, make, tiny
 
@@ -67,7 +67,7 @@ def made(name: str, mesh: Mesh = Mesh.of(), **options: Any) -> Compiled:  # noqa
 @functools.cache
 def step_of(name: str, policy: str = "none", limit: int = 0) -> tuple[list[float], dict[str, list[torch.Tensor]]]:
     model, batch, _ = captured(name)
-    return Run(made(name, checkpoint=policy, memory_limit=limit), model, batch, Mesh.of(), SEED).step()
+    return MeshRun(made(name, checkpoint=policy, memory_limit=limit), model, batch, Mesh.of(), SEED).step()
 
 
 def peak(compiled: Compiled) -> int:

@@ -14,7 +14,7 @@ from autopar.compile.model import compile_model
 from autopar.ir.batch import constants_of, facts_of, whole_batch, with_constants, without_constants
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
-from tests.harness import check_model
+from autopar.testing.harness import check_model
 from tests.plain_models import EXACT, gap, gradients, part
 from tests.ranks import RankError, run_ranks
 

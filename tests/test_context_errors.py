@@ -19,7 +19,7 @@ from autopar.ir.graph import copy_graph
 from autopar.ir.mesh import Mesh
 from autopar.models.tiny import TINY
 from autopar.options import Options
-from tests.harness import check_model
+from autopar.testing.harness import check_model
 from tests.ranks import run_ranks
 from tests.subject_models import Small, small_batch
 

@@ -28,10 +28,10 @@ from autopar.exact import LiftFloat32
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Shard, piece, scaled_blocks
 from autopar.options import Options
+from autopar.testing.reference import LIMIT
 from autopar.verification import Report
 from tests.cells import Cell, check_ran, compile_cell, ran, renamed, step_graphs
 from tests.ranks import run_ranks
-from tests.reference import LIMIT
 from tests.subjects import TOKENS, subject, tiny
 
 # Algorithms without exchanges of heads, and a mix: they run on any compiled graph.

@@ -33,11 +33,11 @@ from autopar.planner.experts import check_experts
 from autopar.report.graph_text import format_graph
 from autopar.runtime.groups import data_part, init_mesh
 from autopar.steps.graphs import Compiled
-from tests import simulate
+from autopar.testing import lockstep
+from autopar.testing.harness import MeshRun
+from autopar.testing.reference import eager
 from tests.cells import Cell, check, compile_cell
-from tests.harness import Run
 from tests.ranks import close_pools, rank_outcomes, run_ranks
-from tests.reference import eager
 from tests.subjects import SEED, subject
 from tests.test_experts import DEDUP, LEVELS, PLAIN, Layer, routed
 
@@ -139,14 +139,14 @@ class Sent:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.copies: Counter[tuple[str, torch.dtype, int]] = Counter()  # by axis
-        run, axis = simulate.COLLECTIVE[ops.all_to_all_rows.default]
+        run, axis = lockstep.COLLECTIVE[ops.all_to_all_rows.default]
 
         def counted(xs: list[Tensor], me: int, splits: list[Tensor], back: bool, along: str, size: int) -> Tensor:
             to = splits[me].tolist()[1 if back else 0]
             self.copies[along, xs[me].dtype, xs[me].shape[1]] += sum(to) - to[me]
             return run(xs, me, splits, back, along, size)
 
-        monkeypatch.setitem(simulate.COLLECTIVE, ops.all_to_all_rows.default, (counted, axis))
+        monkeypatch.setitem(lockstep.COLLECTIVE, ops.all_to_all_rows.default, (counted, axis))
 
 
 @functools.cache
@@ -165,7 +165,7 @@ def test_what_is_sent(
     model, batch, mesh = Layer(experts), routed(tokens, experts, top, choice), Mesh.of(ep=ranks)
     made = made_for(ranks, tokens, experts, top, DEDUP)
     sent, own = Sent(monkeypatch), tokens // ranks
-    check(Run(made, model, batch, mesh, SEED).errors(eager(model, batch, SEED)))
+    check(MeshRun(made, model, batch, mesh, SEED).errors(eager(model, batch, SEED)))
     where = [set((row // (experts // ranks)).tolist()) - {token // own} for token, row in enumerate(batch["expert"])]
     copies = sum(map(len, where))
     assert sent.copies["ep", torch.float64, 4] == 4 * copies + (copies if top == 4 else 0)  # there, back, gradients
@@ -195,7 +195,7 @@ def test_what_is_sent_on_each_level(
     for options, found in ((levels, {f"ep%{per_node}": inside, f"ep/{per_node}": between}), (PLAIN, {"ep": pairs})):
         sent = Sent(monkeypatch)
         made = made_for(ranks, tokens, experts, top, options)
-        check(Run(made, model, batch, mesh, SEED).errors(expected))
+        check(MeshRun(made, model, batch, mesh, SEED).errors(expected))
         for axis, copies in found.items():
             assert sent.copies[axis, torch.float64, 4] == 4 * copies, axis
         assert {axis for axis, _, _ in +sent.copies} <= found.keys()

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
-from tests.harness import check_model
+from autopar.testing.harness import check_model
 from tests.test_normalize import normalized, rand
 
 TARGETS = torch.tensor([[1, 2, 2], [3, 1, 0], [2, 0, 0], [1, 3, 2]])

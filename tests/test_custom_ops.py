@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
-from tests.harness import Result, check_model
+from autopar.testing.harness import Checked, check_model
 
 _library = torch.library.Library("autopar_tests", "DEF")
 _library.define("largest(Tensor w) -> Tensor")
@@ -53,7 +53,7 @@ class Net(nn.Module):
         return nn.functional.mse_loss(self.down(h.tanh()), y)
 
 
-def check(name: str, on_weight: bool, mesh: str, **options: Any) -> Result:
+def check(name: str, on_weight: bool, mesh: str, **options: Any) -> Checked:
     g = torch.Generator().manual_seed(1)
     batch = {n: torch.randn(8, d, generator=g, dtype=torch.float64) for n, d in (("x", 8), ("y", 4))}
     result = check_model(Net(name, on_weight).double(), batch, Mesh.parse(mesh), Options(**options))

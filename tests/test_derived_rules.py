@@ -22,11 +22,11 @@ from autopar.rules import RULES, RuleError, derivation, rule_of
 from autopar.rules.derivation import derive
 from autopar.rules.derived import DerivedRule, NoRule
 from autopar.rules.derived_calls import as_file, call_of, entry_of, text_of
+from autopar.testing.harness import check_model
+from autopar.testing.soundness import call, unsound
 from tests.derived_rules_file import FILE, found, sample_of
-from tests.harness import check_model
 from tests.pointwise_samples import integer, normal
 from tests.rule_samples import SAMPLES
-from tests.soundness import call, unsound
 
 aten = torch.ops.aten
 F = nn.functional

@@ -147,6 +147,11 @@ def test_files_that_pages_name_exist() -> None:
         assert not [name for name in named if not (ROOT / name).exists()], page.name
 
 
+def test_pages_need_nothing_but_the_installed_package() -> None:
+    files = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
+    assert not [f.name for f in files if re.search(r"^\s*(from|import) tests\b", f.read_text(), re.MULTILINE)]
+
+
 def test_errors_that_the_guide_explains_are_said_somewhere() -> None:
     """The words of the first column, as the source has them: texts that go on in the next line are one."""
     page = (DOCS / "guide" / "troubleshooting.md").read_text()

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from autopar.capture import capture
 from autopar.ir.mesh import Mesh
-from tests.harness import check_model
+from autopar.testing.harness import check_model
 
 
 class Kept(nn.Module):

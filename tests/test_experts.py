@@ -25,11 +25,11 @@ from autopar.passes.routed_sizes import routed_sizes
 from autopar.plan import Plan
 from autopar.report.graph_text import format_graph
 from autopar.runtime.groups import data_part, init_mesh
+from autopar.testing.harness import MeshRun
+from autopar.testing.reference import eager
 from tests.captured_once import captured_once
 from tests.cells import Cell, called, check, compile_cell, simulated
-from tests.harness import Run
 from tests.ranks import run_ranks
-from tests.reference import eager
 from tests.subjects import SEED, subject, tiny
 
 GATHER = Options(dispatch="gather")
@@ -173,7 +173,7 @@ def test_whoever_gets_the_tokens(ranks: int, tokens: int, experts: int, top: int
     ways = [Options(dispatch=name) for name in DISPATCHES if name != "two_level"]
     for options in [*ways, *(Options(dispatch="two_level", topology=f"ep%{n}=switch") for n in nodes)]:
         made = compile_graph(copy.deepcopy(graph), mesh, options, outputs=())
-        check(Run(made, model, batch, mesh, SEED).errors(expected))
+        check(MeshRun(made, model, batch, mesh, SEED).errors(expected))
 
 
 AUXILIARY = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
@@ -189,7 +189,7 @@ def test_an_auxiliary_loss_is_that_of_the_whole_batch(mesh: Mesh) -> None:
     expected = eager(model, batch, SEED)  # registers hooks of transformers: a model to be captured anew
     plain, _ = tiny("qwen3_moe")
     assert abs(expected.loss - eager(plain, batch, SEED).loss) > 0.1
-    check(Run(made, model, batch, mesh, SEED).errors(expected))
+    check(MeshRun(made, model, batch, mesh, SEED).errors(expected))
 
 
 @pytest.mark.parametrize("asked", ["by its config", "by the batch"])

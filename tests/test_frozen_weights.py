@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
-from tests.harness import check_model
+from autopar.testing.harness import check_model
 
 
 class Scaled(nn.Module):

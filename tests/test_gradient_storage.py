@@ -16,7 +16,7 @@ from autopar.passes.own_gradients import own_gradients
 from autopar.rewrite.checks import PlacementError, check_owned
 from autopar.rewrite.compilation import Compilation
 from autopar.runtime.state import local_tensor
-from tests.harness import check_alone, check_model
+from autopar.testing.harness import check_alone, check_model
 from tests.plain_models import Net, build, numbers, part, put
 from tests.ranks import run_ranks
 

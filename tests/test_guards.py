@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from autopar.capture import capture
 from autopar.compile.model import compile_model
 from autopar.ir.mesh import Mesh
-from tests.harness import check_model
+from autopar.testing.harness import check_model
 
 F = nn.functional
 

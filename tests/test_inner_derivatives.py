@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from autopar.capture import capture
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
+from autopar.testing.harness import check_model
 from tests.cells import Cell, called, check
-from tests.harness import check_model
 from tests.subjects import SPECIAL
 
 ROWS, WIDTH = 4, 8

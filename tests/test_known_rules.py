@@ -17,7 +17,7 @@ from autopar.ir.placement import INVARIANT, Pieces, Placement, Shard
 from autopar.options import Options
 from autopar.rules import RULES, Rule, RuleError, apply, known_rules
 from autopar.rules.call import Call, RuleFunction
-from tests.soundness import call, graph_of
+from autopar.testing.soundness import call, sample_graph
 from tests.subjects import tiny
 
 CELLS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
@@ -123,7 +123,7 @@ def test_what_a_key_tells_apart() -> None:
     ]
     known_rules._rules.clear()
     for step in calls:
-        node = [n for n in graph_of(step).graph.nodes if n.op == "call_function"][-1]
+        node = [n for n in sample_graph(step).graph.nodes if n.op == "call_function"][-1]
         rules.rule_of(node, "dp", Mesh.of(dp=2))
         rules.rule_of(node, "tp", Mesh.of(tp=2))
         rules.rule_of(node, "tp", Mesh.of(tp=2), relaxed=True)
@@ -132,7 +132,7 @@ def test_what_a_key_tells_apart() -> None:
 
 def test_refusals_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A refusal is raised each time, and a rule that a user replaces counts at once."""
-    graph = graph_of(call(torch.ops.aten.linear.default, torch.rand(4, 6), torch.rand(8, 6)))
+    graph = sample_graph(call(torch.ops.aten.linear.default, torch.rand(4, 6), torch.rand(8, 6)))
     node = [n for n in graph.graph.nodes if n.op == "call_function"][-1]
     mesh = Mesh.of(tp=2)
     rule = rules.rule_of(node, "tp", mesh)

@@ -14,7 +14,7 @@ from autopar.ir.graph import placeholders
 from autopar.ir.mesh import Mesh
 from autopar.passes.trace_joint import joint_graph
 from autopar.steps.of_rank import backwards
-from tests.harness import check_model
+from autopar.testing.harness import check_model
 from tests.plain_models import EXACT
 from tests.ranks import run_ranks
 

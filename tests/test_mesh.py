@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Shard, local_shape, nested_shape, rows_of_slice
-from tests.simulate import group_of
+from autopar.testing.lockstep import group_of
 
 
 def test_parse_and_print() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autopar.capture import LiftFloat32, capture
 from autopar.ir.mesh import Mesh
-from tests.harness import check_model
+from autopar.testing.harness import check_model
 
 F = nn.functional
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from autopar.ir.mesh import Mesh
-from tests.harness import check_model
+from autopar.testing.harness import check_model
 from tests.plain_models import EXACT, build, gap, part, put
 from tests.ranks import run_ranks
 

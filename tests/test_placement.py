@@ -33,8 +33,8 @@ from autopar.ir.placement import (
     transpose,
 )
 from autopar.runtime.layout import from_rows, rows_of, to_rows
-from tests.harness import gather, scatter
-from tests.simulate import simulate
+from autopar.testing.harness import scatter, whole_of
+from autopar.testing.lockstep import in_lockstep
 
 R, I, P = REPLICATE, INVARIANT, PARTIAL  # noqa: E741
 sizes_of_blocks = st.integers(-64, 64).filter(bool)
@@ -118,14 +118,14 @@ def test_join_is_the_inverse_of_piece(cut: tuple[torch.Tensor, Shard, int]) -> N
 
 @given(cuts(), st.integers(1, 3))
 def test_axes_nest(cut: tuple[torch.Tensor, Shard, int], outer: int) -> None:
-    """tp cuts first, dp cuts what tp left; gather takes it apart in the other order."""
+    """tp cuts first, dp cuts what tp left; whole_of takes it apart in the other order."""
     x, shard, ranks = cut
     x = x.repeat_interleave(outer, (shard.dim + 1) % 3)
     mesh = Mesh.of(dp=outer, tp=ranks)
     placed: dict[str, Placement] = {"tp": shard, "dp": Shard((shard.dim + 1) % 3)}
     pieces = [nested_piece(x, placed, mesh.cut_order, c) for c in mesh.coordinates()]
     assert {tuple(p.shape) for p in pieces} == {nested_shape(x.shape, placed, mesh.cut_order)}
-    assert torch.equal(gather(pieces, placed, mesh), x)
+    assert torch.equal(whole_of(pieces, placed, mesh), x)
 
 
 def test_blocks_keep_heads_together() -> None:
@@ -185,7 +185,7 @@ def test_two_axes_cut_one_dim(tp: tuple[int, ...], cp: tuple[int, ...]) -> None:
     placed: dict[str, Placement] = {"tp": Shard(0, tp), "cp": Shard(0, cp)}
     pieces = [nested_piece(x, placed, mesh.cut_order, c) for c in mesh.coordinates()]
     assert {tuple(p.shape) for p in pieces} == {nested_shape(x.shape, placed, mesh.cut_order)} == {(4, 2)}
-    assert torch.equal(gather(pieces, placed, mesh), x)
+    assert torch.equal(whole_of(pieces, placed, mesh), x)
     assert all(torch.equal(a, b) for a, b in zip(pieces, scatter(x, placed, mesh), strict=True))
 
 
@@ -260,9 +260,9 @@ def test_conversion_forward_and_backward(src: Placement, dst: Placement) -> None
         x.meta["val"] = torch.empty(local_shape((6, 12), a, 3), dtype=torch.float64)
         graph.output((graph.call_function(exchange, (x, "tp", 3, str(a), str(b))),))
         gm = _lowered(torch.fx.GraphModule({}, graph), scatter(value, {"tp": a}, mesh)[0])
-        out = [o[0] for o in simulate(gm, [[x] for x in scatter(value, {"tp": a}, mesh)], mesh)]
+        out = [o[0] for o in in_lockstep(gm, [[x] for x in scatter(value, {"tp": a}, mesh)], mesh)]
         assert all(o.shape == torch.Size(local_shape((6, 12), b, 3)) for o in out)
-        torch.testing.assert_close(gather(out, {"tp": b}, mesh), value, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(whole_of(out, {"tp": b}, mesh), value, rtol=1e-12, atol=1e-12)
 
 
 def _lowered(gm: torch.fx.GraphModule, example: torch.Tensor) -> torch.fx.GraphModule:

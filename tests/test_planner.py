@@ -20,7 +20,7 @@ from autopar.plan import Plan
 from autopar.planner import make_plan
 from autopar.rewrite.compilation import Compilation
 from autopar.rewrite.pass_manager import PassManager
-from tests.harness import check_model
+from autopar.testing.harness import check_model
 
 
 def global_graph(model: nn.Module, batch: dict[str, Any], mesh: Mesh) -> torch.fx.GraphModule:

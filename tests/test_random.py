@@ -20,7 +20,7 @@ from autopar.ops.random_recipes import RECIPES, recipe_for
 from autopar.ops.traits import is_random
 from autopar.options import Options
 from autopar.passes.normalize import Normalize
-from tests.harness import check_model
+from autopar.testing.harness import check_model
 
 F = nn.functional
 SEED = torch.tensor(11)

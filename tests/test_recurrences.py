@@ -14,8 +14,8 @@ from autopar.cost.traffic import communication
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
 from autopar.steps.graphs import Compiled
+from autopar.testing.harness import check_model
 from tests.cells import Cell, called, check
-from tests.harness import check_model
 from tests.subjects import SPECIAL
 
 ROWS, STEPS, WIDTH = 4, 3, 8

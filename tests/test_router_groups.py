@@ -15,9 +15,9 @@ from autopar.ir.expert_layers import dispatches
 from autopar.ir.mesh import Mesh
 from autopar.options import DISPATCHES, Options
 from autopar.planner.router_groups import groups_on_nodes, router_groups
+from autopar.testing.harness import check_model
+from autopar.testing.reference import LIMIT, eager
 from tests.captured_once import captured_once
-from tests.harness import check_model
-from tests.reference import LIMIT, eager
 from tests.subjects import tiny
 
 LIMITED = {"n_group": 4, "topk_group": 2, "n_routed_experts": 8, "num_experts_per_tok": 4}

@@ -17,22 +17,22 @@ from autopar.rules import RULES, Rule, RuleError, apply, rule_of, space
 from autopar.rules import special as sp
 from autopar.rules.attention_rules import attention_rule as attention_rule
 from autopar.rules.builders import blocks_dims, einsum_rule, factory, named_dims, pointwise, reduction
-from tests.pointwise_samples import complex_, integer, normal
-from tests.rule_samples import DYNAMIC, SAMPLES, STRUCTURE, attention, experts
-from tests.soundness import (
+from autopar.testing.soundness import (
     Ref,
     Sample,
-    Step,
+    SampleCall,
     Whole,
     accepted,
     call,
-    candidates,
-    compare,
-    graph_of,
     in_turn,
+    possible_placements,
+    sample_graph,
     typed,
     unsound,
+    wrong_pieces,
 )
+from tests.pointwise_samples import complex_, integer, normal
+from tests.rule_samples import DYNAMIC, SAMPLES, STRUCTURE, attention, experts
 
 aten, ours = torch.ops.aten, torch.ops.autopar
 
@@ -89,7 +89,7 @@ def test_rule_is_sound_however_it_is_cut(target: Any) -> None:
 
 
 def test_in_as_many_turns_as_there_are_ways_each_is_tried() -> None:
-    """A dim is cut in at most four ways (`candidates`): as many operators as share a rule try all of them."""
+    """A dim is cut in at most four ways (`possible_placements`): as many operators as share a rule try all of them."""
     sample = call(aten.exp.default, normal(12, 6))
     found = [*accepted(sample, Mesh.of(dp=2))]
     assert {str(p) for turn in range(MANY) for p in in_turn(found, turn)} == {str(p) for p in found}
@@ -150,7 +150,7 @@ def test_experts_are_sound(cut: str) -> None:
             placements = tuple(
                 Shard(3 - p.dim) if isinstance(p, Shard) and i in (2, 4) else p for i, p in enumerate(placements)
             )
-        found = compare(sample, tuple({"dp": p} for p in placements), mesh, Whole.of(sample))
+        found = wrong_pieces(sample, tuple({"dp": p} for p in placements), mesh, Whole.of(sample))
         assert not found
 
 
@@ -178,7 +178,7 @@ def both(sample: Sample, tp: tuple[Placement, ...]) -> tuple[int, list[str]]:
     """With fixed placements on tp, all that the types accept on dp."""
     mesh, whole = Mesh.of(dp=2, tp=2), Whole.of(sample)
     wrong, tried = [], 0
-    for dp in product(*(candidates(x, 2, sample.wants(x)) for x in sample.tensors)):
+    for dp in product(*(possible_placements(x, 2, sample.wants(x)) for x in sample.tensors)):
         placements = tuple({"tp": a, "dp": b} for a, b in zip(tp, dp, strict=True))
         try:
             typed(sample, placements, mesh)
@@ -187,7 +187,7 @@ def both(sample: Sample, tp: tuple[Placement, ...]) -> tuple[int, list[str]]:
         if tp[0] == dp[0] and sample.steps[0].target in (aten.embedding.default, ours.cross_entropy.default):
             continue  # refused when it is localised: a vocabulary is cut over one axis
         tried += 1
-        problem = compare(sample, placements, mesh, whole)
+        problem = wrong_pieces(sample, placements, mesh, whole)
         wrong += [f"{dp}: {problem}"] if problem else []
     return tried, wrong
 
@@ -250,15 +250,15 @@ def test_a_flattened_batch_keeps_how_its_sequence_is_dealt(blocks: tuple[int, ..
     torch.manual_seed(3)
     sample = Sample(
         [
-            Step(aten.view.default, (normal(3, 8, 4), [24, 4])),
-            Step(aten.linear.default, (Ref(0), normal(6, 4), normal(6))),
-            Step(aten.view.default, (Ref(1), [3, 8, 6])),
+            SampleCall(aten.view.default, (normal(3, 8, 4), [24, 4])),
+            SampleCall(aten.linear.default, (Ref(0), normal(6, 4), normal(6))),
+            SampleCall(aten.view.default, (Ref(1), [3, 8, 6])),
         ]
     )
     mesh, placements = Mesh.of(cp=2), ({"cp": Shard(1, blocks)}, {"cp": R}, {"cp": R})
     found = [n.meta["placements"]["cp"] for n in typed(sample, placements, mesh).graph.nodes if n.op == "call_function"]
     assert found == [Shard(0, blocks * 3), Shard(0, blocks * 3), Shard(1, blocks)]
-    assert not compare(sample, placements, mesh, Whole.of(sample))
+    assert not wrong_pieces(sample, placements, mesh, Whole.of(sample))
 
 
 def test_zigzag_is_no_pair_of_equal_blocks() -> None:
@@ -331,7 +331,7 @@ def test_wrong_rule_is_caught(mistake: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_missing_rule_names_op_and_way_out() -> None:
-    sample = Sample([Step(aten.sinc.default, (normal(6),))])
+    sample = Sample([SampleCall(aten.sinc.default, (normal(6),))])
     with pytest.raises(ValueError, match=r"no sharding rule for aten\.sinc.*'dp'.*x0: S\(0\).*whole_ops"):
         typed(sample, ({"dp": Shard(0)},), Mesh.of(dp=2))
 
@@ -340,7 +340,7 @@ def test_missing_rule_names_op_and_way_out() -> None:
 
 
 def rule_for(sample: Sample) -> Rule:
-    node = next(n for n in graph_of(sample).graph.nodes if n.op == "call_function")
+    node = next(n for n in sample_graph(sample).graph.nodes if n.op == "call_function")
     return rule_of(node, "tp", Mesh.of(tp=2))
 
 

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from autopar.ir.mesh import Mesh
 from autopar.models.tiny import TINY
 from autopar.options import Options
-from tests.harness import Result, check_model
-from tests.reference import LIMIT
+from autopar.testing.harness import Checked, check_model
+from autopar.testing.reference import LIMIT
 from tests.subjects import tiny
 
 
-def close(model: nn.Module, batch: dict[str, Any], mesh: str, **options: Any) -> Result:
+def close(model: nn.Module, batch: dict[str, Any], mesh: str, **options: Any) -> Checked:
     result = check_model(model.double().train(), batch, Mesh.parse(mesh), Options(**options))
     assert result.worst < LIMIT, result
     return result

@@ -10,7 +10,7 @@ from autopar.ir.mesh import Mesh
 from autopar.options import Options
 from autopar.rules import Cat, Rule
 from autopar.rules.held import is_vague, through
-from tests.harness import check_model
+from autopar.testing.harness import check_model
 
 
 class AllResults(nn.Module):

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
-from tests.harness import check_model
+from autopar.testing.harness import check_model
 
 
 class Small(nn.Module):

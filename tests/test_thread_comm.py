@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autopar.attention.exchanges import Like
-from tests.thread_comm import ThreadComm, run
+from autopar.testing.thread_comm import ThreadComm, run
 
 FOUR = Like((4,), torch.float32)
 

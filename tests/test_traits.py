@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from autopar.ops import traits
+from autopar.testing.soundness import Sample, SampleCall, call, whole_results
 from tests.pointwise_samples import complex_, normal, real
 from tests.rule_samples import SAMPLES
-from tests.soundness import Sample, Step, call, results_of
 
 aten = torch.ops.aten
 
@@ -36,7 +36,7 @@ OTHERS = (
 )
 
 
-def steps() -> Iterator[Step]:
+def steps() -> Iterator[SampleCall]:
     """Single calls."""
     for sample in (*(s for samples in SAMPLES.values() for s in samples), *OTHERS):
         if len(sample.steps) == 1 and isinstance(sample.steps[0].target, traits.OpOverload):
@@ -48,13 +48,13 @@ def transposed(x: Tensor) -> Tensor:
     return x.transpose(0, -1).contiguous().transpose(0, -1) if x.dim() > 1 else x.clone()
 
 
-def runs(step: Step) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+def runs(step: SampleCall) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
     """(operands, results) of a call, on plain and on strided operands; without those that a view cannot be made of."""
     sample = Sample([step])
     for how in (torch.clone, transposed):
         operands = [how(x) for x in sample.tensors]
         try:
-            yield operands, [r for r in results_of(sample, operands) if isinstance(r, Tensor)]
+            yield operands, [r for r in whole_results(sample, operands) if isinstance(r, Tensor)]
         except RuntimeError:
             assert how is transposed, f"{step.target} refuses its own sample"
 
@@ -63,7 +63,7 @@ def shares(result: Tensor, operands: list[Tensor]) -> bool:
     return any(result.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for x in operands)
 
 
-def wrong_about_storage(step: Step) -> str:
+def wrong_about_storage(step: SampleCall) -> str:
     """What the traits say of a call's storage and a run denies; "" where they are right."""
     for operands, results in runs(step):
         found = [shares(r, operands) for r in results if r.numel()]
@@ -108,6 +108,6 @@ def test_what_is_random_draws_numbers() -> None:
         for _ in range(2):
             torch.manual_seed(len(seen))
             state = torch.get_rng_state()
-            results_of(Sample([step]), [x.clone() for x in Sample([step]).tensors])
+            whole_results(Sample([step]), [x.clone() for x in Sample([step]).tensors])
             seen.append(not torch.equal(state, torch.get_rng_state()))
         assert not any(seen) or traits.is_random(step.target), step.target

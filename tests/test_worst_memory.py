@@ -12,7 +12,7 @@ from autopar.ir.graph import outputs
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
 from autopar.report.summary import summarize
-from tests.harness import Run
+from autopar.testing.harness import MeshRun
 from tests.test_experts import Layer, routed
 
 MESH, NODES = Mesh.of(ep=4), "ep%2=switch:450e9,ep/2=switch:50e9"
@@ -27,7 +27,7 @@ def test_a_rank_that_gets_all(dispatch: str) -> None:
     skewed = {**batch, "expert": torch.tensor([[3, 2]]).expand(64, 2).contiguous()}
     stage = made.stage
     for given in (skewed, batch):
-        found = Run(made, model, given, MESH)._run(stage.forward, 0, [{} for _ in range(4)])
+        found = MeshRun(made, model, given, MESH)._run(stage.forward, 0, [{} for _ in range(4)])
         noted = {
             name: node.meta["most_rows"][0]
             for name, node in zip(stage.forward.outputs, outputs(stage.forward.graph), strict=True)

@@ -13,7 +13,7 @@ from transformers import masking_utils
 from autopar.capture import capture
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
-from tests.harness import check_model
+from autopar.testing.harness import check_model
 
 LLAMA = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,

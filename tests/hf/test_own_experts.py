@@ -22,9 +22,9 @@ from autopar.ir.placement import Shard
 from autopar.models.hf_experts import CODE, method_digest
 from autopar.options import Options
 from autopar.steps.graphs import Compiled
+from autopar.testing.harness import check_model
 from tests.captured_once import captured_once
 from tests.cells import Cell, called, check, compiled
-from tests.harness import check_model
 from tests.hf.own_experts import own
 
 DEDUP = Options(dispatch="dedup")

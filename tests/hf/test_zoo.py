@@ -8,7 +8,7 @@ import pytest
 
 from autopar.ir.mesh import Mesh
 from autopar.options import DISPATCHES, Options
-from tests.harness import check_model
+from autopar.testing.harness import check_model
 from tests.hf.zoo import CAUSAL, REFUSED_OVER_CP, WITHOUT_ATTENTION, make
 
 SOME = [

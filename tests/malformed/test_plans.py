@@ -17,7 +17,7 @@ from autopar.plan import Plan
 from autopar.planner import make_plan
 from autopar.rewrite.compilation import Compilation
 from autopar.rewrite.pass_manager import PassManager
-from tests.harness import check_model
+from autopar.testing.harness import check_model
 from tests.malformed.judge import Case, broken, failures
 from tests.plain_models import EXACT, Net, build, numbers
 

@@ -14,8 +14,8 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Shard
 from autopar.options import Options
 from autopar.steps.graphs import Compiled
+from autopar.testing.harness import MeshRun
 from tests.cells import Cell, called, check, compiled
-from tests.harness import Run
 from tests.outside.all_models import MODELS
 from tests.subjects import CONSTANTS, SEED, SPECIAL, subject
 
@@ -64,7 +64,7 @@ def _outcome(cell: Cell) -> Outcome:
         check(called(cell))
         return Outcome()
     known = subject(cell.name)
-    run = Run(made, known.model, known.batch, cell.mesh, SEED)
+    run = MeshRun(made, known.model, known.batch, cell.mesh, SEED)
     check(run.errors(known.expected))
     assert not run.wrong_buffers(known.expected)
     return Outcome(share=_share(made))

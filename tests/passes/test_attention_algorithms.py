@@ -16,10 +16,10 @@ from autopar.attention.exchanges import Expected, Sent
 from autopar.attention.layouts import CONTIGUOUS, ZIGZAG, Blocks
 from autopar.attention.problem import Mask, Problem
 from autopar.ops.facts import Facts
-from tests.attention_ranks import (
+from autopar.testing.attention_ranks import (
+    AttentionFound,
     Case,
     Group,
-    Result,
     attend_and_differentiate,
     attend_over_ranks,
     differentiate_over_ranks,
@@ -47,7 +47,7 @@ def problem(size: int, mask: Mask = MASKS["causal"], layout: Blocks = ZIGZAG, **
 
 
 @cache
-def whole(p: Problem) -> tuple[Case, Result]:
+def whole(p: Problem) -> tuple[Case, AttentionFound]:
     """A case and what it gives on the whole."""
     case = Case.of(p)
     return case, on_the_whole(case)
@@ -59,7 +59,7 @@ def difference(found: Tensor, expected: Tensor) -> float:
     return float(same.max() / expected[expected.isfinite()].abs().max())
 
 
-def check(forward: str, backward: str, p: Problem, tolerance: float = 1e-12) -> Result:
+def check(forward: str, backward: str, p: Problem, tolerance: float = 1e-12) -> AttentionFound:
     case, expected = whole(p)
     found = attend_and_differentiate(forward, backward, case)
     worst = [difference(a, b) for a, b in zip(found.tensors(), expected.tensors(), strict=True)]
@@ -236,7 +236,7 @@ def test_groups_of_the_hybrid() -> None:
 # --- half precision and float32 -----------------------------------------------------------------------------
 
 
-def precise(p: Problem) -> tuple[Case, Result]:
+def precise(p: Problem) -> tuple[Case, AttentionFound]:
     """A case of a low precision, and the same numbers attended to in float64."""
     case = Case.of(p)
     exact: dict[str, Any] = {name: getattr(case, name).double() for name in ("q", "k", "v", "grad")}

@@ -17,8 +17,8 @@ from autopar.attention.attend import KernelCall
 from autopar.attention.layouts import CONTIGUOUS, ZIGZAG, Blocks
 from autopar.attention.problem import Mask, Problem, Span, inner_problem
 from autopar.passes.attention.circulate import Circulation, Journey, Trip, journeys, runs, shorter, volume
-from tests.attention_ranks import Case, Result, attend_and_differentiate
-from tests.thread_comm import ThreadComm
+from autopar.testing.attention_ranks import AttentionFound, Case, attend_and_differentiate
+from autopar.testing.thread_comm import ThreadComm
 
 FULL, CAUSAL = Mask(), Mask(causal=True)
 SIZES = [2, 3, 4, 8]
@@ -32,7 +32,7 @@ def problem(size: int, mask: Mask, layout: Blocks, **changes: Any) -> Problem:
     return Problem(**(fields | changes))
 
 
-def measured(name: str, p: Problem) -> Result:
+def measured(name: str, p: Problem) -> AttentionFound:
     return attend_and_differentiate(name, name, Case.of(p))
 
 

@@ -19,10 +19,10 @@ from autopar.passes.slice_early import SliceEarly
 from autopar.report.graph_text import format_graph
 from autopar.rewrite.checks import check_types
 from autopar.rewrite.compilation import Compilation
-from tests.harness import check_model
+from autopar.testing.harness import check_model
+from autopar.testing.soundness import Ref, Sample, SampleCall, Whole, typed, wrong_pieces
 from tests.passes.test_placement_passes import levels
 from tests.pointwise_samples import normal
-from tests.soundness import Ref, Sample, Step, Whole, compare, typed
 
 aten = torch.ops.aten
 CP = Mesh.of(cp=2)
@@ -39,18 +39,18 @@ def sliced(sample: Sample, placements: tuple[dict[str, Placement], ...], mesh: M
     """The lines after the pass. Types hold, and pieces give what the whole gives, forward and backward."""
     gm = SliceEarly().apply(typed(sample, placements, mesh), Compilation(mesh))
     check_types(gm, Compilation(mesh))
-    assert not compare(sample, placements, mesh, Whole.of(sample), [SliceEarly()])
+    assert not wrong_pieces(sample, placements, mesh, Whole.of(sample), [SliceEarly()])
     return lines(gm)
 
 
-def rotary(*more: Step, cut: str = "S(0;4,-4)") -> Sample:
+def rotary(*more: SampleCall, cut: str = "S(0;4,-4)") -> Sample:
     """cos(arange · 0.3) for each of eight positions, cut where it meets x; steps may follow."""
     steps = [
-        Step(aten.arange.default, (8,)),
-        Step(aten.mul.Tensor, (Ref(0), 0.3)),
-        Step(aten.cos.default, (Ref(1),)),
-        Step(convert, (Ref(2), "cp", "I", cut)),
-        Step(aten.mul.Tensor, (normal(2, 8), Ref(3))),
+        SampleCall(aten.arange.default, (8,)),
+        SampleCall(aten.mul.Tensor, (Ref(0), 0.3)),
+        SampleCall(aten.cos.default, (Ref(1),)),
+        SampleCall(convert, (Ref(2), "cp", "I", cut)),
+        SampleCall(aten.mul.Tensor, (normal(2, 8), Ref(3))),
         *more,
     ]
     return Sample(steps, private=(0, 1, 2, 3))
@@ -77,9 +77,9 @@ def test_a_rotary_table_is_computed_for_the_tokens_of_a_rank() -> None:
 def test_one_slice_serves_two_tables_from_before_the_first() -> None:
     """cos and sin of the same angles: the angles are sliced at their source, once."""
     sample = rotary(
-        Step(aten.sin.default, (Ref(1),)),
-        Step(convert, (Ref(5), "cp", "I", "S(0;4,-4)")),
-        Step(aten.mul.Tensor, (Ref(4), Ref(6))),
+        SampleCall(aten.sin.default, (Ref(1),)),
+        SampleCall(convert, (Ref(5), "cp", "I", "S(0;4,-4)")),
+        SampleCall(aten.mul.Tensor, (Ref(4), Ref(6))),
     )
     sample.private = (0, 1, 2, 3, 5, 6)
     after = sliced(sample, ({"cp": ZIGZAG},))
@@ -92,11 +92,11 @@ def test_one_slice_serves_two_tables_from_before_the_first() -> None:
 def test_rows_of_a_mask_are_cut_and_its_columns_are_not() -> None:
     """le(key, query) of the same positions: one view of them is cut, the other stays whole."""
     steps = [
-        Step(aten.arange.default, (8,)),
-        Step(aten.view.default, (Ref(0), [8, 1])),
-        Step(aten.le.Tensor, (Ref(0), Ref(1))),
-        Step(convert, (Ref(2), "cp", "I", "S(0;4,-4)")),
-        Step(aten.where.ScalarOther, (Ref(3), normal(8, 8), 0.0)),
+        SampleCall(aten.arange.default, (8,)),
+        SampleCall(aten.view.default, (Ref(0), [8, 1])),
+        SampleCall(aten.le.Tensor, (Ref(0), Ref(1))),
+        SampleCall(convert, (Ref(2), "cp", "I", "S(0;4,-4)")),
+        SampleCall(aten.where.ScalarOther, (Ref(3), normal(8, 8), 0.0)),
     ]
     after = sliced(Sample(steps, private=(0, 1, 2, 3)), ({"cp": Shard(0, (4, -4))},))
     assert after == [
@@ -111,10 +111,10 @@ def test_rows_of_a_mask_are_cut_and_its_columns_are_not() -> None:
 def test_flattened_labels_are_cut_where_they_come_in() -> None:
     """[B, S] labels in a loss over [B·S] rows: the pattern of the rows becomes that of the sequence."""
     steps = [
-        Step(aten.mul.Tensor, (torch.arange(16).view(2, 8), 2)),
-        Step(aten.view.default, (Ref(0), [16])),
-        Step(convert, (Ref(1), "cp", "I", "S(0;(4,-4)x2)")),
-        Step(aten.mul.Tensor, (normal(16), Ref(2))),
+        SampleCall(aten.mul.Tensor, (torch.arange(16).view(2, 8), 2)),
+        SampleCall(aten.view.default, (Ref(0), [16])),
+        SampleCall(convert, (Ref(1), "cp", "I", "S(0;(4,-4)x2)")),
+        SampleCall(aten.mul.Tensor, (normal(16), Ref(2))),
     ]
     after = sliced(Sample(steps, private=(0, 1, 2)), ({}, {"cp": Shard(0, (4, -4) * 2)}))
     assert after == [
@@ -134,15 +134,15 @@ def unchanged(sample: Sample, *placements: dict[str, Placement]) -> bool:
 
 def test_above_an_op_that_spans_the_dim() -> None:
     sample = rotary()
-    sample.steps[2] = Step(aten.cumsum.default, (Ref(1), 0))
+    sample.steps[2] = SampleCall(aten.cumsum.default, (Ref(1), 0))
     assert unchanged(sample, {"cp": ZIGZAG})
 
 
 def test_above_an_op_of_several_results() -> None:
     steps = [
-        Step(aten.split_with_sizes.default, (torch.arange(16.0), [8, 8])),
-        Step(convert, (Ref(0), "cp", "I", "S(0;4,-4)")),
-        Step(aten.mul.Tensor, (normal(2, 8), Ref(1))),
+        SampleCall(aten.split_with_sizes.default, (torch.arange(16.0), [8, 8])),
+        SampleCall(convert, (Ref(0), "cp", "I", "S(0;4,-4)")),
+        SampleCall(aten.mul.Tensor, (normal(2, 8), Ref(1))),
     ]
     assert unchanged(Sample(steps, gradients=False, private=(0, 1)), {}, {"cp": ZIGZAG})
 
@@ -150,7 +150,7 @@ def test_above_an_op_of_several_results() -> None:
 @pytest.mark.parametrize("user", [1, 2])
 def test_at_a_value_that_somebody_uses_whole(user: int) -> None:
     """Its other users are cut all the same: what was cut before is, and nothing is computed twice."""
-    sample = rotary(Step(aten.neg.default, (Ref(user),)))
+    sample = rotary(SampleCall(aten.neg.default, (Ref(user),)))
     after = sliced(sample, ({"cp": ZIGZAG},))
     shared = {1: "mul_tensor", 2: "cos_default"}[user]
     assert [line.split(" = ")[1] for line in after if "convert(" in line] == [f"convert({shared}, cp, I -> S(0;4,-4))"]
@@ -159,8 +159,8 @@ def test_at_a_value_that_somebody_uses_whole(user: int) -> None:
 
 def test_at_a_value_that_is_cut_in_two_ways() -> None:
     sample = rotary(
-        Step(convert, (Ref(2), "cp", "I", "S(0)")),
-        Step(aten.mul.Tensor, (normal(8), Ref(5))),
+        SampleCall(convert, (Ref(2), "cp", "I", "S(0)")),
+        SampleCall(aten.mul.Tensor, (normal(8), Ref(5))),
     )
     sample.private = (0, 1, 2, 3, 5)
     assert unchanged(sample, {"cp": ZIGZAG}, {"cp": Shard(0)})
@@ -169,17 +169,17 @@ def test_at_a_value_that_is_cut_in_two_ways() -> None:
 def test_at_a_value_that_its_user_needs_in_two_ways() -> None:
     """The rows of a @ a: the left one would be cut, the right one whole."""
     steps = [
-        Step(aten.view.default, (torch.arange(64), [8, 8])),
-        Step(aten.matmul.default, (Ref(0), Ref(0))),
-        Step(convert, (Ref(1), "cp", "I", "S(0;4,-4)")),
-        Step(aten.mul.Tensor, (normal(8, 8), Ref(2))),
+        SampleCall(aten.view.default, (torch.arange(64), [8, 8])),
+        SampleCall(aten.matmul.default, (Ref(0), Ref(0))),
+        SampleCall(convert, (Ref(1), "cp", "I", "S(0;4,-4)")),
+        SampleCall(aten.mul.Tensor, (normal(8, 8), Ref(2))),
     ]
     assert unchanged(Sample(steps, private=(0, 1, 2)), {}, {"cp": Shard(0, (4, -4))})
 
 
 def test_at_a_value_with_a_gradient() -> None:
     sample = rotary()
-    sample.steps[1] = Step(aten.mul.Tensor, (Ref(0), normal(8)))
+    sample.steps[1] = SampleCall(aten.mul.Tensor, (Ref(0), normal(8)))
     assert unchanged(sample, {}, {"cp": ZIGZAG})
 
 

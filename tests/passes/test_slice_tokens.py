@@ -22,7 +22,7 @@ from autopar.passes.slice_tokens import of_slice
 from autopar.planner import make_plan
 from autopar.planner.slice_lengths import token_count
 from autopar.report.graph_text import format_graph
-from tests.harness import Run
+from autopar.testing.harness import MeshRun
 from tests.slices import SlicedModel, check_slices, normalized, sliced
 from tests.subjects import tiny
 
@@ -160,7 +160,7 @@ def test_dropout_masks_follow_tokens() -> None:
     """The same masks, whatever the slices: as in the model that runs whole."""
     model, mesh = Conditioned(0.4), Mesh.of()
     compiled = compile_model(model, model.batch(), mesh, exact=True, outputs=())
-    (loss,), expected = Run(compiled, model, model.batch(), mesh).step()
+    (loss,), expected = MeshRun(compiled, model, model.batch(), mesh).step()
     (found,), gradients = SlicedModel(model, model.batch()).step((5, 8, 3))
     assert abs(loss - found) < EXACT
     for name, (g,) in gradients.items():

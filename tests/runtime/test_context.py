@@ -27,7 +27,7 @@ from autopar.runtime.bind import bind
 from autopar.runtime.comm import Traffic
 from autopar.runtime.failures import reporting
 from autopar.runtime.groups import Groups, init_mesh
-from tests.attention_ranks import Case, attend_and_differentiate, cut, on_the_whole
+from autopar.testing.attention_ranks import Case, attend_and_differentiate, cut, on_the_whole
 from tests.ranks import close_pools, rank_outcomes, run_ranks
 from tests.runtime.test_bind import graph_of
 

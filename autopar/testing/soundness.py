@@ -40,8 +40,8 @@ from autopar.rewrite.checks import PlacementError, check_types
 from autopar.rewrite.compilation import Compilation
 from autopar.rewrite.pass_manager import Pass
 from autopar.rules import RuleError, apply, rule_of, set_results, type_of
-from tests.harness import gather, scatter
-from tests.simulate import simulate
+from autopar.testing.harness import scatter, whole_of
+from autopar.testing.lockstep import in_lockstep
 
 TOLERANCE = 1e-11
 Typed = tuple[dict[str, Placement], ...]  # per operand: axis -> placement
@@ -56,7 +56,7 @@ class Ref:
 
 
 @dataclass
-class Step:
+class SampleCall:
     """One call; tensors among its arguments are operands of the sample."""
 
     target: Any
@@ -72,7 +72,7 @@ class Sample:
     (rows sorted by each rank for itself).
     """
 
-    steps: list[Step]
+    steps: list[SampleCall]
     values: bool = True
     gradients: bool = True
     private: tuple[int, ...] = ()
@@ -81,10 +81,13 @@ class Sample:
     def tensors(self) -> list[Tensor]:
         """Operands in order, each once."""
         found: dict[int, Tensor] = {}
+
+        def keep(leaf: Any) -> None:
+            if isinstance(leaf, Tensor):
+                found.setdefault(id(leaf), leaf)
+
         for step in self.steps:
-            for leaf in torch.utils._pytree.tree_leaves((step.args, dict(step.kwargs))):
-                if isinstance(leaf, Tensor):
-                    found.setdefault(id(leaf), leaf)
+            map_aggregate((step.args, dict(step.kwargs)), keep)
         return list(found.values())
 
     def wants(self, x: Tensor) -> bool:
@@ -93,16 +96,16 @@ class Sample:
 
     @functools.cached_property
     def graph(self) -> GraphModule:
-        """`graph_of` it, to be copied, or to be typed again and again."""
-        return graph_of(self)
+        """`sample_graph` it, to be copied, or to be typed again and again."""
+        return sample_graph(self)
 
 
 def call(target: Any, *args: Any, values: bool = True, gradients: bool = True, **kwargs: Any) -> Sample:
     """A sample of one call."""
-    return Sample([Step(target, args, kwargs)], values, gradients)
+    return Sample([SampleCall(target, args, kwargs)], values, gradients)
 
 
-def results_of(sample: Sample, tensors: Sequence[Tensor]) -> list[Tensor]:
+def whole_results(sample: Sample, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The results of every step, flat, on whole tensors."""
     known = {id(old): new for old, new in zip(sample.tensors, tensors, strict=True)}
     made: list[list[Any]] = []
@@ -116,7 +119,7 @@ def results_of(sample: Sample, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [r for i, results in enumerate(made) if i not in sample.private for r in results]
 
 
-def graph_of(sample: Sample) -> GraphModule:
+def sample_graph(sample: Sample) -> GraphModule:
     """The sample as a global graph: a placeholder per operand, outputs of all steps."""
     graph, mode = Graph(), new_mode()
     operands: dict[int, Node] = {}
@@ -136,7 +139,9 @@ def graph_of(sample: Sample) -> GraphModule:
     return gm
 
 
-def _add_step(graph: Graph, step: Step, operands: dict[int, Node], made: list[list[Node]], mode: Any) -> list[Node]:
+def _add_step(
+    graph: Graph, step: SampleCall, operands: dict[int, Node], made: list[list[Node]], mode: Any
+) -> list[Node]:
     def fill(leaf: Any) -> Any:
         return made[leaf.step][leaf.index] if isinstance(leaf, Ref) else operands.get(id(leaf), leaf)
 
@@ -156,7 +161,7 @@ def _add_step(graph: Graph, step: Step, operands: dict[int, Node], made: list[li
 # --- which placements to try ------------------------------------------------------------------------------------------
 
 
-def candidates(x: Tensor, ranks: int, gradient: bool) -> list[Placement]:
+def possible_placements(x: Tensor, ranks: int, gradient: bool) -> list[Placement]:
     """Every placement that a tensor could have."""
     out: list[Placement] = [INVARIANT]
     out += [REPLICATE] if gradient else []
@@ -175,14 +180,16 @@ def combinations(
 ) -> Iterator[tuple[Placement, ...]]:
     """All combinations where they are few; else those that the rule asks for, and all that differ in one operand."""
     ranks = mesh.size(axis)
-    options = [candidates(x, ranks, sample.wants(x)) for x in sample.tensors]
+    options = [possible_placements(x, ranks, sample.wants(x)) for x in sample.tensors]
     total = 1
     for o in options:
         total *= len(o)
     if total <= most:
         yield from itertools.product(*options)
         return
-    seeds = [tuple(p if p in o else INVARIANT for o in options) for p in (INVARIANT, REPLICATE, PARTIAL)]
+    seeds: list[tuple[Placement, ...]] = [
+        tuple(p if p in o else INVARIANT for o in options) for p in (INVARIANT, REPLICATE, PARTIAL)
+    ]
     if len(sample.steps) == 1:
         seeds += _asked(gm, axis, mesh, options)
     else:
@@ -287,7 +294,7 @@ def unsound(sample: Sample, mesh: Mesh, turn: int | None = None, dims_too: bool 
     tried, wrong = 0, []
     for placements in accepted(sample, mesh) if turn is None else in_turn(accepted(sample, mesh), turn, dims_too):
         tried += 1
-        problem = compare(sample, placements, mesh, whole)
+        problem = wrong_pieces(sample, placements, mesh, whole)
         if problem:
             shown = ", ".join(str(p) for of in placements for p in of.values())
             wrong.append(f"{sample.steps[0].target}({shown}) over {mesh}: {problem}")
@@ -306,7 +313,7 @@ class Whole:
     @classmethod
     def of(cls, sample: Sample) -> Whole:
         leaves = [x.detach().clone().requires_grad_(sample.wants(x)) for x in sample.tensors]
-        results = results_of(sample, leaves)
+        results = whole_results(sample, leaves)
         tangents = [torch.randn_like(r) if r.requires_grad else None for r in results]
         pairs = [(r, t) for r, t in zip(results, tangents, strict=True) if t is not None]
         wanted = [x for x in leaves if x.requires_grad]
@@ -326,13 +333,14 @@ class Whole:
         return self.joints[text]
 
 
-def compare(sample: Sample, placements: Typed, mesh: Mesh, whole: Whole, passes: Sequence[Pass] = ()) -> str:
+def wrong_pieces(sample: Sample, placements: Typed, mesh: Mesh, whole: Whole, passes: Sequence[Pass] = ()) -> str:
     """'' when the pieces give what the whole gives, else what differs. ``passes`` rewrite the typed graph first."""
     try:
         gm = typed(sample, placements, mesh)
-        for p in (*passes, LocalizeShapes()):
-            gm = p.apply(gm, Compilation(mesh))
-        results = [{a: placement(n, a) for a in mesh.cut_order} for n in output_node(gm).args[0]]  # type: ignore[union-attr]
+        for rewrite in (*passes, LocalizeShapes()):
+            gm = rewrite.apply(gm, Compilation(mesh))
+        ends: Any = output_node(gm).args[0]
+        results = [{a: placement(n, a) for a in mesh.cut_order} for n in ends]
         check_types(gm, Compilation(mesh))
         joint = whole.joint(gm, [sample.wants(x) for x in sample.tensors])
         fed = [scatter(x, p, mesh) for x, p in zip(sample.tensors, placements, strict=True)]
@@ -340,7 +348,7 @@ def compare(sample: Sample, placements: Typed, mesh: Mesh, whole: Whole, passes:
             if t is not None:
                 fed.append(scatter(t, {a: dual(q) for a, q in p.items()}, mesh))
         with torch.no_grad():
-            out = simulate(joint, list(zip(*fed)) if fed else [()] * mesh.world_size, mesh)
+            out = in_lockstep(joint, list(zip(*fed)) if fed else [()] * mesh.world_size, mesh)
     except (AssertionError, RuntimeError, ValueError, IndexError, TypeError, PlacementError) as error:
         return f"{type(error).__name__}: {str(error)[:300]}"
     count = len(whole.results)
@@ -373,7 +381,7 @@ def _differs(pieces: list[Any], expected: Tensor, p: Mapping[str, Placement], me
         expected = torch.zeros_like(expected)
         pieces = [torch.zeros_like(x) for x in pieces]
     try:
-        found = gather(pieces, p, mesh)
+        found = whole_of(pieces, p, mesh)
     except (AssertionError, RuntimeError) as error:
         return str(error)[:200]
     if found.shape != expected.shape:

@@ -19,8 +19,8 @@ from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import INVARIANT, Partial, Placement, Placements, join, nested_piece, piece
 from autopar.options import Options
 from autopar.steps.graphs import Compiled, StepGraph
-from tests.reference import LIMIT, Errors, Expected, compare, difference, eager
-from tests.simulate import simulate
+from autopar.testing.lockstep import in_lockstep
+from autopar.testing.reference import LIMIT, Errors, Expected, compare_step, difference, eager
 
 
 def scatter(value: Tensor, placements: Placements, mesh: Mesh) -> list[Tensor]:
@@ -28,7 +28,9 @@ def scatter(value: Tensor, placements: Placements, mesh: Mesh) -> list[Tensor]:
     pieces: dict[tuple[tuple[str, int], ...], Tensor] = {(): value}
     for axis, ranks in mesh.cut_order.items():
         p = placements.get(axis, INVARIANT)
-        pieces = {(*at, (axis, i)): x for at, whole in pieces.items() for i, x in enumerate(_parts(whole, p, ranks))}
+        pieces = {
+            (*at, (axis, i)): x for at, whole in pieces.items() for i, x in enumerate(_parts(whole, p, int(ranks)))
+        }
     found = {frozenset(at): x for at, x in pieces.items()}
     return [found[_key(c, mesh)].contiguous() for c in mesh.coordinates()]
 
@@ -40,21 +42,21 @@ def _parts(value: Tensor, p: Placement, ranks: int) -> list[Tensor]:
         addends = [torch.randn_like(value) for _ in range(ranks - 1)]
     else:
         addends = [torch.randint_like(value, -3, 4) for _ in range(ranks - 1)]
-    return [*addends, value - sum(addends)]  # type: ignore[list-item]
+    return [*addends, value - sum(addends)]
 
 
 def _key(coordinate: Mapping[str, int], mesh: Mesh) -> frozenset[tuple[str, int]]:
     return frozenset((a, coordinate[a]) for a in mesh.cut_order)
 
 
-def gather(pieces: Sequence[Tensor], placements: Placements, mesh: Mesh) -> Tensor:
+def whole_of(pieces: Sequence[Tensor], placements: Placements, mesh: Mesh) -> Tensor:
     """The whole value from every rank's piece. Asserts that copies are equal."""
     current = {_key(c, mesh): x for c, x in zip(mesh.coordinates(), pieces, strict=True)}
     for axis, ranks in reversed(list(mesh.cut_order.items())):
         p = placements.get(axis, INVARIANT)
         joined = {}
         for rest in {frozenset(k for k in key if k[0] != axis) for key in current}:
-            group = [current[rest | {(axis, i)}] for i in range(ranks)]
+            group = [current[rest | {(axis, i)}] for i in range(int(ranks))]
             if str(p) in "RI":
                 for other in group[1:]:
                     same = torch.allclose(group[0], other, rtol=1e-11, atol=1e-11, equal_nan=True)
@@ -65,7 +67,7 @@ def gather(pieces: Sequence[Tensor], placements: Placements, mesh: Mesh) -> Tens
 
 
 @dataclass
-class Result:
+class Checked:
     """What a compiled model gave, and how far each rank is from eager."""
 
     compiled: Compiled
@@ -87,15 +89,15 @@ class Result:
 
 def check_model(
     model: nn.Module, batch: Mapping[str, Any], mesh: Mesh, options: Options | None = None, **facts: Any
-) -> Result:
-    """Compile, run all ranks and micro-batches, compare with eager, which draws the same numbers if any are drawn.
+) -> Checked:
+    """Compile, run all ranks and micro-batches, compare_step with eager, which draws the same numbers if any are drawn.
     ``facts`` go to `compile_model`."""
     compiled = compile_model(model, batch, mesh, options or Options(), exact=True, outputs=(), **facts)
     seed = 0 if any(s.kind == "seed" for s in compiled.signature.inputs) else None
-    return Result(compiled, Run(compiled, model, batch, mesh).errors(eager(model, batch, seed)))
+    return Checked(compiled, MeshRun(compiled, model, batch, mesh).errors(eager(model, batch, seed)))
 
 
-class Run:
+class MeshRun:
     """One training step of a compiled model on all ranks. ``seed``: of its dropout."""
 
     def __init__(
@@ -210,13 +212,13 @@ class Run:
                 return nested_piece(whole, spec.placements, self.mesh.cut_order, at)
 
             pieces = {name: of_ranks[rank] for name, of_ranks in gradients.items()}
-            found.append(compare(losses[rank], pieces, expected, self.compiled.parameters, cut))
+            found.append(compare_step(losses[rank], pieces, expected, self.compiled.parameters, cut))
         return found
 
     def _run(self, step: StepGraph, mb: int, known: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Results of a step graph by name on every rank."""
         given = [self.feed(step.inputs, r, mb, values) for r, values in enumerate(known)]
-        out = simulate(step.graph, given, self.mesh)
+        out = in_lockstep(step.graph, given, self.mesh)
         return [{n: x for n, x in zip(step.outputs, values, strict=True) if n is not None} for values in out]
 
 

@@ -61,7 +61,7 @@ class Switch:
 
 
 @dataclass
-class Message:
+class SentMessage:
     """One message: what, by which way, to whom, and its bytes."""
 
     way: str
@@ -79,7 +79,7 @@ class ThreadComm:
 
     def __init__(self, rank: int, size: int, switch: Switch) -> None:
         self.rank, self.size, self.switch = rank, size, switch
-        self.sent: list[Message] = []
+        self.sent: list[SentMessage] = []
         self.events: list[object] = []
         self.started: Counter[tuple[object, ...]] = Counter()
         self.most_received = 0
@@ -95,7 +95,7 @@ class ThreadComm:
             assert way == "home" or target == (self.rank + step[way]) % self.size
             assert target != self.rank and any(x.numel() for x in tensors), f"{what}: nothing to send"
             assert all(x.is_contiguous() for x in tensors), f"{what} is not contiguous"
-            self.sent.append(Message(way, what, target, sum(x.nbytes for x in tensors)))
+            self.sent.append(SentMessage(way, what, target, sum(x.nbytes for x in tensors)))
             letter = self._line(self.rank, target, way)
             self.switch.put(letter, [x.clone() for x in tensors])
         if receive:
@@ -112,13 +112,13 @@ class ThreadComm:
         return source, target, way, self.started[source, target, way]
 
     def all_gather(self, what: str, x: Tensor) -> Pending:
-        self.sent.append(Message("all_gather", what, -1, (self.size - 1) * x.nbytes))
-        return _Collective(self, [x] * self.size, lambda pieces: torch.stack(pieces))
+        self.sent.append(SentMessage("all_gather", what, -1, (self.size - 1) * x.nbytes))
+        return _ThreadCollective(self, [x] * self.size, lambda pieces: torch.stack(pieces))
 
     def reduce_scatter(self, what: str, x: Tensor) -> Pending:
         assert x.shape[0] == self.size
-        self.sent.append(Message("reduce_scatter", what, -1, (self.size - 1) * x[0].nbytes))
-        return _Collective(self, list(x), lambda pieces: torch.stack(pieces).sum(0))
+        self.sent.append(SentMessage("reduce_scatter", what, -1, (self.size - 1) * x[0].nbytes))
+        return _ThreadCollective(self, list(x), lambda pieces: torch.stack(pieces).sum(0))
 
     def bytes(self, *ways: str) -> int:
         """Sent by one or more ways."""
@@ -161,7 +161,7 @@ class _Exchange:
         return self.comm.arrived(found)
 
 
-class _Collective:
+class _ThreadCollective:
     """Everybody sends to everybody, itself included."""
 
     def __init__(self, comm: ThreadComm, pieces: list[Tensor], join: Callable[[list[Tensor]], Tensor]) -> None:

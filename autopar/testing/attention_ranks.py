@@ -21,7 +21,7 @@ from autopar.attention.problem import Problem, Spans, inner_problem, kv_repeats
 from autopar.ops.facts import Facts
 from autopar.ops.kernels import wide
 from autopar.passes import attention as attention  # fills ALGORITHMS
-from tests.thread_comm import ThreadComm, run
+from autopar.testing.thread_comm import ThreadComm, run
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Case:
 
 
 @dataclass
-class Result:
+class AttentionFound:
     """Whole results, in the dtype in which they were summed; and the ranks of forward and backward (those of the
     first group of heads, if heads are exchanged for sequence)."""
 
@@ -86,14 +86,14 @@ class Result:
         return [self.out, self.lse, found.q, found.k, found.v] + ([] if found.bias is None else [found.bias])
 
 
-def on_the_whole(case: Case) -> Result:
+def on_the_whole(case: Case) -> AttentionFound:
     """The same by the operator on whole tensors."""
     facts = [getattr(case.facts, f.name) for f in dataclasses.fields(Facts) if f.name not in ("mask", "lift")]
     out, lse = torch.ops.autopar.attention(case.q, case.k, case.v, *facts)
     q, k, v, bias, _ = torch.ops.autopar.attention_backward(
         case.grad, case.q, case.k, case.v, out, lse, *facts, case.problem.bias_gradient
     )
-    return Result(out, lse, Gradients(q, k, v, bias if case.problem.bias_gradient else None))
+    return AttentionFound(out, lse, Gradients(q, k, v, bias if case.problem.bias_gradient else None))
 
 
 def cut(x: Tensor, spans: Spans, dim: int = 2) -> Tensor:
@@ -101,7 +101,7 @@ def cut(x: Tensor, spans: Spans, dim: int = 2) -> Tensor:
     return torch.cat([x.narrow(dim, s.start, len(s)) for s in spans], dim)
 
 
-def add(x: Tensor, part: Tensor, spans: Spans, dim: int = 2) -> None:
+def add_piece(x: Tensor, part: Tensor, spans: Spans, dim: int = 2) -> None:
     """Add a rank's part to a whole tensor."""
     for span, piece in zip(spans, part.split([len(s) for s in spans], dim), strict=True):
         x.narrow(dim, span.start, len(span)).add_(piece)
@@ -142,11 +142,11 @@ class Group:
         return Attend(self.problem, facts, comm.rank, comm.events.append)
 
 
-def attend_and_differentiate(forward: str, backward: str, case: Case) -> Result:
+def attend_and_differentiate(forward: str, backward: str, case: Case) -> AttentionFound:
     """Whole results of one algorithm forward and one backward, on as many ranks as the problem has."""
     out, lse, comms = attend_over_ranks(forward, case)
     gradients, others = differentiate_over_ranks(backward, case, out, lse)
-    return Result(out, lse, gradients, comms, others)
+    return AttentionFound(out, lse, gradients, comms, others)
 
 
 def _groups(name: str, case: Case) -> list[Group]:
@@ -172,8 +172,8 @@ def attend_over_ranks(name: str, case: Case) -> tuple[Tensor, Tensor, list[Threa
         results, comms = run(group.problem.size, one)
         ranks.append(comms)
         for rank, (out_part, lse_part) in enumerate(results):
-            add(out[:, group.heads], out_part, group.problem.rows(rank))
-            add(lse[:, group.heads], lse_part, group.problem.rows(rank))
+            add_piece(out[:, group.heads], out_part, group.problem.rows(rank))
+            add_piece(lse[:, group.heads], lse_part, group.problem.rows(rank))
     if case.facts.sinks is not None:
         merged = torch.logaddexp(lse, case.facts.sinks.to(lse.dtype)[:, None])
         out, lse = out * torch.exp(lse - merged).unsqueeze(-1), merged
@@ -206,16 +206,16 @@ def _join(group: Group, parts: list[Gradients], into: Gradients) -> None:
     problem = group.problem
     kv_heads = torch.arange(into.k.shape[1]).repeat_interleave(group.times)[group.kv_heads]
     for rank, part in enumerate(parts):
-        add(into.q[:, group.heads], part.q, problem.rows(rank))
+        add_piece(into.q[:, group.heads], part.q, problem.rows(rank))
         for whole, piece in ((into.k, part.k), (into.v, part.v)):
             repeated = torch.zeros_like(whole[:, kv_heads])
-            add(repeated, piece, problem.columns(rank))
+            add_piece(repeated, piece, problem.columns(rank))
             whole.index_add_(1, kv_heads, repeated)
         if into.bias is None:
             continue
         assert part.bias is not None
         mine = into.bias[:, group.heads] if into.bias.shape[1] > 1 else into.bias
         if problem.bias == "rows":
-            add(mine, part.bias, problem.rows(rank))
+            add_piece(mine, part.bias, problem.rows(rank))
         else:
             mine.add_(part.bias)

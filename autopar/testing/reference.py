@@ -1,7 +1,7 @@
 """What one process computes, and how far a step on a mesh is from it: the one comparison of all tests of models.
 
 expected = eager(model, batch)
-found = compare(loss, gradients, expected, compiled.parameters, cut)
+found = compare_step(loss, gradients, expected, compiled.parameters, cut)
 assert found.worst < 1e-10, found
 """
 
@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from autopar.api import load_adapters
 from autopar.capture import adapter_for
 from autopar.exact import LiftFloat32
 from autopar.ir.parameter import ParameterSpec
-from autopar.models.hf import exact_experts
 from autopar.ops.eager_random import shared_random
 
 LIMIT = 1e-10  # of the loss and of every gradient, in float64
@@ -48,9 +48,10 @@ def eager(model: nn.Module, batch: Mapping[str, Any], seed: int | None = None) -
     buffers = {n: b.clone() for n, b in model.named_buffers()}
     model.zero_grad()
     masks = contextlib.nullcontext() if seed is None else shared_random(seed)
+    load_adapters(model)
     adapter = adapter_for(model)
     arguments = batch if adapter is None else adapter.arguments(model, batch)
-    with LiftFloat32(), exact_experts(model), masks:
+    with LiftFloat32(), contextlib.nullcontext() if adapter is None else adapter.reference(model), masks:
         loss = total_loss(model(**arguments))
         loss.backward()
     after = {n: b.clone() for n, b in model.named_buffers()}
@@ -80,7 +81,7 @@ class Errors:
         return f"the loss is off by {self.loss:.1e}, one side alone has {self.odd}, gradients are off by {bad}"
 
 
-def compare(
+def compare_step(
     loss: float,
     found: Mapping[str, Tensor | None],
     expected: Expected,

@@ -6,6 +6,7 @@ So the numbers of any mesh can be checked without processes.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,12 +18,12 @@ from autopar.attention import operator
 from autopar.ir.graph import arguments
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Shard, join, piece, scaled_blocks
-from tests.attention_ranks import run
+from autopar.testing.thread_comm import ThreadComm, run
 
 aten, ops = torch.ops.aten, torch.ops.autopar
 
 
-def simulate(gm: GraphModule, inputs: Sequence[Sequence[Any]], mesh: Mesh) -> list[tuple[Any, ...]]:
+def in_lockstep(gm: GraphModule, inputs: Sequence[Sequence[Any]], mesh: Mesh) -> list[tuple[Any, ...]]:
     """Outputs per rank, for inputs per rank (in placeholder order)."""
     world = range(mesh.world_size)
     env: list[dict[Node, Any]] = [{} for _ in world]
@@ -32,19 +33,24 @@ def simulate(gm: GraphModule, inputs: Sequence[Sequence[Any]], mesh: Mesh) -> li
             for rank in world:
                 env[rank][node] = next(fed[rank])
         elif node.op == "output":
-            return [torch.fx.node.map_arg(node.args[0], lambda n, e=env[rank]: e[n]) for rank in world]
+            return [values_of(node.args[0], env[rank]) for rank in world]
         elif node.target in CONTEXT:
-            for rank, value in enumerate(_context(node, env, mesh)):
-                env[rank][node] = value
+            for rank, results in enumerate(_context(node, env, mesh)):
+                env[rank][node] = results
         elif node.target in COLLECTIVE:
             for rank, value in enumerate(_collective(node, env, mesh)):
                 env[rank][node] = value
         else:
             for rank in world:
-                args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n, e=env[rank]: e[n])
+                args, kwargs = values_of((node.args, node.kwargs), env[rank])
                 target = aten.reshape.default if node.target is aten.view.default else node.target  # as runtime.calls
                 env[rank][node] = target(*args, **kwargs)
     raise AssertionError("a graph ends in an output")
+
+
+def values_of(arguments: Any, env: dict[Node, Any]) -> Any:
+    """Arguments of a call, each node replaced by its value."""
+    return torch.fx.node.map_arg(arguments, env.__getitem__)
 
 
 def group_of(mesh: Mesh, axis: str, rank: int) -> list[int]:
@@ -61,14 +67,14 @@ def group_of(mesh: Mesh, axis: str, rank: int) -> list[int]:
 
 
 def _collective(node: Node, env: list[dict[Node, Any]], mesh: Mesh) -> list[torch.Tensor]:
-    x = node.args[0]
-    run, axis_at = COLLECTIVE[node.target]
-    axis = node.args[axis_at]
+    x: Any = node.args[0]
+    one_rank, axis_at = COLLECTIVE[node.target]
+    axis = str(node.args[axis_at])
     out: list[torch.Tensor] = []
     for rank in range(mesh.world_size):
         group = group_of(mesh, axis, rank)
         given = [[env[r][a] for r in group] if isinstance(a, Node) else a for a in node.args[1:]]
-        out.append(run([env[r][x] for r in group], group.index(rank), *given))
+        out.append(one_rank([env[r][x] for r in group], group.index(rank), *given))
     return out
 
 
@@ -79,10 +85,14 @@ def _context(node: Node, env: list[dict[Node, Any]], mesh: Mesh) -> list[tuple[t
     for rank in range(mesh.world_size):
         group = group_of(mesh, axis, rank)
         if rank == group[0]:
-            args = [torch.fx.node.map_arg(node.args, lambda n, e=env[r]: e[n]) for r in group]
-            found, _ = run(len(group), lambda comm, args=args: run_one(comm, *args[comm.rank]))
+            args = [values_of(node.args, env[r]) for r in group]
+            found, _ = run(len(group), functools.partial(_of_rank, run_one, args))
             out |= dict(zip(group, found))
     return [out[rank] for rank in range(mesh.world_size)]
+
+
+def _of_rank(run_one: Callable[..., Any], args: Sequence[Any], comm: ThreadComm) -> Any:
+    return run_one(comm, *args[comm.rank])
 
 
 def _all_reduce(xs: list[torch.Tensor], me: int, axis: str, op: str) -> torch.Tensor:
@@ -125,7 +135,7 @@ CONTEXT: dict[Any, Callable[..., tuple[torch.Tensor, ...]]] = {
     ops.context_attention.default: operator.forward_over_ranks,
     ops.context_attention_backward.default: operator.backward_over_ranks,
 }
-COLLECTIVE = {
+COLLECTIVE: dict[Any, tuple[Callable[..., torch.Tensor], int]] = {
     ops.all_reduce.default: (_all_reduce, 1),
     ops.all_gather.default: (_all_gather, 3),
     ops.reduce_scatter.default: (_reduce_scatter, 3),

@@ -1,0 +1,10 @@
+"""What shows that an addition is right, in one process: for those who add a rule, an algorithm, a pass or a model.
+
+    soundness.unsound(call(aten.op.default, x, y), mesh)    every placement that a rule accepts, against the whole call
+    harness.check_model(model, batch, mesh, options)         all ranks of a mesh in lockstep, against one process
+    attention_ranks.attend_over_ranks(name, case)            an attention algorithm on threads, one per rank
+    reference.eager(model, batch)                            loss and gradients of one process
+
+Assertions of a test suite are built on these; docs/adding.md walks through them. Only tests and scripts import this
+room.
+"""
