@@ -32,7 +32,8 @@ from autopar.adapters.export import flatten, paths, unflatten
 from autopar.adapters.fake import copy_with, skeleton_of, twin_of
 from autopar.api import load_adapters, parallelize
 from autopar.capture import adapter_for, model_dtypes
-from autopar.compile.parameters import known_batch_dims, plan_model
+from autopar.compile.model import plan_model
+from autopar.compile.parameters import known_batch_dims
 from autopar.exact import LiftFloat32
 from autopar.ir.batch import part_of_batch, tensors_of
 from autopar.ir.compute_dtypes import cast_around

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.compile.model import compile_model
-from autopar.compile.parameters import plan_model
+from autopar.compile.model import compile_model, plan_model
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
 from autopar.plan import AxisShare, Plan, WholePart

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import autopar
-from autopar.compile.parameters import for_whole_batch, plan_model
+from autopar.compile.model import plan_model
+from autopar.compile.parameters import for_whole_batch
 from autopar.ir.batch import part_of_batch, whole_batch
 from autopar.ir.mesh import Mesh
 from autopar.models.hf_batches import batch_dims

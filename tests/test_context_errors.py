@@ -13,8 +13,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.attention.algorithm_table import ALGORITHMS
 from autopar.capture import capture
-from autopar.compile.model import compile_graph
-from autopar.compile.parameters import plan_model
+from autopar.compile.model import compile_graph, plan_model
 from autopar.ir.graph import copy_graph
 from autopar.ir.mesh import Mesh
 from autopar.models.tiny import TINY

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.compile.model import compile_model
+from autopar.compile.model import compile_model, plan_model
 from autopar.cost.memory import memories
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
 from autopar.steps.graphs import Compiled
 from tests.benchmarks.meter import Meter
 from tests.ranks import run_ranks
-from tests.subjects import tiny
+from tests.subjects import subject, tiny
 from tests.test_measured_memory import holding
 
 WIDE: dict[str, dict[str, Any]] = {  # layers that set the peak, not the head
@@ -118,6 +118,26 @@ def _limited(name: str, axes: dict[str, int], options: dict[str, Any]) -> Seen:
     said = memories(parallel.compiled()[0])[mesh.get_local_rank("pp") if "pp" in axes else 0]
     assert plan.checkpoints and sum(layer.seconds for layer in plan.checkpoints) > 0
     return Seen(plan.to_json(), wrong, limit, meter.peak + said.optimizer, said.peak)
+
+
+def test_the_least_that_is_named_does_wherever_a_limit_lets_stages_be_cut() -> None:
+    """Under this least an estimate cuts elsewhere, where nothing fits."""
+    s, mesh = subject("one-layer llama"), Mesh.of(pp=2)
+
+    def limited(limit: int) -> Options:
+        return Options(schedule="dual_pipe_v", micro_batches=4, memory_limit=limit)
+
+    def least_under(limit: int) -> int:
+        with pytest.raises(ValueError, match="least that would do is ") as error:
+            compile_model(s.model, s.batch, mesh, limited(limit), outputs=())
+        return int(str(error.value).partition("least that would do is ")[2].partition(" ")[0].replace(",", ""))
+
+    least = least_under(int(0.99 * (named := least_under(1))))
+    made = compile_model(s.model, s.batch, mesh, limited(least), outputs=())
+    assert least == named and max(held.peak for held in memories(made)) <= least
+    planned, _ = plan_model(s.model, s.batch, mesh, limited(least))
+    assert planned.pipeline is not None and made.plan.pipeline is not None
+    assert planned.pipeline.cuts == made.plan.pipeline.cuts
 
 
 @pytest.mark.full

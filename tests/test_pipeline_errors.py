@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.compile.model import compile_model
-from autopar.compile.parameters import plan_model
+from autopar.compile.model import compile_model, plan_model
 from autopar.ir.mesh import Mesh
 from autopar.models.tiny import TINY
 from autopar.options import Options

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.compile.model import compile_model
-from autopar.compile.parameters import plan_model
+from autopar.compile.model import compile_model, plan_model
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import INVARIANT, PARTIAL, REPLICATE, Shard
 from autopar.options import Options

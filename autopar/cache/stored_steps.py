@@ -24,8 +24,7 @@ from autopar.cache.step_codec import Sections, plan_of_sections, plan_sections, 
 from autopar.cache.step_key import step_key
 from autopar.cache.value_codec import Damaged, Unstorable
 from autopar.cache.values_reached import CannotTell
-from autopar.compile.model import compile_model
-from autopar.compile.parameters import plan_model
+from autopar.compile.model import compile_model, plan_model
 from autopar.compile.shared_capture import SharedCapture
 from autopar.ir.mesh import Mesh
 from autopar.ir.parameter import ParameterSpec

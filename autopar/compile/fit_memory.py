@@ -44,11 +44,11 @@ LESS = 0.99  # of the least that was found: worth another search
 
 
 class LimitError(ValueError):
-    """Nothing fits. least: bytes that would do."""
+    """Nothing fits. least: bytes that would do. plan: whose stages are too large."""
 
-    def __init__(self, text: str, least: int) -> None:
+    def __init__(self, text: str, least: int, plan: Plan) -> None:
         super().__init__(text)
-        self.least = least
+        self.least, self.plan = least, plan
 
 
 def with_checkpoints(maker: PipelineMaker, finished: Callable[[Plan, Pipeline], Compiled]) -> Compiled:
@@ -177,6 +177,7 @@ class _Fitting:
             f"checkpoint: no choice of what to make again fits a memory_limit of {limit:,} bytes; the least that would "
             f"do is {least:,} bytes; use {', '.join(more[:-1])}{',' * (len(more) > 2)} or {more[-1]}",
             least,
+            plan,
         )
 
     def fits(self, tried: _Tried, limit: float) -> bool:

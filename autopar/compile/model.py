@@ -4,8 +4,9 @@ accelerator."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,17 +15,19 @@ from torch.fx import GraphModule
 
 from autopar.adapters.collector import resting_collector
 from autopar.adapters.lazy import lazy_code
-from autopar.compile.fit_memory import with_checkpoints
+from autopar.compile.fit_memory import LimitError, with_checkpoints
 from autopar.compile.loss_chunks import Made, in_chunks
-from autopar.compile.parameters import known_batch_dims
+from autopar.compile.parameters import known_batch_dims, normalized
 from autopar.compile.parts import PipelineMaker
 from autopar.compile.shared_capture import SharedCapture
 from autopar.compile.slices import samples_of
+from autopar.compile.stage_cuts import cut_within_limit, fastest_cuts, follow_limit, same_cuts
 from autopar.cost.axis_shares import axis_shares
 from autopar.cost.memory import most_static
 from autopar.ir.batch import with_constants
 from autopar.ir.graph import copy_graph, loss_places, mark_gradients, output_node, remove_dead_code
 from autopar.ir.mesh import Mesh
+from autopar.ir.parameter import ParameterSpec
 from autopar.options import Options
 from autopar.passes.differentiate import lowered
 from autopar.passes.in_order import GLOBAL_PASSES, PLACEMENT_PASSES
@@ -81,9 +84,44 @@ def compile_model(
     return compile_graph(gm, mesh, options, train=train, timings={"capture": seconds}, observers=observers, **how)
 
 
+def plan_model(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    mesh: Mesh,
+    options: Options,
+    fixed: Plan | None = None,
+    *,
+    exact: bool = False,
+    shared: SharedCapture | None = None,
+) -> tuple[Plan, tuple[ParameterSpec, ...]]:
+    """The plan, and what it makes of the parameters, without compiling: enough to hold and load them.
+
+    Only the parameters' decisions are meant to be used; those that depend on the batch are made when it comes.
+    ``shared`` keeps the capture for it.
+    """
+    known_batch_dims(model, batch, options, fixed)  # for what it refuses
+    batch = with_constants(batch, options.constants)
+    shared = shared or SharedCapture()
+    captured = shared.first(model, batch, exact=exact, precision=options.precision)
+    kept = copy_graph(captured) if fixed is None and follow_limit(mesh, options) else None
+    gm = normalized(captured, Compilation(mesh))
+    plan = make_plan(gm, mesh, options, fixed, example=True)
+    if kept is not None and (settled := _settled_cuts(kept, mesh, options, plan)) is not None:
+        plan = make_plan(gm, mesh, options, settled, example=True)
+    return plan, parameter_specs(gm, plan)
+
+
 @resting_collector()
 @lazy_code()
-def compile_graph(
+def compile_graph(gm: GraphModule, mesh: Mesh, options: Options | None = None, **how: Any) -> Compiled:
+    """`compile_model` for a captured graph, which it changes."""
+    compiled: Callable[..., Compiled] = functools.partial(_compiled, mesh=mesh, options=options, **how)
+    if options is None or how.get("plan") or how.get("fixed") or not follow_limit(mesh, options):
+        return compiled(gm)
+    return cut_within_limit(gm, mesh, options, how.get("train", True), compiled)
+
+
+def _compiled(
     gm: GraphModule,
     mesh: Mesh,
     options: Options | None = None,
@@ -96,7 +134,6 @@ def compile_graph(
     observers: Sequence[Observer] = (),
     timings: dict[str, float] | None = None,
 ) -> Compiled:
-    """`compile_model` for a captured graph, which it changes."""
     options = options or (plan.options if plan is not None else Options())
     timings = {} if timings is None else timings
     ctx = Compilation(mesh.with_micro_batches(options.micro_batches), observers=list(observers), timings=timings)
@@ -136,6 +173,17 @@ def compile_graph(
         return with_checkpoints(PipelineMaker(graphs, ctx, train, static, tangents, slices, ahead), finished)
 
     return in_chunks(graphs, ctx, train, attempt)
+
+
+def _settled_cuts(gm: GraphModule, mesh: Mesh, options: Options, estimated: Plan) -> Plan | None:
+    """A plan with the cuts that keep the limit; None where that is the one that there is, or nothing does."""
+    fastest = fastest_cuts(copy_graph(gm), mesh, options, example=True)
+    if same_cuts(estimated, fastest):
+        return None
+    try:
+        return compile_graph(gm, mesh, options).plan
+    except LimitError:  # the first batch will say so, of its own shape
+        return None
 
 
 def _with_forward_ahead(plan: Plan, ahead: GraphModule) -> Plan:

@@ -10,44 +10,16 @@ from torch import nn
 from torch.fx import GraphModule
 
 from autopar.capture import adapter_for, capture
-from autopar.compile.shared_capture import SharedCapture
-from autopar.ir.batch import tensors_of, whole_batch, with_constants, without_constants
+from autopar.ir.batch import tensors_of, whole_batch, without_constants
 from autopar.ir.graph import mark_gradients
 from autopar.ir.mesh import Mesh
 from autopar.ir.meta import signature_of
-from autopar.ir.parameter import ParameterSpec
 from autopar.options import Options
 from autopar.passes.in_order import GLOBAL_PASSES
 from autopar.plan import Plan
-from autopar.planner import make_plan
 from autopar.planner.batch_dims import decide_batch_dims, known_dims, likely_dims
-from autopar.planner.step_order import parameter_specs
 from autopar.rewrite.compilation import Compilation
 from autopar.rewrite.pass_manager import PassManager
-
-
-def plan_model(
-    model: nn.Module,
-    batch: Mapping[str, Any],
-    mesh: Mesh,
-    options: Options,
-    fixed: Plan | None = None,
-    *,
-    exact: bool = False,
-    shared: SharedCapture | None = None,
-) -> tuple[Plan, tuple[ParameterSpec, ...]]:
-    """The plan, and what it makes of the parameters, without compiling: enough to hold and load them.
-
-    Only the parameters' decisions are meant to be used; those that depend on the batch are made when it comes.
-    ``shared`` keeps the capture for it.
-    """
-    known_batch_dims(model, batch, options, fixed)  # for what it refuses
-    batch = with_constants(batch, options.constants)
-    shared = shared or SharedCapture()
-    gm = _normalized(shared.first(model, batch, exact=exact, precision=options.precision), Compilation(mesh))
-    plan = make_plan(gm, mesh, options, fixed, example=True)
-    return plan, parameter_specs(gm, plan)
-
 
 T = TypeVar("T")
 
@@ -80,7 +52,7 @@ def for_whole_batch(
             if ranks == 1 or shapes.keys() == known.keys() or len(tried) > 1:
                 raise
             # a wrong whole may be no batch of the model at all; the part of one rank is
-            found = decide_batch_dims(_normalized(capture(model, batch), Compilation(Mesh.of(dp=1))), options, fixed)
+            found = decide_batch_dims(normalized(capture(model, batch), Compilation(Mesh.of(dp=1))), options, fixed)
             if all(dims.get(name, dim) == dim for name, dim in found.items()):
                 raise
         dims = {**dims, **found}
@@ -113,7 +85,8 @@ def known_batch_dims(
     return known_dims({name: tuple(x.shape) for name, x in tensors.items()}, options, fixed, hints)
 
 
-def _normalized(gm: GraphModule, ctx: Compilation) -> GraphModule:
+def normalized(gm: GraphModule, ctx: Compilation) -> GraphModule:
+    """Of global passes, ready for a plan; ``gm`` is changed."""
     gm = PassManager(GLOBAL_PASSES).run(gm, ctx)
     mark_gradients(gm, [s.node for s in signature_of(gm).inputs if s.kind == "parameter" and s.requires_grad])
     return gm

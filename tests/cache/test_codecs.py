@@ -18,8 +18,7 @@ from autopar.adapters.fake import fake_like, new_mode
 from autopar.cache.graph_codec import GraphDecoder, GraphEncoder
 from autopar.cache.step_codec import StoredStep, plan_of_sections, plan_sections, step_of_sections, step_sections
 from autopar.cache.value_codec import Damaged, Decoder, Encoder, Unstorable
-from autopar.compile.model import compile_graph
-from autopar.compile.parameters import plan_model
+from autopar.compile.model import compile_graph, plan_model
 from autopar.ir.graph import placeholders
 from autopar.ir.mesh import Mesh, TokenSlice
 from autopar.ir.meta import NODES

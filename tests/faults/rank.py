@@ -18,8 +18,7 @@ from torch import Tensor
 
 import autopar
 from autopar import api
-from autopar.compile.model import compile_model
-from autopar.compile.parameters import plan_model
+from autopar.compile.model import compile_model, plan_model
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
 from autopar.runtime.safetensors_files import stored_in
