@@ -263,6 +263,29 @@ def test_a_head_whose_classes_do_not_divide(scattered: bool) -> None:
     assert whole.plan.stored("head.weight") == {"tp": Shard(1)}
 
 
+class Few(nn.Module):
+    """Four parts of it are four operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.body, self.head = nn.Embedding(256, 8), nn.Linear(8, 8), nn.Linear(8, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.body(self.table(x))).double().flatten(0, 1), x.flatten())
+
+
+def test_a_stage_begins_between_logits_and_loss() -> None:
+    batch, mesh, stages = {"x": torch.zeros(4, 32, dtype=torch.long)}, Mesh.of(pp=2), {"schedule": "interleaved"}
+    with pytest.raises(
+        ValueError, match="loss_chunks: needs logits and their loss in one stage, found one that begins"
+    ):
+        compile_model(Few(), batch, mesh, Options(loss_chunks=4, **stages))
+    whole = memories(compile_model(Few(), batch, mesh, Options(micro_batches=4, **stages)))
+    limit = max(held.peak for held in whole) - 1
+    with pytest.raises(ValueError, match="checkpoint: no choice of what to make again fits"):  # chunks are no choice
+        compile_model(Few(), batch, mesh, Options(micro_batches=4, memory_limit=limit, **stages))
+
+
 def test_bad_input() -> None:
     batch = {"x": torch.randn(4, 8, dtype=torch.float64), "target": torch.randint(0, 16, (4,))}
     with pytest.raises(ValueError, match="loss_chunks: no loss can be computed in 2 chunks: it takes one of a product"):

@@ -7,7 +7,7 @@ the one is taken that makes less again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from torch.fx import GraphModule
@@ -17,6 +17,7 @@ from autopar.compile.fit_memory import LimitError
 from autopar.ir.graph import copy_graph, nbytes
 from autopar.passes.chunk_losses import Head, chunk_losses, heads, pending_logits
 from autopar.plan import Plan
+from autopar.planner.stages import main_parts
 from autopar.planner.step_order import most_waiting, planned_order
 from autopar.rewrite.compilation import Compilation
 from autopar.steps.graphs import Cache, Compiled
@@ -35,6 +36,8 @@ def in_chunks(
     assert plan is not None
     count, options = plan.loss_chunks or plan.options.loss_chunks, plan.options
     found = heads(graphs[0][0]) if train and len(graphs) == 1 else []
+    if found and plan.pipeline is not None:
+        found = _in_one_part(found, graphs[0][0], plan.pipeline.cuts, count)
     if train and count > 1 and not found:
         raise (
             _refused_sums(*pending)
@@ -51,7 +54,20 @@ def in_chunks(
         ways = [(int(train), "")]
     else:
         ways = [(1, ""), *((several, way) for way in _makers(plan))]
-    return _best(graphs, ctx, ways if options.checkpoints == AUTO else ways[:1], attempt)
+    losses = {head.loss.name for head in found}
+    return _best(graphs, ctx, ways if options.checkpoints == AUTO else ways[:1], losses, attempt)
+
+
+def _in_one_part(found: Sequence[Head], gm: GraphModule, cuts: tuple[str, ...], count: int) -> list[Head]:
+    """Those that no stage begins within. Raises ValueError for chunks that are asked for and none such."""
+    part = {n: k for k, nodes in enumerate(main_parts(gm, cuts)) for n in nodes}
+    whole = [head for head in found if part[head.product] == part[head.loss]]
+    if count > 1 and not whole:
+        raise ValueError(
+            f"loss_chunks: needs logits and their loss in one stage, found one that begins between them (cuts "
+            f"{', '.join(cuts)}); use fewer stages or chunks per rank, name other cuts, or leave loss_chunks out"
+        )
+    return whole
 
 
 def _refused_sums(classes: int, axis: str, size: int) -> ValueError:
@@ -74,6 +90,7 @@ def _best(
     graphs: Sequence[Made],
     ctx: Compilation,
     ways: Sequence[tuple[int, str]],
+    losses: Collection[str],
     attempt: Callable[[Sequence[Made]], Compiled],
 ) -> Compiled:
     """The first way that makes nothing again, or the one that makes least; with the plan's word for it."""
@@ -81,7 +98,7 @@ def _best(
     def tried(way: tuple[int, str]) -> Compiled:
         assert ctx.plan is not None
         ctx.plan = replace(ctx.plan, loss_chunks=way[0], loss_gradients=way[1])
-        return _as_made(attempt(_chunked(graphs, way[0])))
+        return _as_made(attempt(_chunked(graphs, way[0], losses)))
 
     if len(ways) == 1:
         return tried(ways[0])
@@ -115,11 +132,12 @@ def _as_made(made: Compiled) -> Compiled:
     return made
 
 
-def _chunked(graphs: Sequence[Made], count: int) -> list[Made]:
-    """Copies, with losses in so many chunks."""
+def _chunked(graphs: Sequence[Made], count: int, losses: Collection[str]) -> list[Made]:
+    """Copies, with these losses in so many chunks."""
     copies = [(copy_graph(gm), caches) for gm, caches in graphs]
     for head in heads(copies[0][0]) if count > 1 else ():
-        chunk_losses(copies[0][0], head, math.ceil(head.rows / count))
+        if head.loss.name in losses:
+            chunk_losses(copies[0][0], head, math.ceil(head.rows / count))
     return copies
 
 
