@@ -42,7 +42,8 @@ assert "autopar" in sys.modules and not {{"torch", "numpy", "transformers"}} & s
 
 def test_names_of_the_package_are_loaded_when_they_are_used_and_no_model_of_transformers_is() -> None:
     code = """
-import sys, autopar
+import atexit, gc, sys, autopar
+atexit.register(gc.freeze)
 assert "torch" not in sys.modules and set(autopar.__all__) <= set(dir(autopar))
 assert all(getattr(autopar, name) is not None for name in autopar.__all__) and "torch" in sys.modules
 try:

@@ -101,7 +101,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
 def test_in_a_script_without_a_main_guard(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process of its own; also from within a launched one."""
     monkeypatch.setenv("RANK", "3")
-    code = "import autopar; print(autopar.simulate_start({'dp': 2, 'tp': 2}, ranks=1))"
+    code = "import atexit, gc, autopar; atexit.register(gc.freeze)\n"  # a last look for garbage would take a second
+    code += "print(autopar.simulate_start({'dp': 2, 'tp': 2}, ranks=1))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert done.stdout.startswith("dp=2,tp=2: 4 ranks\n"), done.stderr
     assert "0, 0, 0, 0 questions" in done.stdout

@@ -6,7 +6,9 @@ python -m torch.distributed.run --nproc-per-node 2 tests/torchrun_script.py FOLD
 
 from __future__ import annotations
 
+import atexit
 import copy
+import gc
 import sys
 from pathlib import Path
 
@@ -17,6 +19,8 @@ from torch import Tensor, nn
 import autopar
 from autopar.runtime.groups import Groups, init_mesh
 from autopar.runtime.launch import launch
+
+atexit.register(gc.freeze)  # a last look for garbage would take a second
 
 
 class Model(nn.Module):

@@ -18,6 +18,7 @@ interrupted; 141: nobody reads the results.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import os
@@ -43,6 +44,7 @@ COMMANDS = (PLAN, SHOW, VERIFY, SCHEDULE, ATTENTION, EXPERTS, START, CACHE, DEMO
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; see the module. Returns the exit code."""
     gc.set_threshold(50_000, 20, 100)  # torch's modules and graphs are many objects, and most of them stay
+    atexit.register(gc.freeze)  # a last look for garbage among them would take a second
     try:
         args = _parser().parse_args(arguments)
         code: int = args.run(args)

@@ -11,9 +11,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 BODY = """
+import atexit
+import gc
 import sys
 
 import autopar
+
+atexit.register(gc.freeze)  # a last look for garbage would take a second
 
 class Found:
     def __init__(self, value):
