@@ -1,5 +1,5 @@
-"""Experts over two ranks: ours against transformers' own expert parallelism (all-to-all, FSDP for the rest). Step time,
-bytes sent, peak memory; both are checked against one process first.
+"""Experts over two ranks: ours against transformers' own expert parallelism (all-to-all, FSDP for the rest), and
+against DeepSpeed's where it is installed. Step time, bytes sent, peak memory; all are checked against one process.
 
     python tests/benchmarks/bench_experts.py [--rounds 5] [--small]
 """
@@ -10,13 +10,12 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from bench_peers import Outcome, measured, report
 from common import Workload, load, publish
-from peers import Runner, _checkpoint, _part, _whole_gradients, eager, ours
+from expert_peers import deepspeed_ep, has_deepspeed, transformers_ep
+from peers import Runner, ours
 from torch import nn
 
 import autopar
@@ -44,7 +43,7 @@ class ExpertWorkload(Workload):
             vocab_size=self.vocab, hidden_size=self.hidden, intermediate_size=self.inner,
             moe_intermediate_size=self.inner, num_hidden_layers=self.layers, num_attention_heads=self.heads,
             num_key_value_heads=self.heads, head_dim=self.hidden // self.heads, num_experts=8, num_experts_per_tok=2,
-            max_position_embeddings=self.length, tie_word_embeddings=False, use_cache=False,
+            max_position_embeddings=self.length, norm_topk_prob=True, tie_word_embeddings=False, use_cache=False,
         )  # fmt: skip
         torch.manual_seed(0)
         model: nn.Module = Qwen3MoeForCausalLM(config)
@@ -52,25 +51,13 @@ class ExpertWorkload(Workload):
         return model
 
 
-def transformers_ep(work: Workload) -> Runner:
-    """from_pretrained with expert parallelism, FSDP over the same ranks for everything else."""
-    from transformers import Qwen3MoeForCausalLM
-    from transformers.distributed.configuration_utils import DistributedConfig
-
-    ranks = dist.get_world_size()
-    with _checkpoint(work) as folder:
-        chosen = DistributedConfig(fsdp_size=ranks, ep_size=ranks)
-        model: Any = Qwen3MoeForCausalLM.from_pretrained(folder, distributed_config=chosen)
-    model.train()
-    return Runner(model, eager(model, _part(work.tokens())), _whole_gradients(model), mean_loss=True)
-
-
 MAKE: dict[str, Callable[[Workload], Runner]] = {
     "transformers ep": transformers_ep,
+    **({"DeepSpeed ep": deepspeed_ep} if has_deepspeed() else {}),
     **{f"autopar ep, {way}": partial(ours, axis="ep", dispatch=way) for way in ("gather", "plain", "dedup")},
     "autopar ep, dedup, zero=3": partial(ours, axis="ep", dispatch="dedup", zero=3),
 }
-OPPONENTS = {name: ("transformers ep",) for name in MAKE if name.startswith("autopar")}
+OPPONENTS = {name: ("transformers ep", "DeepSpeed ep") for name in MAKE if name.startswith("autopar")}
 
 
 def main() -> None:
@@ -84,7 +71,8 @@ def main() -> None:
     arguments = (workload, chosen.rounds)
     found: dict[str, Outcome] = autopar.launch(_work, nproc=2, args=arguments, timeout=300, device="cpu")[0]
     text = report(found, chosen.rounds, before, OPPONENTS)
-    rows = [f"{name} {found[name].sent.get('all_to_all_rows', 0) / 1e6:.1f}" for name in MAKE]
+    kinds = {"DeepSpeed ep": "all_to_all"}  # buffers of one capacity for all experts
+    rows = [f"{name} {found[name].sent.get(kinds.get(name, 'all_to_all_rows'), 0) / 1e6:.1f}" for name in MAKE]
     text += f"\n\nOf the MB sent, rows of experts: {', '.join(rows)}."
     print(text) if chosen.small else publish("experts", text)
 
