@@ -84,7 +84,7 @@ def _cnn() -> Made:
 
 def _packed() -> Made:
     """Two or three documents per row; nothing but the last tokens has a label, so some ranks have none."""
-    model, batch = tiny("llama")
+    model, batch = tiny("llama", layers=1)
     lengths = [(16,), (5, 11), (9, 4, 3), (8, 8)] * 2
     batch["position_ids"] = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
     batch["labels"][:, :12] = IGNORED
@@ -120,7 +120,7 @@ SPECIAL: dict[str, Callable[[], Made]] = {
     "long llama": lambda: (tiny("llama")[0], TINY["llama"].batch(LONG_ROWS, LONG)),
     "packed llama": _packed,
     "padded llama": lambda: _padded(tiny("llama")),
-    "multi-query tied llama": lambda: tiny("llama_tied", num_key_value_heads=1),
+    "multi-query tied llama": lambda: tiny("llama_tied", layers=1, num_key_value_heads=1),
     "frozen qwen3_moe": lambda: _frozen(tiny("qwen3_moe", layers=1)),
     "deep mixtral": lambda: tiny("mixtral", layers=4),  # experts on every rank of a pipeline
     "jetmoe": lambda: own("jetmoe"),
