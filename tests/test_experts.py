@@ -38,23 +38,24 @@ PLAIN = Options(dispatch="plain")
 NODES = "ep%2=switch:450e9,ep/2=switch:50e9"  # two ranks each
 LEVELS = Options(dispatch="two_level", topology=NODES)
 CELLS = [
-    Cell("mixtral", Mesh.of(ep=2), GATHER),
-    Cell("gpt_oss", Mesh.of(ep=4), DEDUP),
-    Cell("deepseek_v3", Mesh.of(cp=2, ep=2), DEDUP),
-    Cell("mixtral", Mesh.of(dp=2, ep=2), Options(zero=3, micro_batches=2, dispatch="dedup")),
-    Cell("qwen3_moe", Mesh.of(ep=2, tp=2), Options(sequence_parallel=True, checkpoint="full", dispatch="dedup")),
+    Cell("one-layer mixtral", Mesh.of(dp=2, ep=2), Options(zero=3, micro_batches=2, dispatch="dedup")),
+    Cell(
+        "one-layer qwen3_moe", Mesh.of(ep=2, tp=2), Options(sequence_parallel=True, checkpoint="full", dispatch="dedup")
+    ),
     Cell("gpt_oss", Mesh.of(ep=4), GATHER),  # biases, and sizes of rows in its backward
     Cell("deepseek_v3", Mesh.of(cp=2, ep=2), GATHER),  # shared experts; tokens cut twice
-    Cell("qwen3_moe", Mesh.of(ep=2, tp=2), Options(sequence_parallel=True, dispatch="gather")),
-    Cell("mixtral", Mesh.of(dp=2, ep=2), Options(zero=3, micro_batches=2, dispatch="gather")),
-    Cell("qwen3_moe", Mesh.of(dp=2, ep=2), Options(checkpoint="full", dispatch="gather")),
+    Cell("one-layer qwen3_moe", Mesh.of(ep=2, tp=2), Options(sequence_parallel=True, dispatch="gather")),
     Cell("gpt_oss", Mesh.of(ep=4), replace(LEVELS, checkpoint="full")),
-    Cell("mixtral", Mesh.of(ep=4, tp=2), replace(LEVELS, sequence_parallel=True, zero=0)),
     Cell("deepseek_v3", Mesh.of(dp=2, ep=2), replace(PLAIN, zero=3, micro_batches=2, checkpoint="full")),
     Cell("gpt_oss", Mesh.of(cp=2, ep=2), PLAIN),
 ]
 MORE = [
-    *(Cell(name, Mesh.of(ep=2), GATHER) for name in ("qwen3_moe", "deepseek_v3", "gpt_oss")),
+    *(replace(c, name=c.name.removeprefix("one-layer ")) for c in CELLS if "one-layer" in c.name),
+    Cell("gpt_oss", Mesh.of(ep=4), DEDUP),
+    Cell("deepseek_v3", Mesh.of(cp=2, ep=2), DEDUP),
+    Cell("qwen3_moe", Mesh.of(dp=2, ep=2), Options(checkpoint="full", dispatch="gather")),
+    Cell("mixtral", Mesh.of(ep=4, tp=2), replace(LEVELS, sequence_parallel=True, zero=0)),
+    *(Cell(name, Mesh.of(ep=2), GATHER) for name in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")),
     *(Cell(name, Mesh.of(ep=4), GATHER) for name in ("mixtral", "qwen3_moe", "deepseek_v3")),
     *(
         Cell("mixtral", Mesh.of(dp=2, ep=2), Options(zero=zero, micro_batches=m, dispatch="gather"))
@@ -84,9 +85,9 @@ MORE = [
     Cell("qwen3_moe", Mesh.of(ep=4), replace(PLAIN, checkpoint="offload")),
 ]
 RANKS = [
-    Cell("qwen3_moe", Mesh.of(ep=2), DEDUP),
+    Cell("one-layer qwen3_moe", Mesh.of(ep=2), DEDUP),
     Cell("mixtral", Mesh.of(pp=2, ep=2), Options(schedule="zb_h1", micro_batches=2, dispatch="gather")),
-    Cell("qwen3_moe", Mesh.of(ep=4), LEVELS),
+    Cell("one-layer qwen3_moe", Mesh.of(ep=4), LEVELS),
 ]
 MORE_RANKS = [
     Cell("qwen3_moe", Mesh.of(ep=2), GATHER),
@@ -114,6 +115,15 @@ def in_full(cells: list[Cell]) -> list[Any]:
 @pytest.mark.parametrize("cell", [*CELLS, *in_full(MORE)], ids=str)
 def test_equals_one_process(cell: Cell) -> None:
     check(simulated(cell))
+
+
+def test_each_dispatch_meets_two_models_and_each_axis_meets_two_ways() -> None:
+    met = {(c.name.removeprefix("one-layer "), c.options.dispatch) for c in (*CELLS, *RANKS)}
+    assert {c.name for c in MORE} == {name for name, _ in met}
+    for dispatch in DISPATCHES:
+        assert len([name for name, way in met if way == dispatch]) > 1, dispatch
+    for axis in ("dp", "cp", "tp"):
+        assert len({c.options.dispatch for c in CELLS if axis in c.mesh.sizes}) > 1, axis
 
 
 @pytest.mark.parametrize("cell", [*RANKS, *in_full(MORE_RANKS)], ids=str)
@@ -179,7 +189,10 @@ def test_whoever_gets_the_tokens(ranks: int, tokens: int, experts: int, top: int
 AUXILIARY = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 
 
-@pytest.mark.parametrize("mesh", [Mesh.of(ep=2), Mesh.of(dp=2, ep=2), Mesh.of(ep=2, tp=2)], ids=str)
+LESS = [pytest.param(mesh, marks=pytest.mark.full) for mesh in (Mesh.of(ep=2), Mesh.of(ep=2, tp=2))]
+
+
+@pytest.mark.parametrize("mesh", [*LESS, Mesh.of(dp=2, ep=2)], ids=str)
 def test_an_auxiliary_loss_is_that_of_the_whole_batch(mesh: Mesh) -> None:
     """A product of two means of all rows and layers. It is an output beside the loss that it is part of, and counts
     once."""
@@ -195,7 +208,7 @@ def test_an_auxiliary_loss_is_that_of_the_whole_batch(mesh: Mesh) -> None:
 @pytest.mark.parametrize("asked", ["by its config", "by the batch"])
 def test_what_transformers_records_of_layers_is_no_change_of_the_model(asked: str) -> None:
     """Its first forward that is asked for router logits registers hooks: no state that the forward writes."""
-    model, batch = tiny("qwen3_moe", **(AUXILIARY if asked == "by its config" else {}))
+    model, batch = tiny("qwen3_moe", layers=1, **(AUXILIARY if asked == "by its config" else {}))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         capture(model, batch if asked == "by its config" else {**batch, "output_router_logits": True})
