@@ -1,7 +1,7 @@
 """Every schedule on every kind of mesh: loss and all gradients of whole models equal one process, on real ranks.
 
-One model runs on four stages, and on two beside another axis, a second one on two stages alone; with ``-m full`` they
-and three more run on all."""
+One model runs on four stages, and one layer of it on two beside another axis, a second one on two stages alone; with
+``-m full`` they and three more run on all, with two layers."""
 
 from __future__ import annotations
 
@@ -55,8 +55,9 @@ def cells(*models: str) -> list[Cell]:
 
 ALL = cells("llama", *RARE)
 OFTEN = [
-    *(c for c in ALL if c.name == "llama" and (c.options.zero or str(c.mesh) in ("pp=4", "pp=2,tp=2"))),
-    *(c for c in ALL if c.name == "bert" and str(c.mesh) == "pp=2"),
+    *(c for c in ALL if c.name == "llama" and str(c.mesh) == "pp=4"),
+    *(c for c in cells("one-layer llama") if c.options.zero or "tp" in c.mesh.sizes),
+    *(c for c in cells("one-layer bert") if str(c.mesh) == "pp=2"),
 ]
 
 
