@@ -86,8 +86,8 @@ SOME = (
 def test_equals_plain_products(case: str) -> None:
     made, known = case_of(case)
     inputs = [x.float() for x in made]
-    if case in SOME and case not in ("padding", "sinks"):  # one example, and every other head: each takes a program
-        inputs = [x[:1, ::2] for x in inputs]
+    if case in SOME:  # one example where rows are alike, and every other head, unless each is told apart
+        inputs = [x[: 2 if case == "padding" else 1, :: 1 if case == "sinks" else 2] for x in inputs]
     assert KERNELS["triton_flash"].applies(*inputs[:3], known) == (case in TAKEN)
     if case in TAKEN:
         compare("triton_flash", inputs, known, 5e-6 * max(1.0, inputs[0].shape[-1] / 32))  # longer sums
@@ -107,7 +107,7 @@ S_ODD = 37
 @pytest.mark.usefixtures("played")
 def test_a_part_of_a_larger_attention() -> None:
     """Two halves of the keys, merged, and backwards that are given the log-sum-exp and the delta of the whole."""
-    q, k, v, grad = (x[:1].float() for x in tensors(30))
+    q, k, v, grad = (x[:1, ::2].float() for x in tensors(30))
     known = facts(softcap=2.0, causal=True, offset=8, window=19)
     with kernels.using("math"):
         out, lse, *expected = both_ways(q, k, v, grad, known)
@@ -142,7 +142,7 @@ def reached(allowed: Tensor) -> Tensor:
     )
 
 
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", [pytest.param(m, marks=pytest.mark.full) if m == "causal" else m for m in MASKS])
 def test_blocks_out_of_reach_are_not_visited(fused: Any, mask: str) -> None:
     """What is no number would show: a block that is masked as a whole is still multiplied."""
     q, k, v, grad = (x.float()[:1, :1] for x in tensors(96))
@@ -187,10 +187,10 @@ def test_other_strides_and_larger_blocks(fused: Any, monkeypatch: pytest.MonkeyP
     """Heads inside, every other row, one head for all; sizes in which no block is full; results lie heads inside."""
     monkeypatch.setattr(fused, "BLOCKS", {512: SMALL[512]})
     q, k, v, grad = (x.float() for x in tensors(S_ODD, width=20, value_width=9, key_heads=1))
-    q, grad = q[:, :2], grad[:, :2]
-    k, v = (x.repeat_interleave(2, 2)[:, :, ::2] for x in (k, v))
+    q, grad = q[:1, :2], grad[:1, :2]
+    k, v = (x[:1].repeat_interleave(2, 2)[:, :, ::2] for x in (k, v))
     q, grad = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, grad))
-    compare("triton_flash", [q, k, v, grad], facts(softcap=4.0, key_mask=torch.rand(2, S_ODD) < 0.6), 5e-6)
+    compare("triton_flash", [q, k, v, grad], facts(softcap=4.0, key_mask=torch.rand(1, S_ODD) < 0.6), 5e-6)
     out, _ = KERNELS["triton_flash"].forward(q, k, v, facts())
     assert out.transpose(1, 2).is_contiguous()
 
@@ -253,7 +253,7 @@ def code(
 
 MOST_SHARED = 99 * 1024  # of a program on sm_86, sm_89 and sm_120; others have more
 CODE = [
-    ("_forward", torch.bfloat16, 80, 256),
+    ("_forward", torch.bfloat16, 80, 128),
     ("_to_keys", torch.bfloat16, 90, 128),
     ("_to_queries", torch.float16, 90, 64),
 ]
@@ -291,13 +291,12 @@ ONES = ("heads", "group", "rows", "columns", "q_s", "k_b", "mask_row", "mask_col
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize("name", ["_forward", "_to_queries", "_to_keys"])
-@pytest.mark.parametrize("known", [
-    dict.fromkeys(ONES, 1),
-    *(pytest.param(known, marks=pytest.mark.full) for known in (
-        {"rows": 1}, {"columns": 1, "CAUSAL": 0, "CAP": 0.0}, {"heads": 1, "group": 1, "WINDOW": 5}, {"CHUNK": 8},
-        {"CAUSAL": 0, "WINDOW": 9},
-    )),
+@pytest.mark.parametrize(("name", "known"), [
+    pytest.param(name, known, marks=() if (name, i) in (("_forward", 0), ("_to_keys", 0)) else pytest.mark.full)
+    for name in ("_forward", "_to_queries", "_to_keys") for i, known in enumerate((
+        dict.fromkeys(ONES, 1), {"rows": 1}, {"columns": 1, "CAUSAL": 0, "CAP": 0.0},
+        {"heads": 1, "group": 1, "WINDOW": 5}, {"CHUNK": 8}, {"CAUSAL": 0, "WINDOW": 9},
+    ))
 ], ids=str)  # fmt: skip
 def test_code_of_other_facts(
     compiled: Any, name: str, known: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
