@@ -161,10 +161,16 @@ def micro_batches(count: int, sizes: dict[str, int], zero: int) -> None:
             parallel(**part(batch, sizes))
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
-@pytest.mark.parametrize("sizes, zero", [({"dp": 2}, 0), ({"dp": 2}, 3), ({"tp": 2}, 0)], ids=["dp2", "zero3", "tp2"])
-def test_micro_batches_change_nothing(count: int, sizes: dict[str, int], zero: int) -> None:
-    run_ranks(2, micro_batches, count, sizes, zero)
+WAYS = (({"dp": 2}, 0), ({"dp": 2}, 3), ({"tp": 2}, 0))
+OFTEN = ((1, 0), (4, 1), (2, 2), (4, 2))  # each number and each way
+
+
+@pytest.mark.parametrize("count, way", [
+    pytest.param(count, way, marks=() if (count, way) in OFTEN else pytest.mark.full)
+    for count in (1, 2, 4) for way in range(len(WAYS))
+])  # fmt: skip
+def test_micro_batches_change_nothing(count: int, way: int) -> None:
+    run_ranks(2, micro_batches, count, *WAYS[way])
 
 
 def several_losses(sizes: dict[str, int], count: int) -> None:
@@ -186,8 +192,10 @@ def several_losses(sizes: dict[str, int], count: int) -> None:
         assert gap(own, gradients(model)) < EXACT
 
 
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("sizes", [{"dp": 2}, {"tp": 2}], ids=["dp2", "tp2"])
+@pytest.mark.parametrize("sizes, count", [
+    ({"dp": 2}, 2), ({"tp": 2}, 1),
+    *(pytest.param(*of, marks=pytest.mark.full) for of in (({"dp": 2}, 1), ({"tp": 2}, 2))),
+])  # fmt: skip
 def test_several_losses(sizes: dict[str, int], count: int) -> None:
     run_ranks(2, several_losses, sizes, count)
 
@@ -230,8 +238,9 @@ def train_both(sizes: dict[str, int], options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("sizes, options", [
-    ({"dp": 2, "tp": 2}, {"zero": 3}), ({"dp": 2, "tp": 2}, {"micro_batches": 2}), ({"dp": 4}, {"zero": 3}),
-], ids=["dp2tp2-zero3", "dp2tp2-mb2", "dp4-zero3"])  # fmt: skip
+    ({"dp": 2, "tp": 2}, {"micro_batches": 2}), ({"dp": 4}, {"zero": 3}),
+    pytest.param({"dp": 2, "tp": 2}, {"zero": 3}, marks=pytest.mark.full),
+], ids=["dp2tp2-mb2", "dp4-zero3", "dp2tp2-zero3"])  # fmt: skip
 def test_training_equals_one_process(sizes: dict[str, int], options: dict[str, Any]) -> None:
     run_ranks(4, train_both, sizes, options)
 
