@@ -281,7 +281,9 @@ def trained(batch: dict[str, Tensor], ranks: int, options: dict[str, str]) -> li
     return losses
 
 
-@pytest.mark.parametrize(("ranks", "options"), [(3, DEDUP), (3, PLAIN), (4, LEVELS)])
+@pytest.mark.parametrize(
+    ("ranks", "options"), [(3, DEDUP), (4, LEVELS), pytest.param(3, PLAIN, marks=pytest.mark.full)]
+)
 def test_routing_changes_between_steps(ranks: int, options: Options) -> None:
     given = {"dispatch": options.dispatch, "topology": options.topology}
     first, *others = run_ranks(ranks, trained, routed(12, 12, 2, "any"), ranks, given)
