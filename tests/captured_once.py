@@ -40,6 +40,7 @@ from autopar.capture import capture
 from autopar.compile import parameters, shared_capture
 from autopar.ir.graph import copy_graph
 from autopar.ir.mesh import Mesh
+from autopar.precision import Precision
 
 FOLDER = "AUTOPAR_TESTS_CAPTURED"  # variable of the environment: of this run
 KEPT = 24  # graphs in a process, beside the files
@@ -120,6 +121,7 @@ def _key(model: nn.Module, batch: Mapping[str, Any], how: Mapping[str, Any]) -> 
         return None
     asked = inspect.signature(capture).bind(model, batch, **how)
     asked.apply_defaults()
+    asked.arguments["precision"] = asked.arguments.get("precision") or Precision()  # as `capture` reads it
     try:
         with (
             resting_collector(),
