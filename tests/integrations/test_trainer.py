@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -25,23 +26,27 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[di
     return folder, trained(None, str(folder))
 
 
-def resumed(folder: str) -> list[dict[str, float]]:
+def resumed(sizes: dict[str, int], folder: str) -> list[dict[str, float]]:
     """Another mesh, a pipeline, goes on from a checkpoint of steps 1 and 2."""
-    return trained({"pp": 2, "dp": 2}, folder, options={"micro_batches": 2}, resume=f"{folder}/checkpoint-2")
+    return trained(sizes, folder, options={"micro_batches": 2}, resume=f"{folder}/checkpoint-2")
 
 
+BOTH = pytest.param({"dp": 2, "tp": 2}, {"pp": 2, "dp": 2}, marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize("first, then", [({"tp": 2}, {"pp": 2}), BOTH])
 def test_logs_and_checkpoints_are_those_of_one_process(
-    one_process: tuple[Path, list[dict[str, float]]], tmp_path: Path
+    one_process: tuple[Path, list[dict[str, float]]], tmp_path: Path, first: dict[str, int], then: dict[str, int]
 ) -> None:
     """Losses, norms before clipping, learning rates, evaluations, counts of tokens and flops; then on with pp."""
     folder, expected = one_process
-    for logs in run_ranks(4, trained, {"dp": 2, "tp": 2}, str(tmp_path), timeout=200):
+    for logs in run_ranks(math.prod(first.values()), trained, first, str(tmp_path), timeout=200):
         assert max(differences(logs, expected).values()) < EXACT
     for step in (2, 4):
         name = f"checkpoint-{step}"
         states = [LlamaForCausalLM.from_pretrained(f / name, dtype="auto").state_dict() for f in (folder, tmp_path)]
         assert all(float((states[1][n] - x).abs().max()) < EXACT for n, x in states[0].items())
-    logs = run_ranks(4, resumed, str(tmp_path), timeout=200)[0]
+    logs = run_ranks(math.prod(then.values()), resumed, then, str(tmp_path), timeout=200)[0]
     worst = differences(logs, expected)
     assert len(logs) == len(expected) and worst.pop("train_loss") > 0  # a mean of the last two steps over all four
     assert max(worst.values()) < EXACT
