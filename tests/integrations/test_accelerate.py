@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -78,12 +79,18 @@ def same(found: dict[str, Any], expected: dict[str, Any], steps: slice = slice(N
         assert float((found["weights"][name] - x).abs().max()) < EXACT, name
 
 
-def test_a_loop_and_its_state(tmp_path: Path) -> None:
+ONE: list[tuple[Sizes, Sizes]] = [({"dp": 2}, {"pp": 2, "dp": 2})]
+TWO = pytest.param({"dp": 2, "tp": 2}, {"pp": 2, "dp": 2}, marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize("before, then", [*ONE, TWO])
+def test_a_loop_and_its_state(tmp_path: Path, before: Sizes, then: Sizes) -> None:
     """Two epochs on a mesh equal one process; and the second one on a pipeline, from the state of the first."""
     expected = loop(None, str(tmp_path / "one"), 0, 2)
-    meshes: list[tuple[Sizes, int, int, int]] = [({"dp": 2, "tp": 2}, 0, 1, 3), ({"pp": 2, "dp": 2}, 1, 2, 0)]
+    meshes: list[tuple[Sizes, int, int, int]] = [(before, 0, 1, 3), (then, 1, 2, 0)]
     for sizes, first, last, zero in meshes:
-        found = run_ranks(4, loop, sizes, str(tmp_path / "run"), first, last, zero, timeout=200)
+        count = math.prod(sizes.values())
+        found = run_ranks(count, loop, sizes, str(tmp_path / "run"), first, last, zero, timeout=200)
         for rank in found:
             part = {**expected, "weights": {}} if last == 1 else expected
             for name, each in (("losses", 4), ("norms", 2), ("rates", 4)):
