@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,10 @@ def layers_of(sizes: Sizes) -> int:
     return sizes.get("pp", 1)
 
 
+def ranks_of(sizes: Sizes) -> int:
+    return math.prod(sizes.values())
+
+
 def on_mesh(sizes: Sizes, kind: str, options: dict[str, Any], folder: str) -> tuple[float, dict[str, Tensor]]:
     mesh = autopar.init_mesh("cpu", **sizes)
     model, loss = made(kind, layers_of(sizes))
@@ -85,12 +90,15 @@ def on_mesh(sizes: Sizes, kind: str, options: dict[str, Any], folder: str) -> tu
 
 
 CASES = [
-    ("distilled", {"dp": 2, "tp": 2}, {"zero": 3}),
-    ("distilled", {"pp": 2, "dp": 2}, {"micro_batches": 2}),
-    ("regularised", {"dp": 2, "tp": 2}, {"sequence_parallel": True, "micro_batches": 2}),
+    ("distilled", {"dp": 2}, {"zero": 3}),
+    ("distilled", {"pp": 2}, {"micro_batches": 2}),
+    ("regularised", {"tp": 2}, {"sequence_parallel": True, "micro_batches": 2}),
     ("weighted", {"dp": 2, "pp": 2}, {"micro_batches": 2}),
 ]
 MORE = [
+    ("distilled", {"dp": 2, "tp": 2}, {"zero": 3}),
+    ("distilled", {"pp": 2, "dp": 2}, {"micro_batches": 2}),
+    ("regularised", {"dp": 2, "tp": 2}, {"sequence_parallel": True, "micro_batches": 2}),
     ("regularised", {"pp": 2, "dp": 2}, {"micro_batches": 2, "zero": 3, "schedule": "interleaved"}),
     ("regularised", {"pp": 2, "tp": 2}, {"micro_batches": 4, "schedule": "zb_h1"}),
 ]
@@ -99,7 +107,7 @@ MORE = [
 @pytest.mark.parametrize("kind, sizes, options", [*CASES, *(pytest.param(*c, marks=pytest.mark.full) for c in MORE)])
 def test_losses_of_ones_own(kind: str, sizes: Sizes, options: dict[str, Any], tmp_path: Path) -> None:
     loss, gradients = expected_of(kind, layers_of(sizes))
-    for found, own in run_ranks(4, on_mesh, sizes, kind, options, str(tmp_path), timeout=200):
+    for found, own in run_ranks(ranks_of(sizes), on_mesh, sizes, kind, options, str(tmp_path), timeout=200):
         assert found == pytest.approx(loss, abs=EXACT)
         assert own.keys() == {name for name, g in gradients.items() if g is not None}
         assert all(float((own[name] - g).abs().max()) < EXACT for name, g in gradients.items() if g is not None)
@@ -125,13 +133,16 @@ def outputs(sizes: Sizes, options: dict[str, Any]) -> dict[str, Tensor]:
     return model.full_gradients()
 
 
-@pytest.mark.parametrize("sizes, options", [({"dp": 2, "tp": 2}, {"zero": 3}), ({"cp": 2, "tp": 2}, {})])
+BOTH = pytest.param({"dp": 2, "tp": 2}, {"zero": 3}, marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize("sizes, options", [({"dp": 2}, {"zero": 3}), ({"cp": 2, "tp": 2}, {}), BOTH])
 def test_outputs_with_grad(sizes: Sizes, options: dict[str, Any]) -> None:
     model = small()
     with LiftFloat32():
         out = model(**batch_of(""))
         (my_loss(out.logits) + 0.1 * out.loss).backward()
-    for found in run_ranks(4, outputs, sizes, options, timeout=200):
+    for found in run_ranks(ranks_of(sizes), outputs, sizes, options, timeout=200):
         worst = {n: float((found[n] - p.grad).abs().max()) for n, p in model.named_parameters()}
         assert max(worst.values()) < EXACT, worst
 
