@@ -69,10 +69,16 @@ def agrees(sizes: dict[str, int], p: float, dtype: torch.dtype, exact: bool, opt
     return report
 
 
-@pytest.mark.parametrize("sizes, options", [
-    ({"dp": 2}, {}), ({"tp": 2}, {}), ({"dp": 2}, {"zero": 3, "micro_batches": 2}),
-], ids=["dp2", "tp2", "dp2-zero3-mb2"])  # fmt: skip
-@pytest.mark.parametrize("p", [0.0, 0.1])
+MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "dp2": ({"dp": 2}, {}), "tp2": ({"tp": 2}, {}), "dp2-zero3-mb2": ({"dp": 2}, {"zero": 3, "micro_batches": 2}),
+}  # fmt: skip
+WITHOUT = ("tp2",)  # what has dropout by default has it not with -m full, and the other way round
+
+
+@pytest.mark.parametrize("sizes, options, p", [
+    pytest.param(*MESHES[name], p, id=f"{name}-{p}", marks=[pytest.mark.full] if (p == 0) != (name in WITHOUT) else [])
+    for name in MESHES for p in (0.0, 0.1)
+])  # fmt: skip
 def test_a_float32_model_is_compared_in_float64(sizes: dict[str, int], options: dict[str, Any], p: float) -> None:
     reports = run_ranks(2, agrees, sizes, p, torch.float32, True, options)
     assert reports[0] == reports[1], "every rank gets the same report"
@@ -111,16 +117,17 @@ def transformer(sizes: dict[str, int], options: dict[str, Any]) -> Report:
     return autopar.verify(model, mesh, batch, **options)
 
 
-def test_dropout_of_a_transformer_does_not_depend_on_the_mesh() -> None:
+CUT: list[tuple[dict[str, int], dict[str, Any]]] = [
+    ({"dp": 2}, {"zero": 3, "micro_batches": 2}),
+    ({"tp": 2}, {"sequence_parallel": True}),
+]
+ALL_CUT = [({"dp": 2, "tp": 2}, {"sequence_parallel": True, "micro_batches": 2})]
+
+
+@pytest.mark.parametrize("meshes", [CUT, pytest.param([*CUT, *ALL_CUT], marks=pytest.mark.full)], ids=len)
+def test_dropout_of_a_transformer_does_not_depend_on_the_mesh(meshes: list[Any]) -> None:
     """Embeddings, attention probabilities and residuals; cut over the batch, heads, the sequence and time."""
-    losses = {
-        run_ranks(math.prod(sizes.values()), transformer, sizes, options)[0]
-        for sizes, options in [
-            ({"dp": 2}, {"zero": 3, "micro_batches": 2}),
-            ({"tp": 2}, {"sequence_parallel": True}),
-            ({"dp": 2, "tp": 2}, {"sequence_parallel": True, "micro_batches": 2}),
-        ]
-    }
+    losses = {run_ranks(math.prod(sizes.values()), transformer, sizes, options)[0] for sizes, options in meshes}
     for report in losses:
         report.raise_for_mismatch()
     assert len({round(r.loss, 10) for r in losses}) == 1
