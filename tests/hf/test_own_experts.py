@@ -33,9 +33,9 @@ WHOLE = Options(sequence_parallel=True, checkpoint="full")
 
 
 STORED = {  # what is stored in parts, of how many layers of experts
-    "llama4_text": (".experts.gate_up_proj .experts.down_proj", 2),
-    "dbrx": (".mlp.w1 .mlp.v1 .mlp.w2", 2),
-    "jetmoe": (".input_linear.weight .output_linear.weight", 4),
+    "llama4_text": (".experts.gate_up_proj .experts.down_proj", 1),
+    "dbrx": (".mlp.w1 .mlp.v1 .mlp.w2", 1),
+    "jetmoe": (".input_linear.weight .output_linear.weight", 2),
     "longcat_flash": (".experts.down_proj", 1),  # of the other, a slice: behind it are experts that do nothing
     "switch transformers": ("", 2),
     "nllb moe": ("", 2),
@@ -160,7 +160,7 @@ def test_experts_that_are_not_as_they_were_written_are_not_dispatched(change: An
     change(next(m for m in model.modules() if isinstance(m, SwitchTransformersExperts)))
     way_out = r"(?s)for expert_idx in expert_hit.*for experts, call autopar::moe_dispatch, grouped_mm and moe_combine"
     with pytest.raises(ValueError, match=way_out):
-        check_model(model, batch, Mesh.of(ep=2))
+        compile_model(model, batch, Mesh.of(ep=2), exact=True)
 
 
 def test_rows_of_experts_that_are_dropped_are_refused() -> None:
@@ -169,7 +169,7 @@ def test_rows_of_experts_that_are_dropped_are_refused() -> None:
         if hasattr(module, "moe_token_dropout"):
             module.moe_token_dropout = 0.2  # type: ignore[assignment]
     with pytest.raises(ValueError, match=r"experts: NllbMoeExperts drops rows of experts .*set moe_token_dropout to 0"):
-        check_model(model, batch, Mesh.of(ep=2))
+        compile_model(model, batch, Mesh.of(ep=2), exact=True)
     assert check_model(model.eval(), batch, Mesh.of(ep=2)).worst < 1e-10
 
 
