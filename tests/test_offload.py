@@ -84,8 +84,9 @@ MESHES: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "zb_h1": ("gpt2", {"pp": 2}, {"micro_batches": 4, "schedule": "zb_h1"}),
     "token slices": ("llama", {"pp": 2}, {"micro_batches": 2, "schedule": "tera_pipe", "slices": 2}),
 }
+KINDS = {"zero 3": ("everything",), "zb_h1": ("mixed",), "token slices": ("mixed",)}  # the others have both
 MORE: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
-    **{f"{case}, everything": MESHES[case] for case in ("zb_h1", "token slices")},
+    **{f"{case}, both": MESHES[case] for case in MESHES},
     "sequence parallel": ("llama", {"tp": 2}, {"sequence_parallel": True}),
     "cut sequences": ("llama", {"cp": 2}, {}),
     "1f1b": ("t5", {"pp": 2}, {"micro_batches": 4, "schedule": "1f1b"}),
@@ -103,7 +104,7 @@ def test_the_same_bits_and_the_bytes_that_were_predicted(case: str) -> None:
     """With dropout. What is there on the host is what the walk says, and comes back when a step is over."""
     name, sizes, options = {**MESHES, **MORE}[case]
     count = max(sizes.values())
-    policies = ("none", "mixed") if case in ("zb_h1", "token slices") else ("none", "everything", "mixed")
+    policies = ("none", *KINDS.get(case, ("everything", "mixed")))
     for rank, found in enumerate(run_ranks(count, _steps, name, sizes, options, policies, timeout=200.0)):
         for policy, (differing, host, seen, left, held) in found.items():
             assert not differing, f"rank {rank}, {policy}: other gradients of {', '.join(differing)}"
