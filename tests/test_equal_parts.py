@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from autopar.capture import capture
 from autopar.compile import equal_parts
 from autopar.compile.equal_parts import KnownParts
-from autopar.compile.model import compile_model
+from autopar.compile.model import compile_graph, compile_model
+from autopar.ir.graph import copy_graph
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
 from autopar.report.progress import Progress
@@ -46,11 +49,13 @@ FOUR_CHUNKS = ("llama", {"pp": 2}, {"micro_batches": 4, "schedule": "interleaved
 CELLS = ONE_BY_ONE | TOGETHER | {"four chunks": FOUR_CHUNKS}
 
 
-def compiled(cell: str, layers: int) -> Compiled:
+def twice(cell: str, layers: int) -> Iterator[Compiled]:
+    """One capture, compiled when it is asked for."""
     name, mesh, options, _ = CELLS[cell]
     options = dict(options)
-    model, batch = tiny(name, layers=layers, dropout=options.pop("dropout", 0.0))
-    return compile_model(model, batch, Mesh.of(**mesh), Options(**options))
+    captured = capture(*tiny(name, layers=layers, dropout=options.pop("dropout", 0.0)))
+    for _ in range(2):
+        yield compile_graph(copy_graph(captured), Mesh.of(**mesh), Options(**options))
 
 
 LAYERS = {"chunks": 6, "an encoder, split": 8}  # one in each part, and two; the others have four, one in each
@@ -83,10 +88,11 @@ def test_copies(cell: str, monkeypatch: pytest.MonkeyPatch, layers: int = 0) -> 
         return copied[-1]
 
     monkeypatch.setattr(equal_parts, "_copied", noted)
-    found = compiled(cell, layers)
+    compiled = twice(cell, layers)
+    found = next(compiled)
     assert len(copied) == CELLS[cell][-1]
     monkeypatch.setattr(KnownParts, "stage", lambda self, part, make, how: make())
-    each = compiled(cell, layers)
+    each = next(compiled)
     made = [step for part in copied for step in steps_of(part)]
     assert not any("graph" in vars(step) for step in made), "a copy is made by who asks for it"
     assert all(step.unnamed in graphs_of_all(found.pipeline, None) and step.unnamed is not step.graph for step in made)
