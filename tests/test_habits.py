@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -100,11 +101,19 @@ def close(a: Tensor, b: Tensor, tolerance: float) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a.double(), b.double(), atol=tolerance, rtol=0)
 
 
-def all_habits(*times: str) -> list[str]:
+def in_turns(habits: list[Habit]) -> list[Habit]:
+    """Each at one of its times: of those that have both, every third before."""
+    both = [h.what for h in habits if h.when == "before" and any(h.what == x.what and x is not h for x in habits)]
+    before = set(both[::3])
+    return [h for h in habits if h.what not in both or (h.what in before) == (h.when == "before")]
+
+
+def all_habits(times: Sequence[str], few: bool) -> list[str]:
     """The habits of some times that are not as their line says."""
+    habits = [h for time in times for h in ALL if h.when == time]
     with compiled_once(), bound_once(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = [(h, differences(h)) for time in times for h in ALL if h.when == time]
+        found = [(h, differences(h)) for h in (in_turns(habits) if few else habits)]
     return [f"{h.when}, {h.what}: {wrong}" for h, wrong in found if wrong]
 
 
@@ -112,15 +121,22 @@ MODEL, LOOP = ("before", "between"), ("loop",)  # what is done to the model come
 
 
 @pytest.mark.parametrize(("times", "ranks"), [(MODEL, 1), (LOOP, 2)])
-def test_habits(times: tuple[str, ...], ranks: int) -> None:
-    for found in run_ranks(ranks, all_habits, *times, timeout=500):
+def test_habits(times: tuple[str, ...], ranks: int, few: bool = True) -> None:
+    for found in run_ranks(ranks, all_habits, times, few, timeout=500):
         assert not found, "\n".join(found)
 
 
+def test_in_turns_there_is_every_habit() -> None:
+    whole = [h for h in ALL if h.when in MODEL]
+    found = in_turns(whole)
+    assert {h.what for h in found} == {h.what for h in whole} and {h.when for h in found} == set(MODEL)
+    assert in_turns(loops := [h for h in ALL if h.when in LOOP]) == loops
+
+
 @pytest.mark.full
-@pytest.mark.parametrize(("times", "ranks"), [(MODEL, 2), (LOOP, 1)])
-def test_habits_on_the_other_mesh(times: tuple[str, ...], ranks: int) -> None:
-    test_habits(times, ranks)
+@pytest.mark.parametrize(("times", "ranks"), [(MODEL, 1), (MODEL, 2), (LOOP, 1)])
+def test_all_habits_on_each_mesh(times: tuple[str, ...], ranks: int) -> None:
+    test_habits(times, ranks, few=False)
 
 
 def test_the_page_is_of_this_table() -> None:
