@@ -172,16 +172,15 @@ def test_facts_of_masks() -> None:
     names = ("bias", "key_mask", "segments", "sinks", "seed", "causal", "window", "chunk", "offset", "scale", "softcap")
 
     def facts(name: str) -> list[dict[str, Any]]:
-        gm = capture(TINY[name].build(), TINY[name].batch(2, 16))
-        calls = [n for n in gm.graph.nodes if n.target is torch.ops.autopar.attention.default]
+        calls = [n for n in subject(name).captured.graph.nodes if n.target is torch.ops.autopar.attention.default]
         return [dict(zip(names, n.args[3:])) for n in calls]
 
     sliding, full = facts("gpt_oss")
     assert (sliding["window"], full["window"]) == (6, 0)
     assert sliding["causal"] and sliding["sinks"].name.endswith("sinks")
     assert {f["softcap"] for f in facts("gemma2")} == {50.0}
-    assert not any(f["causal"] for f in facts("bert"))
-    assert all(f[n] is None for f in facts("llama") for n in ("bias", "key_mask", "segments"))
+    assert not any(f["causal"] for f in facts("one-layer bert"))
+    assert all(f[n] is None for f in facts("one-layer llama") for n in ("bias", "key_mask", "segments"))
 
 
 class _Everything(nn.Module):
