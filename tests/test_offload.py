@@ -84,7 +84,7 @@ MESHES: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "zb_h1": ("gpt2", {"pp": 2}, {"micro_batches": 4, "schedule": "zb_h1"}),
     "token slices": ("llama", {"pp": 2}, {"micro_batches": 2, "schedule": "tera_pipe", "slices": 2}),
 }
-KINDS = {"zero 3": ("everything",), "zb_h1": ("mixed",), "token slices": ("mixed",)}  # the others have both
+KINDS = {"zero 3": ["everything"], "zb_h1": ["mixed"], "token slices": ["mixed"]}  # the others have both
 MORE: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     **{f"{case}, both": MESHES[case] for case in MESHES},
     "sequence parallel": ("llama", {"tp": 2}, {"sequence_parallel": True}),
@@ -103,9 +103,8 @@ MORE: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
 def test_the_same_bits_and_the_bytes_that_were_predicted(case: str) -> None:
     """With dropout. What is there on the host is what the walk says, and comes back when a step is over."""
     name, sizes, options = {**MESHES, **MORE}[case]
-    count = max(sizes.values())
     policies = ("none", *KINDS.get(case, ("everything", "mixed")))
-    for rank, found in enumerate(run_ranks(count, _steps, name, sizes, options, policies, timeout=200.0)):
+    for rank, found in enumerate(run_ranks(max(sizes.values()), _steps, name, sizes, options, policies, timeout=200.0)):
         for policy, (differing, host, seen, left, held) in found.items():
             assert not differing, f"rank {rank}, {policy}: other gradients of {', '.join(differing)}"
             assert not left, f"rank {rank}, {policy}: {left} bytes were not given back"
