@@ -160,7 +160,7 @@ def _stages(name: str, options: dict[str, Any], limit: int) -> list[str]:
     def stepped(**way: Any) -> tuple[dict[str, Tensor], bool]:
         """Gradients, and whether anything was made again."""
         model = tiny(name, dropout=0.1)[0]
-        parallel = autopar.parallelize(model, mesh, **options, **way)
+        parallel = autopar.parallelize(model, mesh, example_batch=batch, **options, **way)  # for which stages are cut
         return _gradients(parallel, batch), bool(parallel.plan.checkpoints)
 
     expected, again = stepped(checkpoint="none")
