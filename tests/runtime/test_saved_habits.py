@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import autopar
+from tests.compiled_once import compiled_once
 from tests.ranks import run_ranks
 from tests.runs import Run, Tied, batch_of
 
@@ -98,17 +99,21 @@ def rounded(folder: str, precision: str, resume: bool, steps: int) -> tuple[list
     return losses, facts
 
 
+def both(folder: str, before: str, after: str) -> list[tuple[list[float], dict[str, Any]]]:
+    """A run, and another one that goes on with the state of its middle; ranks of one call, which compile once."""
+    with compiled_once():
+        return [rounded(folder, before, False, 6), rounded(folder, after, True, 3)]
+
+
 def test_a_scale_that_backs_off_goes_on(tmp_path: Path) -> None:
     """All steps are skipped, since the scale is far too large; each halves it."""
-    whole, facts = run_ranks(2, rounded, str(tmp_path), "fp16", False, 6)[0]
-    rest, again = run_ranks(2, rounded, str(tmp_path), "fp16", True, 3)[0]
+    (whole, facts), (rest, again) = run_ranks(2, both, str(tmp_path), "fp16", "fp16")[0]
     assert rest == whole[3:] and again == facts and facts["scale"] == 2.0**34
 
 
 @pytest.mark.parametrize(("before", "after", "near"), [("bf16", "bf16", 0.0), ("none", "bf16_pure", 0.05)])
 def test_other_precisions_load(tmp_path: Path, before: str, after: str, near: float) -> None:
-    whole, _ = run_ranks(2, rounded, str(tmp_path), before, False, 6)[0]
-    rest, facts = run_ranks(2, rounded, str(tmp_path), after, True, 3)[0]
+    (whole, _), (rest, facts) = run_ranks(2, both, str(tmp_path), before, after)[0]
     assert rest == pytest.approx(whole[3:], abs=near)
     assert facts["dtype"] == (torch.bfloat16 if after == "bf16_pure" else torch.float32)
 
