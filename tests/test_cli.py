@@ -14,6 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from autopar.cli import plan_command
 from autopar.cli.main import main
 from autopar.ir.layer_names import compressed
 from autopar.ir.mesh import Mesh
@@ -61,11 +62,8 @@ def test_plan_as_json_says_everything(capsys: pytest.CaptureFixture[str], config
     options = ("--batch", 8, "--zero", 3, "--sequence-parallel", "--micro-batches", 2)
     found: dict[str, Any] = json.loads(plan(capsys, config, "--json", "--dump", tmp_path / "dump", *options))
     assert found["mesh"] == {"dp": 2, "tp": 2} and found["ranks"] == 4
-    assert (found["options"]["zero"], found["options"]["sequence_parallel"], found["options"]["micro_batches"]) == (
-        3,
-        True,
-        2,
-    )
+    chosen = [found["options"][name] for name in ("zero", "sequence_parallel", "micro_batches")]
+    assert chosen == [3, True, 2]
     rows = {row["name"]: row for row in found["parameters"]}
     query = rows["model.layers.{0,1}.self_attn.q_proj.weight"]
     assert (query["count"], query["shape"], query["dtype"]) == (2, [32, 32], "bf16")
@@ -82,7 +80,16 @@ def test_plan_as_json_says_everything(capsys: pytest.CaptureFixture[str], config
     assert {"plan.json", "report.html"} <= {p.name for p in (tmp_path / "dump").iterdir()}
 
 
-def test_plan_as_tables_shows_the_same_numbers(capsys: pytest.CaptureFixture[str], config: Path) -> None:
+def test_plan_as_tables_shows_the_same_numbers(
+    capsys: pytest.CaptureFixture[str], config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    summary, made = plan_command._summary, list[dict[str, Any]]()
+
+    def once(*args: Any) -> dict[str, Any]:
+        made.extend([] if made else [summary(*args)])
+        return made[0]
+
+    monkeypatch.setattr(plan_command, "_summary", once)
     found, text = json.loads(plan(capsys, config, "--json")), plan(capsys, config)
     for row in found["parameters"]:
         assert row["name"] in text
