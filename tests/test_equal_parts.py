@@ -181,24 +181,21 @@ def test_what_tells_parts_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [name.split(".")[1] for name in calls] == ["2", "4", "6"]
 
 
-def test_who_watches_sees_each_part() -> None:
-    name, mesh, options, _ = CELLS["plain"]
-    model, batch = tiny(name, layers=4)
-    seen: list[str] = []
-    compile_model(model, batch, Mesh.of(**mesh), Options(**options), observers=[lambda at, gm, ctx: seen.append(at)])
-    assert {f"part{i}.forward" for i in range(4)} <= set(seen)
-
-
-def facts_of_lengths(observers: list[Any]) -> dict[str, Any]:
-    """Of a step of four parts, one of which has another length."""
-    model, batch = tiny("llama", layers=6)
+def test_who_watches_changes_nothing_and_sees_each_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank shows progress, and may write what it compiles: its step has to be that of the others. Of four
+    parts one has another length, and one is a copy where nobody watches."""
+    copied: list[Stage] = []
+    copy = equal_parts._copied
+    monkeypatch.setattr(equal_parts, "_copied", lambda *args: copied.append(copy(*args)) or copied[-1])
+    captured, seen = capture(*tiny("llama", layers=6)), list[str]()
     options = Options(micro_batches=2, schedule="interleaved")
-    return step_facts(compile_model(model, batch, Mesh.of(pp=2), options, observers=observers))
 
+    def facts(*observers: Any) -> dict[str, Any]:
+        return step_facts(compile_graph(copy_graph(captured), Mesh.of(pp=2), options, observers=observers))
 
-def test_who_watches_changes_nothing() -> None:
-    """The first rank shows progress, and may write what it compiles: its step has to be that of the others."""
-    plain = facts_of_lengths([])
-    for watch in (Progress("compiling"), lambda at, gm, ctx: None):
-        watched = facts_of_lengths([watch])
+    plain = facts()
+    assert copied
+    for watch in (Progress("compiling"), lambda at, gm, ctx: seen.append(at)):
+        watched = facts(watch)
         assert [name for name in plain if plain[name] != watched[name]] == []
+    assert {f"part{i}.forward" for i in range(4)} <= set(seen)
