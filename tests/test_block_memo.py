@@ -21,7 +21,6 @@ from tests.block_habits import (
     BATCH,
     CALLED,
     HABITS,
-    LAYERS,
     MIDDLE,
     Calls,
     Layer,
@@ -35,14 +34,15 @@ from tests.block_habits import (
 from tests.test_decompose import text
 
 COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
+DEEP = 4
 SOME = ("gemma3", "t5", "mixtral")  # layers of two kinds, in two stacks, with experts
 
 
 def deeper(name: str) -> nn.Module:
-    """A tiny model with five layers in each stack."""
+    """A tiny model with so many layers in each stack."""
     tiny = TINY[name]
-    sizes = {key: LAYERS if key in COUNTS else value for key, value in tiny.sizes.items()}
-    sizes = {key: (value * LAYERS)[:LAYERS] if key.endswith("layer_types") else value for key, value in sizes.items()}
+    sizes = {key: DEEP if key in COUNTS else value for key, value in tiny.sizes.items()}
+    sizes = {key: (value * DEEP)[:DEEP] if key.endswith("layer_types") else value for key, value in sizes.items()}
     return replace(tiny, sizes=sizes).build()
 
 
@@ -85,7 +85,7 @@ def both(model: nn.Module, batch: dict[str, Any], **how: Any) -> list[str]:
 @pytest.mark.parametrize("name", [n if n in SOME else pytest.param(n, marks=pytest.mark.full) for n in TINY])
 def test_models(name: str) -> None:
     found = both(deeper(name), TINY[name].batch(2, 8))
-    assert len(found) >= LAYERS - 3 or name not in SOME
+    assert len(found) > DEEP or name not in SOME  # modules within layers as well
 
 
 @pytest.mark.parametrize("habit", HABITS, ids=lambda habit: habit.__name__)
