@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import re
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -101,42 +100,46 @@ def close(a: Tensor, b: Tensor, tolerance: float) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a.double(), b.double(), atol=tolerance, rtol=0)
 
 
-def in_turns(habits: list[Habit]) -> list[Habit]:
-    """Each at one of its times: of those that have both, every third before."""
-    both = [h.what for h in habits if h.when == "before" and any(h.what == x.what and x is not h for x in habits)]
+MODEL, LOOP = ("before", "between"), ("loop",)  # what is done to the model comes to the same graphs at both times
+WHOLE = {time: [h for h in ALL if h.when in time] for time in (MODEL, LOOP)}
+
+
+def in_turns() -> dict[int, list[Habit]]:
+    """By numbers of ranks. What is done to the model, on one, at one of its times: every third of what has both before;
+    of loops, every second on one rank."""
+    both = [h.what for h in WHOLE[MODEL] if h.when == "before" and sum(x.what == h.what for x in WHOLE[MODEL]) > 1]
     before = set(both[::3])
-    return [h for h in habits if h.what not in both or (h.what in before) == (h.when == "before")]
+    once = [h for h in WHOLE[MODEL] if h.what not in both or (h.what in before) == (h.when == "before")]
+    return {1: once + WHOLE[LOOP][::2], 2: WHOLE[LOOP][1::2]}
 
 
-def all_habits(times: Sequence[str], few: bool) -> list[str]:
-    """The habits of some times that are not as their line says."""
-    habits = [h for time in times for h in ALL if h.when == time]
+def wrong_habits(which: tuple[str, ...] | int) -> list[str]:
+    """Those of some times, or of a number of ranks in turns, that are not as their line says."""
+    habits = in_turns()[which] if isinstance(which, int) else WHOLE[which]
     with compiled_once(), bound_once(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = [(h, differences(h)) for h in (in_turns(habits) if few else habits)]
+        found = [(h, differences(h)) for h in habits]
     return [f"{h.when}, {h.what}: {wrong}" for h, wrong in found if wrong]
 
 
-MODEL, LOOP = ("before", "between"), ("loop",)  # what is done to the model comes to the same graphs at both times
-
-
-@pytest.mark.parametrize(("times", "ranks"), [(MODEL, 1), (LOOP, 2)])
-def test_habits(times: tuple[str, ...], ranks: int, few: bool = True) -> None:
-    for found in run_ranks(ranks, all_habits, times, few, timeout=500):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_habits(ranks: int) -> None:
+    for found in run_ranks(ranks, wrong_habits, ranks, timeout=500):
         assert not found, "\n".join(found)
 
 
 def test_in_turns_there_is_every_habit() -> None:
-    whole = [h for h in ALL if h.when in MODEL]
-    found = in_turns(whole)
-    assert {h.what for h in found} == {h.what for h in whole} and {h.when for h in found} == set(MODEL)
-    assert in_turns(loops := [h for h in ALL if h.when in LOOP]) == loops
+    found = [h for habits in in_turns().values() for h in habits]
+    assert {h.what for h in found} == {h.what for h in ALL} and {h.when for h in found} == {*MODEL, *LOOP}
+    assert {h for h in found if h.when in LOOP} == set(WHOLE[LOOP])
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("times", "ranks"), [(MODEL, 1), (MODEL, 2), (LOOP, 1)])
-def test_all_habits_on_each_mesh(times: tuple[str, ...], ranks: int) -> None:
-    test_habits(times, ranks, few=False)
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("times", [MODEL, LOOP])
+def test_all_habits(times: tuple[str, ...], ranks: int) -> None:
+    for found in run_ranks(ranks, wrong_habits, times, timeout=500):
+        assert not found, "\n".join(found)
 
 
 def test_the_page_is_of_this_table() -> None:
