@@ -27,13 +27,13 @@ from tests.subjects import make
 PATIENCE = 120.0  # seconds for a process that imports torch, on a machine that others use
 
 
-def ragged(folder: str, waits: bool, program: str) -> tuple[list[float], list[bool]]:
+def ragged(ranks: int, folder: str, waits: bool, program: str) -> tuple[list[float], list[bool]]:
     """Steps of 40 and of 100 tokens, on ranks as users start them: losses, and which training steps were read."""
     os.environ["AUTOPAR_CACHE"], sys.executable = folder, program or sys.executable
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4))
-    mesh = autopar.init_mesh("cpu", 60.0, dp=2)
+    mesh = autopar.init_mesh("cpu", 60.0, dp=ranks)
     parallel = autopar.parallelize(model, mesh, shapes="bucket")
     losses = []
     for tokens in (40, 100):
@@ -49,16 +49,18 @@ def trained_steps(folder: str) -> list[Any]:
     return [entry for entry in EntryFolder(Path(folder)).entries() if entry.about["kind"] == "train"]
 
 
-def test_the_longer_step_is_there_when_it_is_needed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_the_longer_step_is_there_when_it_is_needed(tmp_path: Path, ranks: int) -> None:
     """Where the process fails the step is compiled when it is needed; the numbers are the same."""
     serve()
     there, broken = str(tmp_path / "there"), str(tmp_path / "broken")
-    found = autopar.launch(ragged, 2, [there, True, ""], device="cpu")
-    assert [read[1] for _, read in found] == [True, True]
-    assert sorted(read[0] for _, read in found) == [False, True]  # one of two has compiled the first
-    without = autopar.launch(ragged, 2, [broken, False, "/bin/false"], device="cpu")
-    assert sorted(read[1] for _, read in without) == [False, True]
-    again = autopar.launch(ragged, 2, [there, False, "/bin/false"], device="cpu")
+    one_compiles = [False, True][:ranks]
+    found = autopar.launch(ragged, ranks, [ranks, there, True, ""], device="cpu")
+    assert all(read[1] for _, read in found)
+    assert sorted(read[0] for _, read in found) == one_compiles
+    without = autopar.launch(ragged, ranks, [ranks, broken, False, "/bin/false"], device="cpu")
+    assert sorted(read[1] for _, read in without) == one_compiles
+    again = autopar.launch(ragged, ranks, [ranks, there, False, "/bin/false"], device="cpu")
     assert all(all(read) for _, read in again)
     assert found[0][0] == without[0][0] == again[0][0]
 
