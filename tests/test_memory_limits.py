@@ -37,7 +37,7 @@ LIMITED = {
     "zb_h1": ("gpt2", {"pp": 2}, {"micro_batches": 4, "schedule": "zb_h1"}),
     "interleaved": ("gpt2", {"pp": 2}, {"micro_batches": 4, "schedule": "interleaved"}),
 }
-RARE = ("sequence parallel", "1f1b", "interleaved")  # run with -m full only
+RARE = ("tensor parallel", "sequence parallel", "1f1b", "interleaved")  # run with -m full only
 
 
 def wide(name: str, stages: int) -> tuple[nn.Module, dict[str, Tensor]]:
