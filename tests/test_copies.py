@@ -318,7 +318,7 @@ def killed_in_exchange(batch: dict[str, Tensor], ranks: int, options: dict[str, 
 @pytest.mark.parametrize(
     ("ranks", "options", "turn"),
     [
-        (3, DEDUP, 1),
+        pytest.param(3, DEDUP, 1, marks=pytest.mark.full),
         pytest.param(3, DEDUP, 6, marks=pytest.mark.full),  # in the backward
         pytest.param(3, PLAIN, 1, marks=pytest.mark.full),
         pytest.param(3, PLAIN, 4, marks=pytest.mark.full),
