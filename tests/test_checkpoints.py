@@ -307,13 +307,13 @@ def test_the_models_own_checkpoints(reentrant: bool) -> None:
 
 
 def test_transformers_own_checkpoints(recwarn: pytest.WarningsRecorder) -> None:
-    model, batch = tiny("llama")
+    model, batch = tiny("llama", layers=1)
     model.train()
     model.gradient_checkpointing_enable()  # type: ignore[operator]
     asked, full = (
         compile_model(model, batch, Mesh.of(), Options(checkpoint=name), outputs=()) for name in ("model", "full")
     )
-    assert [layer.layer for layer in asked.plan.checkpoints] == ["model.layers.0", "model.layers.1"]
+    assert [layer.layer for layer in asked.plan.checkpoints] == ["model.layers.0"]
     assert {x for layer in asked.plan.checkpoints for x in layer.again} == {
         x for layer in full.plan.checkpoints for x in layer.again
     }
