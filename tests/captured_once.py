@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import shutil
 import sys
 import tempfile
 import warnings
@@ -43,6 +44,7 @@ from autopar.ir.mesh import Mesh
 from autopar.precision import Precision
 
 FOLDER = "AUTOPAR_TESTS_CAPTURED"  # variable of the environment: of this run
+ROOM = 2 << 30  # bytes
 KEPT = 24  # graphs in a process, beside the files
 FEW = 12  # modules: so small a model is captured as fast as its key is made
 _NO_MESH = Mesh.of(dp=1)
@@ -101,12 +103,19 @@ def captured_by_each() -> Iterator[None]:
 @contextmanager
 def folder_of_run() -> Iterator[None]:
     """For the process that starts workers, which inherit the folder."""
-    with tempfile.TemporaryDirectory(prefix="autopar-tests-", ignore_cleanup_errors=True) as path:
+    with tempfile.TemporaryDirectory(prefix="autopar-tests-", dir=_in_memory(), ignore_cleanup_errors=True) as path:
         os.environ[FOLDER] = path
         try:
             yield
         finally:
             del os.environ[FOLDER]
+
+
+def _in_memory() -> str | None:
+    """A place for tens of thousands of small files, which a disk makes slowly; None where there is no such place."""
+    place = "/dev/shm"
+    roomy = os.access(place, os.W_OK) and shutil.disk_usage(place).free > ROOM
+    return place if roomy else None
 
 
 def _files() -> EntryFolder | None:
