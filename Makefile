@@ -15,9 +15,9 @@ CPU_INDEX := --timeout 15 --retries 1 --extra-index-url https://download.pytorch
 demo: $(STAMP)
 	$(PY) -m autopar demo
 
-# Three workers for two cores: some tests wait most of their time.
+# Four workers for two cores: some tests wait most of their time.
 test: $(STAMP)
-	$(PY) -m pytest tests -q -n 3 --dist loadfile --no-loadscope-reorder
+	$(PY) -m pytest tests -q -n 4 --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP)
 	$(PY) -m ruff check .
