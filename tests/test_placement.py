@@ -118,7 +118,7 @@ def test_join_is_the_inverse_of_piece(cut: tuple[torch.Tensor, Shard, int]) -> N
 
 @given(cuts(), st.integers(1, 3))
 def test_axes_nest(cut: tuple[torch.Tensor, Shard, int], outer: int) -> None:
-    """tp cuts first, dp cuts what tp left; whole_of takes it apart in the other order."""
+    """tp cuts first, dp cuts what tp left; `whole_of` puts it together in the other order."""
     x, shard, ranks = cut
     x = x.repeat_interleave(outer, (shard.dim + 1) % 3)
     mesh = Mesh.of(dp=outer, tp=ranks)

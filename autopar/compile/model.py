@@ -25,12 +25,12 @@ from autopar.compile.stage_cuts import cut_within_limit, fastest_cuts, follow_li
 from autopar.cost.axis_shares import axis_shares
 from autopar.cost.memory import most_static
 from autopar.ir.batch import with_constants
-from autopar.ir.graph import copy_graph, loss_places, mark_gradients, output_node, remove_dead_code
+from autopar.ir.graph import copy_graph, loss_places, output_node, remove_dead_code
 from autopar.ir.mesh import Mesh
 from autopar.ir.parameter import ParameterSpec
 from autopar.options import Options
 from autopar.passes.differentiate import lowered
-from autopar.passes.in_order import GLOBAL_PASSES, PLACEMENT_PASSES
+from autopar.passes.in_order import PLACEMENT_PASSES
 from autopar.passes.slice_tokens import slice_tokens
 from autopar.passes.split_prologue import split_prologue
 from autopar.plan import Plan, check_plan
@@ -94,7 +94,8 @@ def plan_model(
     exact: bool = False,
     shared: SharedCapture | None = None,
 ) -> tuple[Plan, tuple[ParameterSpec, ...]]:
-    """The plan, and what it makes of the parameters, without compiling: enough to hold and load them.
+    """The plan, and what it makes of the parameters: enough to hold and load them. Compiles only where a memory limit
+    leaves two ways to cut stages (`autopar.compile.stage_cuts`).
 
     Only the parameters' decisions are meant to be used; those that depend on the batch are made when it comes.
     ``shared`` keeps the capture for it.
@@ -138,8 +139,7 @@ def _compiled(
     timings = {} if timings is None else timings
     ctx = Compilation(mesh.with_micro_batches(options.micro_batches), observers=list(observers), timings=timings)
     ctx.observe("capture", gm)
-    gm = PassManager(GLOBAL_PASSES).run(gm, ctx)
-    mark_gradients(gm, [s.node for s in gm.meta["signature"].inputs if s.kind == "parameter" and s.requires_grad])
+    gm = normalized(gm, ctx)
     if outputs is not None:
         keep_outputs(gm, outputs)
     if plan is None:

@@ -1,4 +1,4 @@
-"""What is known of a model before a batch is compiled: its plan, the pieces of its parameters, the whole batch."""
+"""What is known of a model before a batch is compiled: its graph, ready for a plan, and the whole batch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Where stages are cut under a limit of memory: as an estimate says that they fit, or as they are fastest, where the
-estimate was wrong. So a higher limit never fits less than a lower one, and the least that is named does."""
+estimate was wrong. The least that is named is that of the fastest: these are tried under any limit, so it does."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def same_cuts(one: Plan, other: Plan) -> bool:
 def cut_within_limit(
     gm: GraphModule, mesh: Mesh, options: Options, train: bool, compiled: Callable[..., Compiled]
 ) -> Compiled:
-    """What ``compiled(graph)`` makes, or ``compiled(graph, fixed=plan)``. Raises LimitError with the lesser least."""
+    """What ``compiled(graph)`` makes, or ``compiled(graph, fixed=plan)``. Raises the LimitError of the fastest cuts."""
     kept = copy_graph(gm)
     try:
         return compiled(gm)
@@ -49,7 +49,4 @@ def cut_within_limit(
         plan = fastest_cuts(copy_graph(kept), mesh, options, train=train)
         if same_cuts(plan, error.plan):
             raise
-        try:
-            return compiled(kept, fixed=plan)
-        except LimitError as further:
-            raise min(error, further, key=lambda e: e.least) from None
+    return compiled(kept, fixed=plan)

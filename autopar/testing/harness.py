@@ -90,7 +90,7 @@ class Checked:
 def check_model(
     model: nn.Module, batch: Mapping[str, Any], mesh: Mesh, options: Options | None = None, **facts: Any
 ) -> Checked:
-    """Compile, run all ranks and micro-batches, compare_step with eager, which draws the same numbers if any are drawn.
+    """Compile, run all ranks and micro-batches, compare with eager, which draws the same numbers if any are drawn.
     ``facts`` go to `compile_model`."""
     compiled = compile_model(model, batch, mesh, options or Options(), exact=True, outputs=(), **facts)
     seed = 0 if any(s.kind == "seed" for s in compiled.signature.inputs) else None

@@ -96,7 +96,7 @@ class Sample:
 
     @functools.cached_property
     def graph(self) -> GraphModule:
-        """`sample_graph` it, to be copied, or to be typed again and again."""
+        """Its graph, to be copied, or to be typed again and again."""
         return sample_graph(self)
 
 

@@ -14,7 +14,8 @@ from functools import partial
 import torch
 from bench_peers import Outcome, measured, report
 from common import Workload, load, publish
-from expert_peers import deepspeed_ep, has_deepspeed, transformers_ep
+from expert_peers import deepspeed_ep, transformers_ep
+from memory_peers import has_deepspeed
 from peers import Runner, ours
 from torch import nn
 

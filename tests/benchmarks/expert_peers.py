@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import os
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from common import Workload
+from memory_peers import deepspeed_library
 from peers import Runner, _checkpoint, _part, _whole_gradients, eager
 from torch import Tensor, nn
 
@@ -28,11 +27,6 @@ def transformers_ep(work: Workload) -> Runner:
 
 
 # --- DeepSpeed --------------------------------------------------------------------------------------------
-
-
-def has_deepspeed() -> bool:
-    """Whether it is installed."""
-    return importlib.util.find_spec("deepspeed") is not None
 
 
 class Expert(nn.Module):
@@ -75,11 +69,8 @@ class DeepSpeedBlock(nn.Module):
 
 
 def deepspeed_ep(work: Workload) -> Runner:
-    """Its experts over all ranks, its data parallelism for everything else (``pip install --no-deps deepspeed``, and
-    hjson, py-cpuinfo, msgpack, einops, ninja, psutil, pydantic)."""
-    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": os.environ["RANK"]}
-    library: Any = importlib.import_module("deepspeed")
-    library.init_distributed(dist_backend="gloo")
+    """Its experts over all ranks, its data parallelism for everything else."""
+    library = deepspeed_library()
     moe = importlib.import_module("deepspeed.moe.layer").MoE
     plain: Any = work.model()
     for layer in plain.model.layers:

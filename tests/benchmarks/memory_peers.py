@@ -106,11 +106,8 @@ def fsdp2(
 
 
 def deepspeed(work: Workload, count: int, stage: int) -> Runner:
-    """DeepSpeed ZeRO, where it is installed (``pip install --no-deps deepspeed``, and hjson, py-cpuinfo, msgpack,
-    einops, ninja, psutil, pydantic). With buckets of 25 MiB, as the others: its own of 2 GB would be its peak."""
-    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": os.environ["RANK"]}
-    library: Any = importlib.import_module("deepspeed")
-    library.init_distributed(dist_backend="gloo")
+    """DeepSpeed ZeRO. With buckets of 25 MiB, as the others: its own of 2 GB would be its peak."""
+    library = deepspeed_library()
     plain = work.model()
     engine: Any = library.initialize(
         model=plain,
@@ -143,6 +140,15 @@ def deepspeed(work: Workload, count: int, stage: int) -> Runner:
         return total
 
     return Runner(engine.module, step, lambda: found, mean_loss=True)
+
+
+def deepspeed_library() -> Any:
+    """DeepSpeed on these ranks (``pip install --no-deps deepspeed``, and hjson, py-cpuinfo, msgpack, einops, ninja,
+    psutil, pydantic)."""
+    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": os.environ["RANK"]}
+    library: Any = importlib.import_module("deepspeed")
+    library.init_distributed(dist_backend="gloo")
+    return library
 
 
 def has_deepspeed() -> bool:
