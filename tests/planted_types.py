@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-import autopar.compile.model
+import autopar.compile.parameters
 import autopar.ir.conversions
 import autopar.passes.localize_shapes as localize
 from autopar.ir.conversions import is_conversion
@@ -177,7 +177,7 @@ _no_mean = {k: v for k, v in localize.LOCALIZERS.items() if "mean" not in str(k)
 in_code(
     "propagation", "norms are taken for frozen", "types", "ddp",
     patched(
-        autopar.compile.model, "mark_gradients", lambda gm, names: _mark(gm, [n for n in names if "norm" not in n])
+        autopar.compile.parameters, "mark_gradients", lambda gm, names: _mark(gm, [n for n in names if "norm" not in n])
     ),
 )  # fmt: skip
 in_code(
