@@ -36,6 +36,7 @@ from autopar.adapters.frozen import frozen_facts
 from autopar.adapters.function_watch import FunctionWatch
 from autopar.adapters.lazy import graph_module, lazy_code
 from autopar.adapters.module_changes import changes_as_values
+from autopar.adapters.roomy_stack import roomy
 from autopar.adapters.set_order import sets_in_order
 from autopar.exact import LiftFloat32
 from autopar.ir.batch import constants_of
@@ -132,6 +133,7 @@ def model_dtypes(model: nn.Module, precision: Precision) -> Dtypes:
     return dtypes_of(model, precision, adapter.in_float32(model) if adapter is not None else ())
 
 
+@roomy
 @resting_collector()
 @lazy_code()
 def capture(

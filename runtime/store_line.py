@@ -22,6 +22,7 @@ T = TypeVar("T")
 # while: where DNS is slow that takes the system's resolver 5 s, and once more (seen; torch 2.13, both backends).
 PATIENCE = 11.0
 LEAST = 3.0
+SLICE = 1.0  # seconds: no more is lost of a wait in which the process was suspended
 FIRST = 30.0  # for the first answer: to connect is to be a newcomer, and all ranks are at the same time
 
 
@@ -47,8 +48,13 @@ class Answer:
         self._done.release()
 
     def wait(self, seconds: float) -> bool:
-        """Whether it came within so many seconds. Once it came, nobody waits again."""
-        return self._done.acquire(timeout=seconds)
+        """Whether it came within so many seconds, of which none passes while this process is suspended. Once it came,
+        nobody waits again."""
+        while not self._done.acquire(timeout=min(seconds, SLICE)):
+            seconds -= SLICE
+            if seconds <= 0:
+                return False
+        return True
 
 
 class Line:

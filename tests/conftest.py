@@ -20,8 +20,10 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process that a test
 # torch's store looks up who connects, and serves nobody the while: seconds that tests of timeouts have not got.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
+from autopar.adapters.roomy_stack import roomy
 from tests.captured_once import FOLDER, folder_of_run, share_captures
 from tests.derived_once import share_derivatives
+from tests.launched import serve_workers
 from tests.ranks import run_ranks
 
 sys.dont_write_bytecode = False  # the same for workers
@@ -75,6 +77,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if FOLDER not in os.environ:  # of workers it is that of who starts them
         stack = contextlib.ExitStack()
         stack.enter_context(folder_of_run())
+        if getattr(config.option, "numprocesses", None):
+            serve_workers()
         config.add_cleanup(stack.close)
     config.addinivalue_line("markers", "full: a whole product of cases; runs only with -m full")
     # An op without a backward gives a silently wrong gradient: never only a warning.
@@ -103,6 +107,15 @@ def pytest_collection() -> Iterator[Any]:
     finally:
         gc.freeze()
         gc.enable()
+        gc.set_threshold(10_000, 20, 50)  # graphs are many objects that stay: a look at each 700 new ones finds little
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool:
+    """As pytest does, with room on the stack; what the test forks has it, too."""
+    names = pyfuncitem._fixtureinfo.argnames
+    roomy(pyfuncitem.obj)(**{name: pyfuncitem.funcargs[name] for name in names})
+    return True
 
 
 def cells_of(file: Path, items: Iterable[pytest.Item]) -> list[Any]:
@@ -117,7 +130,8 @@ def _ranks_inherit_cells_of_their_file(request: pytest.FixtureRequest) -> None:
     """What a file's tests will run on ranks is compiled before these are forked. Of other files nothing is: they may
     run on other workers, each of which would compile it again."""
     if "tests.cells" in sys.modules:
-        sys.modules["tests.cells"].expect(cells_of(request.path, request.session.items))
+        cells = cells_of(request.path, request.session.items)
+        roomy(sys.modules["tests.cells"].expect)(cells)
 
 
 @pytest.fixture(autouse=True, scope="module")

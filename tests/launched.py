@@ -1,6 +1,7 @@
 """Processes of `autopar.launch` in tests: what forks them has imported once what each of them would import.
 
     serve()                         from now on, for all that this process launches
+    serve_workers()                 for all that workers of this process launch: one server, not one of each
     in_child(body, *args)           in a process of its own that may make meshes and launch ranks
     in_fresh(body, *args)           in one in which no test has changed anything
 
@@ -16,7 +17,7 @@ import os
 import signal
 import traceback
 from collections.abc import Callable
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from unittest.mock import patch
 
 from tests.ranks import PR_SET_PDEATHSIG
 
+ADDRESS = "AUTOPAR_TESTS_SERVER"  # variable of the environment: of workers
 TIMEOUT, LEAVE = 600.0, 10.0  # seconds until there is an answer, and to clean up
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -31,9 +33,22 @@ ROOT = Path(__file__).resolve().parent.parent
 @functools.cache
 def serve() -> None:
     """Once per process. What `launch` asks for afterwards is there."""
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    if ADDRESS in os.environ:
+        server._forkserver_address, server._forkserver_alive_fd = os.environ[ADDRESS], os.open(os.devnull, os.O_RDONLY)
+        server.ensure_running = resource_tracker.ensure_running  # a server of somebody else, who outlives this process
+        return
     forkserver.set_forkserver_preload(["autopar.runtime.launch", "tests.launched_warm"])
     with patch.dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])):
         forkserver.ensure_running()
+
+
+def serve_workers() -> None:
+    """To be called before they are started. Of servers that also want a key each worker has its own."""
+    serve()
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    if not hasattr(server, "_forkserver_authkey"):
+        os.environ[ADDRESS] = server._forkserver_address
 
 
 def in_child(body: Callable[..., Any], *args: Any) -> Any:

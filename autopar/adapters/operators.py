@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,9 +30,10 @@ __all__ = [
 ]
 
 
-def argument_defaults(op: OpOverload) -> dict[str, Any]:
+@functools.cache
+def argument_defaults(op: OpOverload) -> Mapping[str, Any]:
     """Argument names in order, each with its default (None where there is none)."""
-    return {arg.name: arg.default_value for arg in op._schema.arguments}
+    return MappingProxyType({arg.name: arg.default_value for arg in op._schema.arguments})
 
 
 def name_of(op: OpOverload) -> str:

@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 
 from autopar.adapters.collector import resting_collector
 from autopar.adapters.lazy import lazy_code
+from autopar.adapters.roomy_stack import roomy
 from autopar.compile.fit_memory import LimitError, with_checkpoints
 from autopar.compile.loss_chunks import Made, in_chunks
 from autopar.compile.parameters import known_batch_dims, normalized
@@ -112,6 +113,7 @@ def plan_model(
     return plan, parameter_specs(gm, plan)
 
 
+@roomy
 @resting_collector()
 @lazy_code()
 def compile_graph(gm: GraphModule, mesh: Mesh, options: Options | None = None, **how: Any) -> Compiled:

@@ -35,7 +35,7 @@ def arguments(node: Node) -> dict[str, Any]:
     if not isinstance(target, OpOverload):
         names = _parameter_names(target) if callable(target) else ()
         return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    out = argument_defaults(target)
+    out = dict(argument_defaults(target))
     out.update(zip(out, node.args, strict=False))
     out.update(node.kwargs)
     return out
