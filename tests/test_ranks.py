@@ -75,6 +75,18 @@ def test_the_pool_is_reused_and_seeded() -> None:
     assert len({*run_ranks(2, draw), *run_ranks(2, draw)}) == 1
 
 
+def state_of(process: int) -> str:
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_ranks_without_work_are_suspended() -> None:
+    ranks = run_ranks(2, pid)
+    end = time.monotonic() + 10
+    while {state_of(x) for x in ranks} != {"T"}:
+        assert time.monotonic() < end
+    assert [y for _, y in run_ranks(2, total, torch.ones(()))] == [3.0, 3.0]
+
+
 def test_a_failing_rank_is_named_and_the_pool_restarts() -> None:
     before = run_ranks(2, pid)
     with pytest.raises(RankError, match=r"(?s)rank 1 raised.*KeyError: 'boom'"):
