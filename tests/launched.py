@@ -25,7 +25,7 @@ from unittest.mock import patch
 
 from tests.ranks import PR_SET_PDEATHSIG
 
-ADDRESS = "AUTOPAR_TESTS_SERVER"  # variable of the environment: of workers
+ADDRESS = "TESTS_SERVER"  # variable of the environment, of workers; those of autopar are in the keys of steps
 TIMEOUT, LEAVE = 600.0, 10.0  # seconds until there is an answer, and to clean up
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -127,7 +127,7 @@ def leg_of_each(names: list[str], sizes: Sizes, options: dict[str, Any], folder:
         if not first:
             run.load(str(at))
         found[name] = [run.step() for _ in range(steps)]
-        run.save(str(at), asynchronous=True)
+        run.save(str(at), asynchronous=True).wait()
     return found
 
 
