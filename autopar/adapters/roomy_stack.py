@@ -9,6 +9,7 @@ and all that is called from there finds room in it.
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -24,5 +25,6 @@ def roomy(function: Callable[P, T]) -> Callable[P, T]:
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         return function(*args, **kwargs)
 
-    call.__code__ = call.__code__.replace(co_stacksize=SLOTS)
+    code: types.CodeType = call.__code__  # type: ignore[attr-defined]
+    call.__code__ = code.replace(co_stacksize=SLOTS)  # type: ignore[attr-defined]
     return call
