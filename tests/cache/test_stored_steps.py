@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,27 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("AUTOPAR_CACHE_CHECK", "0")
     return tmp_path / "cache"
+
+
+class _Said(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """What the cache logs. (pytest looks at no logs: it would at three moments of every test.)"""
+    handler, logger = _Said(), logging.getLogger("autopar.cache")
+    before = logger.level
+    logger.setLevel(logging.DEBUG)
+    logger.addHandler(handler)
+    yield handler.texts
+    logger.removeHandler(handler)
+    logger.setLevel(before)
 
 
 def step(name: str, mesh: str, options: dict[str, Any], how: dict[str, Any]) -> Compiled:
@@ -211,12 +232,11 @@ class CountsElsewhere(Counting):
         return self.layer(x).mean() * TOTAL[0]
 
 
-def test_a_forward_that_changes_what_it_reads_is_not_stored(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, "autopar.cache")
+def test_a_forward_that_changes_what_it_reads_is_not_stored(folder: Path, said: list[str]) -> None:
     for _ in range(2):
         found = stored_step(skeleton_of(CountsElsewhere()), {"x": torch.zeros(8, 4)}, Mesh.of(dp=2), outputs=())
         assert type(found) is Compiled
-    assert "compiling it changes what it was compiled from" in caplog.text
+    assert "compiling it changes what it was compiled from" in str(said)
     assert not list(folder.rglob("*.step")) and TOTAL[0] >= 2
 
 
@@ -244,13 +264,12 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch
     assert type(step("mlp", "dp=2", {}, {})) is Compiled
 
 
-def test_what_the_key_cannot_tell_is_compiled(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, "autopar.cache")
+def test_what_the_key_cannot_tell_is_compiled(folder: Path, said: list[str]) -> None:
     model, batch = make("mlp")
     model.held = iter(())  # type: ignore[assignment]
     for _ in range(2):
         assert type(stored_step(skeleton_of(model), batch, Mesh.of(dp=2), outputs=())) is Compiled
-    assert "is not cached: a builtins.tuple_iterator" in caplog.text
+    assert "is not cached: a builtins.tuple_iterator" in str(said)
 
 
 class Moody(dict[str, int]):
@@ -260,14 +279,13 @@ class Moody(dict[str, int]):
         raise RuntimeError("go away")
 
 
-def test_objects_that_raise_are_no_error(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, "autopar.cache")
+def test_objects_that_raise_are_no_error(folder: Path, said: list[str]) -> None:
     model, batch = make("mlp")
     model.held = Moody()  # type: ignore[assignment]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(stored_steps, "step_key", lambda *a, **k: f"{model.held!r}")
         assert type(stored_step(model, batch, Mesh.of(dp=2), outputs=())) is Compiled
-    assert "is not cached" in caplog.text and "go away" in caplog.text
+    assert "is not cached" in str(said) and "go away" in str(said)
 
 
 # --- on ranks ---------------------------------------------------------------------------------------------

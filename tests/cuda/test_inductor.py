@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 import autopar
-from autopar.adapters import inductor
 from autopar.capture import capture
 from autopar.compile.model import compile_graph
 from autopar.ir.graph import copy_graph, outputs, placeholders, set_device
@@ -28,10 +27,10 @@ def given_to_inductor(monkeypatch: pytest.MonkeyPatch) -> list[tuple[GraphModule
     """(graph, inputs) of every compilation. What comes then runs on GPUs only: Inductor traces its patterns on one, and
     makes code with Triton."""
     found: list[tuple[GraphModule, list[Any]]] = []
-    monkeypatch.setattr(inductor, "joint_graph_passes", lambda gm: None)
+    monkeypatch.setattr("autopar.adapters.inductor.joint_graph_passes", lambda gm: None)
     for method, route in ROUTES.items():  # torch's decompositions call them where no function mode is asked
         monkeypatch.setattr(Tensor, method.__name__, route)
-    monkeypatch.setattr(inductor, "compile_fx_inner", lambda gm, inputs: found.append((gm, inputs)))
+    monkeypatch.setattr("autopar.adapters.inductor.compile_fx_inner", lambda gm, inputs: found.append((gm, inputs)))
     return found
 
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._inductor import config
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -335,8 +334,14 @@ def test_a_failed_collective_names_axis_node_and_rank(what: str, why: str) -> No
 # --- inductor -----------------------------------------------------------------------------------------
 
 
-@config.patch({"cpp.vec_isa_ok": False})  # whether Inductor finds vectors is its own matter, and takes it as long again
 def compiled() -> None:
+    from torch._inductor import config  # of which most processes of the tests make no use
+
+    with config.patch({"cpp.vec_isa_ok": False}):  # whether it finds vectors is its own matter, and takes as long again
+        _compiled()
+
+
+def _compiled() -> None:
     """Every raw collective in one graph, and a product whose sum is waited for, so that there is one compilation."""
     groups, me = Groups(init_mesh(tp=2)), dist.get_rank()
     shard = Shard(1, (8, 4, 4))

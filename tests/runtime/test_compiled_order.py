@@ -10,7 +10,6 @@ from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
-from torch._inductor.graph import GraphLowering
 
 import autopar
 from autopar.runtime.bind import bind
@@ -38,7 +37,8 @@ def calls(groups: Groups, shapes: list[tuple[int, ...]], build: Callable[..., An
     def stop(code: str) -> None:
         raise Made(code)
 
-    with patch.object(GraphLowering, "save_output_code", staticmethod(stop)), pytest.raises(Exception) as made:
+    saved = patch("torch._inductor.graph.GraphLowering.save_output_code", staticmethod(stop))
+    with saved, pytest.raises(Exception) as made:
         bind(graph_of(shapes, build), groups, "inductor")
     code = str(made.value)
     found = re.findall(r"(?:ops\._c10d_functional|extern_kernels)\.(\w+)(?:\.default)?\(", code)

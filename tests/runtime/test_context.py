@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._inductor import config
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -231,6 +230,8 @@ def test_every_algorithm_gives_the_whole_attention_and_sends_what_it_says(ranks:
 
 
 def attend_compiled(*args: Any) -> Any:
+    from torch._inductor import config
+
     with config.patch({"cpp.vec_isa_ok": False}):  # as in test_bind
         return attend(*args, "inductor")
 
