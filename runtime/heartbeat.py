@@ -109,7 +109,7 @@ class Heartbeat:
         self._still = self._still + 1 if sign == self._seen else 0
         self._seen = sign
         self.next = (self._watched, places_in(_line(sign, 2)))
-        # In beats of ours: no time passes for a job that is suspended.
+        # In beats of ours: nobody is silent because the job was suspended.
         if not sign or self._still * self.beat < max(SILENT, 3 * self.beat):
             return ""
         return self._given_up(store, self._watched)

@@ -16,8 +16,7 @@ import sys
 import sysconfig
 import time
 import types
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -146,45 +145,32 @@ def changed_autopar() -> str | None:
     for name, module in list(sys.modules.items()):
         if name != "autopar" and not name.startswith("autopar."):
             continue
-        key = _foreign_key(module)
-        if key is None:
-            key = next((found for cls in _OWN[module].classes if (found := _foreign_key(cls)) is not None), None)
-        if key is not None:
-            return f"{name}.{key}"
+        for holder in (module, *(x for x in vars(module).values() if isinstance(x, type) and x.__module__ == name)):
+            if (key := _foreign_key(holder)) is not None:
+                return f"{name}.{key}"
     return None
 
 
-@dataclass(frozen=True)
-class _Holder:
-    """A module or class that has been looked at, with nothing but our code. classes: that a module defines."""
-
-    values: list[Any]
-    functions: list[types.FunctionType]
-    codes: list[types.CodeType]
-    classes: list[type]
-
-    def is_still(self, values: Collection[Any]) -> bool:
-        """Whether it holds the same things, and the functions among them the same code."""
-        same = len(values) == len(self.values) and all(map(operator.is_, values, self.values))
-        return same and all(map(operator.is_, map(_code_of, self.functions), self.codes))
-
-
+_KINDS = {types.FunctionType, types.MethodType, property, staticmethod, classmethod}
 _code_of = operator.attrgetter("__code__")
-_OWN: dict[Any, _Holder] = {}
+_OWN: dict[Any, tuple[list[Any], list[types.FunctionType], list[types.CodeType]]] = {}  # looked at, and found ours
 
 
 def _foreign_key(holder: Any) -> str | None:
-    """The first entry of a module or class whose code is the user's."""
+    """The first entry of a module or class whose code is the user's. The same entries with the same code are looked at
+    once."""
+    held = [x for x in vars(holder).values() if type(x) in _KINDS]
     known = _OWN.get(holder)
-    if known is not None and known.is_still(vars(holder).values()):
-        return None
-    entries, functions = dict(vars(holder)), []
-    for key, value in entries.items():
+    if known is not None and len(known[0]) == len(held):
+        entries, functions, codes = known
+        if all(map(operator.is_, entries, held)) and all(map(operator.is_, map(_code_of, functions), codes)):
+            return None
+    functions = []
+    for key, value in list(vars(holder).items()):
         function = getattr(value, "fget", getattr(value, "__func__", value))
         if isinstance(function, types.FunctionType):
             if owner_of_function(function) == USER:
                 return str(key)
             functions.append(function)
-    classes = [x for x in entries.values() if isinstance(x, type) and x.__module__ == holder.__name__]
-    _OWN[holder] = _Holder([*entries.values()], functions, [*map(_code_of, functions)], classes)
+    _OWN[holder] = held, functions, [*map(_code_of, functions)]
     return None
