@@ -25,6 +25,7 @@ from tests.captured_once import FOLDER, folder_of_run, share_captures
 from tests.derived_once import share_derivatives
 from tests.launched import serve_workers
 from tests.ranks import run_ranks
+from tests.turns import LONG, set_turn
 
 sys.dont_write_bytecode = False  # the same for workers
 torch.set_num_threads(1)
@@ -74,6 +75,8 @@ DEAR = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        set_turn(LONG)
     if FOLDER not in os.environ:  # of workers it is that of who starts them
         stack = contextlib.ExitStack()
         stack.enter_context(folder_of_run())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -21,8 +22,10 @@ from autopar.cache.stored_steps import stored_step
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
 from tests.compiled_once import by_one, compiled_by_each
+from tests.launched import in_child
 from tests.plain_models import Metric, Net, Tied, build, numbers, part, put, tokens
 from tests.ranks import RankError, rank_outcomes, run_ranks
+from tests.turns import LONG, set_turn, turn
 
 
 def total(x: torch.Tensor) -> tuple[int, torch.Tensor]:
@@ -85,6 +88,19 @@ def test_ranks_without_work_are_suspended() -> None:
     while {state_of(x) for x in ranks} != {"T"}:
         assert time.monotonic() < end
     assert [y for _, y in run_ranks(2, total, torch.ones(()))] == [3.0, 3.0]
+
+
+def turns() -> tuple[float, float, float]:
+    before = turn()
+    set_turn(LONG)
+    return before, turn(), in_child(turn)
+
+
+def test_who_keeps_a_core_longer_forks_processes_that_do_not() -> None:
+    version = tuple(map(int, platform.release().split("-")[0].split(".")[:2])) if platform.system() == "Linux" else ()
+    before, mine, forked = in_child(turns)
+    assert forked == before < LONG
+    assert (mine == LONG) == (version >= (6, 12) and platform.machine() in ("x86_64", "aarch64"))
 
 
 def test_a_failing_rank_is_named_and_the_pool_restarts() -> None:
