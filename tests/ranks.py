@@ -45,6 +45,7 @@ from torch.distributed import distributed_c10d
 
 from autopar.runtime import failures
 from tests.compiled_once import compiled_by_one
+from tests.turns import take_turns_as_rank
 from tests.warm import warm
 
 GROUP_TIMEOUT = 30.0  # seconds until a collective whose peer is absent fails
@@ -330,6 +331,7 @@ def _worker(rank: int, n: int, port: int, pipe: Connection, inherited: list[Conn
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=n, timeout=datetime.timedelta(seconds=GROUP_TIMEOUT)
     )
+    take_turns_as_rank()
     while True:
         try:
             task = pipe.recv_bytes()

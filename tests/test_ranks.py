@@ -25,7 +25,7 @@ from tests.compiled_once import by_one, compiled_by_each
 from tests.launched import in_child
 from tests.plain_models import Metric, Net, Tied, build, numbers, part, put, tokens
 from tests.ranks import RankError, rank_outcomes, run_ranks
-from tests.turns import LONG, set_turn, turn
+from tests.turns import LONG, OF_LOOP, OF_RANK, loops, set_turn, turn
 
 
 def total(x: torch.Tensor) -> tuple[int, torch.Tensor]:
@@ -96,11 +96,18 @@ def turns() -> tuple[float, float, float]:
     return before, turn(), in_child(turn)
 
 
-def test_who_keeps_a_core_longer_forks_processes_that_do_not() -> None:
+def turns_of_rank() -> tuple[float, set[float]]:
+    return turn(), {turn(thread) for thread in loops()}
+
+
+def test_turns_on_a_core_are_long_for_who_computes_and_short_for_who_waits() -> None:
     version = tuple(map(int, platform.release().split("-")[0].split(".")[:2])) if platform.system() == "Linux" else ()
+    can_choose = version >= (6, 12) and platform.machine() in ("x86_64", "aarch64")
     before, mine, forked = in_child(turns)
     assert forked == before < LONG
-    assert (mine == LONG) == (version >= (6, 12) and platform.machine() in ("x86_64", "aarch64"))
+    assert (mine == LONG) == can_choose
+    for rank, threads in run_ranks(2, turns_of_rank):
+        assert (rank == OF_RANK) == can_choose and (threads == {OF_LOOP}) == can_choose
 
 
 def test_a_failing_rank_is_named_and_the_pool_restarts() -> None:

@@ -1,11 +1,14 @@
-"""How long a process of the tests keeps a core that it shares.
+"""How long processes and threads of the tests keep a core that they share.
 
     set_turn(LONG)          this process: up to 100 ms; what it forks takes turns as everybody
+    take_turns_as_rank()    a rank: 8 ms, and gloo's threads, which do not push it from its core, 0.1 ms
 
 The working sets of Python and torch are larger than the caches next to a core: four workers on two cores that change
 every 1.4 ms, as Linux has it, need 30 % more processor time than two. Linux gives longer turns since 6.12
-(sched_setattr(2)); before, and elsewhere, nothing happens. Ranks that send to each other keep short turns: gloo's
-threads burn theirs while the rank that holds a lock waits for one.
+(sched_setattr(2)); before, and elsewhere, nothing happens.
+
+Ranks wait for each other, and have shorter ones. gloo's thread asks again and again for the lock of a connection: while
+the rank that holds it waits for its turn, the thread burns its own.
 """
 
 from __future__ import annotations
@@ -14,22 +17,39 @@ import ctypes
 import os
 import platform
 import struct
+from pathlib import Path
 
 LONG = 0.1  # seconds, the longest that there is
+OF_RANK, OF_LOOP = 0.008, 0.0001
 _SET, _GET = {"x86_64": (314, 315), "aarch64": (274, 275)}.get(platform.machine(), (0, 0))  # numbers of system calls
 _RESET_ON_FORK = 1
 _FACTS = struct.Struct("=IIQiIQQQII")  # struct sched_attr: size, policy, flags, nice, priority, runtime in ns, ...
 
 
-def set_turn(seconds: float) -> None:
-    """Where it can be chosen. 0: as everybody."""
-    if _SET and hasattr(os, "SCHED_OTHER"):  # Linux
-        facts = _FACTS.pack(_FACTS.size, os.SCHED_OTHER, _RESET_ON_FORK, 0, 0, int(seconds * 1e9), 0, 0, 0, 0)
-        ctypes.CDLL(None).syscall(_SET, 0, facts, 0)
+def set_turn(seconds: float, thread: int = 0, *, yields: bool = False) -> None:
+    """Of the calling thread, or another one, where it can be chosen. ``yields``: it pushes nobody from a core."""
+    if _SET and hasattr(os, "SCHED_BATCH"):  # Linux
+        policy = os.SCHED_BATCH if yields else os.SCHED_OTHER
+        facts = _FACTS.pack(_FACTS.size, policy, _RESET_ON_FORK, 0, 0, int(seconds * 1e9), 0, 0, 0, 0)
+        ctypes.CDLL(None).syscall(_SET, thread, facts, 0)
 
 
-def turn() -> float:
-    """Seconds that this process has; 0 where it is not known."""
+def turn(thread: int = 0) -> float:
+    """Seconds of the calling thread, or another one; 0 where it is not known."""
     facts = ctypes.create_string_buffer(_FACTS.size)
-    found = _GET and hasattr(os, "SCHED_OTHER") and ctypes.CDLL(None).syscall(_GET, 0, facts, _FACTS.size, 0) == 0
+    found = _GET and hasattr(os, "SCHED_BATCH") and ctypes.CDLL(None).syscall(_GET, thread, facts, _FACTS.size, 0) == 0
     return _FACTS.unpack(facts.raw)[5] / 1e9 if found else 0.0
+
+
+def take_turns_as_rank() -> None:
+    """Of a process that has a group."""
+    set_turn(OF_RANK)
+    for thread in loops():
+        set_turn(OF_LOOP, thread, yields=True)
+
+
+def loops() -> list[int]:
+    """gloo's threads of this process."""
+    threads = Path("/proc/self/task")
+    found = threads.iterdir() if threads.exists() else ()
+    return [int(thread.name) for thread in found if (thread / "comm").read_text().startswith("gloo_tcp_loop")]
