@@ -22,22 +22,25 @@ from pathlib import Path
 LONG = 0.1  # seconds, the longest that there is
 OF_RANK, OF_LOOP = 0.008, 0.0001
 _SET, _GET = {"x86_64": (314, 315), "aarch64": (274, 275)}.get(platform.machine(), (0, 0))  # numbers of system calls
+_LINUX = _SET and hasattr(os, "SCHED_BATCH")
 _RESET_ON_FORK = 1
 _FACTS = struct.Struct("=IIQiIQQQII")  # struct sched_attr: size, policy, flags, nice, priority, runtime in ns, ...
 
 
-def set_turn(seconds: float, thread: int = 0, *, yields: bool = False) -> None:
-    """Of the calling thread, or another one, where it can be chosen. ``yields``: it pushes nobody from a core."""
-    if _SET and hasattr(os, "SCHED_BATCH"):  # Linux
-        policy = os.SCHED_BATCH if yields else os.SCHED_OTHER
-        facts = _FACTS.pack(_FACTS.size, policy, _RESET_ON_FORK, 0, 0, int(seconds * 1e9), 0, 0, 0, 0)
-        ctypes.CDLL(None).syscall(_SET, thread, facts, 0)
+def set_turn(seconds: float, thread: int = 0, *, yields: bool = False) -> bool:
+    """Of the calling thread, or another one; its niceness stays. ``yields``: it pushes nobody from a core. False where
+    the system does not know or allow it, or somebody has chosen how the thread is scheduled."""
+    if not _LINUX or os.sched_getscheduler(thread) != os.SCHED_OTHER:
+        return False
+    policy, nice = os.SCHED_BATCH if yields else os.SCHED_OTHER, os.getpriority(os.PRIO_PROCESS, thread)
+    facts = _FACTS.pack(_FACTS.size, policy, _RESET_ON_FORK, nice, 0, int(seconds * 1e9), 0, 0, 0, 0)
+    return bool(ctypes.CDLL(None).syscall(_SET, thread, facts, 0) == 0)
 
 
 def turn(thread: int = 0) -> float:
     """Seconds of the calling thread, or another one; 0 where it is not known."""
     facts = ctypes.create_string_buffer(_FACTS.size)
-    found = _GET and hasattr(os, "SCHED_BATCH") and ctypes.CDLL(None).syscall(_GET, thread, facts, _FACTS.size, 0) == 0
+    found = _LINUX and ctypes.CDLL(None).syscall(_GET, thread, facts, _FACTS.size, 0) == 0
     return _FACTS.unpack(facts.raw)[5] / 1e9 if found else 0.0
 
 
