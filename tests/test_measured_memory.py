@@ -35,6 +35,7 @@ from autopar.steps.graphs import Compiled
 from tests.benchmarks.meter import Meter
 from tests.ranks import retire_older_than, run_ranks
 from tests.subjects import SEED, Made, tiny
+from tests.turns import usual_turns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +120,7 @@ class _Holding:
 
 @contextlib.contextmanager
 def holding() -> Iterator[None]:
-    """Within: collectives keep what they read."""
+    """Within: collectives keep what they read, and gloo's threads let go of it as soon as they can."""
     launch = comm.Collective.launch
 
     def launched(self: Any, call: Any, *args: Any, **kwargs: Any) -> comm.PendingCollective:
@@ -129,7 +130,8 @@ def holding() -> Iterator[None]:
 
     comm.Collective.launch = launched  # type: ignore[method-assign]
     try:
-        yield
+        with usual_turns():
+            yield
     finally:
         comm.Collective.launch = launch  # type: ignore[method-assign]
 

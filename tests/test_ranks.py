@@ -25,7 +25,7 @@ from tests.compiled_once import by_one, compiled_by_each
 from tests.launched import in_child
 from tests.plain_models import Metric, Net, Tied, build, numbers, part, put, tokens
 from tests.ranks import RankError, rank_outcomes, run_ranks
-from tests.turns import LONG, OF_LOOP, OF_RANK, loops, set_turn, turn
+from tests.turns import LONG, OF_LOOP, OF_RANK, loops, set_turn, turn, usual_turns
 
 
 def total(x: torch.Tensor) -> tuple[int, torch.Tensor]:
@@ -103,8 +103,10 @@ def turns() -> tuple[float, bool, float, float, int]:
     return before, taken, turn(), in_child(turn), os.nice(0)
 
 
-def turns_of_rank() -> tuple[float, set[float]]:
-    return turn(), {turn(thread) for thread in loops()}
+def turns_of_rank() -> tuple[float, set[float], set[float]]:
+    with usual_turns():
+        usual = {turn(thread) for thread in (0, *loops())}
+    return turn(), {turn(thread) for thread in loops()}, usual
 
 
 def test_turns_on_a_core_are_long_for_who_computes_and_short_for_who_waits() -> None:
@@ -113,7 +115,8 @@ def test_turns_on_a_core_are_long_for_who_computes_and_short_for_who_waits() -> 
     can_choose = taken and version >= (6, 12)  # before, Linux takes it and does nothing
     assert forked == before < LONG and nice == os.nice(0) + 3
     assert (mine == LONG) == can_choose
-    for rank, threads in run_ranks(2, turns_of_rank):
+    for rank, threads, usual in run_ranks(2, turns_of_rank):
+        assert usual == {before}
         assert (rank == OF_RANK) == can_choose and (threads == {OF_LOOP}) == can_choose
 
 
