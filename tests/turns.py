@@ -20,7 +20,7 @@ import os
 import platform
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 LONG = 0.1  # seconds, the longest that there is
@@ -33,7 +33,7 @@ _FACTS = struct.Struct("=IIQiIQQQII")  # struct sched_attr: size, policy, flags,
 
 def set_turn(seconds: float, thread: int = 0, *, yields: bool = False) -> bool:
     """Of the calling thread, or another one; its niceness stays. ``yields``: it pushes nobody from a core. 0: as
-    everybody. False where the system does not know or allow it, or somebody has chosen how the thread is scheduled."""
+    everybody. False where the system does not know or allow it, or the thread is scheduled as idle or real-time."""
     if not _LINUX or os.sched_getscheduler(thread) & ~os.SCHED_RESET_ON_FORK not in (os.SCHED_OTHER, os.SCHED_BATCH):
         return False
     policy, nice = os.SCHED_BATCH if yields else os.SCHED_OTHER, os.getpriority(os.PRIO_PROCESS, thread)
@@ -68,6 +68,9 @@ def usual_turns() -> Iterator[None]:
 
 def loops() -> list[int]:
     """gloo's threads of this process."""
-    threads = Path("/proc/self/task")
-    found = threads.iterdir() if threads.exists() else ()
-    return [int(thread.name) for thread in found if (thread / "comm").read_text().startswith("gloo_tcp_loop")]
+    found = []
+    for thread in Path("/proc/self/task").glob("*"):
+        with suppress(OSError):  # of others, which end meanwhile
+            if (thread / "comm").read_text().startswith("gloo_tcp_loop"):
+                found.append(int(thread.name))
+    return found
