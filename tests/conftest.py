@@ -24,11 +24,13 @@ from autopar.adapters.roomy_stack import roomy
 from tests.captured_once import FOLDER, folder_of_run, share_captures
 from tests.derived_once import share_derivatives
 from tests.launched import serve_workers
+from tests.no_stacks import note_no_stacks
 from tests.ranks import run_ranks
 from tests.turns import LONG, set_turn
 
 sys.dont_write_bytecode = False  # the same for workers
 torch.set_num_threads(1)
+note_no_stacks()
 share_captures()
 share_derivatives(FOLDER)
 

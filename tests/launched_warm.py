@@ -11,9 +11,11 @@ from autopar.ir.mesh import Mesh
 from autopar.models.tiny import TINY
 from tests.captured_once import FOLDER, share_captures
 from tests.derived_once import share_derivatives
+from tests.no_stacks import note_no_stacks
 from tests.warm import warm
 
 torch.set_num_threads(1)  # a process with threads is not to be forked
+note_no_stacks()
 share_captures()
 share_derivatives(FOLDER)
 warm()

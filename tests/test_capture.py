@@ -307,3 +307,14 @@ def test_lines_of_forwards_are_those_of_the_whole_stack(monkeypatch: pytest.Monk
         monkeypatch.setattr(export, "lines_of_forwards", context)
         found += [node.meta.get("stack_trace") for node in capture(model, batch).graph.nodes]
     assert ours == torchs and any("forward" in lines for lines in ours if lines)
+
+
+def test_lines_are_of_the_model_alone() -> None:
+    """Not of a forward that captures it, as that of a model on a mesh does."""
+
+    def forward() -> list[str]:
+        graph = capture(nn.Linear(4, 2), {"input": torch.rand(3, 4)}).graph
+        return [lines for node in graph.nodes if (lines := node.meta.get("stack_trace"))]
+
+    found = forward()
+    assert found and all("in forward" in lines and __file__ not in lines for lines in found)

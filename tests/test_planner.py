@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from autopar.capture import capture
-from autopar.ir.graph import mark_gradients
+from autopar.ir.graph import copy_graph, mark_gradients
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import INVARIANT, Shard
 from autopar.models.tiny import TINY
@@ -23,19 +25,24 @@ from autopar.rewrite.pass_manager import PassManager
 from autopar.testing.harness import check_model
 
 
-def global_graph(model: nn.Module, batch: dict[str, Any], mesh: Mesh) -> torch.fx.GraphModule:
-    gm = PassManager(GLOBAL_PASSES).run(capture(model, batch), Compilation(mesh))
-    mark_gradients(gm, [s.node for s in gm.meta["signature"].inputs if s.requires_grad])
-    return gm
-
-
-def plan(model: nn.Module, batch: dict[str, Any], mesh: str, fixed: Plan | None = None, **options: Any) -> Plan:
+def plan_graph(captured: GraphModule, mesh: str, fixed: Plan | None = None, **options: Any) -> Plan:
     on = Mesh.parse(mesh)
-    return make_plan(global_graph(model, batch, on), on, Options(**options), fixed)
+    gm = PassManager(GLOBAL_PASSES).run(copy_graph(captured), Compilation(on))
+    mark_gradients(gm, [s.node for s in gm.meta["signature"].inputs if s.requires_grad])
+    return make_plan(gm, on, Options(**options), fixed)
+
+
+def plan(model: nn.Module, batch: dict[str, Any], mesh: str, **options: Any) -> Plan:
+    return plan_graph(capture(model, batch), mesh, **options)
+
+
+@functools.cache
+def tiny_graph(name: str, seq: int) -> GraphModule:
+    return capture(TINY[name].build(), TINY[name].batch(4, seq))
 
 
 def tiny(name: str, mesh: str, seq: int = 8, **options: Any) -> Plan:
-    return plan(TINY[name].build(), TINY[name].batch(4, seq), mesh, **options)
+    return plan_graph(tiny_graph(name, seq), mesh, **options)
 
 
 def cuts(found: Plan, axis: str = "tp", layer: str = ".0.") -> dict[str, str]:
@@ -134,9 +141,9 @@ def test_plan_of_another_graph_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"plan: made for a graph with parameters \w+, this one has \w+; make a new plan"
     ):
-        plan(TINY["llama"].build(), TINY["llama"].batch(4, 8), "tp=2", fixed=tiny("gpt2", "tp=2"))
+        tiny("llama", "tp=2", fixed=tiny("gpt2", "tp=2"))
     tiny_plan = tiny("llama", "tp=2")
-    again = plan(TINY["llama"].build(), TINY["llama"].batch(4, 16), "tp=2", fixed=tiny_plan)
+    again = tiny("llama", "tp=2", seq=16, fixed=tiny_plan)
     assert all(again.stored(n) == tiny_plan.stored(n) for n in again.parameters)
 
 

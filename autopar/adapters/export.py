@@ -63,7 +63,7 @@ def export(
             captured_backwards(),
             captured_derivatives(),
             silent_fakes(),
-            lines_of_forwards(),
+            lines_of_forwards(export.__code__),
             _autocast(autocast),
             noted_regions(),
         ):
