@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.fx import Graph, Node
+from torch.fx.graph import _Namespace
 
-from autopar.adapters.graph_nodes import copied_node, new_node
+from autopar.adapters.graph_nodes import _free_name, copied_node, new_node
 
 aten = torch.ops.aten
 
@@ -48,6 +51,14 @@ def _copied(copy: object) -> list[object]:
 
 def test_copies_are_torchs() -> None:
     assert _copied(copied_node) == _copied(Graph.node_copy)
+
+
+@given(st.lists(st.from_regex(r"\A(_|x|if|input|a_b|x_0)?_{0,2}([0-9]{1,2}|_1)?(_[0-9])?[ .é]?\Z"), max_size=12))
+def test_names_are_torchs(wanted: list[str]) -> None:
+    ours, torchs = _Namespace(), _Namespace()
+    for name in wanted:
+        assert not name or _free_name(ours, name) == torchs.create_name(name, None)
+    assert vars(ours) == vars(torchs)
 
 
 def test_a_copy_has_notes_of_its_own() -> None:

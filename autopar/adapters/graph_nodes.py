@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.fx import Graph, Node
+from torch.fx.graph import _illegal_names, _Namespace
 from torch.fx.immutable_collections import immutable_dict
 from torch.fx.node import map_arg
 
@@ -22,13 +23,26 @@ def new_node(
 ) -> Node:
     """A node at the insertion point, of this name (default: its target's) or one like it that no other node has."""
     names = graph._graph_namespace
-    name = names.create_name(name or graph._target_to_str(target), None)
+    name = _free_name(names, name) if name else names.create_name(graph._target_to_str(target), None)
     node = Node(graph, name, op, target, args, dict(kwargs) if kwargs else immutable_dict(), annotation)
     names.associate_name_with_obj(name, node)
     graph._insert(node)
     graph._find_nodes_lookup_table.insert(node)
     graph._len += 1
     return node
+
+
+def _free_name(names: _Namespace, wanted: str) -> str:
+    """`create_name` of what is a name already, of a node of another graph: half of what it costs to copy one."""
+    if wanted in names._used_names or wanted in _illegal_names or not (wanted.isascii() and wanted.isidentifier()):
+        return names.create_name(wanted, None)
+    base, _, number = wanted.rpartition("_")
+    if base and number.isdecimal():
+        names._base_count[base] = int(number)
+    else:
+        names._base_count.setdefault(wanted, 0)
+    names._used_names.add(wanted)
+    return wanted
 
 
 def copied_node(graph: Graph, node: Node, new: Callable[[Node], Any]) -> Node:
