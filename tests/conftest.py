@@ -92,6 +92,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:.*(all_gather_into_tensor|reduce_scatter_tensor).*:FutureWarning")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    from tests.forked_workers import fork_workers
+
+    fork_workers(config, specs)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if "full" not in (config.getoption("markexpr") or ""):

@@ -51,6 +51,13 @@ def serve_workers() -> None:
         os.environ[ADDRESS] = server._forkserver_address
 
 
+def forget_server() -> None:
+    """In a process that has inherited what another one knows of its server."""
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
+    serve.cache_clear()
+
+
 def in_child(body: Callable[..., Any], *args: Any) -> Any:
     """What ``body(*args)`` returns in a process that is forked from this one, which has imported and captured much."""
     return _answer(multiprocessing.get_context("fork"), body, args)

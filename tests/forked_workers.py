@@ -1,0 +1,128 @@
+"""Workers of xdist that are forked from the process which starts them: it has imported all files of tests, once.
+
+Otherwise each of four workers takes as long, on two cores. What is started later, for one that died, is a new process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import os
+import signal
+import sys
+import threading
+import traceback
+import types
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from execnet import gateway_io
+from execnet.gateway_base import Popen2IO
+
+from tests.launched import forget_server
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class _Worker:
+    """A process that waits for what execnet tells a new interpreter; ``told``, ``answers``: our ends of its pipes."""
+
+    pid: int
+    told: int
+    answers: int
+
+
+class _Forked(gateway_io.Popen2IOMaster):
+    """What execnet makes of a process that it has started."""
+
+    def __init__(self, worker: _Worker, execmodel: Any) -> None:
+        self.pid = worker.pid
+        Popen2IO.__init__(self, os.fdopen(worker.told, "wb"), os.fdopen(worker.answers, "rb"), execmodel)
+
+    def wait(self) -> int | None:
+        with suppress(ChildProcessError):
+            return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return None
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def fork_workers(config: pytest.Config, specs: Iterable[Any]) -> None:
+    """One for each of ``specs`` that asks for no more than a process here. To be called before there are threads."""
+    count = sum(map(_is_plain, specs))
+    _import_tests(config.args)
+    capture = config.pluginmanager.getplugin("capturemanager")
+    if capture is not None:
+        capture.suspend(in_=True)  # they have our output
+    try:
+        workers: list[_Worker] = []
+        for _ in range(count):
+            workers.append(_forked(workers))
+    finally:
+        if capture is not None:
+            capture.resume()
+    create_io = gateway_io.create_io
+
+    def forked_first(spec: Any, execmodel: Any) -> Any:
+        return _Forked(workers.pop(0), execmodel) if workers and _is_plain(spec) else create_io(spec, execmodel)
+
+    gateway_io.create_io = forked_first
+
+
+def _is_plain(spec: Any) -> bool:
+    return bool(spec.popen) and not (spec.python or spec.via or spec.chdir or spec.env or spec.nice)
+
+
+def _import_tests(args: Iterable[str]) -> None:
+    """Of the files and folders that are asked for. What cannot be imported is for the workers to say."""
+    gc.disable()
+    for arg in args:
+        path = Path(arg.partition("::")[0]).resolve()
+        for file in sorted(path.rglob("test_*.py")) if path.is_dir() else [path]:
+            with suppress(BaseException):
+                importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
+    gc.freeze()
+    gc.enable()
+
+
+def _forked(others: Iterable[_Worker]) -> _Worker:
+    asked, told = os.pipe()
+    answers, answered = os.pipe()
+    sys.stdout.flush(), sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        os.close(asked), os.close(answered)
+        return _Worker(pid, told, answers)
+    try:
+        for mine in (_Worker(0, told, answers), *others):
+            os.close(mine.told), os.close(mine.answers)
+        _be_new_interpreter(asked, answered)
+        exec(eval(sys.stdin.readline()), vars(sys.modules["__main__"]))  # as execnet's own command line
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush(), sys.stderr.flush()
+    os._exit(status)
+
+
+def _be_new_interpreter(stdin: int, stdout: int) -> None:
+    """What is there is of pytest as it was started, of which the new one knows nothing."""
+    for end, number in ((stdin, 0), (stdout, 1)):
+        os.dup2(end, number)
+        os.close(end)
+    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
+    sys.modules["__main__"] = types.ModuleType("__main__")  # else what a test launches imports pytest as its main
+    sys.argv = ["-c"]
+    sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != "AssertionRewritingHook"]
+    forget_server()
