@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import gc
 import importlib
+import logging
 import os
 import signal
 import sys
@@ -36,6 +37,13 @@ class _Worker:
     pid: int
     told: int
     answers: int
+
+
+class _ErrorsNow:
+    """What is ``sys.stderr`` when it is used."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stderr, name)
 
 
 class _Forked(gateway_io.Popen2IOMaster):
@@ -125,4 +133,7 @@ def _be_new_interpreter(stdin: int, stdout: int) -> None:
     sys.modules["__main__"] = types.ModuleType("__main__")  # else what a test launches imports pytest as its main
     sys.argv = ["-c"]
     sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != "AssertionRewritingHook"]
+    for handler in filter(None, (reference() for reference in logging._handlerList)):
+        if type(handler) is logging.StreamHandler:  # torch's have what pytest had in the place of stderr
+            handler.stream = _ErrorsNow()
     forget_server()
