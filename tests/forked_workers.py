@@ -65,18 +65,10 @@ class _Forked(gateway_io.Popen2IOMaster):
 
 def fork_workers(config: pytest.Config, specs: Iterable[Any]) -> None:
     """One for each of ``specs`` that asks for no more than a process here. To be called before there are threads."""
-    count = sum(map(_is_plain, specs))
     _import_tests(config.args)
-    capture = config.pluginmanager.getplugin("capturemanager")
-    if capture is not None:
-        capture.suspend(in_=True)  # they have our output
-    try:
-        workers: list[_Worker] = []
-        for _ in range(count):
-            workers.append(_forked(workers))
-    finally:
-        if capture is not None:
-            capture.resume()
+    workers: list[_Worker] = []
+    for _ in filter(_is_plain, specs):
+        workers.append(_forked(workers))
     create_io = gateway_io.create_io
 
     def forked_first(spec: Any, execmodel: Any) -> Any:
@@ -95,7 +87,7 @@ def _import_tests(args: Iterable[str]) -> None:
     for arg in args:
         path = Path(arg.partition("::")[0]).resolve()
         for file in sorted(path.rglob("test_*.py")) if path.is_dir() else [path]:
-            with suppress(BaseException):
+            with suppress(Exception, pytest.skip.Exception):
                 importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
     gc.freeze()
     gc.enable()
