@@ -25,9 +25,8 @@ import pytest
 from execnet import gateway_io
 from execnet.gateway_base import Popen2IO
 
-from tests.launched import forget_server
-
-ROOT = Path(__file__).resolve().parent.parent
+from autopar.adapters.collector import resting_collector
+from tests.launched import ROOT, forget_server
 
 
 @dataclass(frozen=True)
@@ -83,14 +82,13 @@ def _is_plain(spec: Any) -> bool:
 
 def _import_tests(args: Iterable[str]) -> None:
     """Of the files and folders that are asked for. What cannot be imported is for the workers to say."""
-    gc.disable()
-    for arg in args:
-        path = Path(arg.partition("::")[0]).resolve()
-        for file in sorted(path.rglob("test_*.py")) if path.is_dir() else [path]:
-            with suppress(Exception, pytest.skip.Exception):
-                importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
-    gc.freeze()
-    gc.enable()
+    with resting_collector():
+        for arg in args:
+            path = Path(arg.partition("::")[0]).resolve()
+            for file in sorted(path.rglob("test_*.py")) if path.is_dir() else [path]:
+                with suppress(Exception, pytest.skip.Exception):
+                    importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
+        gc.freeze()
 
 
 def _forked(others: Iterable[_Worker]) -> _Worker:
