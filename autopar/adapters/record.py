@@ -139,6 +139,9 @@ def fake_of(likes: ResultFacts, mode: FakeTensorMode) -> Any:
 
 
 MODE = new_mode()
+# What is recorded is remembered whole: torch's own memory of each operator's shapes is asked for what is new to it,
+# too, and takes longer to ask and to fill than most of them take to run.
+MODE.cache_enabled = False
 
 
 def record(
