@@ -8,6 +8,7 @@ A digest of code leaves out where it stands (its lines): that is for the digest 
 from __future__ import annotations
 
 import builtins
+import dis
 import functools
 import hashlib
 import importlib
@@ -15,7 +16,8 @@ import os
 import re
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from autopar.cache.libraries import USER, owner_of_module
@@ -30,7 +32,9 @@ _OF_TEXTS = (eval, exec, compile, __import__, importlib.import_module)
 _PURE = {"getenv", "fspath", "cpu_count"}
 _READS_FILES = {"read_text", "read_bytes", "open", "exists", "is_file", "is_dir", "iterdir", "glob", "stat"}
 _CLOCKS = {"now", "today", "utcnow"}
+_IMPORTS = dis.opmap["IMPORT_NAME"]
 _known_codes: dict[types.CodeType, str] = {}
+_known_names: dict[types.CodeType, CodeNames] = {}
 
 
 def code_digest(code: types.CodeType) -> str:
@@ -58,40 +62,64 @@ def _constant(x: Any) -> Any:
     return type(x).__name__, repr(x)
 
 
-def names_in(code: types.CodeType) -> set[str]:
-    """Names that code, and functions inside of it, read of their file or as attributes; texts in it that may be such
-    (``getattr(self, "gate")``)."""
-    found = set(code.co_names)
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            found |= names_in(const)
-        elif isinstance(const, str) and const.isidentifier():
-            found.add(const)
-        elif isinstance(const, (tuple, frozenset)):
-            found.update(x for x in const if isinstance(x, str) and x.isidentifier())
-    return found
+@dataclass(frozen=True)
+class CodeNames:
+    """Of code and the functions inside of it. names: what they read of their file or as attributes, and texts that may
+    be such (``getattr(self, "gate")``), in order; texts: all of them; imported: what they may import."""
+
+    names: tuple[str, ...]
+    texts: tuple[str, ...]
+    imported: tuple[str, ...]
+
+    @classmethod
+    def of(cls, code: types.CodeType) -> CodeNames:
+        found, texts = set(code.co_names), list[str]()
+        imported = code.co_names if _IMPORTS in code.co_code[::2] else ()
+        for const in code.co_consts:
+            if isinstance(const, types.CodeType):
+                inner = names_in(const)
+                found.update(inner.names)
+                texts += inner.texts
+                imported += inner.imported
+            elif isinstance(const, str):
+                texts.append(const)
+                found.update([const] if const.isidentifier() else ())
+            elif isinstance(const, (tuple, frozenset)):
+                found.update(x for x in const if isinstance(x, str) and x.isidentifier())
+        return cls(tuple(sorted(found)), tuple(texts), imported)
 
 
-def globals_read(function: types.FunctionType, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+def names_in(code: types.CodeType) -> CodeNames:
+    """Looked for once, where the code is of a file."""
+    known = _known_names.get(code)
+    if known is None or len(_known_names) > 1 << 16:
+        known = CodeNames.of(code)
+        if not code.co_filename.startswith("<"):
+            _known_names[code] = known
+    return known
+
+
+def globals_read(function: types.FunctionType, read: CodeNames) -> Iterator[tuple[str, Any]]:
     """(name, value) of what a function reads of its file, and of modules among that (``config.SCALE``, and what it
     imports while it runs), in the order of names."""
-    names = sorted(names)
     scope = function.__globals__
-    for name in names:
+    for name in read.names:
         if name in scope:
-            yield name, scope[name]
-            yield from _inside(name, scope[name], names, set())
+            value = scope[name]
+            yield name, value
+            if isinstance(value, types.ModuleType):
+                yield from _inside(name, value, read.names, set())
         elif name in _BUILTINS:
             yield name, _BUILTINS[name]
-    for name in function.__code__.co_names:  # of imports within it
+    for name in read.imported:
         for module in _imported(name, str(scope.get("__package__") or scope.get("__name__") or "")):
-            yield from _inside(name, module, names, set())
+            yield from _inside(name, module, read.names, set())
 
 
 def _imported(name: str, package: str) -> Iterator[types.ModuleType]:
     """Modules that an import of this name within a package may mean."""
     for path in _paths(name, package):
-        if (module := sys.modules.get(path)) is not None:
+        if isinstance(module := sys.modules.get(path), types.ModuleType):
             yield module
 
 
@@ -101,24 +129,26 @@ def _paths(name: str, package: str) -> tuple[str, ...]:
     return name, *(f"{'.'.join(parts[:i])}.{name}" for i in range(1, len(parts) + 1))
 
 
-def _inside(path: str, value: Any, names: list[str], seen: set[int]) -> Iterator[tuple[str, Any]]:
-    if not isinstance(value, types.ModuleType) or id(value) in seen:
+def _inside(path: str, module: types.ModuleType, names: tuple[str, ...], seen: set[int]) -> Iterator[tuple[str, Any]]:
+    if id(module) in seen:
         return
-    seen.add(id(value))
-    entries, package = vars(value), value.__name__.partition(".")[0]
-    others = owner_of_module(value.__name__) != USER  # what a library imports of others is its own business
-    for name in names:
+    seen.add(id(module))
+    entries, package = vars(module), module.__name__.partition(".")[0]
+    others = owner_of_module(module.__name__) != USER  # what a library imports of others is its own business
+    makes_up = not others and "__getattr__" in entries
+    for name in names if makes_up else [name for name in names if name in entries]:
         entry = entries.get(name)
         if others and isinstance(entry, types.ModuleType) and entry.__name__.partition(".")[0] != package:
             continue
-        if name not in entries and not others and "__getattr__" in entries:
+        if name not in entries:
             yield f"{path}.__getattr__", entries["__getattr__"]
-        if name in entries:
-            yield f"{path}.{name}", entries[name]
-            yield from _inside(f"{path}.{name}", entries[name], names, seen)
+            continue
+        yield f"{path}.{name}", entry
+        if isinstance(entry, types.ModuleType):
+            yield from _inside(f"{path}.{name}", entry, names, seen)
 
 
-def environment_read(names: set[str], texts: Iterable[str]) -> dict[str, str | None] | None:
+def environment_read(names: Collection[str], texts: Iterable[str]) -> dict[str, str | None] | None:
     """The environment's variables that code may read, those that it names; None where it makes up names."""
     if _ENVIRONMENT.isdisjoint(names):
         return {}
@@ -128,13 +158,13 @@ def environment_read(names: set[str], texts: Iterable[str]) -> dict[str, str | N
     return {text: os.environ.get(text) for text in known}
 
 
-def impurity(name: str, value: Any, names: set[str]) -> str | None:
+def impurity(name: str, value: Any, names: Collection[str]) -> str | None:
     """What a function that reads this may find out that is no part of it: the clock, files, the machine."""
     if isinstance(value, type):
         kind = f"{value.__module__}.{value.__qualname__}"
         if kind == "datetime.datetime" or kind == "datetime.date":
-            return "the clock" if names & _CLOCKS else None
-        return "files" if value.__module__.startswith("pathlib") and names & _READS_FILES else None
+            return "the clock" if not _CLOCKS.isdisjoint(names) else None
+        return "files" if value.__module__.startswith("pathlib") and not _READS_FILES.isdisjoint(names) else None
     if not callable(value):
         return None
     if any(value is f for f in _OF_TEXTS):

@@ -21,7 +21,7 @@ import os
 import re
 import sys
 import types
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from autopar.adapters.fake import Owned
@@ -79,10 +79,8 @@ class Reached(ReachedValues):
             self._say(f"{path}: {_file_digest(path, owner)}")
         for name in sorted(self.packages):
             self._say(f"{name} {version_of_package(name)}")
-        facts = [fact.encode("utf-8", "surrogatepass") for fact in self.facts]
-        digest = hashlib.blake2b(str([*map(len, facts)]).encode(), digest_size=20)  # where one ends counts, too
-        digest.update(b"".join(facts))
-        return digest.hexdigest()
+        text = repr(self.facts)  # quoted: where one ends counts, too
+        return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=20).hexdigest()
 
     # --- code ---------------------------------------------------------------------------------------------
 
@@ -155,15 +153,15 @@ class Reached(ReachedValues):
             self._follow(function)
 
     def _follow(self, f: types.FunctionType) -> None:
-        owner, names = self._owner(f), names_in(f.__code__)
+        owner, read = self._owner(f), names_in(f.__code__)
         file = f.__code__.co_filename
         if not file.startswith("<"):
             self.files[file] = owner
         self._say("reads of", f.__module__, f.__qualname__)
         before, self._lenient = self._lenient, owner == LIBRARY
         texts = []
-        for name, value in globals_read(f, names):
-            why = impurity(name, value, names) if owner == USER else None
+        for name, value in globals_read(f, read):
+            why = impurity(name, value, read.names) if owner == USER else None
             if why:
                 raise CannotTell(f"{f.__qualname__} reads {name}: {why}")
             if isinstance(value, types.ModuleType) or value is os.environ or value is sys.modules:
@@ -174,13 +172,13 @@ class Reached(ReachedValues):
                 texts.append(value)
             self._say(name)
             self._named(value)
-        variables = environment_read(names, [*texts, *_texts_in(f.__code__)])
+        variables = environment_read(read.names, [*texts, *read.texts])
         if variables is None and owner == USER:
             raise CannotTell(f"{f.__qualname__} reads variables of the environment whose names it makes up")
         for variable, text in (variables or {}).items():
             self._say("environment", variable, text)
         self._lenient = before
-        self._name_all(names)
+        self._name_all(read.names)
 
     def _named(self, value: Any) -> None:
         """What code reads by name. A class may be called."""
@@ -196,17 +194,16 @@ class Reached(ReachedValues):
                     if function is not None:
                         self._function_inside(function)
 
-    def _name_all(self, names: set[str]) -> None:
-        new = names - self._names
-        self._names |= new
-        for name in sorted(new & self._methods.keys()):
+    def _name_all(self, names: Iterable[str]) -> None:
+        self._names.update(names)
+        for name in sorted(self._methods.keys() & names):
             for function in self._methods.pop(name):
                 self._function_inside(function)
 
 
 def _function_of(value: Any) -> types.FunctionType | None:
     """That an entry of a class calls."""
-    for name in ("__func__", "fget", "func", "__wrapped__"):
+    for name in ("__func__", "fget", "func", "__wrapped__") if type(value) in _WRAPPERS else ():
         if not isinstance(value, types.FunctionType):
             value = getattr(value, name, value) if type(value) in _WRAPPERS else value
     return value if isinstance(value, types.FunctionType) else None
@@ -216,11 +213,6 @@ def _plain(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"{type(value).__name__}[{', '.join(map(_plain, value))}]"
     return repr(value) if type(value) in (bool, int, float, str, type(None)) else type(value).__qualname__
-
-
-def _texts_in(code: types.CodeType) -> list[str]:
-    found = [x for x in code.co_consts if isinstance(x, str)]
-    return found + [text for x in code.co_consts if isinstance(x, types.CodeType) for text in _texts_in(x)]
 
 
 def _file_digest(path: str, owner: str) -> str:

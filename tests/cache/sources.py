@@ -115,3 +115,18 @@ READS = {
         "C().n", "class C:\n    def __init__(self): self.n = float(open('n').read())\n"
     ),
 }
+
+WITHIN = """
+        def inner():
+            from users_other import helper
+            return helper()
+        return self.up(x).mean() * inner()
+"""
+OTHERS = (  # what calls a file of the user's
+    calling("users_other.helper()", "import users_other\n"),
+    calling("users_other.made_up", "import users_other\n"),
+    calling("helper()", "from users_other import helper\n"),
+    NET.replace(CALLS, "        import users_other\n        return self.up(x).mean() * users_other.helper()\n"),
+    NET.replace(CALLS, "        from users_other import helper\n        return self.up(x).mean() * helper()\n"),
+    NET.replace(CALLS, WITHIN),
+)

@@ -27,7 +27,7 @@ from autopar.ir.mesh import Mesh
 from autopar.options import Options
 from autopar.passes import differentiate
 from autopar.schedule.request import SCHEDULES
-from tests.cache.sources import CALLS, EDITS, HEAD, NET, READS, calling
+from tests.cache.sources import CALLS, EDITS, HEAD, NET, OTHERS, READS, calling
 from tests.subjects import tiny
 
 
@@ -110,14 +110,8 @@ def test_edits(name: str, tmp_path: Path) -> None:
 
 
 def test_another_file(tmp_path: Path) -> None:
-    """What is imported from a file of the user's, at the top or within the forward."""
-    for source in (
-        calling("users_other.helper()", "import users_other\n"),
-        calling("users_other.made_up", "import users_other\n"),
-        calling("helper()", "from users_other import helper\n"),
-        NET.replace(CALLS, "        import users_other\n        return self.up(x).mean() * users_other.helper()\n"),
-        NET.replace(CALLS, "        from users_other import helper\n        return self.up(x).mean() * helper()\n"),
-    ):
+    """What is imported from a file of the user's, at the top, within the forward or within a function there."""
+    for source in OTHERS:
         keys = []
         for value in (2, 2, 3):
             load(f"N = {value}\ndef helper(): return N\ndef __getattr__(name): return N\n", tmp_path, "users_other")
