@@ -17,6 +17,7 @@ import sysconfig
 import time
 import types
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -142,35 +143,51 @@ def renamed() -> Iterator[str]:
 
 def changed_autopar() -> str | None:
     """Where somebody has put code of their own into autopar, if they have."""
-    for name, module in list(sys.modules.items()):
-        if name != "autopar" and not name.startswith("autopar."):
-            continue
-        for holder in (module, *(x for x in vars(module).values() if isinstance(x, type) and x.__module__ == name)):
-            if (key := _foreign_key(holder)) is not None:
-                return f"{name}.{key}"
+    for name, module in [pair for pair in list(sys.modules.items()) if pair[0].partition(".")[0] == "autopar"]:
+        key = _foreign_key(module)
+        if key is None:
+            key = next((found for cls in _OWN[module].classes if (found := _foreign_key(cls)) is not None), None)
+        if key is not None:
+            return f"{name}.{key}"
     return None
 
 
-_KINDS = {types.FunctionType, types.MethodType, property, staticmethod, classmethod}
+@dataclass(frozen=True)
+class _Holder:
+    """A module or class that has been looked at, with nothing but our code. classes: that a module defines."""
+
+    values: list[Any]
+    functions: list[types.FunctionType]
+    codes: list[types.CodeType]
+    classes: list[type]
+
+    def is_still(self, holder: Any) -> bool:
+        """Whether it holds the same things, and the functions among them the same code: those are equal to nothing but
+        themselves."""
+        try:
+            same = [*vars(holder).values()] == self.values
+        except Exception:  # what is compared with another may do anything
+            return False
+        return same and [*map(_code_of, self.functions)] == self.codes
+
+
 _code_of = operator.attrgetter("__code__")
-_OWN: dict[Any, tuple[list[Any], list[types.FunctionType], list[types.CodeType]]] = {}  # looked at, and found ours
+_OWN: dict[Any, _Holder] = {}  # an entry that is replaced lives until its module is looked at again
 
 
 def _foreign_key(holder: Any) -> str | None:
     """The first entry of a module or class whose code is the user's. The same entries with the same code are looked at
     once."""
-    held = [x for x in vars(holder).values() if type(x) in _KINDS]
     known = _OWN.get(holder)
-    if known is not None and len(known[0]) == len(held):
-        entries, functions, codes = known
-        if all(map(operator.is_, entries, held)) and all(map(operator.is_, map(_code_of, functions), codes)):
-            return None
-    functions = []
-    for key, value in list(vars(holder).items()):
+    if known is not None and known.is_still(holder):
+        return None
+    entries, functions = dict(vars(holder)), []
+    for key, value in entries.items():
         function = getattr(value, "fget", getattr(value, "__func__", value))
         if isinstance(function, types.FunctionType):
             if owner_of_function(function) == USER:
                 return str(key)
             functions.append(function)
-    _OWN[holder] = held, functions, [*map(_code_of, functions)]
+    classes = [x for x in entries.values() if isinstance(x, type) and x.__module__ == holder.__name__]
+    _OWN[holder] = _Holder([*entries.values()], functions, [*map(_code_of, functions)], classes)
     return None

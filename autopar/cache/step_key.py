@@ -10,6 +10,7 @@ A rank's coordinate is no part of it: compiling makes the same on all ranks.
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -97,6 +98,7 @@ def _add_tables(reached: Reached) -> None:
     reached.add("algorithms", [f"{name} {_entry(entry)}" for name, entry in _entries(ALGORITHMS)])
 
 
+@functools.lru_cache(4096)
 def _op_name(op: Any) -> str:
     return f"{op.__module__}.{op.__qualname__}" if isinstance(op, types.FunctionType) else str(op)
 
