@@ -6,13 +6,15 @@ folder of the run. Who has forgotten (`derivatives.forget`: an operator is no lo
 
 from __future__ import annotations
 
+import copyreg
+import functools
 import hashlib
 import io
 import os
 import pickle
+from collections import ChainMap
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,8 +32,8 @@ class DerivedOnce(dict[Any, Any]):
 
     def get(self, key: Any, default: Any = None) -> Any:
         if key not in self and (path := self._path(key)) is not None:
-            with suppress(OSError, EOFError, pickle.UnpicklingError):
-                super().__setitem__(key, pickle.loads(path.read_bytes()))
+            with suppress(OSError, EOFError, pickle.UnpicklingError), open(path, "rb") as file:
+                super().__setitem__(key, pickle.load(file))
                 self.read += 1
         return super().get(key, default)
 
@@ -42,22 +44,30 @@ class DerivedOnce(dict[Any, Any]):
         text = io.BytesIO()
         with suppress(OSError, pickle.PicklingError, TypeError, AttributeError):
             _Pickler(text).dump(value)
-            path.parent.mkdir(exist_ok=True)
-            own = path.with_suffix(f".{os.getpid()}")
-            own.write_bytes(text.getvalue())
-            os.replace(own, path)
+            with open(path, "xb", buffering=0) as file:  # who reads half of it finds nothing
+                file.write(text.getvalue())
 
     def clear(self) -> None:
         super().clear()
         self._variable = ""
 
-    def _path(self, key: Any) -> Path | None:
+    def _path(self, key: Any) -> str | None:
         folder = os.environ.get(self._variable)
         if not folder:
             return None
-        target, *rest = key
+        target, args, operands, needs, arriving, surroundings = key
         name = str(target) if isinstance(target, OpOverload) else f"{target.__module__}.{target.__qualname__}"
-        return Path(folder, "derived", hashlib.blake2b(f"{name} {rest}".encode(), digest_size=20).hexdigest())
+        facts = [x and (x.shape, x.stride, x.offset, x.dtype) for x in (*operands, *(arriving or ()))]
+        text = f"{name} {args} {facts} {len(operands)} {needs} {arriving is None} {surroundings}"
+        return f"{_made(folder)}/{hashlib.blake2b(text.encode(), digest_size=20).hexdigest()}"
+
+
+@functools.cache
+def _made(folder: str) -> str:
+    """Of files of one kind, in the folder of the run."""
+    path = os.path.join(folder, "derived")
+    os.makedirs(path, exist_ok=True)
+    return path
 
 
 def share_derivatives(variable: str) -> None:
@@ -65,9 +75,12 @@ def share_derivatives(variable: str) -> None:
     derivatives._KNOWN = DerivedOnce(variable)
 
 
+def _reduced(x: OpOverload) -> tuple[Callable[..., Any], tuple[str, ...]]:
+    return _operator, (*str(x).split("."),)
+
+
 class _Pickler(pickle.Pickler):
-    def reducer_override(self, x: Any) -> tuple[Callable[..., Any], tuple[str, ...]] | Any:
-        return (_operator, (*str(x).split("."),)) if isinstance(x, OpOverload) else NotImplemented
+    dispatch_table = ChainMap({OpOverload: _reduced}, copyreg.dispatch_table)  # type: ignore[arg-type]
 
 
 def _operator(space: str, name: str, overload: str) -> OpOverload:

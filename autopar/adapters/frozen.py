@@ -22,14 +22,13 @@ from autopar.adapters.fake import MARKS
 from autopar.adapters.function_watch import Refused, is_outside
 from autopar.adapters.rebuild import walk_attributes
 
-_SIMPLE = (bool, int, float, complex, str, type(None))
+_SIMPLE = {bool, int, float, complex, str, type(None)}
 _SIZED = (list, dict, set, deque)
 _SEEDS = ("initial_seed", "seed", "manual_seed", "get_rng_state", "set_rng_state")
 _EVERY_STEP = (
     " while it is captured, and the result would be the same in every step; call it outside of the forward and pass "
     "the result in as a tensor, or use dropout"
 )
-_DYNAMO = ("._torchdynamo_", ".__dynamo_")  # notes of torch's own on functions, when they are first called
 _REPLACED = "made by an earlier forward"
 _GENERATOR = "generator"
 _SHOWN = 4
@@ -141,7 +140,12 @@ def _state(root: nn.Module) -> dict[str, Any]:
     """What can be compared of all that is reached from a module: numbers and texts, sizes, states of generators."""
     registered = {id(t) for t in (*root.parameters(), *root.buffers())}
     facts = ((path, state_of(x)) for path, x in walk_attributes(root) if id(x) not in registered)
-    return {path.lstrip("."): fact for path, fact in facts if fact is not None and not any(x in path for x in _DYNAMO)}
+    return {path.lstrip("."): fact for path, fact in facts if fact is not None and not _is_dynamos(path)}
+
+
+def _is_dynamos(path: str) -> bool:
+    """Notes of torch's own on functions, when they are first called."""
+    return "dynamo_" in path and ("._torchdynamo_" in path or ".__dynamo_" in path)
 
 
 def state_of(x: Any) -> Any:

@@ -28,6 +28,8 @@ _COPYING = threading.RLock()
 _ATOMS = (
     type, types.ModuleType, types.CodeType, str, bytes, int, float, complex, type(None), SymInt, SymFloat, SymBool,
 )  # fmt: skip
+_LEAVES = (*_ATOMS, Tensor)
+_PLAIN = frozenset([str, int, float, bool, type(None), type])  # most of what there is
 _SHARED = (  # what the copy holds in common with the original, since it cannot be copied
     type(threading.Lock()), type(threading.RLock()), types.ModuleType, types.GeneratorType, types.CoroutineType,
     io.TextIOWrapper, io.BufferedReader, io.BufferedWriter,
@@ -47,7 +49,7 @@ def rebuild(model: nn.Module, tensors: Mapping[int, Tensor], other: Callable[[Te
 
 def children(x: Any) -> Iterator[tuple[str, Any]]:
     """(label, value) of all that a Python object holds: attributes, entries, what a function has closed over."""
-    if isinstance(x, (*_ATOMS, Tensor)):
+    if isinstance(x, _LEAVES):
         return
     if isinstance(x, (list, tuple, set, frozenset, deque)):
         yield from ((f"[{i}]", value) for i, value in enumerate(list(x)))
@@ -95,8 +97,8 @@ def walk_attributes(root: Any) -> Iterator[tuple[str, Any]]:
     while queue:
         path, x = queue.popleft()
         yield path, x
-        for label, value in children(x):
-            if id(value) not in seen or isinstance(value, _ATOMS):
+        for label, value in children(x) if type(x) not in _PLAIN else ():
+            if id(value) not in seen or type(value) in _PLAIN or isinstance(value, _ATOMS):
                 seen.add(id(value))
                 queue.append((f"{path}{label}", value))
 
