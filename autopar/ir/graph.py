@@ -81,9 +81,9 @@ def _collect(items: Iterable[Any], found: list[Node]) -> None:
 def frozen(value: Any, leaf: Callable[[Any], Hashable]) -> Hashable:
     """Nested arguments as a key: ``leaf`` says what stands for what is no list, tuple or dict."""
     if isinstance(value, (list, tuple)):
-        return tuple(frozen(x, leaf) for x in value)
-    if isinstance(value, Mapping):
-        return tuple((name, frozen(x, leaf)) for name, x in value.items())
+        return tuple([frozen(x, leaf) for x in value])
+    if isinstance(value, dict):
+        return tuple([(name, frozen(x, leaf)) for name, x in value.items()])
     return leaf(value)
 
 
