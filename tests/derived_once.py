@@ -15,7 +15,7 @@ import pickle
 from collections import ChainMap
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -80,7 +80,7 @@ def _reduced(x: OpOverload) -> tuple[Callable[..., Any], tuple[str, ...]]:
 
 
 class _Pickler(pickle.Pickler):
-    dispatch_table = ChainMap({OpOverload: _reduced}, copyreg.dispatch_table)  # type: ignore[arg-type]
+    dispatch_table: ClassVar[Any] = ChainMap({OpOverload: _reduced}, copyreg.dispatch_table)  # type: ignore[arg-type]
 
 
 def _operator(space: str, name: str, overload: str) -> OpOverload:
