@@ -129,10 +129,18 @@ def _paths(name: str, package: str) -> tuple[str, ...]:
     return name, *(f"{'.'.join(parts[:i])}.{name}" for i in range(1, len(parts) + 1))
 
 
-def _inside(path: str, module: types.ModuleType, names: tuple[str, ...], seen: set[int]) -> Iterator[tuple[str, Any]]:
+def _inside(path: str, module: types.ModuleType, names: Collection[str], seen: set[int]) -> Iterator[tuple[str, Any]]:
     if id(module) in seen:
         return
     seen.add(id(module))
+    for name, entry in entries_named(module, names):
+        yield f"{path}.{name}", entry
+        if isinstance(entry, types.ModuleType):
+            yield from _inside(f"{path}.{name}", entry, names, seen)
+
+
+def entries_named(module: types.ModuleType, names: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """(name, value) of what is in a module under one of these names, in their order; of what it may make up, how."""
     entries, package = vars(module), module.__name__.partition(".")[0]
     others = owner_of_module(module.__name__) != USER  # what a library imports of others is its own business
     makes_up = not others and "__getattr__" in entries
@@ -140,12 +148,7 @@ def _inside(path: str, module: types.ModuleType, names: tuple[str, ...], seen: s
         entry = entries.get(name)
         if others and isinstance(entry, types.ModuleType) and entry.__name__.partition(".")[0] != package:
             continue
-        if name not in entries:
-            yield f"{path}.__getattr__", entries["__getattr__"]
-            continue
-        yield f"{path}.{name}", entry
-        if isinstance(entry, types.ModuleType):
-            yield from _inside(f"{path}.{name}", entry, names, seen)
+        yield (name, entry) if name in entries else ("__getattr__", entries["__getattr__"])
 
 
 def environment_read(names: Collection[str], texts: Iterable[str]) -> dict[str, str | None] | None:
@@ -165,6 +168,8 @@ def impurity(name: str, value: Any, names: Collection[str]) -> str | None:
         if kind == "datetime.datetime" or kind == "datetime.date":
             return "the clock" if not _CLOCKS.isdisjoint(names) else None
         return "files" if value.__module__.startswith("pathlib") and not _READS_FILES.isdisjoint(names) else None
+    if value is sys.modules:
+        return "a module that is found by a text"
     if not callable(value):
         return None
     if any(value is f for f in _OF_TEXTS):

@@ -17,6 +17,8 @@ from __future__ import annotations
 import contextvars
 import functools
 import hashlib
+import itertools
+import operator
 import os
 import re
 import sys
@@ -25,7 +27,14 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from autopar.adapters.fake import Owned
-from autopar.cache.code_reached import code_digest, environment_read, globals_read, impurity, names_in
+from autopar.cache.code_reached import (
+    code_digest,
+    entries_named,
+    environment_read,
+    globals_read,
+    impurity,
+    names_in,
+)
 from autopar.cache.libraries import (
     LIBRARY,
     TRUSTED,
@@ -34,7 +43,7 @@ from autopar.cache.libraries import (
     owner_of_module,
     version_of_package,
 )
-from autopar.cache.values_reached import CACHED, CannotTell, ReachedValues
+from autopar.cache.values_reached import CACHED, FINDERS, CannotTell, ReachedValues
 
 _CALLED = {
     "forward", "train", "eval", "named_parameters", "named_buffers", "named_modules", "modules", "parameters",
@@ -58,6 +67,10 @@ class Reached(ReachedValues):
         self._own_packages = {cls.__module__.partition(".")[0] for cls in classes}
         self._names: set[str] = set()
         self._methods: dict[str, list[types.FunctionType]] = {}  # not named yet
+        self._held: list[tuple[types.ModuleType, bool]] = []  # modules that values are; whether of libraries' objects
+        self._searched: list[types.ModuleType] = []  # that the user's code may search by texts
+        self._texts: set[str] = set()  # that may be names: of so many facts
+        self._looked = 0
         self._functions: list[types.FunctionType] = []  # to follow
         self._followed: set[types.FunctionType] = set()
         self.files: dict[str, str] = {}  # file -> whose
@@ -147,10 +160,32 @@ class Reached(ReachedValues):
             self._followed.add(f)
             self._functions.append(f)
 
+    def _file(self, x: types.ModuleType) -> None:
+        self._say("python module", x.__name__)
+        self._held.append((x, self._lenient))
+        self._look_into(x, self._names, self._lenient)
+
+    def _look_into(self, module: types.ModuleType, names: Iterable[str], lenient: bool = False) -> None:
+        """What stands in a module under names of what may be read of it. ``lenient``: by libraries alone."""
+        owner, before = owner_of_module(module.__name__), self._lenient
+        for name, value in entries_named(module, sorted(names)):
+            why = None if lenient else impurity(name, value, self._names)
+            if why:
+                raise CannotTell(f"{module.__name__}.{name} may be read: {why}")
+            if owner != TRUSTED:
+                self._lenient = owner == LIBRARY
+                self._say(name)
+                self._named(value)
+        self._lenient = before
+
     def _follow_all(self) -> None:
-        while self._functions:
-            function = self._functions.pop()
-            self._follow(function)
+        while self._functions or (self._finds_by_text and self._looked < len(self.facts)):
+            while self._functions:
+                self._follow(self._functions.pop())
+            if self._finds_by_text:  # what is a text anywhere may be a name, or several: "gates.first"
+                facts, self._looked = self.facts[self._looked :], len(self.facts)
+                texts = [text for kind, text in itertools.pairwise(facts) if kind == str.__name__]
+                self._name_texts(part for text in texts for part in text.split(".") if part.isidentifier())
 
     def _follow(self, f: types.FunctionType) -> None:
         owner, read = self._owner(f), names_in(f.__code__)
@@ -159,26 +194,40 @@ class Reached(ReachedValues):
             self.files[file] = owner
         self._say("reads of", f.__module__, f.__qualname__)
         before, self._lenient = self._lenient, owner == LIBRARY
-        texts = []
-        for name, value in globals_read(f, read):
+        values = list(globals_read(f, read))
+        for name, value in values:
             why = impurity(name, value, read.names) if owner == USER else None
             if why:
                 raise CannotTell(f"{f.__qualname__} reads {name}: {why}")
-            if isinstance(value, types.ModuleType) or value is os.environ or value is sys.modules:
-                continue
-            if isinstance(value, str):
-                if owner == LIBRARY and _SESSION.fullmatch(value):
-                    continue
-                texts.append(value)
+            if not (isinstance(value, types.ModuleType) or value is os.environ or value is sys.modules):
+                self._read(name, value)
+        self._read_environment(f, owner, [x for _, x in values if isinstance(x, str)])
+        self._lenient = before
+        self._name_all(read.names)
+        if owner == USER and any(_is_finder(x) for _, x in values):
+            self._search(f, [x for _, x in values])
+
+    def _read(self, name: str, value: Any) -> None:
+        if not (isinstance(value, str) and self._lenient and _SESSION.fullmatch(value)):
             self._say(name)
             self._named(value)
+
+    def _read_environment(self, f: types.FunctionType, owner: str, texts: list[str]) -> None:
+        read = names_in(f.__code__)
         variables = environment_read(read.names, [*texts, *read.texts])
         if variables is None and owner == USER:
             raise CannotTell(f"{f.__qualname__} reads variables of the environment whose names it makes up")
         for variable, text in (variables or {}).items():
             self._say("environment", variable, text)
-        self._lenient = before
-        self._name_all(read.names)
+
+    def _search(self, f: types.FunctionType, values: list[Any]) -> None:
+        """The user's code finds by texts what it reads of these, or of its own file."""
+        self._finds_by_text |= any(x is finder for x in values for finder in FINDERS)
+        own = sys.modules.get(str(f.__globals__.get("__name__")))
+        for module in [*values, own] if any(x is globals or x is vars for x in values) else values:
+            if isinstance(module, types.ModuleType) and owner_of_module(module.__name__) == USER:
+                self._searched.append(module)
+                self._look_into(module, self._texts)
 
     def _named(self, value: Any) -> None:
         """What code reads by name. A class may be called."""
@@ -195,10 +244,20 @@ class Reached(ReachedValues):
                         self._function_inside(function)
 
     def _name_all(self, names: Iterable[str]) -> None:
-        self._names.update(names)
-        for name in sorted(self._methods.keys() & names):
+        new = set(names) - self._names
+        self._names |= new
+        for name in sorted(self._methods.keys() & new):
             for function in self._methods.pop(name):
                 self._function_inside(function)
+        for module, lenient in list(self._held):
+            self._look_into(module, new, lenient)
+
+    def _name_texts(self, texts: Iterable[str]) -> None:
+        new = set(texts) - self._texts
+        self._texts |= new
+        for module in list(self._searched):
+            self._look_into(module, new)
+        self._name_all(new)
 
 
 def _function_of(value: Any) -> types.FunctionType | None:
@@ -207,6 +266,10 @@ def _function_of(value: Any) -> types.FunctionType | None:
         if not isinstance(value, types.FunctionType):
             value = getattr(value, name, value) if type(value) in _WRAPPERS else value
     return value if isinstance(value, types.FunctionType) else None
+
+
+def _is_finder(value: Any) -> bool:
+    return isinstance(value, operator.attrgetter) or any(value is f for f in FINDERS)
 
 
 def _plain(value: Any) -> str:

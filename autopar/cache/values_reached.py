@@ -49,6 +49,7 @@ _TEXTS = (
     range, torch.dtype, torch.layout, torch.memory_format, torch.device, complex, bytes, bytearray,
     types.GenericAlias, types.UnionType, type(...), type(NotImplemented), inspect.Signature, torch.finfo, torch.iinfo,
 )  # fmt: skip
+FINDERS = (getattr, vars, globals, operator.attrgetter)  # of names in texts
 _BASES = (dict, list, tuple, set, frozenset, str, int, float, collections.deque)
 _ORDERED = (str, int, float, bool, bytes, type(None), type, torch.dtype, tuple, enum.Enum)
 _OF_A_PROCESS = {"_original_object_hash"}  # numbers that differ in each
@@ -60,8 +61,8 @@ class CannotTell(Exception):
 
 
 class ReachedValues(abc.ABC):
-    """``owned``: the tensors of the model that the objects belong to; ``classes``: of its modules. What classes and
-    functions are is for the subclass."""
+    """``owned``: the tensors of the model that the objects belong to; ``classes``: of its modules. What classes,
+    functions and Python's modules are is for the subclass."""
 
     def __init__(self, owned: Owned | None, classes: Collection[type]) -> None:
         self._owned, self._classes = owned, {*classes, *map(str, classes)}
@@ -70,12 +71,19 @@ class ReachedValues(abc.ABC):
         self._kept: list[Any] = []
         self._storages: dict[int, int] = {}
         self._lenient = False  # within what only libraries read
+        self._finds_by_text = False  # whether the user's code does
 
     @abc.abstractmethod
     def _class(self, cls: type) -> None: ...
 
     @abc.abstractmethod
     def _function(self, f: types.FunctionType) -> None: ...
+
+    @abc.abstractmethod
+    def _file(self, x: types.ModuleType) -> None: ...
+
+    @abc.abstractmethod
+    def _name_texts(self, texts: Iterable[str]) -> None: ...
 
     def _say(self, *facts: Any) -> None:
         self.facts.extend(map(str, facts))
@@ -229,7 +237,12 @@ class ReachedValues(abc.ABC):
             self._walk(x.__self__)
 
     def _partial(self, x: Any) -> None:
+        self._finds_by_text |= not self._lenient and any(x.func is f for f in FINDERS)
         self._walk_all("partial", (x.func, x.args, x.keywords, x.__dict__))
+
+    def _getter(self, x: Any) -> None:
+        self._say(repr(x))
+        self._name_texts(re.findall(r"\w+", repr(x)))
 
     def _cached(self, x: Any) -> None:
         self._say("cached")
@@ -275,7 +288,7 @@ _WALKS: dict[type, Callable[[ReachedValues, Any], None]] = {
     property: ReachedValues._property,
     functools.cached_property: lambda self, x: self._walk(x.func),
     functools.singledispatchmethod: lambda self, x: self._walk(x.func),
-    types.ModuleType: lambda self, x: self._say("python module", x.__name__),
+    types.ModuleType: lambda self, x: self._file(x),
     weakref.ref: lambda self, x: self._walk(x()),
     types.CodeType: lambda self, x: self._say("code", code_digest(x)),
     re.Pattern: lambda self, x: self._say("pattern", x.pattern, x.flags),
@@ -283,5 +296,5 @@ _WALKS: dict[type, Callable[[ReachedValues, Any], None]] = {
     contextvars.ContextVar: lambda self, x: self._walk(x.get(None)),
     **{kind: lambda self, x: self._say("attribute", x.__qualname__) for kind in _ATTRIBUTE_KINDS},
     operator.itemgetter: lambda self, x: self._say(repr(x)),
-    operator.attrgetter: lambda self, x: self._say(repr(x)),
+    operator.attrgetter: ReachedValues._getter,
 }

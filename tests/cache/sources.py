@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 HEAD = "import torch, os, time, math, functools, enum, dataclasses, numpy\nfrom torch import nn\n"
 NET = """
 class Net(nn.Module):
@@ -21,6 +23,12 @@ CALLS = "        return ((self.down(self.act(self.up(x))) * self.scale - 1) ** 2
 def calling(text: str, before: str = "") -> str:
     """A model whose forward calls something, and what stands before it."""
     return before + NET.replace(CALLS, f"        return self.down(self.up(x) * {text}).mean()\n")
+
+
+def holding(value: str, text: str, before: str = "import users_other\n") -> str:
+    """A model that holds a value, and whose forward calls something."""
+    held = calling(text, before).replace("self.scale, self.names", "self.held, self.scale, self.names")
+    return held.replace("= 2.0,", f"= {value}, 2.0,")
 
 
 EDITS: dict[str, tuple[str, str, str]] = {
@@ -110,6 +118,8 @@ READS = {
     "a name made up": calling("float(os.environ[f'users_{x.dim()}'])"),
     "a text that is code": calling("eval('1 + 1')"),
     "a module by a text": calling("__import__('users_other').n"),
+    "a module that is loaded": calling("sys.modules['users_other'].N", "import sys\n"),
+    "the clock, in a value": holding("time", "self.held.time()", ""),
     "its process": calling("os.getpid()"),
     "a file in an object that it makes": calling(
         "C().n", "class C:\n    def __init__(self): self.n = float(open('n').read())\n"
@@ -122,6 +132,7 @@ WITHIN = """
             return helper()
         return self.up(x).mean() * inner()
 """
+GATE = "    def gate({0}): return users_other.N\n"
 OTHERS = (  # what calls a file of the user's
     calling("users_other.helper()", "import users_other\n"),
     calling("users_other.made_up", "import users_other\n"),
@@ -129,4 +140,15 @@ OTHERS = (  # what calls a file of the user's
     NET.replace(CALLS, "        import users_other\n        return self.up(x).mean() * users_other.helper()\n"),
     NET.replace(CALLS, "        from users_other import helper\n        return self.up(x).mean() * helper()\n"),
     NET.replace(CALLS, WITHIN),
+    # in a value, which is read under a name of any code
+    holding("users_other", "self.held.helper()"),
+    holding("{'a': users_other}", "self.held['a'].N"),
+    holding("functools.partial(getattr, users_other, 'N')", "self.held()"),
+    calling("f()", "import users_other\ndef f(m=users_other): return m.helper()\n"),
+    calling("f()", "import users_other\ndef make(m):\n    return lambda: m.N\nf = make(users_other)\n"),
+    # under a name that is a text elsewhere
+    calling("get(users_other)", "import users_other, operator\nget = operator.attrgetter('N')\n"),
+    holding("'N'", "getattr(users_other, self.held)"),
+    holding("{'a': 'gate'}", "getattr(self, self.held['a'])()") + GATE.format("self"),
+    holding("'gate'", "globals()[self.held]()") + textwrap.dedent(GATE).format(""),
 )
