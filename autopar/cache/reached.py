@@ -223,8 +223,12 @@ class Reached(ReachedValues):
     def _search(self, f: types.FunctionType, values: list[Any]) -> None:
         """The user's code finds by texts what it reads of these, or of its own file."""
         self._finds_by_text |= any(x is finder for x in values for finder in FINDERS)
-        own = sys.modules.get(str(f.__globals__.get("__name__")))
-        for module in [*values, own] if any(x is globals or x is vars for x in values) else values:
+        if any(x is globals or x is vars for x in values):
+            own = sys.modules.get(str(f.__globals__.get("__name__")))
+            if own is None or vars(own) is not f.__globals__:
+                raise CannotTell(f"{f.__qualname__} finds things by texts in a file that is no module")
+            values = [*values, own]
+        for module in values:
             if isinstance(module, types.ModuleType) and owner_of_module(module.__name__) == USER:
                 self._searched.append(module)
                 self._look_into(module, self._texts)
