@@ -20,7 +20,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from autopar.ir.expert_layers import dispatch_of
-from autopar.ir.graph import arguments, describe, insert_call, is_call, set_argument, tensor_operands, values
+from autopar.ir.graph import arguments, calls_of, describe, insert_call, is_call, set_argument, tensor_operands, values
 from autopar.ir.meta import inherit
 
 aten, ours = torch.ops.aten, torch.ops.autopar
@@ -39,7 +39,8 @@ _BESIDE = (  # take something else beside rows
 def routed_sizes(gm: GraphModule) -> None:
     """See the module's docstring. Raises ValueError for a value beside rows of which nobody knows its rows."""
     routed: dict[Node, int] = {}
-    for node in list(gm.graph.nodes):
+    starts = calls_of(gm.graph, *_ROWS, ours.moe_dispatch_backward.default, ours.add_copies.default)
+    for node in list(gm.graph.nodes) if starts else ():
         if is_call(node, operator.getitem) and node.args[0].target in _ROWS:
             source, number = node.args
             if number in _ROWS[source.target] and _is_routed(source, routed):

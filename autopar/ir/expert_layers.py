@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 import autopar.ops.moe  # noqa: F401  (registers the operators)
 from autopar.ir.conversions import is_conversion, uncast
-from autopar.ir.graph import arguments, global_shape, is_call
+from autopar.ir.graph import arguments, calls_of, global_shape, is_call
 from autopar.ir.placement import Shard
 
 ours = torch.ops.autopar
@@ -47,7 +47,7 @@ class ExpertPlan:
 
 def dispatches(gm: GraphModule) -> list[Node]:
     """Where tokens are sorted by expert, one for each layer."""
-    return [node for node in gm.graph.nodes if is_call(node, ours.moe_dispatch.default)]
+    return calls_of(gm.graph, ours.moe_dispatch.default)
 
 
 def pairs_per_expert(dispatch: Node, factor: float) -> int:

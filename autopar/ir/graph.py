@@ -29,6 +29,11 @@ def is_call(node: Node, *targets: Any) -> bool:
     return node.op == "call_function" and node.target in targets
 
 
+def calls_of(graph: Graph, *targets: Any) -> list[Node]:
+    """The nodes that call one of the targets, in order. Without a look at the others."""
+    return sorted(n for t in targets for n in graph.find_nodes(op="call_function", target=t, sort=False))
+
+
 def arguments(node: Node) -> dict[str, Any]:
     """The arguments of a call by the names of its operator's schema, defaults filled in."""
     target = node.target
@@ -64,7 +69,8 @@ def tensor_operands(node: Node) -> list[Node]:
     """Operand nodes in the order of the arguments, lists flattened, repeats kept."""
     found: list[Node] = []
     _collect(node.args, found)
-    _collect(node.kwargs.values(), found)
+    if node.kwargs:
+        _collect(node.kwargs.values(), found)
     return found
 
 
@@ -72,10 +78,8 @@ def _collect(items: Iterable[Any], found: list[Node]) -> None:
     for value in items:
         if isinstance(value, Node):
             found.append(value)
-        elif isinstance(value, (list, tuple)):
-            _collect(value, found)
-        elif isinstance(value, dict):
-            _collect(value.values(), found)
+        elif isinstance(value, (list, tuple, dict)):
+            _collect(value.values() if isinstance(value, dict) else value, found)
 
 
 def frozen(value: Any, leaf: Callable[[Any], Hashable]) -> Hashable:

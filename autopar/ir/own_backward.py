@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
-from autopar.ir.graph import is_call, reach, tensor_operands
+from autopar.ir.graph import calls_of, is_call, reach, tensor_operands
 from autopar.ir.meta import signature_of
 from autopar.ops.gradient import HOLE, OWN_BACKWARD, RESULT
 
@@ -67,7 +67,7 @@ def own_backwards(graph: Graph) -> list[OwnBackward]:
 def inside_of(graph: Graph) -> set[Node]:
     """Holes, and everything that depends on one: values that nobody knows before the gradients are."""
     found: set[Node] = set()
-    for node in graph.nodes:
+    for node in graph.nodes if calls_of(graph, HOLE) else ():
         if is_call(node, HOLE) or (_passes(node) and any(x in found for x in node.all_input_nodes)):
             found.add(node)
     return found

@@ -19,7 +19,7 @@ from autopar.attention.layouts import LAYOUTS
 from autopar.attention.problem import Mask, Problem
 from autopar.cost.hardware import device_of, links_of
 from autopar.cost.topology import Topology
-from autopar.ir.graph import arguments, describe, global_shape, has_gradient, is_call
+from autopar.ir.graph import arguments, calls_of, describe, global_shape, has_gradient
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Shard
 from autopar.options import Options
@@ -50,7 +50,7 @@ def plan_context(gm: GraphModule, mesh: Mesh, options: Options) -> ContextPlan:
     attention, and for an algorithm that cannot run one of them."""
     plan = ContextPlan()
     ranks = mesh.size(AXIS)
-    attentions = [n for n in gm.graph.nodes if is_call(n, ATTENTION)]
+    attentions = calls_of(gm.graph, ATTENTION)
     longest = max((_tokens(n)[0] for n in attentions if not any(s % ranks for s in _tokens(n))), default=0)
     chosen = [n for n in attentions if _can_be_cut(n, ranks, plan, longest)]
     if not chosen:

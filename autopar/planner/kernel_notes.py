@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from autopar.attention.operator import FACT_NAMES
-from autopar.ir.graph import arguments, is_call
+from autopar.ir.graph import arguments, calls_of
 from autopar.ops.facts import Facts
 from autopar.ops.kernels import expected_kernel
 from autopar.ops.kernels.chips import MODERN
@@ -26,7 +26,7 @@ _PLAIN = "on GPUs in plain products, all scores at once"
 
 def kernel_notes(gm: GraphModule) -> list[tuple[str, str]]:
     """("attention", how many and why) of a normalised global graph, one for each reason."""
-    nodes = [node for node in gm.graph.nodes if is_call(node, torch.ops.autopar.attention.default)]
+    nodes = calls_of(gm.graph, torch.ops.autopar.attention.default)
     counts = Counter(why for node in nodes if (why := _why_plain(node)))
     return [("attention", f"{count} of {len(nodes)} {why}") for why, count in counts.items()]
 

@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from autopar.cost.flops import flops
 from autopar.cost.hardware import DEFAULT, Device
 from autopar.cost.topology import Topology
-from autopar.ir.graph import arguments, describe, is_call, nbytes, shape, tensor_operands
+from autopar.ir.graph import arguments, calls_of, describe, is_call, nbytes, shape, tensor_operands
 from autopar.ir.mesh import Mesh
 from autopar.ir.storages import shares_storage
 from autopar.options import Options
@@ -28,7 +28,7 @@ GRID = 8  # tokens; slices begin at multiples of it where the sequence is long e
 
 def token_count(gm: GraphModule) -> int:
     """How many tokens the sequence has: the queries of causal attention. Raises ValueError without any."""
-    attentions = [n for n in gm.graph.nodes if is_call(n, ATTENTION)]
+    attentions = calls_of(gm.graph, ATTENTION)
     causal = {shape(arguments(n)["q"])[2] for n in attentions if arguments(n)["causal"]}
     if len(causal) != 1:
         found = f"attention over {sorted(causal)} tokens" if causal else "none"

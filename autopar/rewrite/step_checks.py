@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.ir.graph import arguments, describe, outputs, placeholders
+from autopar.ir.graph import arguments, calls_of, describe, outputs, placeholders
 from autopar.ops.traits import COLLECTIVES
 from autopar.rewrite.compilation import Compilation
 from autopar.steps.graphs import StepGraph
@@ -56,12 +56,11 @@ def _type(node: Node) -> Result:
 
 def _moved(gm: GraphModule) -> Moved:
     found: Moved = Counter()
-    for node in gm.graph.nodes:
-        if node.op == "call_function" and node.target in COLLECTIVES:
-            known = arguments(node)
-            x = known["x"].meta["val"]
-            for axis in known["axis"].split(","):  # a sum over joined axes is one over each
-                found[str(node.target), axis, known.get("op", ""), str(x.dtype)] += x.numel()
+    for node in calls_of(gm.graph, *COLLECTIVES):
+        known = arguments(node)
+        x = known["x"].meta["val"]
+        for axis in known["axis"].split(","):  # a sum over joined axes is one over each
+            found[str(node.target), axis, known.get("op", ""), str(x.dtype)] += x.numel()
     return found
 
 
@@ -86,9 +85,9 @@ def _check_order(gm: GraphModule) -> None:
     """Every call has what it takes before it, and somebody who takes what it makes."""
     made: set[Node] = set()
     for node in gm.graph.nodes:
-        for x in node.all_input_nodes:
-            if x not in made:
-                raise StepError(f"{describe(node)} runs before {describe(x)}, which it takes")
+        if not made.issuperset(node.all_input_nodes):
+            late = next(x for x in node.all_input_nodes if x not in made)
+            raise StepError(f"{describe(node)} runs before {describe(late)}, which it takes")
         if node.op == "call_function" and not node.users:
             raise StepError(f"{describe(node)} is made for nobody")
         made.add(node)

@@ -8,7 +8,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from autopar.ir.conversions import uncast
-from autopar.ir.graph import describe, is_call, layer_of
+from autopar.ir.graph import calls_of, describe, is_call, layer_of
 from autopar.rewrite.compilation import Compilation
 from autopar.rewrite.step_checks import StepError
 
@@ -17,8 +17,8 @@ ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 def check_plain(gm: GraphModule, ctx: Compilation) -> None:
     """Nothing takes a value through a detach or an alias: patterns of operators are found behind each other."""
-    for node in gm.graph.nodes:
-        if is_call(node, *ALIASES) and any(user.op != "output" for user in node.users):
+    for node in calls_of(gm.graph, *ALIASES):
+        if any(user.op != "output" for user in node.users):
             raise StepError(f"{describe(node)} stands between a value and its users")
 
 
@@ -42,7 +42,7 @@ def gathers_by_layer(gm: GraphModule) -> list[list[Node]]:
     """Gathers in order, grouped by the layer that uses them first."""
     groups: list[list[Node]] = []
     last = None
-    for node in gm.graph.nodes:
+    for node in calls_of(gm.graph, torch.ops.autopar.all_gather.default):
         if is_parameter_gather(node):
             layer = layer_of(node) or layer_of(next(iter(node.users)))
             if not groups or layer != last:
