@@ -49,5 +49,5 @@ def copied_node(graph: Graph, node: Node, new: Callable[[Node], Any]) -> Node:
     """The copy of a node of another graph; ``new`` gives what stands for its operands here."""
     args, kwargs = map_arg((node.args, node.kwargs), new)
     made = new_node(graph, node.op, node.target, args, kwargs, node.name, node.type)
-    made.meta = dict(node.meta)
+    made.meta.update(**node.meta)  # an attribute that is set takes the node out of the graph's table, and in again
     return made

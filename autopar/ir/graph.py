@@ -94,8 +94,9 @@ def frozen(value: Any, leaf: Callable[[Any], Hashable]) -> Hashable:
 def values(node: Node) -> tuple[torch.Tensor, ...]:
     """The (fake) tensors a node makes: one, or several for a multi-output op."""
     val = node.meta["val"]
-    several = val if isinstance(val, (tuple, list)) else (val,)
-    return tuple(v for v in several if isinstance(v, torch.Tensor))
+    if isinstance(val, torch.Tensor):
+        return (val,)
+    return tuple(v for v in val if isinstance(v, torch.Tensor)) if isinstance(val, (tuple, list)) else ()
 
 
 def shape(node: Node) -> tuple[int, ...]:
@@ -227,7 +228,7 @@ def add_placeholder(graph: Graph, name: str, after: Node | None = None, like: No
             node = graph.placeholder(name)
     node.target = node.name
     if like is not None:
-        node.meta = dict(like.meta)
+        node.meta.update(**like.meta)
     return node
 
 

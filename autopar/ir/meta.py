@@ -78,7 +78,7 @@ TYPES = ("placements", "global_shape")
 
 def inherit(new: Node, old: Node, keys: Iterable[str]) -> None:
     """Note on ``new`` what is noted on ``old`` under some keys."""
-    new.meta |= {key: old.meta[key] for key in keys if key in old.meta}
+    new.meta.update({key: old.meta[key] for key in keys if key in old.meta})
 
 
 def of_no_module(*made: Node) -> None:
