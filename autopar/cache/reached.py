@@ -204,7 +204,9 @@ class Reached(ReachedValues):
         self._read_environment(f, owner, [x for _, x in values if isinstance(x, str)])
         self._lenient = before
         self._name_all(read.names)
-        if owner == USER and any(_is_finder(x) for _, x in values):
+        by_text = "__dict__" in read.names or any(x is finder for _, x in values for finder in FINDERS)
+        if owner == USER and (by_text or any(isinstance(x, operator.attrgetter) for _, x in values)):
+            self._finds_by_text |= by_text
             self._search(f, [x for _, x in values])
 
     def _read(self, name: str, value: Any) -> None:
@@ -222,7 +224,6 @@ class Reached(ReachedValues):
 
     def _search(self, f: types.FunctionType, values: list[Any]) -> None:
         """The user's code finds by texts what it reads of these, or of its own file."""
-        self._finds_by_text |= any(x is finder for x in values for finder in FINDERS)
         if any(x is globals or x is vars for x in values):
             own = sys.modules.get(str(f.__globals__.get("__name__")))
             if own is None or vars(own) is not f.__globals__:
@@ -270,10 +271,6 @@ def _function_of(value: Any) -> types.FunctionType | None:
         if not isinstance(value, types.FunctionType):
             value = getattr(value, name, value) if type(value) in _WRAPPERS else value
     return value if isinstance(value, types.FunctionType) else None
-
-
-def _is_finder(value: Any) -> bool:
-    return isinstance(value, operator.attrgetter) or any(value is f for f in FINDERS)
 
 
 def _plain(value: Any) -> str:

@@ -149,6 +149,7 @@ OTHERS = (  # what calls a file of the user's
     # under a name that is a text elsewhere
     calling("get(users_other)", "import users_other, operator\nget = operator.attrgetter('N')\n"),
     holding("'N'", "getattr(users_other, self.held)"),
+    holding("'N'", "users_other.__dict__[self.held]"),
     holding("{'a': 'gate'}", "getattr(self, self.held['a'])()") + GATE.format("self"),
     holding("'gate'", "globals()[self.held]()") + textwrap.dedent(GATE).format(""),
 )
