@@ -194,13 +194,14 @@ class Reached(ReachedValues):
             self.files[file] = owner
         self._say("reads of", f.__module__, f.__qualname__)
         before, self._lenient = self._lenient, owner == LIBRARY
-        values = list(globals_read(f, read))
+        values = [(name, x) for name, x in globals_read(f, read) if not (self._lenient and _is_of_process(x))]
         for name, value in values:
             why = impurity(name, value, read.names) if owner == USER else None
             if why:
                 raise CannotTell(f"{f.__qualname__} reads {name}: {why}")
             if not (isinstance(value, types.ModuleType) or value is os.environ or value is sys.modules):
-                self._read(name, value)
+                self._say(name)
+                self._named(value)
         self._read_environment(f, owner, [x for _, x in values if isinstance(x, str)])
         self._lenient = before
         self._name_all(read.names)
@@ -208,11 +209,6 @@ class Reached(ReachedValues):
         if owner == USER and (by_text or any(isinstance(x, operator.attrgetter) for _, x in values)):
             self._finds_by_text |= by_text
             self._search(f, [x for _, x in values])
-
-    def _read(self, name: str, value: Any) -> None:
-        if not (isinstance(value, str) and self._lenient and _SESSION.fullmatch(value)):
-            self._say(name)
-            self._named(value)
 
     def _read_environment(self, f: types.FunctionType, owner: str, texts: list[str]) -> None:
         read = names_in(f.__code__)
@@ -271,6 +267,10 @@ def _function_of(value: Any) -> types.FunctionType | None:
         if not isinstance(value, types.FunctionType):
             value = getattr(value, name, value) if type(value) in _WRAPPERS else value
     return value if isinstance(value, types.FunctionType) else None
+
+
+def _is_of_process(value: Any) -> bool:
+    return isinstance(value, str) and _SESSION.fullmatch(value) is not None
 
 
 def _plain(value: Any) -> str:

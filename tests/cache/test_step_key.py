@@ -222,6 +222,7 @@ def test_changes_of_a_model(tmp_path: Path) -> None:
 
 def test_what_is_put_into_classes_and_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.llama import modeling_llama
+    from transformers.utils import hub
 
     module = load(NET, tmp_path)
     llama = skeleton_of(tiny("llama", layers=1)[0])
@@ -250,6 +251,12 @@ def test_what_is_put_into_classes_and_libraries(tmp_path: Path, monkeypatch: pyt
         patched.setattr(nn.functional, "gelu", nn.functional.relu)
         assert key_of(llama) != of_llama
     assert key_of(llama) == of_llama and key_of(skeleton_of(module.Net())) == first
+    llama.agent = hub.http_user_agent  # reads variables of the environment, and what the library calls its process
+    keys = set()
+    for digit in "01":
+        monkeypatch.setattr(hub, "SESSION_ID", digit * 32)
+        keys.add(key_of(llama))
+    assert len(keys) == 1 and of_llama not in keys
 
 
 def test_what_is_put_into_autopar(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,19 +353,12 @@ def test_reads_that_are_no_part_of_a_model(name: str, tmp_path: Path) -> None:
         key(READS[name], tmp_path)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        iter([1]),
-        socket.socket(),
-        random.Random(0),
-        (i for i in range(3)),
-        {object()},
-        torch.Generator(),
-        memoryview(b""),
-    ],
-    ids=lambda x: type(x).__name__,
-)
+OPAQUE = (
+    iter([1]), socket.socket(), random.Random(0), (i for i in range(3)), {object()}, torch.Generator(), memoryview(b""),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("value", OPAQUE, ids=lambda x: type(x).__name__)
 def test_objects_without_a_content(value: Any, tmp_path: Path) -> None:
     net = load(NET, tmp_path).Net()
     net.held = value
