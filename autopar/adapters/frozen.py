@@ -145,7 +145,7 @@ def _state(root: nn.Module) -> dict[str, Any]:
 
 def _is_dynamos(path: str) -> bool:
     """Notes of torch's own on functions, when they are first called."""
-    return "dynamo_" in path and ("._torchdynamo_" in path or ".__dynamo_" in path)
+    return "._torchdynamo_" in path or ".__dynamo_" in path
 
 
 def state_of(x: Any) -> Any:

@@ -162,8 +162,8 @@ class _Holder:
     classes: list[type]
 
     def is_still(self, holder: Any) -> bool:
-        """Whether it holds the same things, and the functions among them the same code: those are equal to nothing but
-        themselves."""
+        """Whether it holds the same things, and the functions among them the same code. A function is equal to itself
+        alone, a code to one that does the same."""
         try:
             same = [*vars(holder).values()] == self.values
         except Exception:  # what is compared with another may do anything

@@ -202,7 +202,7 @@ class Reached(ReachedValues):
             if not (isinstance(value, types.ModuleType) or value is os.environ or value is sys.modules):
                 self._say(name)
                 self._named(value)
-        self._read_environment(f, owner, [x for _, x in values if isinstance(x, str)])
+        self._read_environment(f, read.names, [*read.texts, *(x for _, x in values if isinstance(x, str))])
         self._lenient = before
         self._name_all(read.names)
         by_text = "__dict__" in read.names or any(x is finder for _, x in values for finder in FINDERS)
@@ -210,10 +210,9 @@ class Reached(ReachedValues):
             self._finds_by_text |= by_text
             self._search(f, [x for _, x in values])
 
-    def _read_environment(self, f: types.FunctionType, owner: str, texts: list[str]) -> None:
-        read = names_in(f.__code__)
-        variables = environment_read(read.names, [*texts, *read.texts])
-        if variables is None and owner == USER:
+    def _read_environment(self, f: types.FunctionType, names: Collection[str], texts: list[str]) -> None:
+        variables = environment_read(names, texts)
+        if variables is None and self._owner(f) == USER:
             raise CannotTell(f"{f.__qualname__} reads variables of the environment whose names it makes up")
         for variable, text in (variables or {}).items():
             self._say("environment", variable, text)

@@ -6,7 +6,6 @@ What operators hold beside what they return: `autopar.ir.workspace`.
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 from collections.abc import Collection, Iterable
@@ -69,18 +68,13 @@ def size_of(storage: Storage) -> int:
 
 def _base(node: Node) -> Node | None:
     """The operand whose storage all results of a view share; None for what allocates."""
-    if node.op != "call_function" or not _may_share(node.target) or not (given := node.all_input_nodes):
+    if node.op != "call_function" or not traits.aliases(node.target) or not (given := node.all_input_nodes):
         return None
     if is_call(node, torch.ops.autopar.shard_slice.default):
         return given[0] if not arguments(node)["blocks"] else None
     # `to` is a view only where the dtype stays, `reshape` and `contiguous` where strides allow it
     shares = traits.is_view(node.target) or _dtype(node) == _dtype(given[0])
     return given[0] if shares and not _copies(node, given[0]) else None
-
-
-@functools.cache
-def _may_share(target: Any) -> bool:
-    return traits.is_view(target) or traits.aliases(target)
 
 
 def _copies(node: Node, base: Node) -> bool:
