@@ -7,7 +7,8 @@ A habit is a function of a `Run`, alike for plain torch and for a mesh. It runs 
     loop       in place of the second step: forward, backward, whatever goes with it
 
 Each must then have torch's effect: the same losses and, after two steps, the same parameters, buffers, gradients and
-optimizer state. Or it is refused, in words that the line quotes.
+optimizer state. Or it is refused, in words that the line quotes. A step is `train_step`, or a forward and a backward by
+themselves: a habit says in which of these ways it is tried.
 """
 
 from __future__ import annotations
@@ -20,18 +21,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from tests.habit_models import batch
+from tests.habit_models import batch, make
+
+STEP, PHASES = "train_step", "model(**batch), backward()"  # the ways to step
 
 
 @dataclass
 class Run:
-    """One side: the model (plain, or on a mesh), its optimizer, this rank's part of a batch, losses so far."""
+    """One side: the model (plain, or on a mesh), its optimizer, this rank's part of a batch, losses so far.
+
+    phases: whether steps on a mesh are a forward and a backward by themselves.
+    """
 
     model: Any
     optimizer: torch.optim.Optimizer
     part: Callable[[dict[str, Tensor]], dict[str, Tensor]]
     losses: list[float] = field(default_factory=list)
     on_mesh: bool = False
+    phases: bool = False
 
     def batch(self, step: int = 1) -> dict[str, Tensor]:
         return self.part(batch(step))
@@ -43,7 +50,7 @@ class Run:
 
     def train_step(self, step: int = 0) -> None:
         """Forward and backward, then the optimizer."""
-        if self.on_mesh:
+        if self.on_mesh and not self.phases:
             self.losses.append(float(self.model.train_step(**self.batch(step))))
         else:
             self._plain(step)
@@ -62,13 +69,16 @@ class Run:
 
 @dataclass(frozen=True)
 class Habit:
-    """``refused``: a pattern of the error's words, where autopar refuses what torch does. ``tolerance``: absolute."""
+    """``refused``: a pattern of the error's words, where autopar refuses what torch does. ``tolerance``: absolute.
+    ``make``: the model, whose forward takes and returns what `habit_models.Model` does. ``ways``: to step."""
 
     what: str
     when: str
     do: Callable[[Any], Any]
     refused: str = ""
     tolerance: float = 1e-10
+    make: Callable[[], Any] = make
+    ways: tuple[str, ...] = (STEP,)
 
 
 HABITS: list[Habit] = []

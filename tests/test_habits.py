@@ -16,14 +16,12 @@ import autopar
 from autopar.runtime.step_cache import STATES
 from tests.cells import bound_once
 from tests.compiled_once import compiled_once
-from tests.habit_hooks import OTHERS
-from tests.habit_loops import LOOPS
 from tests.habit_models import batch, make
-from tests.habit_page import PAGE, page
-from tests.habits import HABITS, Habit, Run
+from tests.habit_page import PAGE, SECTIONS, page
+from tests.habits import PHASES, Habit, Run
 from tests.ranks import run_ranks
 
-ALL = [*HABITS, *LOOPS, *OTHERS]
+ALL = [h for habits in SECTIONS.values() for h in habits]
 
 
 @functools.cache
@@ -32,19 +30,21 @@ def mesh_of_all() -> Any:
     return autopar.init_mesh("cpu", 30.0, dp=dist.get_world_size())
 
 
-def outcome(habit: Habit, on_mesh: bool) -> tuple[list[float], Any, dict[str, Tensor], list[Any]]:
+def outcome(habit: Habit, on_mesh: bool, way: str) -> tuple[list[float], Any, dict[str, Tensor], list[Any]]:
     """(losses, what the habit gave back, state after two steps, state of the optimizer)"""
     torch.manual_seed(0)
-    model: Any = make()
+    model: Any = habit.make()
     returned = habit.do(model) if habit.when == "before" else None
     ranks, place = (dist.get_world_size(), dist.get_rank()) if on_mesh else (1, 0)
 
     def part(whole: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {k: v.to(model.scale.dtype).chunk(ranks)[place] for k, v in whole.items()}
+        return {k: v.to(next(model.parameters()).dtype).chunk(ranks)[place] for k, v in whole.items()}
 
     if on_mesh:
         model = autopar.parallelize(model, mesh_of_all(), example_batch=part(batch()))
-    run = Run(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), part, on_mesh=on_mesh)
+    run = Run(
+        model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), part, on_mesh=on_mesh, phases=way == PHASES
+    )
     run.train_step(0)
     if habit.when == "between":
         returned = habit.do(model)
@@ -57,10 +57,10 @@ def outcome(habit: Habit, on_mesh: bool) -> tuple[list[float], Any, dict[str, Te
     return run.losses, returned, state, moments
 
 
-def differences(habit: Habit) -> str:
-    """What is not as the habit says; "" if all is."""
+def differences(habit: Habit, way: str) -> str:
+    """What is not as the habit says in one way to step; "" if all is."""
     try:
-        expected = outcome(habit, False)
+        expected = outcome(habit, False, way)
     except (RuntimeError, AttributeError, TypeError) as error:
         if habit.refused and not isinstance(error, RuntimeError):
             error = AttributeError(habit.refused)  # torch's own way to fail
@@ -68,7 +68,7 @@ def differences(habit: Habit) -> str:
             return f"torch: {error}"
         expected = None
     try:
-        found = outcome(habit, True)
+        found = outcome(habit, True, way)
     except (ValueError, RuntimeError, AttributeError) as error:
         return "" if habit.refused and re.search(habit.refused, str(error)) else f"{type(error).__name__}: {error}"
     if habit.refused:
@@ -118,8 +118,8 @@ def wrong_habits(which: tuple[str, ...] | int) -> list[str]:
     habits = in_turns()[which] if isinstance(which, int) else WHOLE[which]
     with compiled_once(), bound_once(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = [(h, differences(h)) for h in habits]
-    return [f"{h.when}, {h.what}: {wrong}" for h, wrong in found if wrong]
+        found = [(h, way, differences(h, way)) for h in habits for way in h.ways]
+    return [f"{h.when}, {h.what}, {way}: {wrong}" for h, way, wrong in found if wrong]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
