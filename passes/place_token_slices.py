@@ -34,6 +34,7 @@ from autopar.ir.graph import (
     output_node,
     placement,
     replace_operand,
+    replace_operands,
     set_placement,
     shape,
     tensor_operands,
@@ -148,9 +149,8 @@ class _SliceSweep:
             self.of_batch.discard(node)
             return
         needs, results = self._choose(node, rule, operands)
-        for x, need in zip(operands, needs, strict=True):
-            if need is not None and not self._is(x, need):
-                replace_operand(node, x, self._converted(x, need, node))
+        pairs = zip(operands, needs, strict=True)
+        replace_operands(node, [x if n is None or self._is(x, n) else self._converted(x, n, node) for x, n in pairs])
         set_results(node, AXIS, results)
 
     def _choose(self, node: Node, rule: Rule, operands: list[Node]) -> tuple[list[Placement | None], list[Placement]]:

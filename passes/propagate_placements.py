@@ -30,7 +30,7 @@ from autopar.ir.graph import (
     nbytes,
     output_node,
     placement,
-    replace_operand,
+    replace_operands,
     set_placement,
     tensor_operands,
     values,
@@ -170,8 +170,7 @@ class _PlacementSweep:
             self._visit_backward(node)
             return
         if self.backwards.needs_whole_gradient(node):
-            for x in operands:
-                replace_operand(node, x, self._converted(x, INVARIANT, node))
+            replace_operands(node, [self._converted(x, INVARIANT, node) for x in operands])
             set_results(node, self.axis, [INVARIANT for _ in values(node)])
             return
         if not has_rule(node) and str(node.target) not in self.whole:
@@ -183,9 +182,7 @@ class _PlacementSweep:
         rule = rule_of(node, self.axis, self.mesh, whole=self.whole)
         choice = self._choose(node, rule, operands)
         self._refuse_silently_whole(node, operands, choice)
-        for x, need in zip(operands, choice.needs, strict=True):
-            if need is not None and not matches(placement(x, self.axis), need, has_gradient(x)):
-                replace_operand(node, x, self._converted(x, need, node))
+        replace_operands(node, [self._as_needed(x, n, node) for x, n in zip(operands, choice.needs, strict=True)])
         set_results(node, self.axis, choice.results)
 
     def _refuse_silently_whole(self, node: Node, operands: list[Node], choice: _Choice) -> None:
@@ -352,6 +349,10 @@ class _PlacementSweep:
         if src != dst and any(isinstance(p, Shard) and p.routed for p in (src, dst)):
             return float("inf")
         return _PRICES.get(conversion(src, dst), 1) * nbytes(x)
+
+    def _as_needed(self, x: Node, need: Placement | None, user: Node) -> Node:
+        there = need is None or matches(placement(x, self.axis), need, has_gradient(x))
+        return x if there else self._converted(x, need, user)  # type: ignore[arg-type]
 
     def _converted(self, x: Node, need: Placement, before: Node, source: Placement | None = None) -> Node:
         """The operand with another placement; made once, right before its first use. source: what it counts as."""

@@ -31,7 +31,7 @@ from autopar.ir.conversions import conversion_of, is_conversion
 from autopar.ir.graph import (
     add_placeholder,
     ancestors,
-    describe,
+    described_at,
     has_gradient,
     placeholders,
     remove_dead_code,
@@ -123,7 +123,7 @@ def _refusal(node: Node) -> str:
     _, src, dst = conversion_of(node)
     user = next(iter(node.users))
     return (
-        f"micro_batches: samples of different micro-batches meet at {describe(user)} (its operand goes from {src} "
+        f"micro_batches: samples of different micro-batches meet at {described_at(user)} (its operand goes from {src} "
         f"to {dst}), so cutting the batch would change the result; use micro_batches=1"
     )
 

@@ -83,6 +83,22 @@ def matrices() -> Iterator[Sample]:
     yield call(aten.linalg_cross.default, normal(3, 6), normal(3, 1), dim=0)
 
 
+def diagonals() -> Iterator[Sample]:
+    """And distances, of which the diagonal is zero."""
+    for op in (aten.diagonal.default, aten.diagonal_copy.default):
+        yield call(op, normal(6, 4))
+        yield call(op, normal(2, 6, 6), -1, 1, 2)
+        yield call(op, normal(6, 2, 6), 1, 0, -1)
+    yield call(aten.diag_embed.default, normal(6, 4))
+    yield call(aten.diag_embed.default, normal(2, 6), 1, 0, -1)
+    yield call(aten.trace.default, normal(6, 6))
+    yield call(aten.block_diag.default, [normal(6, 2), normal(2, 6)])
+    x = normal(6, 4)
+    yield call(aten.cdist.default, x, x, 2.0, 2)
+    yield call(aten.cdist.default, normal(2, 6, 4), normal(1, 12, 4), 1.0)
+    yield call(aten.pdist.default, x)
+
+
 def _definite(count: int, size: int) -> Tensor:
     x = normal(count, size, size)
     return x @ x.mT + torch.eye(size, dtype=torch.float64)

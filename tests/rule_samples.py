@@ -24,7 +24,7 @@ from autopar.rules import RULES
 from autopar.rules.table import overloads
 from autopar.testing.soundness import Sample, call
 from tests.expert_samples import EXPERTS, dispatch, experts
-from tests.matrix_samples import matrices, products
+from tests.matrix_samples import diagonals, matrices, products
 from tests.pointwise_samples import GENERATOR, complex_, integer, normal, pointwise, real, truth
 from tests.space_samples import spatial
 
@@ -122,12 +122,31 @@ def _picks() -> Iterator[Sample]:
     yield call(aten.index_add.default, normal(6, 4), 0, integer(12), normal(12, 4))
     yield call(aten.index_add.default, normal(2, 6, 4), -2, integer(6), normal(2, 6, 4), alpha=0.5)
     yield call(aten.index_copy.default, normal(6, 4), 0, torch.tensor([5, 1, 0, 3]), normal(4, 4))
+    yield call(aten.index_reduce.default, normal(6, 4), 0, integer(12), normal(12, 4), "mean", gradients=False)
+    yield from _puts()
     yield call(aten.embedding.default, normal(12, 6), integer(2, 6, high=12))
     yield call(aten.embedding.default, normal(12, 6), integer(12, high=12), 3)
     yield call(aten.embedding.default, normal(12, 6), integer(12, high=4), -1, True)
     bags = normal(12, 6), integer(6, high=12), torch.tensor([0, 2])
     yield call(aten.embedding_bag.default, *bags)
     yield call(aten.embedding_bag.padding_idx, *bags, False, 0, False, None, False, 3)
+
+
+def _puts() -> Iterator[Sample]:
+    """Into one dim or two, side by side or apart; of every entry its own value, or one for several."""
+    for accumulate in (False, True):
+        yield call(aten.index_put.default, normal(12, 6), [torch.arange(6) * 2], normal(6, 6), accumulate)
+        yield call(aten.index_put.default, normal(6, 12), [None, torch.tensor([5, 1])], normal(6, 1), accumulate)
+        yield call(aten.index_put.default, normal(6, 12), [None, torch.tensor([5, 1])], normal(), accumulate)
+        pair = torch.arange(6), torch.randperm(6, generator=GENERATOR)
+        yield call(aten.index_put.default, normal(6, 6, 4), [*pair], normal(6, 4), accumulate)
+        yield call(aten.index_put.default, normal(6, 4, 6), [pair[0], None, pair[1]], normal(6, 4), accumulate)
+        yield call(aten.index_put.default, normal(24, 6), [torch.arange(24).reshape(4, 6)], normal(4, 6, 6), accumulate)
+        yield call(aten.index_put.default, normal(2, 6), [truth(2)], normal(6), accumulate, gradients=False)
+    yield call(aten.index_put.default, normal(4, 6), [integer(12, high=4)], normal(12, 6), True)
+    yield call(aten.take.default, normal(2, 6), integer(4, 6, high=12))
+    for accumulate in (False, True):
+        yield call(aten.put.default, normal(2, 6), torch.tensor([7, 0, 3, 11]), normal(4), accumulate)
 
 
 def _distinct(rows: int, columns: int, high: int) -> Tensor:
@@ -163,6 +182,12 @@ def _reductions() -> Iterator[Sample]:
     ):
         yield call(op, normal(6, 12), [1])
         yield call(op, normal(2, 6, 4), [-1, 1])
+    for op in (aten.nansum.default, aten.std_mean.correction, aten.var_mean.correction):
+        yield call(op, normal(6, 12))
+        yield call(op, normal(2, 6, 4), [-1, 1])
+        yield call(op, normal(6, 12), [0], keepdim=True)
+    yield call(aten.aminmax.default, normal(6, 12))
+    yield call(aten.aminmax.default, normal(6, 12), dim=-1, keepdim=True)
     for op in (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.logsumexp.default):
         yield call(op, normal(6, 12), [0], True)
     yield call(aten.sum.dim_IntList, normal(6, 12), None)
@@ -208,6 +233,8 @@ def _spans() -> Iterator[Sample]:
     yield call(aten.diff.default, normal(6, 12), 1, 1, normal(6, 1))
     for op in (aten.tril.default, aten.triu.default):
         yield call(op, normal(2, 6, 6), 1)
+    for dim in (0, -1):
+        yield call(aten.renorm.default, normal(6, 2, 4), 2, dim, 1.0)
     for op in (aten.layer_norm.default, aten.rms_norm.default):
         yield call(op, normal(2, 6, 12), [12], normal(12))
         yield call(op, normal(2, 6, 6), [6, 6])
@@ -239,6 +266,7 @@ def _made() -> Iterator[Sample]:
     yield call(aten.zeros_like.default, normal(6, 4))
     yield call(aten.ones_like.default, normal(6, 4))
     yield call(aten.full_like.default, normal(6, 4), 2.0)
+    yield call(aten.fill.Scalar, normal(6, 4), 2.0)
     yield call(aten.empty_like.default, normal(6, 4), values=False)
     yield call(aten.one_hot.default, integer(6), 6)
     yield call(aten.one_hot.default, integer(4, 2), 6)
@@ -328,6 +356,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, **facts: Any) -> Sample:
 
 
 def _losses() -> Iterator[Sample]:
+    for more in ((0,), (1,)):
+        yield call(aten.multi_margin_loss.default, normal(6, 4), integer(6, high=4), 1, 0.5, None, *more)
+    yield call(aten.multi_margin_loss.default, normal(6, 4), integer(6, high=4), 2, 1.0, real(4), 0, gradients=False)
+    yield call(aten.multi_margin_loss.default, normal(6), torch.tensor(2), 1, 1.0, None, 0)
     target = torch.tensor([0, 5, -100, 11, 3, 7])
     yield call(ours.cross_entropy.default, normal(6, 12), target, -100, 0.0)
     yield call(ours.cross_entropy.default, normal(6, 12), target, -100, 0.2)
@@ -370,6 +402,7 @@ def _all() -> dict[Any, list[Sample]]:
         _spans,
         spatial,
         matrices,
+        diagonals,
         _made,
         _casts,
         _selections,

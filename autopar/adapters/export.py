@@ -131,7 +131,7 @@ def _refuse_sizes_of_values(graph: Graph) -> None:
 
 def line_of(node: Node) -> str:
     """Where the model made a node: file, line, function and code; else the operator's name."""
-    found = re.findall(r'File "(.*?)", line (\d+), in (\w+)\n\s*(.*)', node.meta.get("stack_trace") or "")
+    found = re.findall(r'File "(.*?)", line (\d+), in ([\w<>]+)\n\s*(.*)', node.meta.get("stack_trace") or "")
     own = [frame for frame in found if not frame[0].startswith(_TORCH)]
     return _place(*(own or found)[-1]) if found else str(node.target)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._library.custom_ops import OPDEFS
 from torch._ops import OpOverload
+from torch.func import functionalize
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
@@ -84,7 +85,8 @@ def is_composite(op: Any) -> bool:
 
 
 def decomposition_of(call: Node, fake_mode: Any) -> tuple[GraphModule, list[Node]]:
-    """The operators that a composite one is made of: a graph of its tensor operands, and these."""
+    """The operators that a composite one is made of, none of which writes in place: a graph of its tensor operands,
+    and these."""
     operands: list[Node] = []
     map_arg((call.args, call.kwargs), operands.append)
     operands = list(dict.fromkeys(operands))
@@ -94,5 +96,9 @@ def decomposition_of(call: Node, fake_mode: Any) -> tuple[GraphModule, list[Node
         args, kwargs = map_arg((call.args, call.kwargs), given.__getitem__)
         return call.target.decompose(*args, **kwargs)  # type: ignore[union-attr]
 
+    values = [x.meta["val"] for x in operands]
     with torch.no_grad(), fake_mode:
-        return make_fx(run)(*(x.meta["val"] for x in operands)), operands
+        parts = make_fx(run)(*values)
+        if any(mutates(part.target) for part in parts.graph.nodes):  # what one calls is not seen at once
+            parts = make_fx(functionalize(parts, remove="mutations"))(*values)
+    return parts, operands

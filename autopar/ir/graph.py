@@ -15,6 +15,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from autopar.adapters.export import line_of
 from autopar.adapters.graph_nodes import copied_node, new_node
 from autopar.adapters.lazy import graph_module
 from autopar.adapters.operators import OpOverload, argument_defaults
@@ -183,6 +184,11 @@ def describe(node: Node) -> str:
     return f"{target} ({node.name})" + (f" in {path}" if path else "")
 
 
+def described_at(node: Node) -> str:
+    """As `describe`, with the line of the model that made it, where that is known."""
+    return f"{describe(node)} at {line_of(node)}" if node.meta.get("stack_trace") else describe(node)
+
+
 def insert_call(
     before: Node,
     target: Callable[..., Any],
@@ -216,6 +222,14 @@ def run_fake(graph: Graph, target: Callable[..., Any], args: Any, kwargs: Any = 
 def replace_operand(user: Node, old: Node, new: Node) -> None:
     """Use ``new`` instead of ``old`` in one user."""
     user.replace_input_with(old, new)
+
+
+def replace_operands(user: Node, operands: Sequence[Node]) -> None:
+    """Other `tensor_operands`, in their order. One value may stand in two places, and be replaced by two."""
+    if list(operands) != tensor_operands(user):
+        others = iter(operands)
+        user.args = map_arg(user.args, lambda _: next(others))
+        user.kwargs = map_arg(user.kwargs, lambda _: next(others))
 
 
 def add_placeholder(graph: Graph, name: str, after: Node | None = None, like: Node | None = None) -> Node:

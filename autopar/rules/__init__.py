@@ -21,7 +21,7 @@ import operator
 
 from torch.fx import Node
 
-from autopar.ir.graph import describe, getitem_index, has_gradient, placement, shape_on, tensor_operands, values
+from autopar.ir.graph import described_at, getitem_index, has_gradient, placement, shape_on, tensor_operands, values
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import INVARIANT, Invariant, Pieces, Placement, nested_shape
 from autopar.rules.builders import opaque
@@ -123,7 +123,7 @@ def missing_rule(node: Node, axis: str) -> str:
     why = f" (none could be derived: {tried.why})" if isinstance(tried, NoRule) else ""
     why = f" (what could be derived, {text_of(node)}, does not cut it so)" if isinstance(tried, DerivedRule) else why
     return (
-        f"placements: no sharding rule for {describe(node)}{why} on axis {axis!r}, operands {at}; add one to "
+        f"placements: no sharding rule for {described_at(node)}{why} on axis {axis!r}, operands {at}; add one to "
         f"autopar/rules/table.py (docs/adding.md), or run the op whole with whole_ops=({str(node.target)!r},)"
     )
 

@@ -186,15 +186,16 @@ def like(call: Call) -> Rule:
     return call.rule([dims], [dims])
 
 
-def opaque(why: str) -> RuleFunction:
-    """No dim may be cut; the op runs whole."""
+def opaque(why: str, linear: bool = False) -> RuleFunction:
+    """No dim may be cut; the op runs whole. ``linear``: in all operands together."""
 
     def build(call: Call) -> Rule:
         operands: list[Dims | None] = [
             named_dims(call, call.shape_of(x), f"o{i}_") for i, x in enumerate(call.operands)
         ]
         results = [named_dims(call, r, f"r{i}_") for i, r in enumerate(call.result_shapes)]
-        return call.rule(operands, results, blocked={f: why for f in call.sizes})
+        sets = (frozenset(range(len(operands))),) if linear else ()
+        return call.rule(operands, results, blocked={f: why for f in call.sizes}, linear=sets, keep_partial=linear)
 
     return build
 

@@ -9,11 +9,11 @@ import torch
 from torch.fx import Node
 
 from autopar.rules.attention_rules import LinkedRule, attention_rule
-from autopar.rules.builders import UNARY, einsum_rule, named_dims, opaque, pointwise, words
+from autopar.rules.builders import UNARY, einsum_rule, named_dims, pointwise, words
 from autopar.rules.call import Call, RuleFunction
-from autopar.rules.rule import Cat, Rule
+from autopar.rules.rule import Rule
 from autopar.rules.space import convolution_rule
-from autopar.rules.special import advanced_index_rule, ctc_loss_rule, layer_norm_rule
+from autopar.rules.special import ctc_loss_rule, layer_norm_rule
 from autopar.rules.table import RULES, overloads
 from autopar.rules.views import split_rule
 
@@ -68,23 +68,6 @@ def _part_backward(call: Call) -> Rule:
         *dims[dim + 1 :],
     )
     return call.rule([given], [dims], blocked={f: "it is only a part" for f in (*dims[dim], "part")}, linear=UNARY)
-
-
-def _index_put(call: Call) -> Rule:
-    """The mirror of `advanced_index_rule`: what is added to zeros."""
-    rule = advanced_index_rule(replace(call, result_shapes=(call.shape("values"),)))
-    into, *indices = rule.operands
-    assert into is not None
-    (values,) = rule.results
-    picked = (
-        [f for dim in values if not isinstance(dim, Cat) for f in dim if f.startswith("d")]
-        if call.args["accumulate"]
-        else []
-    )
-    if len(picked) != 1:
-        return opaque("entries anywhere in it are written")(call)
-    linear = (frozenset({0, len(indices) + 1}),)
-    return replace(rule, operands=(into, *indices, values), results=(into,), linear=linear, addends={0: picked[0]})
 
 
 def _spanning(equation: str, names: str, spanned: str = "") -> RuleFunction:
@@ -185,7 +168,6 @@ _add("native_layer_norm_backward", _layer_norm_backward)
 _add("convolution", convolution_rule)
 _add("convolution_backward", _convolution_backward)
 _add("slice_backward select_backward", _part_backward)
-_add("index_put", _index_put)
 _add("autopar::cross_entropy_backward", _spanning("n, n c, n, n -> n c", "grad logits target lse", "c"))
 _add("autopar::piece_max", _piece_max)
 _add("autopar::piece_sums", _piece("n c, n, n -> k n", "logits index top"))

@@ -1,10 +1,11 @@
-"""Rules of factorisations, inverses and solvers: the last dims are a matrix, those before them a batch of matrices."""
+"""Rules of factorisations, inverses, solvers, distances and diagonals: the last dims are a matrix, those before them a
+batch of matrices."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from autopar.rules.builders import named_dims, pointwise
+from autopar.rules.builders import UNARY, einsum_rule, named_dims, pointwise
 from autopar.rules.call import Call, RuleFunction
 from autopar.rules.rule import Dims, Rule
 
@@ -51,3 +52,30 @@ def cross(call: Call) -> Rule:
     rule = pointwise("product")(call)
     dim = int(call.args["dim"]) % len(call.result)
     return dataclasses.replace(rule, blocked={f"d{dim}": "the op spans the vector"})
+
+
+def distances(call: Call) -> Rule:
+    """x1 (... p m), x2 (... r m) -> (... p r): of every row of the one to every row of the other."""
+    rule = einsum_rule("... p m, ... r m -> ... p r", "x1 x2")(call)
+    return dataclasses.replace(rule, blocked={"m": "a distance spans the vector"}, linear=())
+
+
+def diagonal(call: Call) -> Rule:
+    """(... n m ...) -> (... k): rows and columns are blocked, those of rank r are no part of the diagonal."""
+    shape = call.shape("self")
+    dims, pair = named_dims(call, shape), {call.dim("dim1"), call.dim("dim2")}
+    k = call.factor("k", call.result[-1])
+    blocked = {f: "a diagonal of it is taken" for i in pair for f in dims[i]} | {f: "it is a diagonal" for f in k}
+    rest = [dims[i] for i in range(len(shape)) if i not in pair]
+    return call.rule([dims], [(*rest, k)], blocked=blocked, linear=UNARY, keep_partial=True)
+
+
+def diagonal_matrices(call: Call) -> Rule:
+    """The mirror of `diagonal`: (... k) -> (... n m ...)"""
+    rank = len(call.result)
+    pair = {int(call.args[name]) % rank for name in ("dim1", "dim2")}
+    made = named_dims(call, call.result)
+    rest = [made[i] for i in range(rank) if i not in pair]
+    k = call.factor("k", call.shape("self")[-1])
+    blocked = {f: "it becomes a diagonal" for f in (*k, *(f for i in pair for f in made[i]))}
+    return call.rule([(*rest, k)], [made], blocked=blocked, linear=UNARY, keep_partial=True)

@@ -6,14 +6,15 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from autopar.ir.conversions import conversion_of, exchange_slice, is_conversion
 from autopar.ir.mesh import AXES
 from autopar.ir.placement import Shard, extent, repetitions
-from autopar.rules.builders import UNARY, broadcast_dims, named_dims
+from autopar.rules.builders import UNARY, broadcast_dims, named_dims, opaque
 from autopar.rules.call import Call
-from autopar.rules.rule import ROUTED, Dims, Rule
+from autopar.rules.rule import ROUTED, Cat, Dims, Rule
 
 
 def embedding_rule(call: Call) -> Rule:
@@ -148,6 +149,54 @@ def index_copy_rule(call: Call) -> Rule:
     """As `index_add_rule`, but rows replace what was there."""
     rule = index_add_rule(call)
     return replace(rule, blocked=rule.blocked | {"n": "rows anywhere are replaced"}, addends={})
+
+
+def index_put_rule(call: Call) -> Rule:
+    """The mirror of `advanced_index_rule`: values (...), or what broadcasts to them, go where the indices say. What is
+    added may come in pieces, which make addends of the result; what replaces may not: of equal indices the last counts.
+    """
+    indices = [i for i in call.args["indices"] if i is not None]
+    if any(map(_is_bool, indices)):
+        return opaque("how much a mask picks is known only at run time", linear=True)(call)
+    rule = advanced_index_rule(replace(call, result_shapes=(_picked_shape(call, indices),)))
+    into, *places = rule.operands
+    (picked,) = rule.results
+    assert into is not None
+    given = call.shape("values")
+    values = tuple(d if n != 1 else () for d, n in zip(picked[len(picked) - len(given) :], given, strict=True))
+    own = [f for dim in picked if not isinstance(dim, Cat) for f in dim if f.startswith("d")]
+    added = own[0] if own and call.args["accumulate"] and own[0] in {f for d in values for f in d} else ""  # type: ignore[union-attr]
+    return replace(
+        rule,
+        operands=(into, *places, values),
+        results=(into,),
+        blocked=rule.blocked | {f: "entries anywhere are written" for f in own if f != added},
+        linear=(frozenset({0, len(places) + 1}),),
+        addends={0: added} if added else {},
+    )
+
+
+def _picked_shape(call: Call, indices: list[Node]) -> tuple[int, ...]:
+    """Of what these indices, which are no masks, pick."""
+    named = call.args["indices"]
+    at = [d for d, i in enumerate(named) if i is not None]
+    rest = [n for d, n in enumerate(call.shape("self")) if d not in at]
+    first = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
+    return (*rest[:first], *torch.broadcast_shapes(*map(call.shape_of, indices)), *rest[first:])
+
+
+def take_rule(call: Call) -> Rule:
+    """(any), (...) -> (...): entries anywhere in it, flat."""
+    source = named_dims(call, call.shape("self"), "x")
+    picked = named_dims(call, call.result)
+    blocked = {f: "entries anywhere in it are taken" for dim in source for f in dim}
+    return call.rule([source, picked], [picked], blocked=blocked, linear=UNARY)
+
+
+def put_rule(call: Call) -> Rule:
+    """The mirror of `take_rule`, whole: any value may be written to any entry. Linear in both together."""
+    rule = opaque("entries anywhere in it are written, flat")(call)
+    return replace(rule, linear=(frozenset({0, len(rule.operands) - 1}),))
 
 
 def complex_pairs_rule(call: Call) -> Rule:
@@ -334,6 +383,19 @@ def masked_scatter_rule(call: Call) -> Rule:
     return call.rule(
         [dims, broadcast_dims(call, mask, shape), taken], [dims], blocked=blocked, linear=(frozenset({0, 2}),)
     )
+
+
+# --- losses ----------------------------------------------------------------------------------------------
+
+
+def multi_margin_rule(call: Call) -> Rule:
+    """x (n, c), target (n), weight (c) -> (n), where it is not reduced."""
+    if call.args["reduction"] != 0:
+        return opaque("the loss is of all examples")(call)
+    *n, c = named_dims(call, call.shape("self"))
+    operands: list[Dims | None] = [(*n, c), (*n,), (c,)]
+    blocked = dict.fromkeys(c, "a margin is to all other classes")
+    return call.rule(operands[: len(call.operands)], [(*n,)], blocked=blocked)
 
 
 # --- structure -------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from autopar.rules.builders import (
     words,
 )
 from autopar.rules.call import Call, RuleFunction
-from autopar.rules.matrices import cross, matrices, solve
+from autopar.rules.matrices import cross, diagonal, diagonal_matrices, distances, matrices, solve
 
 RULES: dict[Any, RuleFunction] = {}
 
@@ -88,8 +88,8 @@ add(
     "pow maximum minimum max.other min.other logaddexp logaddexp2 copysign xlogy erfc lgamma digamma asinh frac "
     "fmod remainder floor_divide atan2 isnan isinf isfinite logical_not bitwise_not trunc expm1 "
     "eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__ "
-    "rsub nan_to_num threshold hardshrink softshrink erfinv logit exp2 sgn tan asin acos atan sinh cosh atanh "
-    "div.Tensor_mode div.Scalar_mode polar complex real imag silu_backward lerp addcmul addcdiv",
+    "add.Scalar sub.Scalar rsub nan_to_num threshold hardshrink softshrink erfinv logit exp2 sgn tan asin acos atan "
+    "sinh cosh atanh div.Tensor_mode div.Scalar_mode polar complex real imag silu_backward lerp addcmul addcdiv",
     pointwise(),
 )
 add("neg clone alias contiguous detach lift_fresh_copy", pointwise("unary", keep=True))
@@ -126,6 +126,7 @@ add("embedding", sp.embedding_rule)
 add("autopar::cross_entropy", sp.cross_entropy_rule)
 add("autopar::ctc_loss", sp.ctc_loss_rule)
 add("autopar::attention", attention_rule)
+add("multi_margin_loss", sp.multi_margin_rule)
 
 # Rearrangements.
 add("view.default reshape _unsafe_view flatten.using_ints unflatten.int unsqueeze squeeze", vw.reshape_rule)
@@ -149,7 +150,7 @@ add("index.Tensor", sp.advanced_index_rule)
 add("sum mean", reduction(linear=True))
 add(
     "amax amin prod all any argmax argmin var std logsumexp max.dim min.dim norm.ScalarOpt_dim linalg_vector_norm "
-    "max.default min.default count_nonzero median",
+    "max.default min.default count_nonzero median nansum aminmax std_mean.correction var_mean.correction",
     reduction(linear=False),
 )
 add("softmax.int log_softmax.int _softmax _log_softmax cumsum cumprod logcumsumexp sort topk diff", _last("dim"))
@@ -159,6 +160,11 @@ add("scatter.src scatter.value scatter_reduce.two scatter.reduce scatter.value_r
 add("one_hot", sp.one_hot_rule)
 add("index_add", sp.index_add_rule)
 add("index_copy", sp.index_copy_rule)
+add("index_reduce", sp.index_copy_rule)
+add("index_put.default", sp.index_put_rule)
+add("take", sp.take_rule)
+add("put", sp.put_rule)
+add("renorm", blocks_dims(lambda c: [d for d in range(len(c.result)) if d != c.dim()], "the op takes the norm over it"))
 add("tril triu", blocks_dims(lambda c: [len(c.shape("self")) - 2, len(c.shape("self")) - 1], "the op spans it"))
 add("layer_norm rms_norm", sp.layer_norm_rule)
 add("group_norm", space.group_norm_rule)
@@ -178,6 +184,12 @@ add("linalg_lu_solve", matrices(2, 1, 2))
 add("lu_unpack linalg_householder_product", matrices(2, 1))
 add("linalg_solve _linalg_solve_ex", solve)
 add("linalg_cross", cross)
+add("cdist", distances)
+add("pdist", opaque("each row meets every other"))
+add("diagonal diagonal_copy", diagonal)
+add("diag_embed", diagonal_matrices)
+add("trace", opaque("a diagonal of it is summed", linear=True))
+add("block_diag", opaque("each matrix has its own rows and columns", linear=True))
 
 # Space: windows of it, points between its points, its frequencies.
 add(
@@ -201,7 +213,7 @@ add("_fft_r2c _fft_c2r _fft_c2c", space.fourier_rule)
 # Made from nothing, or from a shape.
 add("arange zeros ones full empty scalar_tensor linspace.default eye tril_indices triu_indices", factory)
 add("new_zeros new_ones new_full new_empty", factory)
-add("ones_like full_like empty_like", like)
+add("ones_like full_like empty_like fill.Scalar", like)
 add("zeros_like", pointwise("unary", keep=True))
 add(
     "bucketize searchsorted.Tensor bincount nonzero unique_consecutive",

@@ -227,7 +227,25 @@ def kl_div(node: Node, build: Build) -> Node | None:
     return _reduced(build, loss, known["reduction"])
 
 
+def reduced_apart(node: Node, build: Build) -> Node | None:
+    """multi_margin_loss(x, y, reduction=mean) --> mean(multi_margin_loss(x, y, reduction=none))"""
+    known = arguments(node)
+    if known["reduction"] == _NONE:
+        return None
+    return _reduced(build, build(node.target, *(known | {"reduction": _NONE}).values()), known["reduction"])  # type: ignore[arg-type]
+
+
+def soft_margin_loss(node: Node, build: Build) -> Node | None:
+    """soft_margin_loss(x, y) --> mean(log1p(exp(neg(x) * y)))"""
+    known = arguments(node)
+    power = build(aten.mul.Tensor, build(aten.neg.default, known["self"]), known["target"])
+    return _reduced(build, build(aten.log1p.default, build(aten.exp.default, power)), known["reduction"])
+
+
 TABLE: dict[Any, Rewrite] = {
+    aten.multi_margin_loss.default: reduced_apart,
+    aten.multilabel_margin_loss.default: reduced_apart,
+    aten.soft_margin_loss.default: soft_margin_loss,
     aten.cross_entropy_loss.default: cross_entropy_loss,
     aten.nll_loss.default: nll_loss,
     aten.nll_loss_nd.default: nll_loss,

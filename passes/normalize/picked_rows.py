@@ -4,6 +4,7 @@
     index(x, [arange(4)[:, None], i, j])   -->    the same, with i * size + j into both dims
     index(x, [i, arange(4)])               -->    the same of permute(x, [1, 0, 2])
     index_put(x, [arange(4), i], y)        -->    scatter(x, 1, expand(i, [4, 1, 32]), reshape(y, [4, 1, 32]))
+    index_put(x, [mask], y)                -->    where(unsqueeze(mask, 2), y, x), if y is the same for all it picks
 
 So the end token's row of every text stays on the rank, and in the micro-batch, of its text.
 """
@@ -57,6 +58,8 @@ def written_rows(node: Node, build: Build) -> Node | None:
     indices = [i for i in arguments(node)["indices"] if i is not None]
     if indices and not math.prod(torch.broadcast_shapes(*map(shape_of, indices))):
         return operand(node)  # into no place
+    if len(indices) == 1 and value_of(indices[0]).dtype == torch.bool:
+        return _masked(node, build)
     found = _rows(node, build)
     if found is None:
         return None
@@ -66,6 +69,25 @@ def written_rows(node: Node, build: Build) -> Node | None:
     written = build(put, found.x, 1, found.places, values)
     first, *others = _turned(shape_of(node), found.dim)
     return _first_at(build, build.reshape(written, (first, *others)), found.dim)
+
+
+def _masked(node: Node, build: Build) -> Node | None:
+    """What a mask picks takes one value, which has no dim for how much that is."""
+    known = arguments(node)
+    x, values, indices = known["self"], known["values"], known["indices"]
+    (first,) = (d for d, i in enumerate(indices) if i is not None)
+    mask = indices[first]
+    behind = len(shape_of(x)) - first - len(shape_of(mask))
+    given = shape_of(values)
+    if len(given) > behind:
+        if given[len(given) - behind - 1] != 1:
+            return None
+        before, after = given[: len(given) - behind - 1], given[len(given) - behind :]
+        values = build.reshape(values, (*before, *[1] * len(shape_of(mask)), *after))
+    mask = build.reshape(mask, (*shape_of(mask), *[1] * behind))
+    if known["accumulate"]:
+        values = build(aten.add.Tensor, x, values)
+    return build(aten.where.self, mask, values, x)
 
 
 def _rows(node: Node, build: Build) -> _Rows | None:

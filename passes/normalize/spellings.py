@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -52,7 +53,98 @@ def _alike(x: Node, y: Node) -> bool:
     return bool(a.dtype == b.dtype and a.shape == b.shape)
 
 
+def scattered_complex(node: Node, build: Build) -> Node | None:
+    """slice_scatter(z, w, 1, 0, 4) --> view_as_complex(slice_scatter(view_as_real(z), view_as_real(w), 1, 0, 4))   of
+    the pairs there is a derivative, torch has none of this operator for complex numbers"""
+    into = operand(node)
+    if not value_of(node).is_complex():
+        return None
+    known, rank = arguments(node), len(shape_of(into))
+    z, w = (_pairs(build, build.cast(known[name], value_of(into).dtype)) for name in ("self", "src"))
+    where = {
+        name: x % rank if name.startswith("dim") else x for name, x in known.items() if name not in ("self", "src")
+    }
+    return build(aten.view_as_complex.default, build(node.target, z, w, *where.values()))  # type: ignore[arg-type]
+
+
+def _pairs(build: Build, z: Node) -> Node:
+    """(..., 2)"""
+    z = build(aten.resolve_conj.default, z) if value_of(z).is_conj() else z
+    return build(aten.view_as_real.default, z)
+
+
+def distance(node: Node, build: Build) -> Node | None:
+    """dist(x, y, p) --> linalg_vector_norm(sub(x, y), p)"""
+    known = arguments(node)
+    return build(aten.linalg_vector_norm.default, build(aten.sub.Tensor, known["self"], known["other"]), known["p"])
+
+
+def distances(node: Node, build: Build) -> Node | None:
+    """cdist(x, y) --> cdist(x, y, 2.0, 1 or 2)   by products or without, as torch decides by the number of rows: those
+    of the whole, not of a piece"""
+    known = arguments(node)
+    if known["compute_mode"]:
+        return None
+    many = max(shape_of(known[name])[-2] for name in ("x1", "x2")) > 25
+    return build(node.target, known["x1"], known["x2"], known["p"], 1 if many else 2)  # type: ignore[arg-type]
+
+
+def added_products(node: Node, build: Build) -> Node | None:
+    """addbmm(x, a, b) --> add(x, einsum("bnm,bmp->np", a, b)); addr(x, u, v) --> add(x, mul(unsqueeze(u, 1), v))"""
+    known = arguments(node)
+    if "batch1" in known:
+        product = build(aten.einsum.default, "bnm,bmp->np", [known["batch1"], known["batch2"]])
+    else:
+        product = build(aten.mul.Tensor, build(aten.unsqueeze.default, known["vec1"], 1), known["vec2"])
+    if known["alpha"] != 1:
+        product = build(aten.mul.Tensor, product, known["alpha"])
+    if known["beta"] == 0:
+        return product
+    x = known["self"] if known["beta"] == 1 else build(aten.mul.Tensor, known["self"], known["beta"])
+    return build(aten.add.Tensor, x, product)
+
+
+def channel_shuffle(node: Node, build: Build) -> Node | None:
+    """channel_shuffle(x, g) --> reshape(transpose(reshape(x, [n, g, c / g, ...]), 1, 2), [n, c, ...])"""
+    groups, (n, c, *space) = arguments(node)["groups"], shape_of(operand(node))
+    grouped = build.reshape(operand(node), (n, groups, c // groups, *space))
+    return build.reshape(build(aten.transpose.int, grouped, 1, 2), (n, c, *space))
+
+
+def affine_grid(node: Node, build: Build) -> Node | None:
+    """affine_grid_generator(theta, [n, c, h, w], a) --> reshape(matmul(points, transpose(theta, 1, 2)), [n, h, w, 2])
+    of points (x, y, 1) [h·w, 3]: what is made of theta has its batch"""
+    known = arguments(node)
+    theta, (n, _, *space) = known["theta"], known["size"]
+    points = build.reshape(
+        _points(build, value_of(theta), space, known["align_corners"]), (math.prod(space), len(space) + 1)
+    )
+    placed = build(aten.matmul.default, points, build(aten.transpose.int, theta, 1, 2))
+    return build.reshape(placed, (n, *space, len(space)))
+
+
+def _points(build: Build, like: torch.Tensor, space: list[int], align_corners: bool) -> Node:
+    """[*space, coordinates and 1]: the last dim's coordinate comes first. Ends are at -1 and 1, or half a step in."""
+    made = {"dtype": like.dtype, "device": like.device}
+    columns = [build(aten.ones.default, [*space, 1], **made)]
+    for dim, size in enumerate(space):
+        end = 0.0 if size == 1 else 1.0 if align_corners else (size - 1) / size
+        line = build(aten.linspace.default, -end, end, size, **made)
+        line = build.reshape(line, [size if d == dim else 1 for d in range(len(space) + 1)])
+        columns.insert(0, build(aten.expand.default, line, [*space, 1]))
+    return build(aten.cat.default, columns, -1)
+
+
 TABLE: dict[Any, Rewrite] = {
+    aten.slice_scatter.default: scattered_complex,
+    aten.select_scatter.default: scattered_complex,
+    aten.diagonal_scatter.default: scattered_complex,
+    aten.dist.default: distance,
+    aten.cdist.default: distances,
+    aten.addbmm.default: added_products,
+    aten.addr.default: added_products,
+    aten.channel_shuffle.default: channel_shuffle,
+    aten.affine_grid_generator.default: affine_grid,
     aten.convolution.default: convolution,
     aten.ones_like.default: ones_of_a_number,
     aten.add.Tensor: addition,
