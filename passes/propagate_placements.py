@@ -182,7 +182,9 @@ class _PlacementSweep:
         rule = rule_of(node, self.axis, self.mesh, whole=self.whole)
         choice = self._choose(node, rule, operands)
         self._refuse_silently_whole(node, operands, choice)
-        replace_operands(node, [self._as_needed(x, n, node) for x, n in zip(operands, choice.needs, strict=True)])
+        pairs = [(x, placement(x, self.axis) if n is None else n) for x, n in zip(operands, choice.needs, strict=True)]
+        fits = [matches(placement(x, self.axis), n, has_gradient(x)) for x, n in pairs]
+        replace_operands(node, [x if fit else self._converted(x, n, node) for fit, (x, n) in zip(fits, pairs)])
         set_results(node, self.axis, choice.results)
 
     def _refuse_silently_whole(self, node: Node, operands: list[Node], choice: _Choice) -> None:
@@ -349,10 +351,6 @@ class _PlacementSweep:
         if src != dst and any(isinstance(p, Shard) and p.routed for p in (src, dst)):
             return float("inf")
         return _PRICES.get(conversion(src, dst), 1) * nbytes(x)
-
-    def _as_needed(self, x: Node, need: Placement | None, user: Node) -> Node:
-        there = need is None or matches(placement(x, self.axis), need, has_gradient(x))
-        return x if there else self._converted(x, need, user)  # type: ignore[arg-type]
 
     def _converted(self, x: Node, need: Placement, before: Node, source: Placement | None = None) -> Node:
         """The operand with another placement; made once, right before its first use. source: what it counts as."""

@@ -8,7 +8,7 @@ call_forms, trials          how: what they are tried with, and one try
 derived_calls               such rules in files
 core                        the same for operators that only differentiation makes
 held, held_calls            what ranks hold of values without gradients of their own: types of step graphs
-special, views, matrices, attention_rules, gradient_holes      rules with a meaning of their own
+special, picks, views, matrices, space, attention_rules, gradient_holes      rules with a meaning of their own
 custom_backwards            whether an operator of others has a backward that is linear
 follow                      one dim along the dataflow
 

@@ -14,6 +14,7 @@ from autopar.ir.conversions import convert, exchange, exchange_slice
 from autopar.ops.dispatchers import DISPATCHERS
 from autopar.ops.vocabulary import cross_entropy_of_piece, embedding_of_piece
 from autopar.rules import gradient_holes as own
+from autopar.rules import picks as pick
 from autopar.rules import space
 from autopar.rules import special as sp
 from autopar.rules import views as vw
@@ -142,9 +143,9 @@ add("slice.Tensor narrow.default pad constant_pad_nd flip roll", vw.resized_dims
 add("slice_scatter select_scatter", vw.scatter_into)
 add("repeat_interleave.self_int", vw.repeat_interleave_rule)
 add("repeat", vw.repeat_rule)
-add("index_select", sp.index_select_rule)
-add("gather", sp.gather_rule)
-add("index.Tensor", sp.advanced_index_rule)
+add("index_select", pick.index_select_rule)
+add("gather", pick.gather_rule)
+add("index.Tensor", pick.advanced_index_rule)
 
 # Reductions and ops that span a dim.
 add("sum mean", reduction(linear=True))
@@ -154,16 +155,16 @@ add(
     reduction(linear=False),
 )
 add("softmax.int log_softmax.int _softmax _log_softmax cumsum cumprod logcumsumexp sort topk diff", _last("dim"))
-add("scatter_add", sp.scatter_add_rule)
+add("scatter_add", pick.scatter_add_rule)
 add("histc", sp.histc_rule)
-add("scatter.src scatter.value scatter_reduce.two scatter.reduce scatter.value_reduce", sp.scatter_rule)
+add("scatter.src scatter.value scatter_reduce.two scatter.reduce scatter.value_reduce", pick.scatter_rule)
 add("one_hot", sp.one_hot_rule)
-add("index_add", sp.index_add_rule)
-add("index_copy", sp.index_copy_rule)
-add("index_reduce", sp.index_copy_rule)
-add("index_put.default", sp.index_put_rule)
-add("take", sp.take_rule)
-add("put", sp.put_rule)
+add("index_add", pick.index_add_rule)
+add("index_copy", pick.index_copy_rule)
+add("index_reduce", pick.index_copy_rule)
+add("index_put.default", pick.index_put_rule)
+add("take", pick.take_rule)
+add("put", pick.put_rule)
 add("renorm", blocks_dims(lambda c: [d for d in range(len(c.result)) if d != c.dim()], "the op takes the norm over it"))
 add("tril triu", blocks_dims(lambda c: [len(c.shape("self")) - 2, len(c.shape("self")) - 1], "the op spans it"))
 add("layer_norm rms_norm", sp.layer_norm_rule)

@@ -79,7 +79,7 @@ def distance(node: Node, build: Build) -> Node | None:
     return build(aten.linalg_vector_norm.default, build(aten.sub.Tensor, known["self"], known["other"]), known["p"])
 
 
-def distances(node: Node, build: Build) -> Node | None:
+def distances_of_whole(node: Node, build: Build) -> Node | None:
     """cdist(x, y) --> cdist(x, y, 2.0, 1 or 2)   by products or without, as torch decides by the number of rows: those
     of the whole, not of a piece"""
     known = arguments(node)
@@ -140,7 +140,7 @@ TABLE: dict[Any, Rewrite] = {
     aten.select_scatter.default: scattered_complex,
     aten.diagonal_scatter.default: scattered_complex,
     aten.dist.default: distance,
-    aten.cdist.default: distances,
+    aten.cdist.default: distances_of_whole,
     aten.addbmm.default: added_products,
     aten.addr.default: added_products,
     aten.channel_shuffle.default: channel_shuffle,
