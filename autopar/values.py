@@ -25,7 +25,7 @@ def refuse(name: str, expected: str, found: Any) -> ValueError:
     return ValueError(f"{name}: expected {expected}, found {shown}")
 
 
-def whole_number(name: str, value: Any, least: int = 0, most: float = math.inf) -> int:
+def whole_number(name: str, value: Any, least: float = 0, most: float = math.inf) -> int:
     """An int (numpy's, too), and neither a bool nor a float: True micro-batches are a mistake."""
     top = "" if most == math.inf else f" and at most {most}"
     expected = f"a whole number of at least {least}{top}"

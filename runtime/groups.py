@@ -198,9 +198,11 @@ class Groups:
     """
 
     def __init__(self, device_mesh: DeviceMesh):
-        board()  # from now on the others see that this rank is alive, if the mesh is the user's
-        self.device_mesh = device_mesh
         self.mesh = mesh_of(device_mesh)
+        self.device_mesh = device_mesh
+        if not dist.is_initialized():
+            raise ValueError("mesh: needs a process group, found none; make the mesh anew with autopar.init_mesh")
+        board()  # from now on the others see that this rank is alive, if the mesh is the user's
         self.rank = dist.get_rank()
         self.coordinate = self.mesh.coordinate(self.rank)
         self.device = choose_device(device_mesh.device_type)

@@ -35,7 +35,7 @@ from autopar.runtime.failures import board
 from autopar.runtime.groups import Groups, init_mesh
 from autopar.runtime.heartbeat import Heartbeat, beat_of
 from autopar.runtime.store_line import Line
-from autopar.values import whole_number
+from autopar.values import refuse, whole_number
 
 THREADS = 16  # of the crowd
 TIMEOUT = 300.0  # seconds
@@ -90,7 +90,9 @@ def simulate_start(mesh: str | Mapping[str, int], ranks: int = 3) -> StartReport
     ``ranks``: how many of them really run, spread over the mesh. In a process of its own, on the CPU. Raises ValueError
     for a mesh of one rank, RuntimeError with what that process said if it fails.
     """
-    made = Mesh.parse(mesh) if isinstance(mesh, str) else Mesh.of(**mesh)
+    if not isinstance(mesh, (str, Mapping)):
+        raise refuse("mesh", 'a text such as "dp=8,tp=8", or sizes by axis', mesh)
+    made = Mesh.parse(mesh) if isinstance(mesh, str) else Mesh(tuple(mesh.items()))
     whole_number("ranks", ranks, 1)
     if made.planned().world_size < 2:
         raise ValueError(

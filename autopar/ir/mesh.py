@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from autopar.ir.placement import Pieces
+from autopar.values import whole_number
 
 # Outer to inner: neighbours on the innermost axis are neighbours in rank, so tp lands on the fastest links.
 # "mb" and "sl" are no axes of ranks: micro-batches are pieces of the batch in time, token slices pieces of the
@@ -22,6 +23,7 @@ IN_TIME = ("mb", "sl")
 DATA = ("dp", "rp", "ep")
 LEVELLED = ("cp", "ep", "dp", "tp")  # may have levels: neighbours ("ep%8"), and every n-th rank ("ep/8")
 PLANNED = ("pp", "rp", "dp", "cp", "ep", "tp")  # the axes that a user may ask for
+MOST_RANKS = 2**31 - 1  # torch counts them in 32 bits
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,21 @@ class TokenSlice:
             raise ValueError(f"token_slices: a slice lies within its {self.total} tokens, found {self}")
 
 
+def _size(axis: str, size: Any) -> int:
+    """An int, numpy's, too. Raises ValueError."""
+    try:
+        found = whole_number(axis, size, least=-math.inf)
+    except ValueError:
+        shown = f"a {type(size).__name__}" if hasattr(size, "__array__") else repr(size)
+        raise ValueError(f"mesh: axis {axis!r} needs a whole number as its size, found {shown}") from None
+    if found < 1:
+        raise ValueError(f"mesh: axis {axis!r} needs a size of at least 1, found {found}")
+    if found > MOST_RANKS:
+        many = found if found < 10**25 else "a number of more than 25 digits"
+        raise ValueError(f"mesh: axis {axis!r} needs a size of at most {MOST_RANKS} ranks, found {many}; use fewer")
+    return found
+
+
 @dataclass(frozen=True)
 class Mesh:
     """Named axes with sizes, in rank order (the last axis varies fastest). ``slice``: graphs on this mesh run this
@@ -46,16 +63,15 @@ class Mesh:
     slice: TokenSlice | None = None
 
     def __post_init__(self) -> None:
-        for name, size in self.axes:
+        for name, _ in self.axes:
             if name not in AXES or name == "sl":
                 raise ValueError(f"mesh: unknown axis {name!r}; the axes are {', '.join(PLANNED)}")
-            if isinstance(size, bool) or not isinstance(size, int):
-                raise ValueError(f"mesh: axis {name!r} needs a whole number as its size, found {size!r}")
-            if size < 1:
-                raise ValueError(f"mesh: axis {name!r} needs a size of at least 1, found {size}")
+        object.__setattr__(self, "axes", tuple((name, _size(name, size)) for name, size in self.axes))
         names = [name for name, _ in self.axes]
         if len(set(names)) != len(names):
             raise ValueError(f"mesh: an axis is named twice in {names}")
+        if self.world_size > MOST_RANKS:
+            raise ValueError(f"mesh: {self} needs {self.world_size} ranks, a world has at most {MOST_RANKS}; use fewer")
 
     @classmethod
     def of(cls, **sizes: int) -> Mesh:
@@ -79,7 +95,7 @@ class Mesh:
             name, equals, size = part.partition("=")
             if not equals or not (size.isascii() and size.isdigit()):
                 raise ValueError(f"mesh: expected name=size pairs such as dp=2,tp=4, found {text!r}")
-            pairs.append((name, int(size)))
+            pairs.append((name, int(size[:26])))  # more digits are no more of a mesh
         return cls(tuple(pairs))
 
     @cached_property

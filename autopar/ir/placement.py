@@ -105,6 +105,9 @@ _ROUTED = re.compile(r"S\((\d+);routed\)")
 _SHARD = re.compile(rf"S\((\d+)(?:;(?:({_RUNS})|\(({_RUNS})\)x(\d+)))?\)")
 
 
+_MOST_BLOCKS = 2**24  # more than any dim has; a typing error would take all memory
+
+
 def parse_placement(text: str) -> Placement:
     """Inverse of ``str(placement)``: 'R', 'I', 'P', 'S(0)', 'S(0;32,16x2)', 'S(1;8,-8)', 'S(0;(8,-8)x2)'."""
     fixed: dict[str, Placement] = {"R": REPLICATE, "I": INVARIANT, "P": PARTIAL}
@@ -116,10 +119,10 @@ def parse_placement(text: str) -> Placement:
     if not match:
         raise ValueError(f"placement: expected R, I, P, S(dim) or S(dim;blocks), found {text!r}")
     dim, plain, pattern, times = match.groups()
-    blocks: list[int] = []
-    for run in filter(None, (plain or pattern or "").split(",")):
-        size, _, count = run.partition("x")
-        blocks += [int(size)] * int(count or 1)
+    runs = [run.partition("x") for run in filter(None, (plain or pattern or "").split(","))]
+    if sum(int(count or 1) for _, _, count in runs) * int(times or 1) > _MOST_BLOCKS:
+        raise ValueError(f"placement: expected at most {_MOST_BLOCKS} blocks, found {text!r}")
+    blocks = [int(size) for size, _, count in runs for _ in range(int(count or 1))]
     return Shard(int(dim), tuple(blocks) * int(times or 1))
 
 

@@ -9,12 +9,13 @@ from torch.fx import GraphModule
 from autopar.ir.graph import global_shape, placeholders
 from autopar.ir.meta import signature_of
 from autopar.ir.placement import Placement, Shard, check_shard, local_shape
-from autopar.plan import Plan
+from autopar.plan import ParameterPlan, Plan
 from autopar.planner.batch_dims import check_dims_exist
 from autopar.planner.experts import check_experts
 from autopar.planner.slice_lengths import check_lengths, slice_unit, token_count
 from autopar.schedule.request import SCHEDULES
 
+WHOLE_WEIGHTS = ("rp", "dp", "cp")  # axes that cut the batch or its tokens, over which weights are whole for use
 MAKERS = ("", "forward", "backward")  # of the gradients of losses in chunks; "": not decided
 
 
@@ -46,11 +47,23 @@ def check_fits(plan: Plan, gm: GraphModule, train: bool = False) -> None:
         )
     for name, axes in plan.parameters.items():
         _check_cuts(plan, f"parameter {name}", parameters[name], {a: p.stored for a, p in axes.items()})
+        _check_cuts(plan, f"parameter {name}, as it is used,", parameters[name], {a: p.used for a, p in axes.items()})
+        _check_ways(name, axes)
     for name, placed in plan.inputs.items():
         if name in inputs:
             _check_cuts(plan, f"input {name}", inputs[name], placed)
     if train and plan.pipeline is not None and SCHEDULES[plan.pipeline.schedule].sliced:
         check_lengths(plan.pipeline.slices, token_count(gm), slice_unit(plan.options, plan.mesh))
+
+
+def _check_ways(name: str, axes: Mapping[str, ParameterPlan]) -> None:
+    """A piece of a weight is used as it is, or the weight is gathered: always, where the batch is cut."""
+    for axis, way in axes.items():
+        if isinstance(way.used, Shard) and (axis in WHOLE_WEIGHTS or way.stored != way.used):
+            raise ValueError(
+                f"plan: parameter {name} is stored as {way.stored} and used as {way.used} on axis {axis!r}; use it as "
+                "it is stored, which only tp and ep can, or whole (R)"
+            )
 
 
 def _check_cuts(plan: Plan, name: str, shape: tuple[int, ...], placements: Mapping[str, Placement]) -> None:
@@ -60,7 +73,7 @@ def _check_cuts(plan: Plan, name: str, shape: tuple[int, ...], placements: Mappi
         p = placements.get(axis)
         if not isinstance(p, Shard):
             continue
-        if p.dim >= len(shape):
+        if not 0 <= p.dim < len(shape):
             raise ValueError(
                 f"plan: {name} is cut as {p} on axis {axis!r}, it has shape {tuple(shape)}; use an existing dim"
             )
