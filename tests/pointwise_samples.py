@@ -37,7 +37,7 @@ def truth(*shape: int) -> Tensor:
 # --- pointwise, from the schema -------------------------------------------------------------------------------------
 
 _INTEGERS = {"bitwise_not", "bitwise_and", "bitwise_or", "bitwise_xor", "__and__", "__or__", "__xor__"}
-_COMPLEX = {"real", "imag", "view_as_complex", "conj"}
+_COMPLEX = {"real", "imag", "view_as_complex", "conj", "_conj_physical"}
 _SCALARS: dict[str, Any] = {
     "decimals": 1,
     "rounding_mode": "floor",

@@ -12,6 +12,12 @@ from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+# Lazy views, with a bit that says so, which a graph's values do not have: each operator would ask for it when it is
+# traced, and find another answer when it runs. Their values are made instead.
+MADE = {
+    torch.ops.aten._conj.default: torch.ops.aten._conj_physical.default,
+    torch.ops.aten._neg_view.default: torch.ops.aten.neg.default,
+}
 DEVICE_OF, META = torch.ops.prim.device.default, torch.device("meta")
 
 
@@ -36,7 +42,7 @@ class CallRecorder(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         named, by_name = self.named((args, kwargs or {}))
         out = func(*args, **(kwargs or {}))
-        self.note(func, named, by_name, out)
+        self.note(MADE.get(func, func), named, by_name, out)
         return out
 
     def named(self, values: Any) -> Any:

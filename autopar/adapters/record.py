@@ -24,7 +24,7 @@ from torch.fx import GraphModule
 from torch.fx.node import map_arg
 
 from autopar.adapters.aot import explain, traced_joint
-from autopar.adapters.call_recorder import CallRecorder
+from autopar.adapters.call_recorder import MADE, CallRecorder
 from autopar.adapters.fake import new_mode
 
 
@@ -237,7 +237,8 @@ def _as_recorded(gm: GraphModule, facts: Mapping[str, Any], wanted: Sequence[boo
         likes.append(like_of(node.meta["val"]))
         if node.op == "call_function":
             args, kwargs = map_arg((node.args, node.kwargs), numbers.__getitem__)
-            calls.append(CoreCall(node.target, args, kwargs, number, node.meta.get("original_aten")))
+            target = MADE.get(node.target, node.target)  # type: ignore[arg-type]
+            calls.append(CoreCall(target, args, kwargs, number, node.meta.get("original_aten")))
             forward += node.meta.get("partitioner_tag") != "is_backward"
     copies: Any = iter(gm.graph.output_node().args[0])  # type: ignore[arg-type]
     # of results there are copies: AOTAutograd returns no views

@@ -128,8 +128,11 @@ def through(rule: Rule, operands: Sequence[Held], strict: bool = False) -> list[
         for made in found:
             made.add(PART)
     told = frozenset().union(*rule.linear)
-    spanned = not strict and any(PART in held and i not in told for i, _, held in used)
-    spanned |= any(isinstance(x, tuple) and not _factors([dims[x[0]]]) for _, dims, held in used for x in held)
+    unsaid = [i for i, _, held in used if PART in held and i not in told and not strict]
+    if unsaid and all(SAME in held for _, _, held in used):  # both at once: a gradient of what all ranks compute alike
+        for made in found:
+            made.add(PART)
+    spanned = bool(unsaid) or any(isinstance(x, tuple) and not _factors([dims[x[0]]]) for _, dims, held in used for x in held)
     for factors, rows in _cuts(rule, used):
         if any(f in rule.blocked for f in factors):
             spanned = True

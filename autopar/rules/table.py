@@ -94,7 +94,7 @@ add(
     pointwise(),
 )
 add("neg clone alias contiguous detach lift_fresh_copy", pointwise("unary", keep=True))
-add("conj", pointwise("unary"))
+add("conj _conj_physical", pointwise("unary"))
 add("_to_copy to.device to.dtype to.dtype_layout", _cast)
 add("view_as_real view_as_complex", sp.complex_pairs_rule)
 add("add.Tensor sub.Tensor", pointwise("sum", keep=True))

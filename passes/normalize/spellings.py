@@ -68,9 +68,13 @@ def scattered_complex(node: Node, build: Build) -> Node | None:
 
 
 def _pairs(build: Build, z: Node) -> Node:
-    """(..., 2)"""
-    z = build(aten.resolve_conj.default, z) if value_of(z).is_conj() else z
-    return build(aten.view_as_real.default, z)
+    """(..., 2). The captured value of a part of a conjugate may be marked as one still."""
+    return build(aten.view_as_real.default, build(aten.clone.default, z) if value_of(z).is_conj() else z)
+
+
+def conjugate(node: Node, build: Build) -> Node | None:
+    """_conj(z) --> _conj_physical(z)   no view that every operator would have to ask whether it is one"""
+    return build(aten._conj_physical.default, operand(node))
 
 
 def distance(node: Node, build: Build) -> Node | None:
@@ -136,6 +140,8 @@ def _points(build: Build, like: torch.Tensor, space: list[int], align_corners: b
 
 
 TABLE: dict[Any, Rewrite] = {
+    aten._conj.default: conjugate,
+    aten.conj.default: conjugate,
     aten.slice_scatter.default: scattered_complex,
     aten.select_scatter.default: scattered_complex,
     aten.diagonal_scatter.default: scattered_complex,
