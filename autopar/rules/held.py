@@ -67,7 +67,10 @@ def held_as(placement: Placement, shape: Shape, alone: bool = True) -> Held:
 
 
 def with_single_rows(held: Held, shape: Shape) -> Held:
-    """A piece of one row may be a pending sum: that over a dim of size one is left out."""
+    """A piece of one row may be a pending sum: that over a dim of size one is left out. And it may be read in all ways
+    that a view to its own shape gives, as that of [S, B, 1 head, D] to [S, B * 1 head, D]: that is left out, too."""
+    told = frozenset(x for x in held if isinstance(x, tuple) and x[1] and x[0] < len(shape))
+    held = held | viewed(told, shape, shape) if told and 0 not in shape else held
     single = any(isinstance(x, tuple) and shape[x[0] : x[0] + 1] == (1,) for x in held)
     return held | ADDENDS if single else held
 
@@ -132,7 +135,9 @@ def through(rule: Rule, operands: Sequence[Held], strict: bool = False) -> list[
     if unsaid and all(SAME in held for _, _, held in used):  # both at once: a gradient of what all ranks compute alike
         for made in found:
             made.add(PART)
-    spanned = bool(unsaid) or any(isinstance(x, tuple) and not _factors([dims[x[0]]]) for _, dims, held in used for x in held)
+    spanned = bool(unsaid) or any(
+        isinstance(x, tuple) and not _factors([dims[x[0]]]) for _, dims, held in used for x in held
+    )
     for factors, rows in _cuts(rule, used):
         if any(f in rule.blocked for f in factors):
             spanned = True

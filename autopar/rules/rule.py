@@ -90,17 +90,22 @@ class Rule:
                 raise RuleError(f"{shard} cuts blocks, but a rank must hold consecutive entries of {factor}")
             if any(b % ranks for b in sizes):
                 raise RuleError(f"a size of {next(b for b in sizes if b % ranks)} does not divide over {ranks} ranks")
+        for part in self._beside(cut):
+            if self.sizes[part] % ranks:
+                raise RuleError(
+                    f"a size of {self.sizes[part]}, concatenated with it, does not divide over {ranks} ranks"
+                )
         return cut
+
+    def _beside(self, cut: Cut) -> list[str]:
+        """The other parts of concatenations of which some are cut."""
+        cats = [dim for dims in (*self.operands, *self.results) for dim in dims or () if isinstance(dim, Cat)]
+        touched = [cat for cat in cats if any(part in cut for part in cat.parts)]
+        return [part for cat in touched for part in cat.parts if part not in cut]
 
     def completed(self, cut: Cut) -> Cut:
         """A cut of some parts of a concatenation cuts its other parts too, each as one block."""
-        full = dict(cut)
-        for dims in (*self.operands, *self.results):
-            for dim in dims or ():
-                if isinstance(dim, Cat) and any(part in cut for part in dim.parts):
-                    for part in dim.parts:
-                        full.setdefault(part, (self.sizes[part],))
-        return self._with_rows(full)
+        return self._with_rows(cut | {part: (self.sizes[part],) for part in self._beside(cut)})
 
     @property
     def imposed_cut(self) -> Cut | None:
