@@ -91,6 +91,8 @@ def diagonals() -> Iterator[Sample]:
         yield call(op, normal(6, 2, 6), 1, 0, -1)
     yield call(aten.diag_embed.default, normal(6, 4))
     yield call(aten.diag_embed.default, normal(2, 6), 1, 0, -1)
+    yield call(aten.diagonal_scatter.default, normal(2, 6, 6), normal(2, 5), -1, 1, 2)
+    yield call(aten.diagonal_scatter.default, normal(6, 2, 6), normal(2, 6), 0, 0, 2)
     yield call(aten.trace.default, normal(6, 6))
     yield call(aten.block_diag.default, [normal(6, 2), normal(2, 6)])
     x = normal(6, 4)

@@ -90,9 +90,7 @@ EXACT_ON_ALL: dict[str, Way] = {
     "put where a mask says": lambda m, a, b: put(a, b.detach()[:, 0] > 0, m.table[0]).square().mean(),
     "put into a table": lambda m, a, b: put(m.table * 1.0, 2 * torch.arange(ROWS), b).square().mean(),
     "added to a table": lambda m, a, b: m.table.index_put((b.detach().argmax(1),), b, accumulate=True).square().mean(),
-    "taken, put flat": lambda m, a, b: (
-        a.put(torch.tensor([3, 9]), m.table[0, :2]).take(torch.arange(7)).square().mean()
-    ),
+    "taken, put flat": lambda m, a, b: a.put(torch.tensor([3, 9]), m.table[0, :2]).take(torch.arange(7)).mean(),
     "complex modes": filtered,
     "a spatial transformer": moved,
     "shuffled channels": lambda m, a, b: (F.channel_shuffle(a.reshape(-1, 4, 2), 2) * b.reshape(-1, 4, 2)).mean(),

@@ -3,7 +3,7 @@ batch of matrices."""
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 
 from autopar.rules.builders import UNARY, einsum_rule, named_dims, pointwise
 from autopar.rules.call import Call, RuleFunction
@@ -41,9 +41,7 @@ def solve(call: Call) -> Rule:
     vectors = len(b) == 1 or a[:-1] == b
     rule = _rule(call, [a, b], (2, 1 if vectors else 2))
     if not vectors and len(b) == len(a) - 1 and a[-1] == b[-1]:  # with fewer matrices in a it might be
-        return dataclasses.replace(
-            rule, blocked={f: "the right-hand side could be read as vectors in a piece" for f in rule.sizes}
-        )
+        return replace(rule, blocked={f: "the right-hand side could be read as vectors in a piece" for f in rule.sizes})
     return rule
 
 
@@ -51,13 +49,13 @@ def cross(call: Call) -> Rule:
     """Products of vectors along a dim; linear in either."""
     rule = pointwise("product")(call)
     dim = int(call.args["dim"]) % len(call.result)
-    return dataclasses.replace(rule, blocked={f"d{dim}": "the op spans the vector"})
+    return replace(rule, blocked={f"d{dim}": "the op spans the vector"})
 
 
 def distances(call: Call) -> Rule:
     """x1 (... p m), x2 (... r m) -> (... p r): of every row of the one to every row of the other."""
     rule = einsum_rule("... p m, ... r m -> ... p r", "x1 x2")(call)
-    return dataclasses.replace(rule, blocked={"m": "a distance spans the vector"}, linear=())
+    return replace(rule, blocked={"m": "a distance spans the vector"}, linear=())
 
 
 def diagonal(call: Call) -> Rule:
@@ -79,3 +77,12 @@ def diagonal_matrices(call: Call) -> Rule:
     k = call.factor("k", call.shape("self")[-1])
     blocked = {f: "it becomes a diagonal" for f in (*k, *(f for i in pair for f in made[i]))}
     return call.rule([(*rest, k)], [made], blocked=blocked, linear=UNARY, keep_partial=True)
+
+
+def diagonal_written(call: Call) -> Rule:
+    """x (... n m ...), src (... k) -> x, of which a diagonal is src."""
+    rule = diagonal(replace(call, result_shapes=(call.shape("src"),)))
+    (source,), (part,) = rule.operands, rule.results
+    assert source is not None
+    both = (frozenset({0, 1}),)
+    return replace(rule, operands=(source, part), results=(source,), linear=both)

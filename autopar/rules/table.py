@@ -31,7 +31,7 @@ from autopar.rules.builders import (
     words,
 )
 from autopar.rules.call import Call, RuleFunction
-from autopar.rules.matrices import cross, diagonal, diagonal_matrices, distances, matrices, solve
+from autopar.rules.matrices import cross, diagonal, diagonal_matrices, diagonal_written, distances, matrices, solve
 
 RULES: dict[Any, RuleFunction] = {}
 
@@ -189,6 +189,7 @@ add("cdist", distances)
 add("pdist", opaque("each row meets every other"))
 add("diagonal diagonal_copy", diagonal)
 add("diag_embed", diagonal_matrices)
+add("diagonal_scatter", diagonal_written)
 add("trace", opaque("a diagonal of it is summed", linear=True))
 add("block_diag", opaque("each matrix has its own rows and columns", linear=True))
 

@@ -61,10 +61,10 @@ def scattered_complex(node: Node, build: Build) -> Node | None:
         return None
     known, rank = arguments(node), len(shape_of(into))
     z, w = (_pairs(build, build.cast(known[name], value_of(into).dtype)) for name in ("self", "src"))
-    where = {
-        name: x % rank if name.startswith("dim") else x for name, x in known.items() if name not in ("self", "src")
-    }
-    return build(aten.view_as_complex.default, build(node.target, z, w, *where.values()))  # type: ignore[arg-type]
+    if node.target is aten.diagonal_scatter.default:  # its diagonal comes last, behind the pairs
+        w = build(aten.transpose.int, w, -1, -2)
+    where = [x % rank if name.startswith("dim") else x for name, x in known.items() if name not in ("self", "src")]
+    return build(aten.view_as_complex.default, build(node.target, z, w, *where))  # type: ignore[arg-type]
 
 
 def _pairs(build: Build, z: Node) -> Node:
