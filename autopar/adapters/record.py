@@ -237,7 +237,7 @@ def _as_recorded(gm: GraphModule, facts: Mapping[str, Any], wanted: Sequence[boo
         likes.append(like_of(node.meta["val"]))
         if node.op == "call_function":
             args, kwargs = map_arg((node.args, node.kwargs), numbers.__getitem__)
-            target = MADE.get(node.target, node.target)  # type: ignore[arg-type]
+            target = MADE.get(node.target, node.target)
             calls.append(CoreCall(target, args, kwargs, number, node.meta.get("original_aten")))
             forward += node.meta.get("partitioner_tag") != "is_backward"
     copies: Any = iter(gm.graph.output_node().args[0])  # type: ignore[arg-type]
