@@ -5,6 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,11 +30,27 @@ def test_parse_and_print() -> None:
         ("data=2", "unknown axis 'data'; the axes are pp, rp, dp"),
         ("dp=0", "size of at least 1"),
         ("dp=2,dp=2", "named twice"),
+        (
+            "dp=100000000000000000000",
+            "at most 2147483647 ranks, found 100000000000000000000; use fewer",
+        ),
+        (f"dp={'9' * 5000}", "found a number of more than 25 digits; use fewer"),
+        ("dp=100000,tp=100000", "needs 10000000000 ranks, a world has at most 2147483647; use fewer"),
     ],
 )
 def test_refusals(text: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         Mesh.parse(text)
+
+
+@pytest.mark.parametrize("size", [2.0, True, "2", None, torch.tensor(2), [2]])
+def test_sizes_that_are_no_numbers(size: object) -> None:
+    with pytest.raises(ValueError, match=r"^mesh: axis 'dp' needs a whole number as its size, found "):
+        Mesh.of(dp=size)  # type: ignore[arg-type]
+
+
+def test_a_size_may_be_a_number_of_numpy() -> None:
+    assert Mesh.of(dp=torch.tensor(2).numpy()) == Mesh.of(dp=2)
 
 
 def test_inner_axes_cut_first() -> None:

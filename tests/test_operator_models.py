@@ -120,6 +120,35 @@ def test_the_numbers_of_one_process(name: str, mesh: str) -> None:
     assert check_model(Pair(EXACT_ON_ALL[name]), batch(), Mesh.of(**sizes), dims).worst < EXACT
 
 
+class Attends(nn.Module):
+    """Sequence first, one head per rank, keys of another width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, kdim=6, vdim=6).double()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.attention(x.transpose(0, 1), y.transpose(0, 1), y.transpose(0, 1))[0].square().mean()  # type: ignore[no-any-return]
+
+
+def test_a_view_that_changes_nothing_in_a_piece() -> None:
+    x, y = (torch.randn(ROWS, n, width, dtype=torch.float64) for n, width in ((6, WIDTH), (3, 6)))
+    assert check_model(Attends(), {"x": x, "y": y}, Mesh.of(tp=2)).worst < EXACT
+
+
+def test_a_gradient_that_all_ranks_compute_alike() -> None:
+    """Of a system of equations over the batch, by an operator of which no rule says that it is linear."""
+
+    def solved(m: Pair, a: Tensor, b: Tensor) -> Tensor:
+        modes = torch.fft.rfft(a)
+        return (
+            torch.linalg.solve(modes.mH @ modes + torch.eye(5), torch.view_as_complex(m.filters)[:, None]).abs().mean()
+        )
+
+    assert check_model(Pair(solved), batch(), Mesh.of(dp=2), Options(batch_dims={"x": 0})).worst < EXACT
+
+
 @pytest.mark.parametrize("name, where", [("batch-hard triplets", "cdist"), ("put into a table", "index_put")])
 def test_where_samples_of_micro_batches_meet(name: str, where: str) -> None:
     options = Options(micro_batches=2, batch_dims={"x": 0})
