@@ -275,7 +275,7 @@ class ParallelModule(ModelOnMesh):
 
     def _store_gradients(self, executor: Executor, gradients: Mapping[str, Tensor]) -> None:
         own, specs = self._tree.held, executor.specs
-        found = [((name := specs[node].name), own[name], x.contiguous()) for node, x in gradients.items()]
+        found = [(own[specs[node].name], x.contiguous()) for node, x in gradients.items()]
         state.set_gradients(found, self._observers)
 
     def _store_buffers(self, compiled: Compiled, outputs: list[Any]) -> dict[str, Tensor]:

@@ -1,19 +1,24 @@
-"""A DTensor for the shards that torch's own cannot say: blocked ones, and several axes on one dim.
+"""Every parameter, gradient, optimizer state and output on a mesh: a DTensor with torch's numbers.
 
-torch's DTensor cuts the outer mesh dim first, ours the inner one (tp before dp), and its `_StridedShard` knows equal
-blocks only (with unequal ones `full_tensor` is silently wrong, and distributed checkpoint refuses both).
+torch's own DTensor has no number of a sum over a cut dim: `.item()` reads this rank's addend. Nor can it say all cuts:
+it cuts the outer mesh dim first, ours the inner one (tp before dp), and its `_StridedShard` knows equal blocks only
+(with unequal ones `full_tensor` is silently wrong, and distributed checkpoint refuses both).
 
-A ShardedTensor is what a parameter, its gradient and its optimizer state need to be:
-  - elementwise and foreach operators run on the local pieces, where all operands are cut the same way;
-  - sums, norms and extrema over the whole tensor reduce over the axes that cut it;
-  - `full_tensor` gathers; distributed checkpoint writes and reads each run of rows as a chunk of its own;
-  - everything else is refused: silently wrong numbers are the alternative.
+A ShardedTensor is the whole tensor to whoever computes with it (`autopar.runtime.sharded_ops`):
+  - elementwise and foreach operators run on the local pieces;
+  - sums, norms and extrema reduce at once over the axes that cut what they reduce, so that reading the number needs no
+    communication;
+  - everything else is computed of the gathered tensor on every rank, and what is written into that, or into a view of
+    it, is written into the pieces;
+  - `full_tensor` gathers; distributed checkpoint writes and reads each run of rows as a chunk of its own.
+
+Whatever communicates is collective: every rank of the mesh calls it, in the same order.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -27,52 +32,61 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate as TorchReplicate
 from torch.distributed.tensor.placement_types import Shard as TorchShard
 
-from autopar.adapters.dtensor import layout_record, local_of
+from autopar.adapters.autograd import version_of
+from autopar.adapters.dtensor import layout_record, local_of, made_as, put_local, record_of
 from autopar.adapters.foreach import take_part
-from autopar.ir.mesh import AXES
-from autopar.ir.placement import Placement, Shard, piece, place_in_block
+from autopar.ir.placement import Shard, piece
+from autopar.runtime.boxes import Box, Cuts, boxes, cuts_of
 from autopar.runtime.failures import explained
 from autopar.runtime.layout import from_rows
 
-Cuts = tuple[tuple[str, Shard], ...]  # the axes that cut the tensor, in cut order
+
+@dataclass
+class Source:
+    """The piece that a view is of which does not lie in a piece alone: the view is one of ``whole``, which was gathered
+    when the piece was at version ``seen``."""
+
+    of: ShardedTensor
+    whole: Tensor
+    seen: int
+
+    @classmethod
+    def gathered(cls, x: ShardedTensor) -> Source:
+        """Collective."""
+        of = x.like(local_of(x))  # the piece as it lies now: `.data` of x may be set
+        return cls(of, of.whole(), _version(of))
+
+    def refresh(self) -> None:
+        """Gather again if the piece was written to. Collective then."""
+        if _version(self.of) != self.seen:
+            self.whole.copy_(self.of.whole())
+            self.seen = _version(self.of)
+
+    def write(self) -> None:
+        """What the whole now holds, into the piece."""
+        local_of(self.of).copy_(piece_of(self.whole, self.of.device_mesh, self.of.cuts))
+        self.seen = _version(self.of)
 
 
-def cuts_of(placements: Mapping[str, Placement], sizes: Mapping[str, int]) -> Cuts:
-    """The shards of a parameter on axes of more than one rank, in cut order (inner axes first)."""
-    found = {a: p for a, p in placements.items() if isinstance(p, Shard) and sizes.get(a, 1) > 1}
-    return tuple((a, found[a]) for a in reversed(AXES) if a in found)
+def _version(x: ShardedTensor) -> int:
+    local = local_of(x)
+    return 0 if local.is_inference() else version_of(local)
 
 
-@dataclass(frozen=True)
-class Box:
-    """Consecutive positions in every dim: where they start in the whole and in the local tensor, and how many."""
-
-    start: tuple[int, ...]
-    size: tuple[int, ...]
-    local: tuple[int, ...]
-
-    def of_local(self, local: Tensor) -> Tensor:
-        """The box as a view of the local tensor."""
-        for dim, (at, length) in enumerate(zip(self.local, self.size)):
-            local = local.narrow(dim, at, length)
-        return local
-
-
-def boxes(shape: Sequence[int], cuts: Cuts, sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> list[Box]:
-    """What the rank at a coordinate holds of a tensor of this (whole) shape."""
-    runs = [_runs(size, dim, cuts, sizes, coordinate) for dim, size in enumerate(shape)]
-    found = itertools.product(*runs)
-    return [Box(*(tuple(r[i] for r in box) for i in range(3))) for box in found]
+_GRAD: Any = Tensor.grad
+_DATA: Any = Tensor.data
 
 
 class ShardedTensor(DTensor):
     """``ShardedTensor.make(local, mesh, cuts, shape)``; see the module's docstring. ``cuts`` says which axes cut which
     dims in which blocks; on every other axis of the mesh the tensor is the same.
 
+    source: what a view is written back to that does not lie in the pieces.
     run_operator: runs an operator of which an operand is a ShardedTensor; `autopar.runtime.sharded_ops` provides it.
     """
 
     cuts: Cuts
+    source: Source | None = None
     run_operator: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
 
     @staticmethod
@@ -82,19 +96,108 @@ class ShardedTensor(DTensor):
         placements = tuple(
             TorchShard(by_axis[axis].dim) if axis in by_axis else TorchReplicate() for axis in mesh.mesh_dim_names or ()
         )
-        record = layout_record(mesh, placements, shape, local.dtype)
-        out = DTensor.__new__(ShardedTensor, local, record, requires_grad=False)
-        assert isinstance(out, ShardedTensor)
+        out = made_as(ShardedTensor, local, layout_record(mesh, placements, shape, local))
         out.cuts = cuts
         return out
 
     def like(self, local: Tensor) -> ShardedTensor:
         """Another tensor of this layout."""
-        return ShardedTensor.make(local, self.device_mesh, self.cuts, self.shape)
+        mine = local_of(self)
+        if local.dtype != mine.dtype or local.stride() != mine.stride():
+            return ShardedTensor.make(local, self.device_mesh, self.cuts, self.shape)
+        out = made_as(ShardedTensor, local, record_of(self))
+        out.cuts = self.cuts
+        return out
+
+    def laid_as(self, x: Tensor, what: str) -> Tensor:
+        """This rank's piece of a tensor of the whole shape, laid out as this one. Where no axis cuts it, or it is cut
+        alike, the piece shares storage with ``x``. Collective for one that is cut otherwise. Raises ValueError, which
+        begins with ``what``, for another shape."""
+        if x.shape != self.shape:
+            local = " (this rank's piece has this shape)" if x.shape == local_of(self).shape else ""
+            raise ValueError(
+                f"{what}: needs a tensor of the whole shape {tuple(self.shape)}, found one of {tuple(x.shape)}{local}; "
+                "pass the whole, or a tensor made with zeros_like or full_like of the parameter"
+            )
+        return piece_in(x, self.device_mesh, self.cuts)
+
+    # --- what torch keeps beside the values -----------------------------------------------------------
+
+    def _lies_as(self, x: Any) -> bool:
+        if type(x) is not ShardedTensor:
+            return False
+        if record_of(x) is record_of(self):
+            return True
+        return x.cuts == self.cuts and x.shape == self.shape and x.device_mesh == self.device_mesh
+
+    def _get_grad(self) -> Tensor | None:
+        found: Tensor | None = _GRAD.__get__(self)
+        if found is not None and not self._lies_as(found):  # autograd's own, of an operator on whole tensors
+            self._set_grad(found)
+            found = _GRAD.__get__(self)
+        return found
+
+    def _set_grad(self, x: Any) -> None:
+        if isinstance(x, Tensor) and not self._lies_as(x):
+            x = self.like(self.laid_as(x.detach(), "p.grad = x"))
+        _GRAD.__set__(self, x)
+
+    def _set_data(self, x: Tensor) -> None:
+        if not isinstance(x, Tensor) or x.dtype != self.dtype or x.device != self.device:
+            found = f"a tensor of {x.dtype} on {x.device}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            raise ValueError(
+                f"x.data = y: needs a tensor of {self.dtype} on {self.device}, found {found}; cast the whole model "
+                "(model.to), or copy into it: x.data.copy_(y)"
+            )
+        put_local(self, self.laid_as(x.detach(), "x.data = y").contiguous())
+        self.source = None
+
+    grad = property(_get_grad, _set_grad)
+    data = property(_DATA.__get__, _set_data)
+
+    # --- as numbers -----------------------------------------------------------------------------------
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        if not self.cuts and self.source is None:
+            return repr(local_of(self).detach().requires_grad_(self.requires_grad))
         shown = ", ".join(f"{axis}: {shard}" for axis, shard in self.cuts)
         return f"ShardedTensor(shape={tuple(self.shape)}, {shown or 'whole'}, local={local_of(self)})"
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
+
+    def tolist(self) -> Any:
+        """Of the whole tensor. Collective where it is cut."""
+        return whole_tensor(self).tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The whole tensor, as of torch; what was gathered can only be read. Collective where it is cut."""
+        plain = whole_tensor(self).detach()
+        found = (plain.requires_grad_() if self.requires_grad else plain).numpy(force=force)
+        if self.cuts or self.source is not None:
+            found.flags.writeable = False
+        return found
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        found = self.numpy()
+        return found if dtype is None else found.astype(dtype, copy=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
+        if not self.is_leaf:
+            raise RuntimeError("only tensors that the user made can be deep copied; copy x.detach()")
+        out: ShardedTensor = self.detach().clone().requires_grad_(self.requires_grad)  # type: ignore[assignment]
+        vars(out).update({name: copy.deepcopy(x, memo) for name, x in vars(self).items() if name == "_is_param"})
+        out.grad = copy.deepcopy(self.grad, memo)
+        memo[id(self)] = out
+        return out
+
+    def data_ptr(self) -> int:
+        """Of this rank's piece."""
+        return local_of(self).data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Of this rank's piece."""
+        return local_of(self).untyped_storage()
 
     # --- the whole tensor and the piece ---------------------------------------------------------------
 
@@ -104,20 +207,27 @@ class ShardedTensor(DTensor):
         if torch.is_grad_enabled() and self.requires_grad:
             out: Tensor = _FullTensor.apply(self)
             return out
-        return self._whole()
+        return self.whole()
 
-    def _whole(self) -> Tensor:
-        value = local_of(self).detach()
+    def whole(self) -> Tensor:
+        """`full_tensor` without autograd; shares storage with the tensor where no axis cuts it. Collective."""
+        value = self.fresh().detach()
         for axis, shard in reversed(self.cuts):
             value = gather(value, self.device_mesh.get_group(axis), shard)
         return value
+
+    def fresh(self) -> Tensor:
+        """The local tensor, after what was written to the source of a view. Collective if something was."""
+        if self.source is not None:
+            self.source.refresh()
+        return local_of(self)
 
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
         """This rank's piece; gradients flow back to the ShardedTensor."""
         if torch.is_grad_enabled() and self.requires_grad:
             out: Tensor = _ToLocal.apply(self)
             return out
-        return local_of(self)
+        return self.fresh()
 
     def redistribute(self, *_: Any, **__: Any) -> DTensor:
         raise ValueError(f"{_name(self)}: cannot be redistributed; take full_tensor() and distribute that")
@@ -169,12 +279,12 @@ take_part(ShardedTensor)
 class _FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, mesh: DeviceMesh, cuts: Cuts, shape: torch.Size) -> ShardedTensor:
+        ctx.layout = (mesh, cuts)
         return ShardedTensor.make(local, mesh, cuts, shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        assert isinstance(grad, DTensor)
-        return local_of(grad), None, None, None
+        return piece_in(grad, *ctx.layout), None, None, None
 
 
 def from_local(local: Tensor, mesh: DeviceMesh, cuts: Cuts, shape: torch.Size) -> ShardedTensor:
@@ -199,61 +309,51 @@ class _FullTensor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: ShardedTensor) -> Tensor:
         ctx.layout = (x.device_mesh, x.cuts, x.shape)
-        whole = x._whole()
+        whole = x.whole()
         return whole.view_as(whole)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> ShardedTensor:
         mesh, cuts, _ = ctx.layout
-        for axis, shard in cuts:
-            grad = piece(grad, shard, mesh[axis].size(), mesh.get_local_rank(axis))
-        return ShardedTensor.make(grad.contiguous(), *ctx.layout)
+        return ShardedTensor.make(piece_in(grad, mesh, cuts), *ctx.layout)
+
+
+def piece_of(whole: Tensor, mesh: DeviceMesh, cuts: Cuts) -> Tensor:
+    """This rank's piece of a whole tensor; a view where no cut has blocks."""
+    for axis, shard in cuts:
+        whole = piece(whole, shard, mesh.get_group(axis).size(), mesh.get_local_rank(axis))
+    return whole
+
+
+def piece_in(x: Tensor, mesh: DeviceMesh, cuts: Cuts) -> Tensor:
+    """This rank's piece of any tensor. Where no axis cuts it, or it is cut alike, it shares storage with ``x``.
+    Collective for one that is cut otherwise."""
+    if isinstance(x, ShardedTensor) and x.cuts == cuts and x.device_mesh == mesh:
+        return x.fresh()
+    found = piece_of(whole_tensor(x), mesh, cuts)
+    return found.clone(memory_format=torch.contiguous_format) if cuts else found
+
+
+def whole_tensor(x: Tensor) -> Tensor:
+    """The whole of any tensor as a plain one, without autograd; shares storage with one that no axis cuts. Collective
+    where it is cut."""
+    if isinstance(x, ShardedTensor):
+        return x.whole()
+    found: Tensor = x.detach()
+    return found.full_tensor() if isinstance(found, DTensor) else found
 
 
 def gather(value: Tensor, group: dist.ProcessGroup, shard: Shard) -> Tensor:
     """The pieces of a group, joined."""
+    return from_rows(gathered_rows(value, group), shard.dim, shard.blocks)
+
+
+def gathered_rows(value: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[ranks, ...]: what each rank of a group holds."""
     rows = value.new_empty((group.size(), *value.shape))
     with explained("gathering a parameter", dist.get_process_group_ranks(group)):
         dist.all_gather_single(rows.view(-1), value.contiguous().view(-1), group=group)
-    return from_rows(rows, shard.dim, shard.blocks)
-
-
-def _runs(
-    size: int, dim: int, cuts: Cuts, sizes: Mapping[str, int], coordinate: Mapping[str, int]
-) -> list[tuple[int, int, int]]:
-    """(global start, length, local start) of each run of consecutive positions of a dim that this rank holds."""
-    held = [range(size)]
-    for axis, shard in cuts:
-        if shard.dim == dim:
-            held = _piece_of(held, shard, sizes[axis], coordinate[axis])
-    out: list[tuple[int, int, int]] = []
-    at = 0
-    for run in held:
-        if out and out[-1][0] + out[-1][1] == run.start:
-            out[-1] = (out[-1][0], out[-1][1] + len(run), out[-1][2])
-        else:
-            out.append((run.start, len(run), at))
-        at += len(run)
-    return out
-
-
-def _piece_of(held: list[range], shard: Shard, ranks: int, rank: int) -> list[range]:
-    """What a rank holds of positions that are cut once more."""
-    out: list[range] = []
-    start = 0
-    for block in shard.blocks or (sum(map(len, held)),):
-        rows = abs(block) // ranks
-        out += _between(held, start + place_in_block(block, ranks, rank) * rows, rows)
-        start += abs(block)
-    return out
-
-
-def _between(held: list[range], start: int, rows: int) -> Iterator[range]:
-    """Those of the positions that stand in start .. start + rows."""
-    for run in held:
-        if part := run[max(start, 0) : max(start + rows, 0)]:
-            yield part
-        start -= len(run)
+    return rows
 
 
 def _name(x: ShardedTensor) -> str:

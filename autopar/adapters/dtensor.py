@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar, cast
+
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -9,16 +11,19 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
+D = TypeVar("D", bound=DTensor)
 
-def layout_record(
-    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype
-) -> DTensorSpec:
-    """A record of mesh, placements and the whole tensor's shape (contiguous strides)."""
-    stride, step = [], 1
-    for size in reversed(shape):
-        stride.append(step)
-        step *= max(size, 1)
-    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, tuple(reversed(stride)), dtype))
+
+def layout_record(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, local: Tensor) -> DTensorSpec:
+    """A record of mesh, placements and the whole tensor's shape, with the dims in the order that the piece has them in
+    its memory."""
+    if not any(p.is_shard() for p in placements):
+        return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, local.stride(), local.dtype))
+    stride, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda d: (local.stride(d), -d)):
+        stride[dim] = step
+        step *= max(shape[dim], 1)
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, tuple(stride), local.dtype))
 
 
 def record_of(x: DTensor) -> DTensorSpec:
@@ -31,22 +36,15 @@ def local_of(x: DTensor) -> Tensor:
     return x._local_tensor
 
 
-def alike(local: Tensor, x: DTensor) -> DTensor:
-    """A DTensor over ``local`` with the very layout record of ``x``: of a gradient, made at every step."""
-    out: DTensor = DTensor.__new__(DTensor, local, x._spec, requires_grad=False)
-    return out
+def made_as(kind: type[D], local: Tensor, record: DTensorSpec) -> D:
+    """A DTensor of a subclass over ``local``, without a check."""
+    out = DTensor.__new__(kind, local, record, requires_grad=False)
+    return cast(D, out)
 
 
-def over(local: Tensor, x: DTensor) -> DTensor:
-    """A DTensor over ``local``, on whatever device that lies, laid out as ``x``."""
-    record = layout_record(x.device_mesh, tuple(x.placements), x.shape, local.dtype)
-    out: DTensor = DTensor.__new__(DTensor, local, record, requires_grad=False)
-    return out
-
-
-def has_record_of(x: Tensor, other: Tensor) -> bool:
-    """Whether two DTensors have the very same layout record. False says nothing."""
-    return isinstance(x, DTensor) and isinstance(other, DTensor) and x._spec is other._spec
+def put_local(x: DTensor, local: Tensor) -> None:
+    """Let a DTensor lie over another local tensor, of the same shape and dtype."""
+    x._local_tensor = local
 
 
 def storage_of(x: Tensor) -> int:
