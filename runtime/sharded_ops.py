@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopar.adapters.dtensor import local_of
+from autopar.adapters.dtensor import local_of, reform
 from autopar.adapters.operators import OpOverload, changes_form, writes_to
 from autopar.ops.traits import PERMUTED, is_elementwise, is_random, is_view
 from autopar.runtime.boxes import Cuts
@@ -31,6 +31,11 @@ from autopar.runtime.whole_ops import leaves, mapped, on_whole
 aten = torch.ops.aten
 
 FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
+FORMS = {  # in place -> the view
+    aten.t_.default: aten.t.default, aten.transpose_.default: aten.transpose.int,
+    aten.squeeze_.default: aten.squeeze.default, aten.squeeze_.dim: aten.squeeze.dim,
+    aten.squeeze_.dims: aten.squeeze.dims, aten.unsqueeze_.default: aten.unsqueeze.default,
+}  # fmt: skip
 NEW = {aten.new_empty, aten.new_empty_strided, aten.new_zeros, aten.new_ones, aten.new_full}
 UNTAGGED = {aten.masked_fill_}  # elementwise, of which torch's tags say nothing
 ON_PIECE = {aten.record_stream, aten.is_pinned}
@@ -46,10 +51,7 @@ def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if packet is aten.detach_:
         return args[0]
     if changes_form(func):
-        raise ValueError(
-            f"parameter: {func} would change the shape or the storage of a tensor on a mesh in place, found one of "
-            f"shape {tuple(args[0].shape)}; make a new tensor of it, or copy into it: x.copy_(y)"
-        )
+        return _reformed(func, *args)
     if packet is aten._foreach_norm:
         return foreach_norm(*args, **kwargs)
     if packet is aten._amp_foreach_non_finite_check_and_unscale_:
@@ -74,6 +76,18 @@ def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if is_elementwise(func) or packet in UNTAGGED:
         return _elementwise(func, args, kwargs)
     return on_whole(func, args, kwargs)
+
+
+def _reformed(func: OpOverload, x: ShardedTensor, *how: Any) -> ShardedTensor:
+    view = dispatch(FORMS[func], (x, *how), {}) if func in FORMS and not isinstance(x, nn.Parameter) else None
+    if view is None or (x.source is None and view.source is not None):
+        raise ValueError(
+            f"parameter: {func} would change the shape or the storage of a tensor on a mesh in place, found one of "
+            f"shape {tuple(x.shape)}; make a new tensor of it, or copy into it: x.copy_(y)"
+        )
+    reform(x, func, how, view)
+    x.cuts = view.cuts
+    return x
 
 
 def _number(x: ShardedTensor) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TypeVar, cast
+from collections.abc import Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils._mode_utils import no_dispatch
 
 D = TypeVar("D", bound=DTensor)
 
@@ -45,6 +47,14 @@ def made_as(kind: type[D], local: Tensor, record: DTensorSpec) -> D:
 def put_local(x: DTensor, local: Tensor) -> None:
     """Let a DTensor lie over another local tensor, of the same shape and dtype."""
     x._local_tensor = local
+
+
+def reform(x: DTensor, func: Any, how: Sequence[Any], view: DTensor) -> None:
+    """Give a DTensor in place the shape that an operator such as ``squeeze_`` gives it: that of ``view``, over whose
+    local tensor it lies from now on."""
+    with no_dispatch():
+        func(x, *how)
+    x._local_tensor, x._spec = view._local_tensor, view._spec
 
 
 def storage_of(x: Tensor) -> int:
