@@ -259,16 +259,7 @@ def _foreach(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """Position i of all lists goes together; what is no list goes with every position."""
     lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
     written = [list(leaves(a)) for a in writes_to(func, args, kwargs)]
-    targets: list[_Target | None] = []
-    fitted: dict[int, list[Any]] = {id(a): [] for a in lists}
-    for i, position in enumerate(zip(*lists)):
-        if any(isinstance(x, ShardedTensor) for x in position):
-            targets.append(_Target.of(func, position, written[0][i] if written else None))
-        else:
-            targets.append(None)
-        for a, x in zip(lists, position):
-            target = targets[-1]
-            fitted[id(a)].append(target.fit(x) if target is not None else _plain(x))
+    targets, fitted = _targets(func, lists, written[0] if written else None)
     for a in written[1:]:
         _check_in_place(func, a, targets)
     out = func(
@@ -277,14 +268,37 @@ def _foreach(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if written:
         _write_back([x for a in written for x in a])
         return None
-    return [t.made(o) if t is not None else o for o, t in zip(out, targets, strict=True)]
+    return [t.made(o) if isinstance(t, _Target) else t.like(o) if t is not None else o for o, t in zip(out, targets)]
+
+
+def _targets(func: OpOverload, lists: Sequence[Any], written: Sequence[Any] | None) -> tuple[list[Any], dict[int, Any]]:
+    """(how the operands at each position lie, list by list what goes into the operator on the pieces)"""
+    if all(map(_are_alike, zip(*lists))):
+        return list(lists[0]), {id(a): list(map(local_of, a)) for a in lists}
+    targets: list[_Target | None] = []
+    fitted: dict[int, list[Any]] = {id(a): [] for a in lists}
+    for i, position in enumerate(zip(*lists)):
+        ours = any(isinstance(x, ShardedTensor) for x in position)
+        target = _Target.of(func, position, written[i] if written is not None else None) if ours else None
+        targets.append(target)
+        for a, x in zip(lists, position):
+            fitted[id(a)].append(target.fit(x) if target is not None else _plain(x))
+    return targets, fitted
+
+
+def _are_alike(position: Sequence[Any]) -> bool:
+    """Whether all are cut alike, and no view of a whole."""
+    first, *others = position
+    if type(first) is not ShardedTensor or first.source is not None:
+        return False
+    return not others or all(first.lies_as(x) and x.source is None for x in others)
 
 
 def _plain(x: Any) -> Any:
     return whole_tensor(x) if isinstance(x, DTensor) else x
 
 
-def _check_in_place(func: OpOverload, written: Sequence[Any], targets: Sequence[_Target | None]) -> None:
+def _check_in_place(func: OpOverload, written: Sequence[Any], targets: Sequence[Any]) -> None:
     """What a fused optimizer writes beside parameters must lie as they do, but for counts: no copy is written."""
     for x, target in zip(written, targets):
         if target is not None and x.dim() and not (isinstance(x, ShardedTensor) and x.cuts == target.cuts):

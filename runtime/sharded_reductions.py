@@ -157,7 +157,7 @@ def foreach_norm(tensors: Sequence[Tensor], ord: float = 2, dtype: torch.dtype |
     """Norm of each tensor, with one exchange per set of axes that cut them."""
     p = float(ord)
     kinds = [dtype or x.dtype for x in tensors]
-    wide = functools.reduce(torch.promote_types, map(_wide, kinds))
+    wide = functools.reduce(torch.promote_types, map(_wide, {*kinds}))
     pieces = [x.fresh() if isinstance(x, ShardedTensor) else x for x in tensors]
     parts = norms(pieces, p, dtype=wide)
     by_axes: dict[tuple[str, ...], list[int]] = {}
@@ -170,8 +170,10 @@ def foreach_norm(tensors: Sequence[Tensor], ord: float = 2, dtype: torch.dtype |
         for i, value in zip(members, together.unbind(), strict=True):
             parts[i] = value
     return [
-        ShardedTensor.make(part.to(kind), x.device_mesh, (), part.shape)
-        if isinstance(x, ShardedTensor)
-        else part.to(kind)
+        _number(part.to(kind), x) if isinstance(x, ShardedTensor) else part.to(kind)
         for part, x, kind in zip(parts, tensors, kinds, strict=True)
     ]
+
+
+def _number(value: Tensor, x: ShardedTensor) -> ShardedTensor:
+    return ShardedTensor.make(value, x.device_mesh, (), value.shape)

@@ -18,6 +18,7 @@ Whatever communicates is collective: every rank of the mesh calls it, in the sam
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -29,11 +30,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Replicate as TorchReplicate
 from torch.distributed.tensor.placement_types import Shard as TorchShard
 
 from autopar.adapters.autograd import version_of
-from autopar.adapters.dtensor import layout_record, local_of, made_as, put_local, record_of
+from autopar.adapters.dtensor import LayoutRecord, layout_record, local_of, made_as, put_local, record_of
 from autopar.adapters.foreach import take_part
 from autopar.ir.placement import Shard, piece
 from autopar.runtime.boxes import Box, Cuts, boxes, cuts_of
@@ -73,8 +73,18 @@ def _version(x: ShardedTensor) -> int:
     return 0 if local.is_inference() else version_of(local)
 
 
+@functools.lru_cache(1024)
+def _record(
+    mesh: DeviceMesh, cuts: Cuts, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype
+) -> LayoutRecord:
+    """One for all tensors that lie alike, whose cuts are the same then."""
+    dims = {axis: shard.dim for axis, shard in cuts}
+    return layout_record(mesh, tuple(dims.get(axis) for axis in mesh.mesh_dim_names or ()), shape, strides, dtype)
+
+
 _GRAD: Any = Tensor.grad
 _DATA: Any = Tensor.data
+_get_grad, _set_grad = _GRAD.__get__, _GRAD.__set__
 
 
 class ShardedTensor(DTensor):
@@ -92,11 +102,7 @@ class ShardedTensor(DTensor):
     @staticmethod
     def make(local: Tensor, mesh: DeviceMesh, cuts: Cuts, shape: torch.Size) -> ShardedTensor:
         """From this rank's piece. Not collective. No gradient flows through it."""
-        by_axis = dict(cuts)
-        placements = tuple(
-            TorchShard(by_axis[axis].dim) if axis in by_axis else TorchReplicate() for axis in mesh.mesh_dim_names or ()
-        )
-        out = made_as(ShardedTensor, local, layout_record(mesh, placements, shape, local))
+        out = made_as(ShardedTensor, local, _record(mesh, cuts, shape, local.stride(), local.dtype))
         out.cuts = cuts
         return out
 
@@ -105,9 +111,25 @@ class ShardedTensor(DTensor):
         mine = local_of(self)
         if local.dtype != mine.dtype or local.stride() != mine.stride():
             return ShardedTensor.make(local, self.device_mesh, self.cuts, self.shape)
+        return self.alike(local)
+
+    def alike(self, local: Tensor) -> ShardedTensor:
+        """`like`, for a piece of the same dtype and strides."""
         out = made_as(ShardedTensor, local, record_of(self))
         out.cuts = self.cuts
         return out
+
+    def give_gradient(self, local: Tensor) -> None:
+        """Set ``.grad`` to what lies over ``local``, which is as of `alike`."""
+        _set_grad(self, self.alike(local))
+
+    def lies_as(self, x: Any) -> bool:
+        """Whether another tensor has this shape and layout, on the same mesh."""
+        if type(x) is not ShardedTensor:
+            return False
+        if record_of(x) is record_of(self):
+            return True
+        return x.cuts == self.cuts and x.shape == self.shape and x.device_mesh == self.device_mesh
 
     def laid_as(self, x: Tensor, what: str) -> Tensor:
         """This rank's piece of a tensor of the whole shape, laid out as this one. Where no axis cuts it, or it is cut
@@ -123,24 +145,17 @@ class ShardedTensor(DTensor):
 
     # --- what torch keeps beside the values -----------------------------------------------------------
 
-    def _lies_as(self, x: Any) -> bool:
-        if type(x) is not ShardedTensor:
-            return False
-        if record_of(x) is record_of(self):
-            return True
-        return x.cuts == self.cuts and x.shape == self.shape and x.device_mesh == self.device_mesh
+    def _gradient(self) -> Tensor | None:
+        found: Tensor | None = _get_grad(self)
+        if found is None or self.lies_as(found):
+            return found
+        self.grad = found  # autograd's own, of an operator on whole tensors
+        return self._gradient()
 
-    def _get_grad(self) -> Tensor | None:
-        found: Tensor | None = _GRAD.__get__(self)
-        if found is not None and not self._lies_as(found):  # autograd's own, of an operator on whole tensors
-            self._set_grad(found)
-            found = _GRAD.__get__(self)
-        return found
-
-    def _set_grad(self, x: Any) -> None:
-        if isinstance(x, Tensor) and not self._lies_as(x):
+    def _set_gradient(self, x: Any) -> None:
+        if isinstance(x, Tensor) and not self.lies_as(x):
             x = self.like(self.laid_as(x.detach(), "p.grad = x"))
-        _GRAD.__set__(self, x)
+        _set_grad(self, x)
 
     def _set_data(self, x: Tensor) -> None:
         if not isinstance(x, Tensor) or x.dtype != self.dtype or x.device != self.device:
@@ -152,7 +167,7 @@ class ShardedTensor(DTensor):
         put_local(self, self.laid_as(x.detach(), "x.data = y").contiguous())
         self.source = None
 
-    grad = property(_get_grad, _set_grad)
+    grad = property(_gradient, _set_gradient)
     data = property(_DATA.__get__, _set_data)
 
     # --- as numbers -----------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ def local_tensor(x: Tensor) -> Tensor:
 def local_gradient(parameter: Any, local: Tensor) -> ShardedTensor:
     """This rank's piece of a gradient in the parameter's own layout. ``local``: contiguous, without a graph
     of autograd, of the piece's shape, which compiled steps are checked for."""
-    made: ShardedTensor = parameter.like(local)
+    made: ShardedTensor = parameter.alike(local)
     return made
 
 
@@ -145,7 +145,7 @@ def set_gradients(found: Sequence[tuple[nn.Parameter, Tensor]], observers: Obser
     if sums:
         add_all(sums, addends)
     for parameter, local in fresh:
-        parameter.grad = local_gradient(parameter, local)
+        parameter.give_gradient(local)  # type: ignore[attr-defined]
     if len(plain) < len(found):
         hooked = [pair for pair, someone in zip(found, watched, strict=True) if someone]
         accumulate_gradient([p for p, _ in hooked], [local_gradient(p, local) for p, local in hooked])
@@ -153,9 +153,7 @@ def set_gradients(found: Sequence[tuple[nn.Parameter, Tensor]], observers: Obser
 
 def is_alike(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors lie in the same way on the same mesh."""
-    if not (isinstance(a, ShardedTensor) and isinstance(b, ShardedTensor)) or a.shape != b.shape:
-        return False
-    return a.device_mesh == b.device_mesh and a.cuts == b.cuts
+    return isinstance(a, ShardedTensor) and a.lies_as(b)
 
 
 def other_kind(found: torch.dtype, needed: torch.dtype) -> bool:

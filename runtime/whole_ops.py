@@ -10,7 +10,7 @@ Collective, where an operand is cut or numbers are drawn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,16 +25,19 @@ from autopar.runtime.failures import explained
 from autopar.runtime.sharded_tensor import ShardedTensor, Source, whole_tensor
 
 
-def leaves(value: Any) -> Iterator[Any]:
+def leaves(value: Any) -> list[Any]:
     """What is no list, tuple or dict, in order."""
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            yield from leaves(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from leaves(item)
-    else:
-        yield value
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return [value]
+    found: list[Any] = []
+    for item in value:
+        if isinstance(item, (list, tuple, dict)):
+            found += leaves(item)
+        else:
+            found.append(item)
+    return found
 
 
 def mapped(value: Any, fn: Callable[[Any], Any]) -> Any:
@@ -50,19 +53,19 @@ def on_whole(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """Run an operator of whole tensors. What it returns is whole; a view of an operand is one, and writes to it go to
     the operand."""
     operands = {id(x): x for x in leaves((args, kwargs)) if isinstance(x, Tensor)}
-    sources = {i: _source(x) for i, x in operands.items() if isinstance(x, ShardedTensor)}
+    ours = {i: x for i, x in operands.items() if isinstance(x, ShardedTensor)}
+    mesh = next(iter(ours.values())).device_mesh
+    sources = {i: source for i, x in ours.items() if (source := _source(x)) is not None}
     whole = {i: _whole(x, sources.get(i)) for i, x in operands.items()}
     out = func(*mapped(args, lambda x: whole.get(id(x), x)), **mapped(kwargs, lambda x: whole.get(id(x), x)))
     written = {id(x) for x in leaves(writes_to(func, args, kwargs)) if isinstance(x, Tensor)}
-    mesh = next(x.device_mesh for x in operands.values() if isinstance(x, ShardedTensor))
     if is_random(func):
         for x in [*(whole[i] for i in written), *(x for x in leaves(out) if isinstance(x, Tensor))]:
             _of_first(x, mesh)
-    for i in written:
-        if (source := sources.get(i)) is not None:
-            source.write()
-    returned = {id(x): operands[i] for i, x in whole.items() if i in written}
-    places = {_place(x): source for i, x in whole.items() if (source := sources.get(i)) is not None}
+    for i in written & sources.keys():
+        sources[i].write()
+    returned = {id(whole[i]): operands[i] for i in written}
+    places = {_place(whole[i]): source for i, source in sources.items()}
 
     def wrapped(x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -70,7 +73,8 @@ def on_whole(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         if id(x) in returned:
             return returned[id(x)]
         made = ShardedTensor.make(x, mesh, (), x.shape)
-        made.source = places.get(_place(x))
+        if places:
+            made.source = places.get(_place(x))
         return made
 
     return mapped(out, wrapped)

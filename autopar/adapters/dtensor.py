@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec as LayoutRecord
+from torch.distributed.tensor._dtensor_spec import TensorMeta
+from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.utils._mode_utils import no_dispatch
+
+__all__ = ["LayoutRecord", "layout_record", "local_of", "made_as", "put_local", "record_of", "reform", "storage_of"]
 
 D = TypeVar("D", bound=DTensor)
 
 
-def layout_record(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, local: Tensor) -> DTensorSpec:
-    """A record of mesh, placements and the whole tensor's shape, with the dims in the order that the piece has them in
-    its memory."""
-    if not any(p.is_shard() for p in placements):
-        return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, local.stride(), local.dtype))
-    stride, step = [0] * len(shape), 1
-    for dim in sorted(range(len(shape)), key=lambda d: (local.stride(d), -d)):
-        stride[dim] = step
-        step *= max(shape[dim], 1)
-    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, tuple(stride), local.dtype))
+def layout_record(
+    mesh: DeviceMesh, dims: tuple[int | None, ...], shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype
+) -> LayoutRecord:
+    """A record of a tensor of a (whole) shape, of which each axis of the mesh cuts a dim or none. ``strides``: of the
+    piece; those of the whole tensor have its dims in the same order."""
+    placements = tuple(Replicate() if d is None else Shard(d) for d in dims)
+    if any(d is not None for d in dims):
+        step, found = 1, [0] * len(shape)
+        for dim in sorted(range(len(shape)), key=lambda d: (strides[d], -d)):
+            found[dim] = step
+            step *= max(shape[dim], 1)
+        strides = tuple(found)
+    return LayoutRecord(mesh, placements, tensor_meta=TensorMeta(shape, strides, dtype))
 
 
-def record_of(x: DTensor) -> DTensorSpec:
+def record_of(x: DTensor) -> LayoutRecord:
     """Mesh, placements, shape and strides of a DTensor."""
     return x._spec
 
@@ -38,10 +44,10 @@ def local_of(x: DTensor) -> Tensor:
     return x._local_tensor
 
 
-def made_as(kind: type[D], local: Tensor, record: DTensorSpec) -> D:
+def made_as(kind: type[D], local: Tensor, record: LayoutRecord) -> D:
     """A DTensor of a subclass over ``local``, without a check."""
-    out = DTensor.__new__(kind, local, record, requires_grad=False)
-    return cast(D, out)
+    out: D = DTensor.__new__(kind, local, record, requires_grad=False)  # type: ignore[assignment]
+    return out
 
 
 def put_local(x: DTensor, local: Tensor) -> None:
