@@ -25,7 +25,7 @@ from autopar.adapters.operators import OpOverload, changes_form, writes_to
 from autopar.ops.traits import PERMUTED, is_elementwise, is_random, is_view
 from autopar.runtime.boxes import Cuts
 from autopar.runtime.sharded_reductions import foreach_norm, reduce_over, reduced
-from autopar.runtime.sharded_tensor import ShardedTensor, piece_of, reduction_groups, whole_tensor
+from autopar.runtime.sharded_tensor import ShardedTensor, piece_of, reduction_groups, whole_tensor, written
 from autopar.runtime.whole_ops import leaves, mapped, on_whole
 
 aten = torch.ops.aten
@@ -44,12 +44,17 @@ BY_LISTS = {aten._foreach_max, aten._foreach_powsum}  # foreach, but not element
 
 def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one operator of which an operand is a ShardedTensor."""
+    if torch.is_inference_mode_enabled() and not any(isinstance(x, Tensor) and x.is_inference() for x in args):
+        with torch.inference_mode(False):  # torch gives views of ordinary tensors versions
+            return dispatch(func, args, kwargs)
     packet = func.overloadpacket
     name = packet.__name__
     if packet is aten._local_scalar_dense:
         return _number(args[0])
     if packet is aten.detach_:
         return args[0]
+    if packet in (aten.detach, aten.alias) and args[0].source is None:
+        return args[0].same()
     if changes_form(func):
         return _reformed(func, *args)
     if packet is aten._foreach_norm:
@@ -145,7 +150,14 @@ def _view_of_piece(func: OpOverload, args: Sequence[Any]) -> ShardedTensor | Non
         return None
     shape = func(torch.empty(x.shape, device="meta"), *args[1:]).shape
     cuts = tuple((axis, replace(shard, dim=places[shard.dim])) for axis, shard in x.cuts)
-    return ShardedTensor.make(func(local_of(x), *args[1:]), x.device_mesh, cuts, shape)
+    return _over_piece(x, func(local_of(x), *args[1:]), cuts, shape)
+
+
+def _over_piece(x: ShardedTensor, local: Tensor, cuts: Cuts, shape: torch.Size) -> ShardedTensor:
+    """A view of ``x``."""
+    out = ShardedTensor.make(local, x.device_mesh, cuts, shape)
+    out.piece = local_of(x) if x.piece is None else x.piece
+    return out
 
 
 def _order(func: OpOverload, rank: int, *dims: Any) -> list[int]:
@@ -166,7 +178,7 @@ def _viewed(x: ShardedTensor, shape: Sequence[int]) -> ShardedTensor | None:
     local = local_of(x)
     if whole[:kept] != x.shape[:kept] or not local.is_contiguous():
         return None
-    return ShardedTensor.make(local.view([*local.shape[:kept], *whole[kept:]]), x.device_mesh, x.cuts, whole)
+    return _over_piece(x, local.view([*local.shape[:kept], *whole[kept:]]), x.cuts, whole)
 
 
 # --- elementwise ----------------------------------------------------------------------------------------
@@ -205,7 +217,7 @@ class _Target:
             size = x.shape[shard.dim - ahead] if shard.dim >= ahead else 1
             if size == self.shape[shard.dim]:
                 cuts.append((axis, replace(shard, dim=shard.dim - ahead)))
-            elif size != 1 or (shard.dim >= ahead and not isinstance(x, DTensor)):
+            elif size != 1 or (shard.dim >= ahead and not isinstance(x, DTensor) and not (ahead and x.numel() == 1)):
                 raise _unlike(self.func, self.shape, x)
         mesh = self.model.device_mesh
         if isinstance(x, ShardedTensor) and x.cuts == tuple(cuts) and (not cuts or x.device_mesh == mesh):
@@ -238,35 +250,30 @@ def _unlike(func: OpOverload, shape: Sequence[int], x: Tensor) -> ValueError:
 
 def _elementwise(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors = [x for x in leaves((args, kwargs)) if isinstance(x, Tensor)]
-    written = writes_to(func, args, kwargs)
-    target = _Target.of(func, tensors, written[0] if written else None)
-    if target is None or len(written) > 1:
+    targets = writes_to(func, args, kwargs)
+    target = _Target.of(func, tensors, targets[0] if targets else None)
+    if target is None or len(targets) > 1:
         return on_whole(func, args, kwargs)
     out = func(*mapped(args, target.fit), **mapped(kwargs, target.fit))
-    if written:
-        _write_back(written)
-        return written[0]
+    if targets:
+        written(targets[0])
+        return targets[0]
     return mapped(out, target.made)
-
-
-def _write_back(written: Sequence[Any]) -> None:
-    for x in written:
-        if isinstance(x, ShardedTensor) and x.source is not None:
-            x.source.write()
 
 
 def _foreach(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Position i of all lists goes together; what is no list goes with every position."""
     lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
-    written = [list(leaves(a)) for a in writes_to(func, args, kwargs)]
-    targets, fitted = _targets(func, lists, written[0] if written else None)
-    for a in written[1:]:
+    changed = [list(leaves(a)) for a in writes_to(func, args, kwargs)]
+    targets, fitted = _targets(func, lists, changed[0] if changed else None)
+    for a in changed[1:]:
         _check_in_place(func, a, targets)
     out = func(
         *(fitted.get(id(a), _plain(a)) for a in args), **{k: fitted.get(id(a), _plain(a)) for k, a in kwargs.items()}
     )
-    if written:
-        _write_back([x for a in written for x in a])
+    if changed:
+        for x in leaves(changed):
+            written(x)
         return None
     return [t.made(o) if isinstance(t, _Target) else t.like(o) if t is not None else o for o, t in zip(out, targets)]
 
@@ -325,6 +332,7 @@ def _unscale(func: OpOverload, tensors: Sequence[Tensor], found_inf: Tensor, inv
     func([_local(t) for t in tensors], found, _local(inv_scale))
     seen: set[str] = set()
     for x in tensors:
+        written(x)
         for group in reduction_groups(x) if isinstance(x, ShardedTensor) else ():
             if group.group_name not in seen:
                 seen.add(group.group_name)

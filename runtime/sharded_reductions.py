@@ -24,6 +24,7 @@ from autopar.adapters.foreach import norms
 from autopar.adapters.operators import OpOverload, argument_defaults
 from autopar.runtime.boxes import Cuts
 from autopar.runtime.failures import explained
+from autopar.runtime.scalar_tensor import ScalarTensor
 from autopar.runtime.sharded_tensor import ShardedTensor, gathered_rows, reduction_groups
 
 aten = torch.ops.aten
@@ -51,8 +52,10 @@ class _Of:
         """Of the piece."""
         return self.func(local_of(self.x), **{**self.given, **other})
 
-    def made(self, local: Tensor) -> ShardedTensor:
+    def made(self, local: Tensor) -> Tensor:
         """The result, of this rank's piece of it."""
+        if local.dim() == 0:
+            return local.as_subclass(ScalarTensor)
         cuts: Cuts = tuple((axis, shard) for axis, shard in self.x.cuts if shard.dim not in self.dims)
         shape = [1 if d in self.dims else n for d, n in enumerate(self.x.shape)]
         if not self.keeps:
@@ -61,25 +64,25 @@ class _Of:
         return ShardedTensor.make(local, self.x.device_mesh, cuts, torch.Size(shape))
 
 
-def _sum(call: _Of) -> ShardedTensor:
+def _sum(call: _Of) -> Tensor:
     wide = _wide(call.x.dtype)
     if "dtype" not in argument_defaults(call.func) or call.given.get("dtype") is not None or wide == call.x.dtype:
         return call.made(_summed(call.local(), call.along()))
     return call.made(_summed(call.local(dtype=wide), call.along()).to(call.x.dtype))
 
 
-def _mean(call: _Of) -> ShardedTensor:
+def _mean(call: _Of) -> Tensor:
     """Pieces have as many elements each."""
     local, groups = call.local(), call.along()
     total = _summed(local.to(_wide(local.dtype)), groups) / math.prod(group.size() for group in groups)
     return call.made(total.to(local.dtype))
 
 
-def _extreme(of_rows: Callable[[Tensor, int], Tensor]) -> Callable[[_Of], ShardedTensor]:
+def _extreme(of_rows: Callable[[Tensor, int], Tensor]) -> Callable[[_Of], Tensor]:
     return lambda call: call.made(_chosen(call.local(), call.along(), of_rows))
 
 
-def _norm(call: _Of) -> ShardedTensor:
+def _norm(call: _Of) -> Tensor:
     p = float(call.given.get("ord", 2))
     if call.given.get("dtype") is not None or math.isinf(p):
         return call.made(_norm_over(call.local(), p, call.along()))
@@ -88,7 +91,7 @@ def _norm(call: _Of) -> ShardedTensor:
     return call.made(_norm_over(local, p, call.along()).to(real))
 
 
-_KINDS: dict[Any, Callable[[_Of], ShardedTensor]] = {
+_KINDS: dict[Any, Callable[[_Of], Tensor]] = {
     aten.sum: _sum,
     aten.nansum: _sum,
     aten.count_nonzero: _sum,
@@ -104,7 +107,7 @@ _KINDS: dict[Any, Callable[[_Of], ShardedTensor]] = {
 _PLACES = {aten.max.dim, aten.min.dim}  # give back places, too
 
 
-def reduced(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> ShardedTensor | None:
+def reduced(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
     """The result, if it is a reduction that is known here of a tensor that is cut. Collective then, over the axes that
     cut what is reduced."""
     kind = _KINDS.get(func.overloadpacket)
@@ -169,11 +172,4 @@ def foreach_norm(tensors: Sequence[Tensor], ord: float = 2, dtype: torch.dtype |
         together = _norm_over(torch.stack([parts[i] for i in members]), p, groups)
         for i, value in zip(members, together.unbind(), strict=True):
             parts[i] = value
-    return [
-        _number(part.to(kind), x) if isinstance(x, ShardedTensor) else part.to(kind)
-        for part, x, kind in zip(parts, tensors, kinds, strict=True)
-    ]
-
-
-def _number(value: Tensor, x: ShardedTensor) -> ShardedTensor:
-    return ShardedTensor.make(value, x.device_mesh, (), value.shape)
+    return [part.to(kind).as_subclass(ScalarTensor) for part, kind in zip(parts, kinds, strict=True)]

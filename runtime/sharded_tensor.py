@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
@@ -41,35 +42,58 @@ from autopar.runtime.failures import explained
 from autopar.runtime.layout import from_rows
 
 
-@dataclass
+@dataclass(eq=False)
 class Source:
     """The piece that a view is of which does not lie in a piece alone: the view is one of ``whole``, which was gathered
-    when the piece was at version ``seen``."""
+    when the piece was at version ``seen``; ``stale``: an operator on pieces has written to it since."""
 
     of: ShardedTensor
     whole: Tensor
     seen: int
+    stale: bool = False
 
     @classmethod
     def gathered(cls, x: ShardedTensor) -> Source:
         """Collective."""
-        of = x.like(local_of(x))  # the piece as it lies now: `.data` of x may be set
-        return cls(of, of.whole(), _version(of))
+        of = x.same()  # the piece as it lies now: `.data` of x may be set
+        found = cls(of, of.whole(), _version(of))
+        _live.add(found)
+        return found
 
     def refresh(self) -> None:
         """Gather again if the piece was written to. Collective then."""
-        if _version(self.of) != self.seen:
+        if self.stale or _version(self.of) != self.seen:
             self.whole.copy_(self.of.whole())
-            self.seen = _version(self.of)
+            self.seen, self.stale = _version(self.of), False
 
     def write(self) -> None:
         """What the whole now holds, into the piece."""
         local_of(self.of).copy_(piece_of(self.whole, self.of.device_mesh, self.of.cuts))
-        self.seen = _version(self.of)
+        _make_stale(self.of)
+        self.seen, self.stale = _version(self.of), False
+
+
+_live: weakref.WeakSet[Source] = weakref.WeakSet()
+
+
+def written(x: Any) -> None:
+    """An operator has written to the local tensor: what follows from that elsewhere. (Within a dispatch torch counts no
+    versions.)"""
+    if isinstance(x, ShardedTensor):
+        if x.source is not None:
+            x.source.write()
+        elif _live:
+            _make_stale(x)
+
+
+def _make_stale(x: ShardedTensor) -> None:
+    place = x.untyped_storage().data_ptr()
+    for source in _live:
+        source.stale |= source.of.untyped_storage().data_ptr() == place
 
 
 def _version(x: ShardedTensor) -> int:
-    local = local_of(x)
+    local = local_of(x) if x.piece is None else x.piece
     return 0 if local.is_inference() else version_of(local)
 
 
@@ -92,11 +116,13 @@ class ShardedTensor(DTensor):
     dims in which blocks; on every other axis of the mesh the tensor is the same.
 
     source: what a view is written back to that does not lie in the pieces.
+    piece: of a view that lies in a piece, that piece: torch counts what is written to it.
     run_operator: runs an operator of which an operand is a ShardedTensor; `autopar.runtime.sharded_ops` provides it.
     """
 
     cuts: Cuts
     source: Source | None = None
+    piece: Tensor | None = None
     run_operator: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
 
     @staticmethod
@@ -117,6 +143,12 @@ class ShardedTensor(DTensor):
         """`like`, for a piece of the same dtype and strides."""
         out = made_as(ShardedTensor, local, record_of(self))
         out.cuts = self.cuts
+        return out
+
+    def same(self) -> ShardedTensor:
+        """Another tensor over the same piece."""
+        out = self.alike(local_of(self))
+        out.piece = self.piece
         return out
 
     def give_gradient(self, local: Tensor) -> None:
@@ -202,7 +234,8 @@ class ShardedTensor(DTensor):
             raise RuntimeError("only tensors that the user made can be deep copied; copy x.detach()")
         out: ShardedTensor = self.detach().clone().requires_grad_(self.requires_grad)  # type: ignore[assignment]
         vars(out).update({name: copy.deepcopy(x, memo) for name, x in vars(self).items() if name == "_is_param"})
-        out.grad = copy.deepcopy(self.grad, memo)
+        if not isinstance(self, nn.Parameter):  # of which torch copies none
+            out.grad = copy.deepcopy(self.grad, memo)
         memo[id(self)] = out
         return out
 

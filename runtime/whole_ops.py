@@ -20,8 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.adapters.operators import OpOverload, writes_to
-from autopar.ops.traits import is_random
+from autopar.ops.traits import is_random, is_view
 from autopar.runtime.failures import explained
+from autopar.runtime.scalar_tensor import ScalarTensor
 from autopar.runtime.sharded_tensor import ShardedTensor, Source, whole_tensor
 
 
@@ -67,11 +68,18 @@ def on_whole(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     returned = {id(whole[i]): operands[i] for i in written}
     places = {_place(whole[i]): source for i, source in sources.items()}
 
+    def is_number(x: Tensor) -> bool:
+        """One that has come of tensors that are no numbers."""
+        own = torch.Tag.reduction not in func.tags and not all(o.dim() for o in ours.values())
+        return x.dim() == 0 and not is_view(func) and not own
+
     def wrapped(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
         if id(x) in returned:
             return returned[id(x)]
+        if is_number(x):
+            return x.as_subclass(ScalarTensor)
         made = ShardedTensor.make(x, mesh, (), x.shape)
         if places:
             made.source = places.get(_place(x))

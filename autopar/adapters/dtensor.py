@@ -14,9 +14,20 @@ from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.utils._mode_utils import no_dispatch
 
-__all__ = ["LayoutRecord", "layout_record", "local_of", "made_as", "put_local", "record_of", "reform", "storage_of"]
+__all__ = [
+    "LayoutRecord",
+    "layout_record",
+    "local_of",
+    "made_as",
+    "no_torch_function",
+    "put_local",
+    "record_of",
+    "reform",
+    "storage_of",
+]
 
 D = TypeVar("D", bound=DTensor)
+no_torch_function = torch._C._disabled_torch_function_impl  # of a subclass whose results are plain tensors
 
 
 def layout_record(
