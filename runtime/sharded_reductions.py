@@ -24,8 +24,9 @@ from autopar.adapters.foreach import norms
 from autopar.adapters.operators import OpOverload, argument_defaults
 from autopar.runtime.boxes import Cuts
 from autopar.runtime.failures import explained
+from autopar.runtime.pieces import gathered_rows
 from autopar.runtime.scalar_tensor import ScalarTensor
-from autopar.runtime.sharded_tensor import ShardedTensor, gathered_rows, reduction_groups
+from autopar.runtime.sharded_tensor import ShardedTensor, reduction_groups
 
 aten = torch.ops.aten
 

@@ -36,10 +36,9 @@ from torch.distributed.tensor.placement_types import Shard as TorchShard
 from autopar.adapters.autograd import version_of
 from autopar.adapters.dtensor import LayoutRecord, layout_record, local_of, made_as, put_local, record_of
 from autopar.adapters.foreach import take_part
-from autopar.ir.placement import Shard, piece
+from autopar.ir.placement import Shard
 from autopar.runtime.boxes import Box, Cuts, boxes, cuts_of
-from autopar.runtime.failures import explained
-from autopar.runtime.layout import from_rows
+from autopar.runtime.pieces import gather, piece_of
 
 
 @dataclass(eq=False)
@@ -225,10 +224,6 @@ class ShardedTensor(DTensor):
             found.flags.writeable = False
         return found
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        found = self.numpy()
-        return found if dtype is None else found.astype(dtype, copy=False)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
         if not self.is_leaf:
             raise RuntimeError("only tensors that the user made can be deep copied; copy x.detach()")
@@ -366,13 +361,6 @@ class _FullTensor(torch.autograd.Function):
         return ShardedTensor.make(piece_in(grad, mesh, cuts), *ctx.layout)
 
 
-def piece_of(whole: Tensor, mesh: DeviceMesh, cuts: Cuts) -> Tensor:
-    """This rank's piece of a whole tensor; a view where no cut has blocks."""
-    for axis, shard in cuts:
-        whole = piece(whole, shard, mesh.get_group(axis).size(), mesh.get_local_rank(axis))
-    return whole
-
-
 def piece_in(x: Tensor, mesh: DeviceMesh, cuts: Cuts) -> Tensor:
     """This rank's piece of any tensor. Where no axis cuts it, or it is cut alike, it shares storage with ``x``.
     Collective for one that is cut otherwise."""
@@ -389,19 +377,6 @@ def whole_tensor(x: Tensor) -> Tensor:
         return x.whole()
     found: Tensor = x.detach()
     return found.full_tensor() if isinstance(found, DTensor) else found
-
-
-def gather(value: Tensor, group: dist.ProcessGroup, shard: Shard) -> Tensor:
-    """The pieces of a group, joined."""
-    return from_rows(gathered_rows(value, group), shard.dim, shard.blocks)
-
-
-def gathered_rows(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[ranks, ...]: what each rank of a group holds."""
-    rows = value.new_empty((group.size(), *value.shape))
-    with explained("gathering a parameter", dist.get_process_group_ranks(group)):
-        dist.all_gather_single(rows.view(-1), value.contiguous().view(-1), group=group)
-    return rows
 
 
 def _name(x: ShardedTensor) -> str:
