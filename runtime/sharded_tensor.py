@@ -323,7 +323,7 @@ class _FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, mesh: DeviceMesh, cuts: Cuts, shape: torch.Size) -> ShardedTensor:
         ctx.layout = (mesh, cuts)
-        return ShardedTensor.make(local, mesh, cuts, shape)
+        return ShardedTensor.make(local.detach(), mesh, cuts, shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
