@@ -3,6 +3,7 @@ here: a line sees what `model.parameters()` gives, and gives back plain numbers.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -307,3 +308,73 @@ written("w.scatter_, w.put_, w.copy_(w.flip(0))", lambda w: (
     w.scatter_(1, torch.tensor([[0], [1]]), 5.0), w.put_(torch.tensor([3]), torch.tensor([2.0]).to(w)),
     w.copy_(w.flip(0))))  # fmt: skip
 written("w[1, 2] += 1, w[[0], [1]] *= 2", lambda w: (w[1, 2].add_(1), w.__setitem__(([0], [1]), w[[0], [1]] * 2)))
+
+
+@line("views that are kept over writes and over a step")
+def kept_views(ps: list[nn.Parameter]) -> Any:
+    views = [v for w in matrices(ps) for v in (w.detach()[1], w.data.view(-1), w.detach().t()[:, 0])]
+    with torch.no_grad():
+        for w in matrices(ps):
+            w.mul_(2)
+    found = [v.sum().item() for v in views]
+    torch.optim.SGD(ps, lr=0.1).step()
+    found += [v.sum().item() for v in views]
+    views[0].fill_(1)
+    return [*found, *(w.sum().item() for w in ps)]
+
+
+@line("nan on one rank's part: norm, max, isfinite; nan_to_num_")
+def not_finite(ps: list[nn.Parameter]) -> Any:
+    g = matrices(ps)[0].grad
+    assert g is not None
+    g[-1, -1] = float("nan")
+    found = [
+        str(x.item()) for x in (g.max(), g.amin(), g.norm(), g.norm(math.inf), g.isnan().sum(), g.isfinite().all())
+    ]
+    g.nan_to_num_(0.5)
+    return found
+
+
+@line("torch.tensor([g.norm() for g in grads]), total += g.norm() ** 2")
+def listed(ps: list[nn.Parameter]) -> Any:
+    total = torch.zeros((), dtype=torch.float64)
+    for g in gradients(ps):
+        total += g.norm() ** 2
+    return torch.tensor([g.norm() for g in gradients(ps)]).tolist(), total.sqrt().item()
+
+
+@line("optimizer.state: norms, a row of exp_avg zeroed")
+def states(ps: list[nn.Parameter]) -> Any:
+    optimizer = torch.optim.Adam(ps, lr=0.01)
+    optimizer.step()
+    found = [(s["exp_avg"].norm().item(), s["exp_avg_sq"].sum().item()) for s in optimizer.state.values()]
+    for s in optimizer.state.values():
+        s["exp_avg"][0] = 0
+    optimizer.step()
+    return found
+
+
+@line("LBFGS of a function of the parameters")
+def lbfgs(ps: list[nn.Parameter]) -> Any:
+    optimizer = torch.optim.LBFGS(ps, lr=0.1, max_iter=2)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Any = sum((p - 0.3).square().sum() for p in ps)
+        loss.backward()
+        return loss  # type: ignore[no-any-return]
+
+    return float(optimizer.step(closure))
+
+
+@line("inference_mode: p.norm(), w[0], p.view(-1)[1]")
+@torch.inference_mode()
+def inferred(ps: list[nn.Parameter]) -> Any:
+    return [(p.norm().item(), p[0].sum().item(), p.view(-1)[1].item(), (p * 2).sum().item()) for p in ps]
+
+
+@line("copy.deepcopy(p), p.float(), p.data_ptr()")
+def copied(ps: list[nn.Parameter]) -> Any:
+    copies = [copy.deepcopy(p) for p in ps]
+    same = [int(p.data_ptr() == q.data_ptr()) for p in ps for q in ps]
+    return [(c.sum().item(), int(c.requires_grad), round(p.float().sum().item(), 4)) for c, p in zip(copies, ps)], same

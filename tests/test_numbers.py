@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import autopar
 from tests.habit_numbers import LINES, rounded
-from tests.ranks import run_ranks
+from tests.ranks import refusal, run_ranks
 
 LR = 0.1
 
@@ -109,3 +109,35 @@ def wrong_lines(sizes: dict[str, int], zero: int, phases: bool) -> list[str]:
 def test_lines_are_as_in_torch_where_parameters_are_cut(sizes: dict[str, int], zero: int, phases: bool) -> None:
     for found in run_ranks(torch.Size(sizes.values()).numel(), wrong_lines, sizes, zero, phases):
         assert not found, "\n".join(found)
+
+
+def alone() -> dict[str, Any]:
+    """What one rank may do by itself; draws where seeds are unlike; what is refused."""
+    model, batch = plain()
+    parallel = autopar.parallelize(model, autopar.init_mesh("cpu", 30.0, tp=2), example_batch=batch, exact=True)
+    parallel.train_step(**batch)
+    p, rank = parallel.qkv.weight, torch.distributed.get_rank()
+    assert p.grad is not None and p.cuts
+    norm = p.grad.norm()
+    texts = [f"{norm:.3f}", str(norm.item())] if rank == 0 else []  # no communication
+    torch.manual_seed(rank)
+    nn.init.normal_(p)
+    drawn = p.full_tensor().detach()
+    local = p.to_local().detach()
+    said = [
+        refusal(lambda: p.grad.set_(local)),  # type: ignore[union-attr]
+        refusal(lambda: p.detach().resize_(2, 2)),
+        refusal(lambda: setattr(p, "grad", local)),
+        refusal(lambda: setattr(p, "data", p.detach().float())),
+        refusal(lambda: p.detach().add_(drawn[:1])),
+    ]
+    return {"texts": texts, "drawn": drawn, "said": said, "shown": repr(p)}
+
+
+def test_one_rank_alone_reads_numbers_and_draws_are_those_of_the_first() -> None:
+    first, second = run_ranks(2, alone)
+    assert len(first["texts"]) == 2 and torch.equal(first["drawn"], second["drawn"])
+    copy, local, cast = "copy into it: x.copy_(y)", "this rank's piece has this shape", "cast the whole"
+    needs = [copy, copy, local, cast, "spread out where it has one row for all"]
+    assert all(words in said for words, said in zip(needs, first["said"], strict=True)), first["said"]
+    assert first["shown"].startswith("ShardedTensor(shape=(24, 8), tp: S(0;8x3), local=")
