@@ -21,14 +21,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 
 from autopar.adapters.distributed import takes_host_tensors
+from autopar.adapters.dtensor import local_of
 from autopar.adapters.export import flatten, unflatten
 from autopar.ir.batch import map_tensors, tensors_of
 from autopar.plan import Plan
 from autopar.runtime.failures import explained
 from autopar.runtime.groups import Groups
+from autopar.runtime.sharded_tensor import ShardedTensor, from_local
 
 IGNORED = -100  # the label that counts in no loss
 LEAST = 64
@@ -320,15 +321,16 @@ def _trimmed(x: Any, rows: int, padded_rows: int, lengths: Mapping[int, int]) ->
 
 
 def _cut_dims(x: Tensor) -> set[int]:
-    return {p.dim for p in x.placements if isinstance(p, Shard)} if isinstance(x, DTensor) else set()
+    return {shard.dim for _, shard in x.cuts} if isinstance(x, ShardedTensor) else set()
 
 
 def _narrowed(x: Tensor, dim: int, size: int) -> Tensor:
-    """Of a DTensor this rank's part, which is whole along a dim of tokens, and this rank's rows."""
-    if not isinstance(x, DTensor):
+    """Of a ShardedTensor this rank's part, which is whole along a dim of tokens, and this rank's rows."""
+    if not isinstance(x, ShardedTensor):
         return x.narrow(dim, 0, size)
-    local = x.to_local().narrow(dim, 0, size)
-    return DTensor.from_local(local, x.device_mesh, x.placements, run_check=False)
+    ranks = x.shape[dim] // local_of(x).shape[dim]
+    shape = torch.Size(size * ranks if d == dim else length for d, length in enumerate(x.shape))
+    return from_local(x.to_local().narrow(dim, 0, size), x.device_mesh, x.cuts, shape)
 
 
 def _arguments(model: nn.Module) -> Iterable[str]:

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from autopar.adapters.foreach import norms, scale_all
 from autopar.ir.parameter import ParameterSpec
 from autopar.runtime.agreement import Claim, agree_on_arguments
+from autopar.runtime.boxes import cuts_of
 from autopar.runtime.comm import all_reduce, finish
 from autopar.runtime.groups import Groups
-from autopar.runtime.sharded_tensor import cuts_of
-from autopar.runtime.state import is_alike, local_tensor
+from autopar.runtime.state import local_tensor
 from autopar.values import number, refuse
 
 
@@ -38,15 +38,14 @@ def clip_gradients(
 
     ``owed``: what earlier steps have left to be compared. ``scale``: what all gradients are multiplied by so far,
     which is taken off in the same pass. Returns the norm before, the same on all ranks (float64). A tied weight that
-    several stages hold counts once. Collective. Raises ValueError for a ``max_norm`` below 0, for norms that are none,
-    and for a ``.grad`` that is not cut like its parameter.
+    several stages hold counts once. Collective. Raises ValueError for a ``max_norm`` below 0, and for norms that are
+    none.
     """
     max_norm, norm_type = number("max_norm", max_norm, 0.0), number("norm_type", norm_type)
     if norm_type <= 0.0:
         raise refuse("norm_type", "a number above 0, such as 2.0 or math.inf", norm_type)
     gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
     agree_on_arguments(groups, "clip_grad_norm_", {"max_norm": max_norm, "norm_type": norm_type}, gradients, owed)
-    _check_layouts(parameters, gradients)
     pieces = {name: local_tensor(gradient) for name, gradient in gradients.items()}
     total = _total_norm(pieces, list(specs), groups, norm_type)
     total = total if scale is None else total / scale
@@ -58,16 +57,6 @@ def clip_gradients(
 def over_world(value: Tensor, groups: Groups) -> Tensor:
     """The largest of all ranks. Collective."""
     return _over_ranks(value, groups, [axis for axis, size in groups.mesh.axes if size > 1], "max")
-
-
-def _check_layouts(parameters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor]) -> None:
-    for name, gradient in gradients.items():
-        if not is_alike(gradient, parameters[name]):
-            raise ValueError(
-                f"clip_grad_norm_: .grad of parameter {name} must be a DTensor that is cut like it, found "
-                f"{type(gradient).__name__} of shape {tuple(gradient.shape)}; make it from the parameter "
-                "(torch.zeros_like(p)), or set it to None"
-            )
 
 
 def _total_norm(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from autopar.adapters.dtensor import local_of, over
+from autopar.adapters.dtensor import local_of
 from autopar.ir.parameter import in_buckets
 from autopar.ir.storages import is_dense
 from autopar.runtime.host_copies import HostCopies, host_copies_arrived
@@ -97,9 +97,7 @@ def _local(x: Tensor) -> Tensor:
 
 def _laid_out_like(x: Tensor, local: Tensor) -> Tensor:
     """The same value over other memory."""
-    if isinstance(x, ShardedTensor):
-        return x.like(local)
-    return over(local, x) if isinstance(x, DTensor) else local
+    return x.like(local) if isinstance(x, ShardedTensor) else local
 
 
 def _check_apart(optimizer: Optimizer) -> None:

@@ -51,8 +51,9 @@ class ParallelModule(ModelOnMesh):
 
     ``train_step(**batch)``: forward and backward of all micro-batches; returns the loss of the whole batch.
     ``model(**batch)``: the model's own output structure, a part of autograd's graph. Scalars are plain tensors; other
-    outputs are DTensors over the mesh, as they are cut. What is computed from a DTensor is one, too: torch's ``float``
-    reads this rank's part of it, ``.full_tensor()`` all of it.
+    outputs are DTensors over the mesh, as they are cut, which compute as the whole tensors that they stand for:
+    ``float(out.logits.mean())`` is that of the whole batch. So do parameters and gradients. What reduces or gathers
+    pieces is collective: all ranks of the mesh call it, even where only one prints the number.
     ``eval_step(**batch)``: the same with all modules in eval mode, without gradients.
 
     Its submodules are copies of the model's own: modes, attributes and ``requires_grad`` of parameters may be changed
@@ -275,7 +276,7 @@ class ParallelModule(ModelOnMesh):
 
     def _store_gradients(self, executor: Executor, gradients: Mapping[str, Tensor]) -> None:
         own, specs = self._tree.held, executor.specs
-        found = [((name := specs[node].name), own[name], x.contiguous()) for node, x in gradients.items()]
+        found = [(own[specs[node].name], x.contiguous()) for node, x in gradients.items()]
         state.set_gradients(found, self._observers)
 
     def _store_buffers(self, compiled: Compiled, outputs: list[Any]) -> dict[str, Tensor]:

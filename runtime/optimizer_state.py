@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Replicate as TorchReplicate
 from torch.optim import Optimizer
 
 from autopar.adapters.dtensor import local_of
 from autopar.runtime.host_states import HostStates
-from autopar.runtime.sharded_tensor import shards_of
+from autopar.runtime.sharded_tensor import ShardedTensor, shards_of
 from autopar.runtime.state import is_alike
 from autopar.runtime.state_pieces import laid_out
 from autopar.runtime.value_tree import decoded, encoded
@@ -164,8 +163,7 @@ class Restored:
             made = torch.empty(self._saved.shapes[key], dtype=of_saved, device="cpu" if is_step else self._device)
             self.targets.append((key, made))
             if kind == "mesh" and isinstance(p, DTensor):
-                mesh = p.device_mesh
-                return DTensor.from_local(made, mesh, [TorchReplicate()] * mesh.ndim, run_check=False)
+                return ShardedTensor.make(made, p.device_mesh, (), made.shape)
             return made
 
         return make

@@ -25,7 +25,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.runtime.host_states import HostStates, step_buckets
 from autopar.runtime.piece_steps import step_pieces, steps_elements
-from autopar.runtime.sharded_tensor import ShardedTensor
 from autopar.runtime.whole_matrices import WHOLE, step_each
 
 _TOGETHER = {"LBFGS"}  # one problem of all parameters
@@ -113,9 +112,4 @@ def _check_together(optimizer: Optimizer, ours: list[Any]) -> None:
         raise ValueError(
             f"optimizer: {name} solves one problem of all parameters, found stages that hold a part of them each; "
             "use a mesh without pp, or an optimizer that steps each parameter by itself"
-        )
-    if any(isinstance(p, ShardedTensor) for p in ours):
-        raise ValueError(
-            f"optimizer: {name} lays all parameters end to end, found some that several axes cut along one dim; "
-            "use zero=0, or an optimizer that steps each parameter by itself"
         )

@@ -40,7 +40,7 @@ def steps_elements(optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
     """Whether it computes of every element by itself, from gradients that lie as the parameters do."""
     step = own_step(optimizer)
     known = step.__module__.startswith("torch.optim.") and step.__qualname__.partition(".")[0] in _ELEMENTWISE
-    return known and all(p.grad is None or (is_alike(p, p.grad) and p.dtype == p.grad.dtype) for p in parameters)
+    return known and all((g := p.grad) is None or (is_alike(p, g) and p.dtype == g.dtype) for p in parameters)
 
 
 @torch.no_grad()
@@ -54,8 +54,9 @@ def step_pieces(optimizer: Optimizer, is_ours: Callable[[Tensor], bool]) -> None
 def on_pieces(optimizer: Optimizer, is_ours: Callable[[Tensor], bool]) -> Iterator[None]:
     """Within, groups and states are of pieces of our parameters. What a step makes of options stays."""
     groups, states = optimizer.param_groups, optimizer.state
-    ours = [p for group in groups for p in group["params"] if is_ours(p) and p.grad is not None]
-    pieces = {p: _piece(p) for p in ours}
+    found = [(p, p.grad) for group in groups for p in group["params"] if is_ours(p)]
+    pieces = {p: _piece(p, gradient) for p, gradient in found if gradient is not None}
+    ours = list(pieces)
     made: defaultdict[Tensor, Any] = defaultdict(dict)
     for p in (p for p in ours if p in states):
         made[pieces[p]] = {n: _local(x) for n, x in states[p].items()}
@@ -71,9 +72,9 @@ def on_pieces(optimizer: Optimizer, is_ours: Callable[[Tensor], bool]) -> Iterat
             states[p].update(_laid_out(p, made[pieces[p]], states[p]))
 
 
-def _piece(p: nn.Parameter) -> nn.Parameter:
+def _piece(p: nn.Parameter, gradient: Tensor) -> nn.Parameter:
     piece = nn.Parameter(_local(p).detach(), requires_grad=p.requires_grad)
-    piece.grad = _local(p.grad).detach()
+    piece.grad = _local(gradient).detach()
     return piece
 
 

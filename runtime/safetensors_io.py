@@ -18,10 +18,10 @@ from torch import Tensor
 from autopar.ir.parameter import ParameterSpec
 from autopar.ir.recipe import Recipe, as_they_are
 from autopar.runtime.agreement import agree
+from autopar.runtime.boxes import boxes, cuts_of
 from autopar.runtime.checkpoint_folder import Draft, quantizer
 from autopar.runtime.groups import Groups
 from autopar.runtime.safetensors_files import Computed, Files, Source, Stored, stored_in
-from autopar.runtime.sharded_tensor import boxes, cuts_of
 from autopar.runtime.state import STEPS, fetch_whole
 from autopar.runtime.windows import traced
 from autopar.values import refuse, whole_number

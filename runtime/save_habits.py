@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import nested_piece
 from autopar.runtime.groups import Groups
-from autopar.runtime.state import check_tensors, local_tensor, whole_tensor
+from autopar.runtime.sharded_tensor import whole_tensor
+from autopar.runtime.state import check_tensors, local_tensor
 
 _SAID = {"safe_serialization": True, "push_to_hub": False, "variant": None, "token": None}  # what holds anyway
 

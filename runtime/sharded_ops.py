@@ -1,282 +1,343 @@
-"""The operators that a ShardedTensor knows: elementwise, foreach, reductions to a scalar. The rest is refused.
+"""What operators do with ShardedTensors: each sees whole tensors, whatever lies where.
 
-Operands may be mixed: ShardedTensors and plain DTensors stand next to each other in one foreach list, since an
-optimizer holds both. Position by position they must be cut alike; a plain tensor must be a scalar.
+    elementwise, foreach         on the pieces; operands that lie otherwise are cut, or gathered and cut, to fit
+    transposes, rows, slices     views of the pieces, where they leave the cut dims alone
+    sums, norms, extrema         `autopar.runtime.sharded_reductions`
+    everything else              `autopar.runtime.whole_ops`: of gathered tensors, on every rank
+
+A plain tensor stands for itself on every rank: it has the size of the whole, and is the same everywhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopar.adapters.dtensor import local_of, record_of
-from autopar.adapters.foreach import norms
-from autopar.adapters.operators import name_of
-from autopar.ops.traits import is_elementwise
-from autopar.runtime.failures import explained
-from autopar.runtime.sharded_tensor import ShardedTensor, reduction_groups
+from autopar.adapters.dtensor import local_of, reform
+from autopar.adapters.operators import OpOverload, changes_form, writes_to
+from autopar.ops.traits import PERMUTED, is_elementwise, is_random, is_view
+from autopar.runtime.boxes import Cuts
+from autopar.runtime.pieces import piece_of
+from autopar.runtime.sharded_reductions import foreach_norm, reduce_over, reduced
+from autopar.runtime.sharded_tensor import ShardedTensor, reduction_groups, whole_tensor, written
+from autopar.runtime.whole_ops import leaves, mapped, on_whole
 
 aten = torch.ops.aten
 
-SCALAR_RESULT = {
-    aten.sum: ("sum", dist.ReduceOp.SUM),
-    aten.amax: ("max", dist.ReduceOp.MAX),
-    aten.amin: ("min", dist.ReduceOp.MIN),
-    aten.max: ("max", dist.ReduceOp.MAX),
-    aten.min: ("min", dist.ReduceOp.MIN),
-    aten.any: ("max", dist.ReduceOp.MAX),
-    aten.all: ("min", dist.ReduceOp.MIN),
-}
 FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
+FORMS = {  # in place -> the view
+    aten.t_.default: aten.t.default, aten.transpose_.default: aten.transpose.int,
+    aten.squeeze_.default: aten.squeeze.default, aten.squeeze_.dim: aten.squeeze.dim,
+    aten.squeeze_.dims: aten.squeeze.dims, aten.unsqueeze_.default: aten.unsqueeze.default,
+}  # fmt: skip
+NEW = {aten.new_empty, aten.new_empty_strided, aten.new_zeros, aten.new_ones, aten.new_full}
+UNTAGGED = {aten.masked_fill_}  # elementwise, of which torch's tags say nothing
+ON_PIECE = {aten.record_stream, aten.is_pinned}
+BY_LISTS = {aten._foreach_max, aten._foreach_powsum}  # foreach, but not elementwise
 
 
-def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one operator of which an operand is a ShardedTensor."""
+    if torch.is_inference_mode_enabled() and not any(isinstance(x, Tensor) and x.is_inference() for x in args):
+        with torch.inference_mode(False):  # torch gives views of ordinary tensors versions
+            return dispatch(func, args, kwargs)
     packet = func.overloadpacket
     name = packet.__name__
+    if packet is aten._local_scalar_dense:
+        return _number(args[0])
+    if packet is aten.detach_:
+        return args[0]
+    if packet in (aten.detach, aten.alias) and args[0].source is None:
+        return args[0].same()
+    if changes_form(func):
+        return _reformed(func, *args)
     if packet is aten._foreach_norm:
-        return _foreach_norm(*args, **kwargs)
+        return foreach_norm(*args, **kwargs)
     if packet is aten._amp_foreach_non_finite_check_and_unscale_:
         return _unscale(func, *args, **kwargs)
-    if packet is aten.linalg_vector_norm:
-        return _vector_norm(func, *args, **kwargs)
     if packet is aten.equal:
         return _equal(*args)
     if packet is aten.is_same_size:
         return args[0].shape == args[1].shape
-    if packet is aten._local_scalar_dense:
-        return local_of(_whole(args[0], func)).item()
-    if packet is aten.stack or packet is aten.cat:
-        return _stack(func, *args, **kwargs)
-    if packet in SCALAR_RESULT or packet is aten.mean:
-        return _reduce(func, *args, **kwargs)
-    if (name.startswith("_foreach_") and name not in ("_foreach_max", "_foreach_powsum")) or name in FUSED:
+    if packet in ON_PIECE:
+        return func(*mapped(args, _local), **mapped(kwargs, _local))
+    if packet in NEW:
+        return _new(func, *args, **kwargs)
+    if is_random(func) or _is_view_of_whole(func, args) or _leaves_mesh(func, args, kwargs):
+        return on_whole(func, args, kwargs)
+    if isinstance(args[0], ShardedTensor):
+        if (found := reduced(func, args, kwargs)) is not None:
+            return found
+        if (view := _view_of_piece(func, args)) is not None:
+            return view
+    if (name.startswith("_foreach_") and packet not in BY_LISTS) or name in FUSED:
         return _foreach(func, args, kwargs)
-    if packet is aten.new_empty_strided and tuple(args[1]) == args[0].shape:  # a gradient that somebody else holds, too
-        return args[0].like(torch.empty_like(local_of(args[0]), **kwargs))
-    if packet is aten.view and list(args[1]) == list(args[0].shape):
-        return args[0].like(local_of(args[0]).view_as(local_of(args[0])))
-    if is_elementwise(func):
+    if is_elementwise(func) or packet in UNTAGGED:
         return _elementwise(func, args, kwargs)
-    raise refused(func, next(a for a in _flat((args, kwargs)) if isinstance(a, ShardedTensor)))
+    return on_whole(func, args, kwargs)
 
 
-def refused(func: Any, x: ShardedTensor) -> ValueError:
-    """The error for an operator that would be wrong or is unknown on pieces."""
-    cuts = ", ".join(f"{axis}: {shard}" for axis, shard in x.cuts)
-    return ValueError(
-        f"parameter: {func} is not defined on a tensor of shape {tuple(x.shape)} that is cut by {cuts or 'nothing'}; "
-        "elementwise operators, sums and norms are; for anything else take full_tensor() or to_local()"
-    )
-
-
-def _flat(value: Any) -> list[Any]:
-    if isinstance(value, (list, tuple)):
-        return [leaf for item in value for leaf in _flat(item)]
-    if isinstance(value, dict):
-        return [leaf for item in value.values() for leaf in _flat(item)]
-    return [value]
-
-
-def _map(value: Any, fn: Callable[[Any], Any]) -> Any:
-    if isinstance(value, (list, tuple)):
-        return type(value)(_map(item, fn) for item in value)
-    if isinstance(value, dict):
-        return {key: _map(item, fn) for key, item in value.items()}
-    return fn(value)
-
-
-def _layout(x: DTensor) -> Any:
-    return x.cuts if isinstance(x, ShardedTensor) else tuple(x.placements)
-
-
-def _is_whole(x: DTensor) -> bool:
-    return not (x.cuts if isinstance(x, ShardedTensor) else any(not p.is_replicate() for p in x.placements))
-
-
-def _whole(x: Any, func: Any) -> Any:
-    if isinstance(x, ShardedTensor) and x.cuts:
-        raise refused(func, x)
+def _reformed(func: OpOverload, x: ShardedTensor, *how: Any) -> ShardedTensor:
+    view = dispatch(FORMS[func], (x, *how), {}) if func in FORMS and not isinstance(x, nn.Parameter) else None
+    if view is None or (x.source is None and view.source is not None):
+        raise ValueError(
+            f"parameter: {func} would change the shape or the storage of a tensor on a mesh in place, found one of "
+            f"shape {tuple(x.shape)}; make a new tensor of it, or copy into it: x.copy_(y)"
+        )
+    reform(x, func, how, view)
+    x.cuts = view.cuts
     return x
 
 
-def _check_alike(func: Any, operands: Sequence[Any]) -> DTensor | None:
-    """The operand whose layout the result has; raises unless all are cut alike or are scalars."""
-    tensors = [x for x in operands if isinstance(x, Tensor)]
-    model = next((x for x in tensors if isinstance(x, DTensor) and not (x.dim() == 0 and _is_whole(x))), None)
-    model = model if model is not None else next((x for x in tensors if isinstance(x, DTensor)), None)
-    if model is None:
-        return None
-    for x in tensors:
-        if isinstance(x, DTensor):
-            alike = (_layout(x) == _layout(model) and x.shape == model.shape) or (x.dim() == 0 and _is_whole(x))
-        else:
-            alike = x.numel() == 1 or (_is_whole(model) and x.shape == model.shape)
-        if not alike:
-            sharded = next((t for t in (model, x) if isinstance(t, ShardedTensor)), None)
-            other = f"{_layout(x)}" if isinstance(x, DTensor) else "a plain tensor"
-            raise ValueError(
-                f"parameter: {func} needs operands that are cut alike, found "
-                f"{tuple(model.shape)} cut by {_layout(model)} and "
-                f"{tuple(x.shape)} as {other}; make the second with zeros_like or full_like of the first"
-            ) from (refused(func, sharded) if sharded is not None else None)
-    return model
+def _number(x: ShardedTensor) -> Any:
+    if x.cuts:
+        raise RuntimeError(f"a Tensor with {x.numel()} elements cannot be converted to Scalar")
+    return x.fresh().item()
 
 
 def _local(x: Any) -> Any:
     return local_of(x) if isinstance(x, DTensor) else x
 
 
-def _wrap(local: Any, model: DTensor) -> Any:
-    if not isinstance(local, Tensor):
-        return local
-    if isinstance(model, ShardedTensor):
-        return model.like(local)
-    record = record_of(model)
-    return DTensor.from_local(local, record.mesh, record.placements, shape=model.shape, stride=model.stride())
+def _new(func: OpOverload, x: ShardedTensor, shape: Sequence[int], *rest: Any, **kwargs: Any) -> ShardedTensor:
+    """A tensor that has nothing of ``x`` but, if it has its shape, its layout."""
+    local = local_of(x)
+    if tuple(shape) != tuple(x.shape):
+        made = func(local, shape, *rest, **kwargs)
+        return ShardedTensor.make(made, x.device_mesh, (), made.shape)
+    if func.overloadpacket is aten.new_empty_strided:
+        return x.like(torch.empty_like(local, **kwargs))
+    return x.like(func(local, local.shape, *rest, **kwargs))
 
 
-def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    model = _check_alike(func, _flat((args, kwargs)))
-    assert model is not None
-    out = func(*_map(args, _local), **_map(kwargs, _local))
-    if name_of(func).endswith("_"):
-        return args[0]
-    if "out" in kwargs:
-        return kwargs["out"]
-    return tuple(_wrap(o, model) for o in out) if isinstance(out, tuple) else _wrap(out, model)
+# --- views of pieces ------------------------------------------------------------------------------------
 
 
-def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _is_view_of_whole(func: OpOverload, args: Sequence[Any]) -> bool:
+    return isinstance(args[0], ShardedTensor) and args[0].source is not None and is_view(func)
+
+
+def _leaves_mesh(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a copy lies where the ranks of the mesh don't communicate."""
+    device = kwargs.get("device") if func.overloadpacket is aten._to_copy else None
+    return device is not None and torch.device(device).type != args[0].device_mesh.device_type
+
+
+def _view_of_piece(func: OpOverload, args: Sequence[Any]) -> ShardedTensor | None:
+    """The result of a view that leaves the cut dims alone."""
+    x: ShardedTensor = args[0]
+    if not x.cuts or not is_view(func):
+        return None
+    places: list[int]  # of the dims of x in the view
+    if func in PERMUTED:
+        order = _order(func, x.dim(), *args[1:])
+        places = [order.index(d) for d in range(x.dim())]
+    elif func in (aten.select.int, aten.slice.Tensor, aten.unsqueeze.default):
+        dim = (args[1] if len(args) > 1 else 0) % (x.dim() + (func is aten.unsqueeze.default))
+        shift = {aten.select.int: -1, aten.slice.Tensor: 0, aten.unsqueeze.default: 1}[func]
+        places = [d + shift * (d > dim or (d == dim and shift == 1)) for d in range(x.dim())]
+        if shift < 1 and any(shard.dim == dim for _, shard in x.cuts):
+            return None
+    elif func is aten.view.default:
+        return _viewed(x, args[1])
+    else:
+        return None
+    shape = func(torch.empty(x.shape, device="meta"), *args[1:]).shape
+    cuts = tuple((axis, replace(shard, dim=places[shard.dim])) for axis, shard in x.cuts)
+    return _over_piece(x, func(local_of(x), *args[1:]), cuts, shape)
+
+
+def _over_piece(x: ShardedTensor, local: Tensor, cuts: Cuts, shape: torch.Size) -> ShardedTensor:
+    """A view of ``x``."""
+    out = ShardedTensor.make(local, x.device_mesh, cuts, shape)
+    out.piece = local_of(x) if x.piece is None else x.piece
+    return out
+
+
+def _order(func: OpOverload, rank: int, *dims: Any) -> list[int]:
+    """Which dim of the operand each dim of a permuted one is."""
+    order = list(range(rank))
+    if func is aten.permute.default:
+        return [d % rank for d in dims[0]]
+    if rank > 1:
+        a, b = dims if dims else (0, 1)
+        order[a], order[b] = order[b], order[a]
+    return order
+
+
+def _viewed(x: ShardedTensor, shape: Sequence[int]) -> ShardedTensor | None:
+    """Another shape behind the last dim that is cut."""
+    kept = max(shard.dim for _, shard in x.cuts) + 1
+    whole = torch.empty(x.shape, device="meta").view(shape).shape
+    local = local_of(x)
+    if whole[:kept] != x.shape[:kept] or not local.is_contiguous():
+        return None
+    return _over_piece(x, local.view([*local.shape[:kept], *whole[kept:]]), x.cuts, whole)
+
+
+# --- elementwise ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Target:
+    """How the operands of an elementwise operator must lie: cut as ``model``, of a ``shape`` that is broadcast to."""
+
+    func: OpOverload
+    model: ShardedTensor
+    cuts: Cuts
+    shape: torch.Size
+
+    @classmethod
+    def of(cls, func: OpOverload, tensors: Sequence[Tensor], written: Tensor | None) -> _Target | None:
+        """None where whole operands are needed: to write to a plain tensor, or for torch to refuse their shapes."""
+        if written is not None:
+            return cls(func, written, written.cuts, written.shape) if isinstance(written, ShardedTensor) else None
+        ours = [x for x in tensors if isinstance(x, ShardedTensor)]
+        model = max(ours, key=lambda x: (bool(x.cuts), x.dim(), x.numel()))
+        shape = _broadcast([x.shape for x in tensors])
+        if shape is None:
+            if not model.cuts:
+                return None  # torch has its own words
+            raise _unlike(func, model.shape, next(x for x in tensors if x.shape != model.shape))
+        ahead = len(shape) - model.dim()
+        return cls(func, model, tuple((a, replace(s, dim=s.dim + ahead)) for a, s in model.cuts), shape)
+
+    def fit(self, x: Any) -> Any:
+        """What goes into the operator on the pieces, for an operand. Collective for one that is cut otherwise."""
+        if not isinstance(x, Tensor):
+            return x
+        ahead, cuts = len(self.shape) - x.dim(), []
+        for axis, shard in self.cuts:
+            size = x.shape[shard.dim - ahead] if shard.dim >= ahead else 1
+            if size == self.shape[shard.dim]:
+                cuts.append((axis, replace(shard, dim=shard.dim - ahead)))
+            elif size != 1 or (shard.dim >= ahead and not isinstance(x, DTensor) and not (ahead and x.numel() == 1)):
+                raise _unlike(self.func, self.shape, x)
+        mesh = self.model.device_mesh
+        if isinstance(x, ShardedTensor) and x.cuts == tuple(cuts) and (not cuts or x.device_mesh == mesh):
+            return x.fresh()
+        return piece_of(whole_tensor(x) if isinstance(x, DTensor) else x, mesh, tuple(cuts))
+
+    def made(self, local: Any) -> Any:
+        """A result, of this rank's piece of it."""
+        if not isinstance(local, Tensor):
+            return local
+        if self.cuts == self.model.cuts and self.shape == self.model.shape:
+            return self.model.like(local)
+        return ShardedTensor.make(local, self.model.device_mesh, self.cuts, self.shape)
+
+
+def _broadcast(shapes: Sequence[torch.Size]) -> torch.Size | None:
+    """The shape that tensors of these are broadcast to, if they are."""
+    columns = [{*sizes} - {1} for sizes in itertools.zip_longest(*map(reversed, shapes), fillvalue=1)]
+    return None if any(len(c) > 1 for c in columns) else torch.Size(next(iter(c), 1) for c in reversed(columns))
+
+
+def _unlike(func: OpOverload, shape: Sequence[int], x: Tensor) -> ValueError:
+    """A plain tensor of one row may be one for all rows, or this rank's: so it is asked for."""
+    return ValueError(
+        f"parameter: {func} of a tensor that is {tuple(shape)} over all ranks needs operands of this whole size, "
+        f"found {tuple(x.shape)}; give the whole tensor (the same on every rank), spread out where it has one row for "
+        "all (x.expand), or compute with the pieces: to_local()"
+    )
+
+
+def _elementwise(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensors = [x for x in leaves((args, kwargs)) if isinstance(x, Tensor)]
+    targets = writes_to(func, args, kwargs)
+    target = _Target.of(func, tensors, targets[0] if targets else None)
+    if target is None or len(targets) > 1:
+        return on_whole(func, args, kwargs)
+    out = func(*mapped(args, target.fit), **mapped(kwargs, target.fit))
+    if targets:
+        written(targets[0])
+        return targets[0]
+    return mapped(out, target.made)
+
+
+def _foreach(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Position i of all lists goes together; what is no list goes with every position."""
     lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
-    rest = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-    for position in zip(*lists):
-        # The step counters of fused optimizers are plain scalars of their own.
-        _check_alike(func, [*position, *rest])
-    out = func(*_map(args, _local), **_map(kwargs, _local))
-    if out is None or name_of(func).endswith("_"):
+    changed = [list(leaves(a)) for a in writes_to(func, args, kwargs)]
+    targets, fitted = _targets(func, lists, changed[0] if changed else None)
+    for a in changed[1:]:
+        _check_in_place(func, a, targets)
+    out = func(
+        *(fitted.get(id(a), _plain(a)) for a in args), **{k: fitted.get(id(a), _plain(a)) for k, a in kwargs.items()}
+    )
+    if changed:
+        for x in leaves(changed):
+            written(x)
         return None
-    return [_wrap(o, model) for o, model in zip(out, args[0])]
+    return [t.made(o) if isinstance(t, _Target) else t.like(o) if t is not None else o for o, t in zip(out, targets)]
 
 
-# --- reductions to a scalar ---------------------------------------------------------------------------
+def _targets(func: OpOverload, lists: Sequence[Any], written: Sequence[Any] | None) -> tuple[list[Any], dict[int, Any]]:
+    """(how the operands at each position lie, list by list what goes into the operator on the pieces)"""
+    if all(map(_are_alike, zip(*lists))):
+        return list(lists[0]), {id(a): list(map(local_of, a)) for a in lists}
+    targets: list[_Target | None] = []
+    fitted: dict[int, list[Any]] = {id(a): [] for a in lists}
+    for i, position in enumerate(zip(*lists)):
+        ours = any(isinstance(x, ShardedTensor) for x in position)
+        target = _Target.of(func, position, written[i] if written is not None else None) if ours else None
+        targets.append(target)
+        for a, x in zip(lists, position):
+            fitted[id(a)].append(target.fit(x) if target is not None else _plain(x))
+    return targets, fitted
 
 
-def _scalar(value: Tensor, model: DTensor) -> ShardedTensor:
-    """A 0-dim result, the same on all ranks."""
-    return ShardedTensor.make(value, model.device_mesh, (), torch.Size(()))
+def _are_alike(position: Sequence[Any]) -> bool:
+    """Whether all are cut alike, and no view of a whole."""
+    first, *others = position
+    if type(first) is not ShardedTensor or first.source is not None:
+        return False
+    return not others or all(first.lies_as(x) and x.source is None for x in others)
 
 
-def _all_reduce(value: Tensor, x: DTensor, op: Any) -> Tensor:
-    for group in reduction_groups(x):
-        _reduce_over(value, op, group)
-    return value
+def _plain(x: Any) -> Any:
+    return whole_tensor(x) if isinstance(x, DTensor) else x
 
 
-def _reduce_over(value: Tensor, op: Any, group: dist.ProcessGroup) -> None:
-    with explained("reducing over the pieces of a parameter", dist.get_process_group_ranks(group)):
-        dist.all_reduce(value, op=op, group=group)
-
-
-def _power_sum(norm: Tensor, p: float) -> tuple[Tensor, Any]:
-    """What ranks exchange for a p-norm, of that of a piece: the largest magnitude, or the sum of p-th powers."""
-    if p == float("inf"):
-        return norm, dist.ReduceOp.MAX
-    if p == float("-inf"):
-        return norm, dist.ReduceOp.MIN
-    return (norm if p == 0 else norm**p), dist.ReduceOp.SUM
-
-
-def _root(value: Tensor, p: float) -> Tensor:
-    return value if p in (0, float("inf"), float("-inf")) else value ** (1.0 / p)
-
-
-def _foreach_norm(tensors: Sequence[DTensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[ShardedTensor]:
-    """Norm of each tensor, with one all-reduce per set of axes that cut them."""
-    by_axes: dict[tuple[str, ...], list[int]] = {}
-    parts, op = [], dist.ReduceOp.SUM
-    for i, (x, norm) in enumerate(zip(tensors, norms([local_of(x) for x in tensors], float(ord), dtype), strict=True)):
-        part, op = _power_sum(norm, float(ord))
-        parts.append(part)
-        by_axes.setdefault(tuple(g.group_name for g in reduction_groups(x)), []).append(i)
-    for members in by_axes.values():
-        together = torch.stack([parts[i] for i in members])
-        _all_reduce(together, tensors[members[0]], op)
-        for i, value in zip(members, together.unbind()):
-            parts[i] = value
-    return [_scalar(_root(part, float(ord)), x) for part, x in zip(parts, tensors)]
-
-
-def _vector_norm(
-    func: Any, x: DTensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> ShardedTensor:
-    if isinstance(x, ShardedTensor) and not x.cuts:
-        return (
-            x.like(torch.linalg.vector_norm(local_of(x), ord, dim, keepdim, dtype=dtype))
-            if keepdim
-            else _scalar(torch.linalg.vector_norm(local_of(x), ord, dim, dtype=dtype), x)
-        )
-    assert isinstance(x, ShardedTensor)
-    if keepdim or (dim and len(dim) != x.dim()):
-        raise refused(func, x)
-    (norm,) = norms([local_of(x)], float(ord), dtype)
-    part, op = _power_sum(norm, float(ord))
-    return _scalar(_root(_all_reduce(part, x, op), float(ord)), x)
-
-
-def _reduce(func: Any, x: ShardedTensor, *args: Any, **kwargs: Any) -> Any:
-    packet = func.overloadpacket
-    if not x.cuts and x.dim() <= 1:
-        return _scalar(func(local_of(x), *args, **kwargs), x)
-    dims = args[0] if args else kwargs.get("dim")
-    keeps = (len(args) > 1 and args[1]) or kwargs.get("keepdim")
-    every = dims is None or (isinstance(dims, (list, tuple)) and len(dims) in (0, x.dim()))
-    if keeps or not every or not isinstance(dims, (list, tuple, type(None))):
-        raise refused(func, x)
-    local = local_of(x)
-    if packet is aten.mean:
-        total = _all_reduce(local.sum(dtype=kwargs.get("dtype")), x, dist.ReduceOp.SUM)
-        return _scalar(total / x.numel(), x)
-    out = func(local, *args, **kwargs)
-    carrier = out.to(torch.uint8) if out.dtype == torch.bool else out  # gloo has no MAX for bool
-    return _scalar(_all_reduce(carrier, x, SCALAR_RESULT[packet][1]).to(out.dtype), x)
+def _check_in_place(func: OpOverload, written: Sequence[Any], targets: Sequence[Any]) -> None:
+    """What a fused optimizer writes beside parameters must lie as they do, but for counts: no copy is written."""
+    for x, target in zip(written, targets):
+        if target is not None and x.dim() and not (isinstance(x, ShardedTensor) and x.cuts == target.cuts):
+            raise ValueError(
+                f"optimizer: {func} needs states that are cut like their parameters, found one of shape "
+                f"{tuple(x.shape)} that is not; make it with zeros_like or full_like of the parameter"
+            )
 
 
 def _equal(a: Any, b: Any) -> bool:
-    model = _check_alike(aten.equal.default, [a, b])
-    assert model is not None
-    same = torch.tensor(int(torch.equal(_local(a), _local(b))), device=local_of(model).device)
-    return bool(_all_reduce(same, model, dist.ReduceOp.MIN).item())
+    if a.shape != b.shape:
+        return False
+    target = _Target.of(aten.equal.default, [a, b], None)
+    assert target is not None
+    same = torch.tensor(int(torch.equal(target.fit(a), target.fit(b))), device=local_of(target.model).device)
+    for group in reduction_groups(target.model):
+        reduce_over(same, dist.ReduceOp.MIN, group)
+    return bool(same.item())
 
 
-def _stack(func: Any, tensors: Sequence[Any], *args: Any, **kwargs: Any) -> ShardedTensor:
-    """Scalars, such as the norms of all parameters, side by side."""
-    values = []
-    for x in tensors:
-        if isinstance(x, ShardedTensor) and x.cuts:
-            raise refused(func, x)
-        values.append(x.full_tensor() if isinstance(x, DTensor) else x)
-    model = next(x for x in tensors if isinstance(x, ShardedTensor))
-    out = func(values, *args, **kwargs)
-    return ShardedTensor.make(out, model.device_mesh, (), out.shape)
-
-
-def _unscale(func: Any, tensors: Sequence[DTensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+def _unscale(func: OpOverload, tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     """GradScaler's check: a piece with an infinity anywhere is one everywhere."""
-    found, scale = _local(found_inf), _local(inv_scale)
-    func([local_of(t) for t in tensors], found, scale)
+    found = _local(found_inf)
+    func([_local(t) for t in tensors], found, _local(inv_scale))
     seen: set[str] = set()
     for x in tensors:
-        for group in reduction_groups(x):
+        written(x)
+        for group in reduction_groups(x) if isinstance(x, ShardedTensor) else ():
             if group.group_name not in seen:
                 seen.add(group.group_name)
-                _reduce_over(found, dist.ReduceOp.MAX, group)
+                reduce_over(found, dist.ReduceOp.MAX, group)
 
 
 ShardedTensor.run_operator = staticmethod(dispatch)

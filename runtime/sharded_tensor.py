@@ -1,100 +1,246 @@
-"""A DTensor for the shards that torch's own cannot say: blocked ones, and several axes on one dim.
+"""Every parameter, gradient, optimizer state and output on a mesh: a DTensor with torch's numbers.
 
-torch's DTensor cuts the outer mesh dim first, ours the inner one (tp before dp), and its `_StridedShard` knows equal
-blocks only (with unequal ones `full_tensor` is silently wrong, and distributed checkpoint refuses both).
+torch's own DTensor has no number of a sum over a cut dim: `.item()` reads this rank's addend. Nor can it say all cuts:
+it cuts the outer mesh dim first, ours the inner one (tp before dp), and its `_StridedShard` knows equal blocks only
+(with unequal ones `full_tensor` is silently wrong, and distributed checkpoint refuses both).
 
-A ShardedTensor is what a parameter, its gradient and its optimizer state need to be:
-  - elementwise and foreach operators run on the local pieces, where all operands are cut the same way;
-  - sums, norms and extrema over the whole tensor reduce over the axes that cut it;
-  - `full_tensor` gathers; distributed checkpoint writes and reads each run of rows as a chunk of its own;
-  - everything else is refused: silently wrong numbers are the alternative.
+A ShardedTensor is the whole tensor to whoever computes with it (`autopar.runtime.sharded_ops`):
+  - elementwise and foreach operators run on the local pieces;
+  - sums, norms and extrema reduce at once over the axes that cut what they reduce, so that reading the number needs no
+    communication;
+  - everything else is computed of the gathered tensor on every rank, and what is written into that, or into a view of
+    it, is written into the pieces;
+  - `full_tensor` gathers; distributed checkpoint writes and reads each run of rows as a chunk of its own.
+
+Whatever communicates is collective: every rank of the mesh calls it, in the same order.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import copy
+import functools
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Replicate as TorchReplicate
 from torch.distributed.tensor.placement_types import Shard as TorchShard
 
-from autopar.adapters.dtensor import layout_record, local_of
+from autopar.adapters.autograd import version_of
+from autopar.adapters.dtensor import LayoutRecord, layout_record, local_of, made_as, put_local, record_of
 from autopar.adapters.foreach import take_part
-from autopar.ir.mesh import AXES
-from autopar.ir.placement import Placement, Shard, piece, place_in_block
-from autopar.runtime.failures import explained
-from autopar.runtime.layout import from_rows
-
-Cuts = tuple[tuple[str, Shard], ...]  # the axes that cut the tensor, in cut order
+from autopar.ir.placement import Shard
+from autopar.runtime.boxes import Box, Cuts, boxes, cuts_of
+from autopar.runtime.pieces import gather, piece_of
 
 
-def cuts_of(placements: Mapping[str, Placement], sizes: Mapping[str, int]) -> Cuts:
-    """The shards of a parameter on axes of more than one rank, in cut order (inner axes first)."""
-    found = {a: p for a, p in placements.items() if isinstance(p, Shard) and sizes.get(a, 1) > 1}
-    return tuple((a, found[a]) for a in reversed(AXES) if a in found)
+@dataclass(eq=False)
+class Source:
+    """The piece that a view is of which does not lie in a piece alone: the view is one of ``whole``, which was gathered
+    when the piece was at version ``seen``; ``stale``: an operator on pieces has written to it since."""
+
+    of: ShardedTensor
+    whole: Tensor
+    seen: int
+    stale: bool = False
+
+    @classmethod
+    def gathered(cls, x: ShardedTensor) -> Source:
+        """Collective."""
+        of = x.same()  # the piece as it lies now: `.data` of x may be set
+        found = cls(of, of.whole(), _version(of))
+        _live.add(found)
+        return found
+
+    def refresh(self) -> None:
+        """Gather again if the piece was written to. Collective then."""
+        if self.stale or _version(self.of) != self.seen:
+            self.whole.copy_(self.of.whole())
+            self.seen, self.stale = _version(self.of), False
+
+    def write(self) -> None:
+        """What the whole now holds, into the piece."""
+        local_of(self.of).copy_(piece_of(self.whole, self.of.device_mesh, self.of.cuts))
+        _make_stale(self.of)
+        self.seen, self.stale = _version(self.of), False
 
 
-@dataclass(frozen=True)
-class Box:
-    """Consecutive positions in every dim: where they start in the whole and in the local tensor, and how many."""
-
-    start: tuple[int, ...]
-    size: tuple[int, ...]
-    local: tuple[int, ...]
-
-    def of_local(self, local: Tensor) -> Tensor:
-        """The box as a view of the local tensor."""
-        for dim, (at, length) in enumerate(zip(self.local, self.size)):
-            local = local.narrow(dim, at, length)
-        return local
+_live: weakref.WeakSet[Source] = weakref.WeakSet()
 
 
-def boxes(shape: Sequence[int], cuts: Cuts, sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> list[Box]:
-    """What the rank at a coordinate holds of a tensor of this (whole) shape."""
-    runs = [_runs(size, dim, cuts, sizes, coordinate) for dim, size in enumerate(shape)]
-    found = itertools.product(*runs)
-    return [Box(*(tuple(r[i] for r in box) for i in range(3))) for box in found]
+def written(x: Any) -> None:
+    """An operator has written to the local tensor: what follows from that elsewhere. (Within a dispatch torch counts no
+    versions.)"""
+    if isinstance(x, ShardedTensor):
+        if x.source is not None:
+            x.source.write()
+        elif _live:
+            _make_stale(x)
+
+
+def _make_stale(x: ShardedTensor) -> None:
+    place = x.untyped_storage().data_ptr()
+    for source in _live:
+        source.stale |= source.of.untyped_storage().data_ptr() == place
+
+
+def _version(x: ShardedTensor) -> int:
+    local = local_of(x) if x.piece is None else x.piece
+    return 0 if local.is_inference() else version_of(local)
+
+
+@functools.lru_cache(1024)
+def _record(
+    mesh: DeviceMesh, cuts: Cuts, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype
+) -> LayoutRecord:
+    """One for all tensors that lie alike, whose cuts are the same then."""
+    dims = {axis: shard.dim for axis, shard in cuts}
+    return layout_record(mesh, tuple(dims.get(axis) for axis in mesh.mesh_dim_names or ()), shape, strides, dtype)
+
+
+_GRAD: Any = Tensor.grad
+_DATA: Any = Tensor.data
+_get_grad, _set_grad = _GRAD.__get__, _GRAD.__set__
 
 
 class ShardedTensor(DTensor):
     """``ShardedTensor.make(local, mesh, cuts, shape)``; see the module's docstring. ``cuts`` says which axes cut which
     dims in which blocks; on every other axis of the mesh the tensor is the same.
 
+    source: what a view is written back to that does not lie in the pieces.
+    piece: of a view that lies in a piece, that piece: torch counts what is written to it.
     run_operator: runs an operator of which an operand is a ShardedTensor; `autopar.runtime.sharded_ops` provides it.
     """
 
     cuts: Cuts
+    source: Source | None = None
+    piece: Tensor | None = None
     run_operator: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
 
     @staticmethod
     def make(local: Tensor, mesh: DeviceMesh, cuts: Cuts, shape: torch.Size) -> ShardedTensor:
         """From this rank's piece. Not collective. No gradient flows through it."""
-        by_axis = dict(cuts)
-        placements = tuple(
-            TorchShard(by_axis[axis].dim) if axis in by_axis else TorchReplicate() for axis in mesh.mesh_dim_names or ()
-        )
-        record = layout_record(mesh, placements, shape, local.dtype)
-        out = DTensor.__new__(ShardedTensor, local, record, requires_grad=False)
-        assert isinstance(out, ShardedTensor)
+        out = made_as(ShardedTensor, local, _record(mesh, cuts, shape, local.stride(), local.dtype))
         out.cuts = cuts
         return out
 
     def like(self, local: Tensor) -> ShardedTensor:
         """Another tensor of this layout."""
-        return ShardedTensor.make(local, self.device_mesh, self.cuts, self.shape)
+        mine = local_of(self)
+        if local.dtype != mine.dtype or local.stride() != mine.stride():
+            return ShardedTensor.make(local, self.device_mesh, self.cuts, self.shape)
+        return self.alike(local)
+
+    def alike(self, local: Tensor) -> ShardedTensor:
+        """`like`, for a piece of the same dtype and strides."""
+        out = made_as(ShardedTensor, local, record_of(self))
+        out.cuts = self.cuts
+        return out
+
+    def same(self) -> ShardedTensor:
+        """Another tensor over the same piece."""
+        out = self.alike(local_of(self))
+        out.piece = self.piece
+        return out
+
+    def give_gradient(self, local: Tensor) -> None:
+        """Set ``.grad`` to what lies over ``local``, which is as of `alike`."""
+        _set_grad(self, self.alike(local))
+
+    def lies_as(self, x: Any) -> bool:
+        """Whether another tensor has this shape and layout, on the same mesh."""
+        if type(x) is not ShardedTensor:
+            return False
+        if record_of(x) is record_of(self):
+            return True
+        return x.cuts == self.cuts and x.shape == self.shape and x.device_mesh == self.device_mesh
+
+    def laid_as(self, x: Tensor, what: str) -> Tensor:
+        """This rank's piece of a tensor of the whole shape, laid out as this one. Where no axis cuts it, or it is cut
+        alike, the piece shares storage with ``x``. Collective for one that is cut otherwise. Raises ValueError, which
+        begins with ``what``, for another shape."""
+        if x.shape != self.shape:
+            local = " (this rank's piece has this shape)" if x.shape == local_of(self).shape else ""
+            raise ValueError(
+                f"{what}: needs a tensor of the whole shape {tuple(self.shape)}, found one of {tuple(x.shape)}{local}; "
+                "pass the whole, or a tensor made with zeros_like or full_like of the parameter"
+            )
+        return piece_in(x, self.device_mesh, self.cuts)
+
+    # --- what torch keeps beside the values -----------------------------------------------------------
+
+    def _gradient(self) -> Tensor | None:
+        found: Tensor | None = _get_grad(self)
+        if found is None or self.lies_as(found):
+            return found
+        self.grad = found  # autograd's own, of an operator on whole tensors
+        return self._gradient()
+
+    def _set_gradient(self, x: Any) -> None:
+        if isinstance(x, Tensor) and not self.lies_as(x):
+            x = self.like(self.laid_as(x.detach(), "p.grad = x"))
+        _set_grad(self, x)
+
+    def _set_data(self, x: Tensor) -> None:
+        if not isinstance(x, Tensor) or x.dtype != self.dtype or x.device != self.device:
+            found = f"a tensor of {x.dtype} on {x.device}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            raise ValueError(
+                f"x.data = y: needs a tensor of {self.dtype} on {self.device}, found {found}; cast the whole model "
+                "(model.to), or copy into it: x.data.copy_(y)"
+            )
+        put_local(self, self.laid_as(x.detach(), "x.data = y").contiguous())
+        self.source = None
+
+    grad = property(_gradient, _set_gradient)
+    data = property(_DATA.__get__, _set_data)
+
+    # --- as numbers -----------------------------------------------------------------------------------
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        if not self.cuts and self.source is None:
+            return repr(local_of(self).detach().requires_grad_(self.requires_grad))
         shown = ", ".join(f"{axis}: {shard}" for axis, shard in self.cuts)
         return f"ShardedTensor(shape={tuple(self.shape)}, {shown or 'whole'}, local={local_of(self)})"
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
+
+    def tolist(self) -> Any:
+        """Of the whole tensor. Collective where it is cut."""
+        return whole_tensor(self).tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The whole tensor, as of torch; what was gathered can only be read. Collective where it is cut."""
+        plain = whole_tensor(self).detach()
+        found = (plain.requires_grad_() if self.requires_grad else plain).numpy(force=force)
+        if self.cuts or self.source is not None:
+            found.flags.writeable = False
+        return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
+        if not self.is_leaf:
+            raise RuntimeError("only tensors that the user made can be deep copied; copy x.detach()")
+        out: ShardedTensor = self.detach().clone().requires_grad_(self.requires_grad)  # type: ignore[assignment]
+        vars(out).update({name: copy.deepcopy(x, memo) for name, x in vars(self).items() if name == "_is_param"})
+        if not isinstance(self, nn.Parameter):  # of which torch copies none
+            out.grad = copy.deepcopy(self.grad, memo)
+        memo[id(self)] = out
+        return out
+
+    def data_ptr(self) -> int:
+        """Of this rank's piece."""
+        return local_of(self).data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Of this rank's piece."""
+        return local_of(self).untyped_storage()
 
     # --- the whole tensor and the piece ---------------------------------------------------------------
 
@@ -104,20 +250,27 @@ class ShardedTensor(DTensor):
         if torch.is_grad_enabled() and self.requires_grad:
             out: Tensor = _FullTensor.apply(self)
             return out
-        return self._whole()
+        return self.whole()
 
-    def _whole(self) -> Tensor:
-        value = local_of(self).detach()
+    def whole(self) -> Tensor:
+        """`full_tensor` without autograd; shares storage with the tensor where no axis cuts it. Collective."""
+        value = self.fresh().detach()
         for axis, shard in reversed(self.cuts):
             value = gather(value, self.device_mesh.get_group(axis), shard)
         return value
+
+    def fresh(self) -> Tensor:
+        """The local tensor, after what was written to the source of a view. Collective if something was."""
+        if self.source is not None:
+            self.source.refresh()
+        return local_of(self)
 
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
         """This rank's piece; gradients flow back to the ShardedTensor."""
         if torch.is_grad_enabled() and self.requires_grad:
             out: Tensor = _ToLocal.apply(self)
             return out
-        return local_of(self)
+        return self.fresh()
 
     def redistribute(self, *_: Any, **__: Any) -> DTensor:
         raise ValueError(f"{_name(self)}: cannot be redistributed; take full_tensor() and distribute that")
@@ -169,12 +322,12 @@ take_part(ShardedTensor)
 class _FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, mesh: DeviceMesh, cuts: Cuts, shape: torch.Size) -> ShardedTensor:
-        return ShardedTensor.make(local, mesh, cuts, shape)
+        ctx.layout = (mesh, cuts)
+        return ShardedTensor.make(local.detach(), mesh, cuts, shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        assert isinstance(grad, DTensor)
-        return local_of(grad), None, None, None
+        return piece_in(grad, *ctx.layout), None, None, None
 
 
 def from_local(local: Tensor, mesh: DeviceMesh, cuts: Cuts, shape: torch.Size) -> ShardedTensor:
@@ -199,61 +352,31 @@ class _FullTensor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: ShardedTensor) -> Tensor:
         ctx.layout = (x.device_mesh, x.cuts, x.shape)
-        whole = x._whole()
+        whole = x.whole()
         return whole.view_as(whole)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> ShardedTensor:
         mesh, cuts, _ = ctx.layout
-        for axis, shard in cuts:
-            grad = piece(grad, shard, mesh[axis].size(), mesh.get_local_rank(axis))
-        return ShardedTensor.make(grad.contiguous(), *ctx.layout)
+        return ShardedTensor.make(piece_in(grad, mesh, cuts), *ctx.layout)
 
 
-def gather(value: Tensor, group: dist.ProcessGroup, shard: Shard) -> Tensor:
-    """The pieces of a group, joined."""
-    rows = value.new_empty((group.size(), *value.shape))
-    with explained("gathering a parameter", dist.get_process_group_ranks(group)):
-        dist.all_gather_single(rows.view(-1), value.contiguous().view(-1), group=group)
-    return from_rows(rows, shard.dim, shard.blocks)
+def piece_in(x: Tensor, mesh: DeviceMesh, cuts: Cuts) -> Tensor:
+    """This rank's piece of any tensor. Where no axis cuts it, or it is cut alike, it shares storage with ``x``.
+    Collective for one that is cut otherwise."""
+    if isinstance(x, ShardedTensor) and x.cuts == cuts and x.device_mesh == mesh:
+        return x.fresh()
+    found = piece_of(whole_tensor(x), mesh, cuts)
+    return found.clone(memory_format=torch.contiguous_format) if cuts else found
 
 
-def _runs(
-    size: int, dim: int, cuts: Cuts, sizes: Mapping[str, int], coordinate: Mapping[str, int]
-) -> list[tuple[int, int, int]]:
-    """(global start, length, local start) of each run of consecutive positions of a dim that this rank holds."""
-    held = [range(size)]
-    for axis, shard in cuts:
-        if shard.dim == dim:
-            held = _piece_of(held, shard, sizes[axis], coordinate[axis])
-    out: list[tuple[int, int, int]] = []
-    at = 0
-    for run in held:
-        if out and out[-1][0] + out[-1][1] == run.start:
-            out[-1] = (out[-1][0], out[-1][1] + len(run), out[-1][2])
-        else:
-            out.append((run.start, len(run), at))
-        at += len(run)
-    return out
-
-
-def _piece_of(held: list[range], shard: Shard, ranks: int, rank: int) -> list[range]:
-    """What a rank holds of positions that are cut once more."""
-    out: list[range] = []
-    start = 0
-    for block in shard.blocks or (sum(map(len, held)),):
-        rows = abs(block) // ranks
-        out += _between(held, start + place_in_block(block, ranks, rank) * rows, rows)
-        start += abs(block)
-    return out
-
-
-def _between(held: list[range], start: int, rows: int) -> Iterator[range]:
-    """Those of the positions that stand in start .. start + rows."""
-    for run in held:
-        if part := run[max(start, 0) : max(start + rows, 0)]:
-            yield part
-        start -= len(run)
+def whole_tensor(x: Tensor) -> Tensor:
+    """The whole of any tensor as a plain one, without autograd; shares storage with one that no axis cuts. Collective
+    where it is cut."""
+    if isinstance(x, ShardedTensor):
+        return x.whole()
+    found: Tensor = x.detach()
+    return found.full_tensor() if isinstance(found, DTensor) else found
 
 
 def _name(x: ShardedTensor) -> str:

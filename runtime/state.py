@@ -19,19 +19,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Replicate as TorchReplicate
-from torch.distributed.tensor.placement_types import Shard as TorchShard
 
 from autopar.adapters.autograd import version_of
-from autopar.adapters.dtensor import alike, has_record_of, local_of
+from autopar.adapters.dtensor import local_of
 from autopar.adapters.foreach import add_all
 from autopar.adapters.hooks import Observers, accumulate_gradient
 from autopar.adapters.state_dict import EXTRA, IncompatibleKeys, add_note, noted
 from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import nested_piece
 from autopar.runtime import sharded_ops as sharded_ops  # what a ShardedTensor does with operators
+from autopar.runtime.boxes import cuts_of
 from autopar.runtime.groups import Groups
-from autopar.runtime.sharded_tensor import ShardedTensor, cuts_of, from_local
+from autopar.runtime.sharded_tensor import ShardedTensor, from_local, whole_tensor
 from autopar.values import whole_number
 
 
@@ -61,23 +60,15 @@ def of_first_rank(mine: Tensor | None, shape: Iterable[int], dtype: torch.dtype,
     return out
 
 
-def wrap(local: Tensor, spec: ParameterSpec, groups: Groups) -> DTensor:
+def wrap(local: Tensor, spec: ParameterSpec, groups: Groups) -> ShardedTensor:
     """This rank's piece (of a parameter or of an output) as a DTensor; shares the storage, passes gradients on."""
     expected = spec.local_shape(groups.mesh)
     assert tuple(local.shape) == expected, f"{spec.name}: a piece has shape {expected}, found {tuple(local.shape)}"
     cuts = cuts_of(spec.placements, groups.mesh.sizes)
     mesh, shape = parameter_mesh(groups), torch.Size(spec.shape)
-    dims = [shard.dim for _, shard in cuts]
-    if len(set(dims)) < len(dims) or any(shard.blocks for _, shard in cuts):
-        return (
-            from_local(local, mesh, cuts, shape)
-            if local.requires_grad
-            else ShardedTensor.make(local, mesh, cuts, shape)
-        )
-    by_axis = dict(cuts)
-    placements = [TorchShard(by_axis[a].dim) if a in by_axis else TorchReplicate() for a in mesh.mesh_dim_names or ()]
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    if local.requires_grad and torch.is_grad_enabled():
+        return from_local(local, mesh, cuts, shape)
+    return ShardedTensor.make(local.detach(), mesh, cuts, shape)
 
 
 def make_parameter(local: Tensor, spec: ParameterSpec, groups: Groups) -> nn.Parameter:
@@ -128,61 +119,41 @@ def local_tensor(x: Tensor) -> Tensor:
     return local_of(x).detach() if isinstance(x, DTensor) else x.detach()
 
 
-def local_gradient(parameter: Any, local: Tensor) -> DTensor:
-    """This rank's piece of a gradient as a DTensor in the parameter's own layout. ``local``: contiguous, without a
-    graph of autograd, of the piece's shape, which compiled steps are checked for."""
-    return parameter.like(local) if isinstance(parameter, ShardedTensor) else alike(local, parameter)
+def local_gradient(parameter: Any, local: Tensor) -> ShardedTensor:
+    """This rank's piece of a gradient in the parameter's own layout. ``local``: contiguous, without a graph
+    of autograd, of the piece's shape, which compiled steps are checked for."""
+    made: ShardedTensor = parameter.alike(local)
+    return made
 
 
-def set_gradients(found: Sequence[tuple[str, nn.Parameter, Tensor]], observers: Observers) -> None:
-    """Accumulate this rank's pieces of the gradients of a step into ``.grad`` of (name, parameter, piece), in the
-    parameter's own layout. Hooks of the parameters, and of the nodes that add up their gradients, are called, as by one
-    backward, with the gradient as a tensor like its parameter.
-
-    Raises ValueError, before any is changed, for a ``.grad`` of another layout, which somebody else has put there.
-    """
-    watched = observers.of([parameter for _, parameter, _ in found])
+def set_gradients(found: Sequence[tuple[nn.Parameter, Tensor]], observers: Observers) -> None:
+    """Accumulate this rank's pieces of the gradients of a step into ``.grad`` of (parameter, piece), in the parameter's
+    own layout. Hooks of the parameters, and of the nodes that add up their gradients, are called, as by one backward,
+    with the gradient as a tensor like its parameter."""
+    watched = observers.of([parameter for parameter, _ in found])
     plain = found if True not in watched else [one for one, someone in zip(found, watched, strict=True) if not someone]
     sums: list[Tensor] = []
     addends: list[Tensor] = []
     fresh: list[tuple[nn.Parameter, Tensor]] = []
-    for name, parameter, local in plain:
+    for parameter, local in plain:
         gradient = parameter.grad
         if gradient is None:
             fresh.append((parameter, local))
         else:
-            _check_layout(name, gradient, parameter)
             sums.append(local_tensor(gradient))
             addends.append(local)
     if sums:
         add_all(sums, addends)
     for parameter, local in fresh:
-        parameter.grad = local_gradient(parameter, local)
+        parameter.give_gradient(local)  # type: ignore[attr-defined]
     if len(plain) < len(found):
-        hooked = [(p, x) for (_, p, x), someone in zip(found, watched, strict=True) if someone]
+        hooked = [pair for pair, someone in zip(found, watched, strict=True) if someone]
         accumulate_gradient([p for p, _ in hooked], [local_gradient(p, local) for p, local in hooked])
-
-
-def _check_layout(name: str, gradient: Tensor, parameter: nn.Parameter) -> None:
-    if not has_record_of(gradient, parameter) and not is_alike(gradient, parameter):
-        raise ValueError(
-            f"train_step: .grad of parameter {name} must be a DTensor that is cut like it, "
-            f"found {type(gradient).__name__} of shape {tuple(gradient.shape)}; make it from the parameter "
-            "(torch.zeros_like(p)), or set it to None"
-        )
 
 
 def is_alike(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors lie in the same way on the same mesh."""
-    if not (isinstance(a, DTensor) and isinstance(b, DTensor)) or a.shape != b.shape:
-        return False
-    cuts = [x.cuts if isinstance(x, ShardedTensor) else tuple(x.placements) for x in (a, b)]
-    return a.device_mesh == b.device_mesh and cuts[0] == cuts[1]
-
-
-def whole_tensor(x: Tensor) -> Tensor:
-    """The whole of a parameter, gradient or buffer, on every rank of its mesh. Collective."""
-    return x.full_tensor().detach() if isinstance(x, DTensor) else x.detach()
+    return isinstance(a, ShardedTensor) and a.lies_as(b)
 
 
 def other_kind(found: torch.dtype, needed: torch.dtype) -> bool:

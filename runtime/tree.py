@@ -77,7 +77,7 @@ class Tree:
             vars(module)["extra_repr"] = self._told_whole(module)
         for path, module in self.root.named_modules():
             refuse_calls(module, functools.partial(_no_call, path, type(module).__name__))
-        self._places = {name: _place(p) for name, p in self._own.items()}
+        self._devices = {name: p.device.type for name, p in self._own.items()}
         self._remember()
 
     def _told_whole(self, module: nn.Module) -> Callable[[], str]:
@@ -186,7 +186,7 @@ class Tree:
                 continue
             found = {name: now.pop(name) for name in (spec.name, *spec.aliases) if name in now}
             if not found:
-                del self._own[spec.name], self._places[spec.name]
+                del self._own[spec.name]
                 continue
             left.append(self._taken(spec, found))
         for name in now:
@@ -245,23 +245,7 @@ class Tree:
                 f"write the new values into it (load_state_dict({{{name!r}: value}}, strict=False)), "
                 "or replace it before and parallelize the model then"
             )
-        if parameter is own and _was_given_data(parameter, self._places[name]):
-            raise ValueError(
-                f"parallelize: .data of parameter {name} was set, which does not reach this rank's piece; "
-                "copy into it instead: p.data.copy_(other), with a DTensor of the same layout"
-            )
-        if _place(parameter)[1].device.type != self._places[name][1].device.type:
+        if parameter.device.type != self._devices[name]:
             raise ValueError(f"parallelize: parameter {name} must stay on its mesh, found it on {parameter.device}")
-        self._own[name], self._places[name] = parameter, _place(parameter)
+        self._own[name] = parameter
         return dataclasses.replace(spec, dtype=parameter.dtype, requires_grad=parameter.requires_grad)
-
-
-def _place(parameter: nn.Parameter) -> tuple[int, Tensor]:
-    """Where a parameter says that it lies, and where its piece does."""
-    return storage_of(parameter), local_of(parameter)  # type: ignore[arg-type]
-
-
-def _was_given_data(parameter: nn.Parameter, place: tuple[int, Tensor]) -> bool:
-    """``p.data = x`` changes what torch's core holds of a DTensor, but not its piece."""
-    storage, piece = place
-    return storage_of(parameter) != storage and local_of(parameter) is piece  # type: ignore[arg-type]

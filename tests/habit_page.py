@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tests.habit_hooks import OTHERS
 from tests.habit_loops import LOOPS
+from tests.habit_numbers import NUMBERS
 from tests.habits import HABITS, Habit
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "habits.md"
@@ -15,6 +16,7 @@ SECTIONS = {
     "The model and its parameters": HABITS,
     "The loop": LOOPS,
     "Hooks, casts, copies": OTHERS,
+    "Numbers of parameters and gradients, and what is written into them": NUMBERS,
 }
 HEAD = """# What may be done to a model
 

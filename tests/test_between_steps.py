@@ -67,17 +67,20 @@ def parameters() -> None:
     parallel.zero_grad(), alone.zero_grad()
     as_alone(parallel, alone, batch)
 
-    other = replaced.grad
     replaced.grad = DTensor.from_local(torch.zeros(16, 12, dtype=torch.float64), replaced.device_mesh, run_check=False)
-    held = local_of(parallel.head.bias.grad).clone()
-    text = refusal(lambda: parallel.train_step(**part(batch, SIZES)))
-    assert ".grad of parameter first.weight must be a DTensor that is cut like it" in text
-    assert torch.equal(local_of(parallel.head.bias.grad), held), "nothing is changed"
-    replaced.grad = other
-    kept, parallel.head.weight.data = parallel.head.weight.data, parallel.head.weight.data * 2
-    text = refusal(lambda: parallel.train_step(**part(batch, SIZES)))
-    assert ".data of parameter head.weight was set, which does not reach" in text
-    parallel.head.weight.data = kept
+    alone.first.weight.grad = torch.zeros(16, 12, dtype=torch.float64)
+    as_alone(parallel, alone, batch)
+
+    kept, others = [p.data for p in (parallel.head.weight, alone.head.weight)], (parallel, alone)
+    for model in others:
+        model.head.weight.data = model.head.weight.data * 2
+        model.zero_grad()
+    as_alone(parallel, alone, batch)
+    for model, x in zip(others, kept, strict=True):
+        model.head.weight.data = x
+        model.head.weight.grad.data = torch.ones_like(x)
+    as_alone(parallel, alone, batch)
+    assert torch.equal(local_of(parallel.head.weight), local_of(kept[0])), "what was kept is as it was"
 
 
 def test_parameters_and_gradients_are_those_of_now() -> None:

@@ -2,26 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec as LayoutRecord
+from torch.distributed.tensor._dtensor_spec import TensorMeta
+from torch.distributed.tensor.placement_types import Replicate, Shard
+from torch.utils._mode_utils import no_dispatch
+
+__all__ = [
+    "LayoutRecord",
+    "layout_record",
+    "local_of",
+    "made_as",
+    "no_torch_function",
+    "put_local",
+    "record_of",
+    "reform",
+    "storage_of",
+]
+
+D = TypeVar("D", bound=DTensor)
+no_torch_function = torch._C._disabled_torch_function_impl  # of a subclass whose results are plain tensors
 
 
 def layout_record(
-    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype
-) -> DTensorSpec:
-    """A record of mesh, placements and the whole tensor's shape (contiguous strides)."""
-    stride, step = [], 1
-    for size in reversed(shape):
-        stride.append(step)
-        step *= max(size, 1)
-    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, tuple(reversed(stride)), dtype))
+    mesh: DeviceMesh, dims: tuple[int | None, ...], shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype
+) -> LayoutRecord:
+    """A record of a tensor of a (whole) shape, of which each axis of the mesh cuts a dim or none. ``strides``: of the
+    piece; those of the whole tensor have its dims in the same order."""
+    placements = tuple(Replicate() if d is None else Shard(d) for d in dims)
+    if any(d is not None for d in dims):
+        step, found = 1, [0] * len(shape)
+        for dim in sorted(range(len(shape)), key=lambda d: (strides[d], -d)):
+            found[dim] = step
+            step *= max(shape[dim], 1)
+        strides = tuple(found)
+    return LayoutRecord(mesh, placements, tensor_meta=TensorMeta(shape, strides, dtype))
 
 
-def record_of(x: DTensor) -> DTensorSpec:
+def record_of(x: DTensor) -> LayoutRecord:
     """Mesh, placements, shape and strides of a DTensor."""
     return x._spec
 
@@ -31,22 +55,23 @@ def local_of(x: DTensor) -> Tensor:
     return x._local_tensor
 
 
-def alike(local: Tensor, x: DTensor) -> DTensor:
-    """A DTensor over ``local`` with the very layout record of ``x``: of a gradient, made at every step."""
-    out: DTensor = DTensor.__new__(DTensor, local, x._spec, requires_grad=False)
+def made_as(kind: type[D], local: Tensor, record: LayoutRecord) -> D:
+    """A DTensor of a subclass over ``local``, without a check."""
+    out: D = DTensor.__new__(kind, local, record, requires_grad=False)  # type: ignore[assignment]
     return out
 
 
-def over(local: Tensor, x: DTensor) -> DTensor:
-    """A DTensor over ``local``, on whatever device that lies, laid out as ``x``."""
-    record = layout_record(x.device_mesh, tuple(x.placements), x.shape, local.dtype)
-    out: DTensor = DTensor.__new__(DTensor, local, record, requires_grad=False)
-    return out
+def put_local(x: DTensor, local: Tensor) -> None:
+    """Let a DTensor lie over another local tensor, of the same shape and dtype."""
+    x._local_tensor = local
 
 
-def has_record_of(x: Tensor, other: Tensor) -> bool:
-    """Whether two DTensors have the very same layout record. False says nothing."""
-    return isinstance(x, DTensor) and isinstance(other, DTensor) and x._spec is other._spec
+def reform(x: DTensor, func: Any, how: Sequence[Any], view: DTensor) -> None:
+    """Give a DTensor in place the shape that an operator such as ``squeeze_`` gives it: that of ``view``, over whose
+    local tensor it lies from now on."""
+    with no_dispatch():
+        func(x, *how)
+    x._local_tensor, x._spec = view._local_tensor, view._spec
 
 
 def storage_of(x: Tensor) -> int:

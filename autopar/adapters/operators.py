@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.fx.node import map_arg
 __all__ = [
     "OpOverload",
     "argument_defaults",
+    "changes_form",
     "check_factorisation",
     "is_composite",
     "kernel_of",
@@ -28,6 +29,7 @@ __all__ = [
     "overload_of",
     "decomposition_of",
     "returns_alias",
+    "writes_to",
 ]
 
 
@@ -50,6 +52,23 @@ def overload_of(op: OpOverload) -> str:
 def mutates(op: Any) -> bool:
     """Whether a call target is an operator that writes to an argument."""
     return isinstance(op, OpOverload) and bool(op._schema.is_mutable)
+
+
+@functools.cache
+def _written(op: OpOverload) -> tuple[tuple[int, str], ...]:
+    """(place, name) of each argument that an operator writes to."""
+    arguments = enumerate(op._schema.arguments)
+    return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+def writes_to(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """What a call of an operator writes to: tensors, or lists of them."""
+    return [args[i] if i < len(args) else kwargs[name] for i, name in _written(op) if i < len(args) or name in kwargs]
+
+
+def changes_form(op: OpOverload) -> bool:
+    """Whether it gives an argument another shape or storage."""
+    return torch.Tag.inplace_view in op.tags
 
 
 def makes_tensors(op: OpOverload) -> bool:

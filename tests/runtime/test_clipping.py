@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.ir.parameter import ParameterSpec
 from autopar.runtime import clipping
 from autopar.runtime.clipping import clip_gradients
 from autopar.runtime.comm import all_reduce
-from autopar.runtime.state import wrap
+from autopar.runtime.sharded_tensor import ShardedTensor
 from tests.ranks import run_ranks
-from tests.runtime.test_state import DTYPE, gradients, make_specs, model_on, wholes
+from tests.runtime.test_state import gradients, make_specs, model_on, wholes
 
 
 def clipped(sizes: dict[str, int], norm_type: float) -> tuple[list[Any], list[str]]:
@@ -45,14 +44,16 @@ def test_clipping_over_all_ranks_is_one_collective(norm_type: float) -> None:
                 torch.testing.assert_close(left[name], parameter.grad, rtol=1e-11, atol=0)
 
 
-def with_whole_gradient() -> str:
+def with_whole_gradients() -> list[float]:
     groups, params = model_on({"tp": 2})
     gradients(groups, params, 0)
-    params["row"].grad = wrap(wholes(0)["row"], ParameterSpec("row", (8, 12), DTYPE), groups)
-    with pytest.raises(ValueError) as caught:
-        clip_gradients(params, make_specs(), groups, 0.5)
-    return str(caught.value)
+    found = [float(clip_gradients(params, make_specs(), groups, 0.5))]
+    for name, p in params.items():
+        p.grad = wholes(100)[name]
+        assert isinstance(p.grad, ShardedTensor) and p.grad.cuts == p.cuts  # type: ignore[attr-defined]
+    return [*found, float(clip_gradients(params, make_specs(), groups, 0.5))]
 
 
-def test_clipping_refuses_a_gradient_of_another_layout() -> None:
-    assert run_ranks(2, with_whole_gradient)[0].startswith("clip_grad_norm_: .grad of parameter row must be a DTensor")
+def test_whole_gradients_are_cut_where_they_are_set() -> None:
+    for one, other in run_ranks(2, with_whole_gradients):
+        assert one == pytest.approx(other, rel=1e-12)
