@@ -27,6 +27,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import GraphModule, Node
 
 from autopar import ops as ops  # registers the operators that adapters put into models
+from autopar.adapters.backward_paths import followed_paths
 from autopar.adapters.block_memo import TraceAnew
 from autopar.adapters.collector import resting_collector
 from autopar.adapters.distributions import unchecked_distributions
@@ -38,10 +39,12 @@ from autopar.adapters.lazy import graph_module, lazy_code
 from autopar.adapters.module_changes import changes_as_values
 from autopar.adapters.roomy_stack import roomy
 from autopar.adapters.set_order import sets_in_order
+from autopar.adapters.unseen_effects import seen_effects
 from autopar.exact import LiftFloat32
 from autopar.ir.batch import constants_of
 from autopar.ir.compute_dtypes import Dtypes, cast_around, dtypes_of, stored_by_name
 from autopar.ir.dtype_checks import check_dtypes
+from autopar.ir.gradient_paths import refuse_other_gradients
 from autopar.ir.own_backward import check_contained
 from autopar.ir.recipe import Recipe
 from autopar.ir.signature import ConstantLeaf, InputSpec, OutputSpec, Signature
@@ -200,6 +203,8 @@ def _captured(
         stack.enter_context(unchecked_distributions())
         watch = stack.enter_context(FunctionWatch(replica, owned_by(model), _INSTEAD))
         stack.enter_context(changes_as_values(lambda: watch.running, watch.said))
+        stack.enter_context(seen_effects(watch.refuse))
+        stack.enter_context(followed_paths())
         changed = stack.enter_context(frozen_facts(replica))
         program = export(replica, unflatten(fakes, spec), autocast, memo=memo)
         if watch.refused is not None:  # the forward has caught it
@@ -209,6 +214,7 @@ def _captured(
         _refuse_running_values(program, changed)
         _refuse_overlaps(program, dict(replica.named_parameters()), owned_by(model).overlaps)
     gm = _finish(program, replica, arguments)
+    refuse_other_gradients(gm, watch.gradients)
     stored = stored_by_name(model, dtypes)
     held = (s for s in gm.meta["signature"].inputs if s.kind == "parameter" and s.name in stored)
     gm.meta["stored_dtypes"] = {s.node: stored[s.name] for s in held}

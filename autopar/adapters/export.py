@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 from autopar.adapters.asked_regions import noted_regions
 from autopar.adapters.autograd_function import captured_backwards
 from autopar.adapters.block_memo import BlockMemo, TraceAnew
+from autopar.adapters.compile_questions import answered_as_eager
 from autopar.adapters.decompose import decompose
 from autopar.adapters.decompositions import DECOMPOSITIONS
 from autopar.adapters.fake import silent_fakes
@@ -62,6 +63,8 @@ def export(
             torch.enable_grad(),
             captured_backwards(),
             captured_derivatives(),
+            answered_as_eager(),
+            torch.jit.optimized_execution(False),  # it differentiates what it has run often by itself
             silent_fakes(),
             lines_of_forwards(export.__code__),
             _autocast(autocast),

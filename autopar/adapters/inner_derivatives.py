@@ -28,6 +28,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from autopar.adapters.backward_paths import continues_at
 from autopar.adapters.block_template import node_of, result_like, set_node
 from autopar.adapters.operators import mutates, overload_of, returns_alias
 
@@ -265,6 +266,7 @@ def _bound(node: Node, tracer: Any) -> Any:
     """A tensor that is the node's value for the tracer."""
     made = result_like(node.meta["val"], requires_grad=node.meta["val"].is_floating_point())
     set_node(made, node, tracer)
+    continues_at(made, None)
     return made
 
 
