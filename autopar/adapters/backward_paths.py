@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-Continuations = dict[Any, Sequence[Tensor] | None]  # node of a tensor -> where its path goes on; None: unknown
+Continuations = dict[Any, Sequence[Tensor] | None]  # start of a tensor -> where its path goes on; None: unknown
 UNKNOWN = 1  # the bit of a path whose end is not known
 
 _CONTINUATIONS: ContextVar[Continuations | None] = ContextVar("continuations", default=None)
+_LEAF = "torch::autograd::AccumulateGrad"
 _HOLE = "autopar_gradient_of"
 _SCRIPTED = "torch::jit::(anonymous namespace)::DifferentiableGraphBackward"
 
@@ -38,65 +39,76 @@ def followed_paths() -> Iterator[None]:
 
 def continues_at(made: Tensor, tensors: Sequence[Tensor] | None) -> None:
     """The path of a tensor that stands for a value of the graph goes on at these; None: nobody knows where."""
-    known = _CONTINUATIONS.get()
-    node = node_of_gradient(made)
-    if known is not None and node is not None:
-        known[node] = tensors
+    known, start = _CONTINUATIONS.get(), start_of(made)
+    if known is not None and start is not None:
+        known[start] = tensors
 
 
-def node_of_gradient(x: Tensor) -> Any:
-    """The node of autograd that a gradient of the tensor goes to; None if it needs none. Of a leaf, its accumulator."""
-    if not x.requires_grad:
-        return None
-    return x.grad_fn if x.grad_fn is not None else torch.autograd.graph.get_gradient_edge(x).node
+def start_of(x: Tensor) -> Any:
+    """Where the backward of a tensor starts: its node, or a leaf itself; None if it needs no gradient."""
+    with torch._C.DisableTorchFunction():
+        return (x.grad_fn or _Leaf(x)) if x.requires_grad else None
+
+
+class _Leaf:
+    """A tensor, equal to itself."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Leaf) and other.x is self.x
+
+    def __hash__(self) -> int:
+        return id(self.x)
 
 
 class BackwardPaths:
-    """``ends``: node -> the bits that a path which arrives there has reached; it ends there."""
+    """``ends``: `start_of` a tensor -> the bits that a path which arrives there has reached; it ends there."""
 
     def __init__(self, ends: Mapping[Any, int]) -> None:
         self._reached: dict[Any, int] = dict(ends)
         self._continuations = _CONTINUATIONS.get() or {}
-        self.nodes: list[Any] = []  # on the paths so far
+        self._nodes: list[Any] = []  # on the paths so far
 
     def reached(self, x: Tensor) -> int:
         """The bits of all ends that the backward of a tensor reaches."""
-        start = node_of_gradient(x)
-        return self._of(start) if start is not None else 0
-
-    def _of(self, start: Any) -> int:
+        start = start_of(x)
+        if start is None:
+            return 0
         found, stack = self._reached, [start]
         while stack:
-            node = stack[-1]
-            if node in found:
+            place = stack[-1]
+            if place in found:
                 stack.pop()
                 continue
-            unknown, following = self._following(node)
+            bits, following = self._following(place)
             missing = [x for x in following if x not in found]
-            if missing:
-                stack += missing
-                continue
-            stack.pop()
-            self.nodes.append(node)
-            bits = unknown
-            for x in following:
-                bits |= found[x]
-            found[node] = bits
+            stack += missing
+            if not missing:
+                stack.pop()
+                for x in following:
+                    bits |= found[x]
+                found[place] = bits
         return found[start]
 
-    def _following(self, node: Any) -> tuple[int, list[Any]]:
-        """(UNKNOWN or 0, the nodes behind one)."""
-        if node in self._continuations:
-            tensors = self._continuations[node]
-            nodes = map(node_of_gradient, tensors or ())
-            return (UNKNOWN if tensors is None else 0), [x for x in nodes if x is not None]
-        if _HOLE in node.name():  # stands for a gradient, and passes none on
+    def _following(self, place: Any) -> tuple[int, list[Any]]:
+        """(UNKNOWN or 0, the places behind one)."""
+        if place in self._continuations:
+            tensors = self._continuations[place]
+            starts = map(start_of, tensors or ())
+            return (UNKNOWN if tensors is None else 0), [x for x in starts if x is not None]
+        if isinstance(place, _Leaf):  # of nobody's
             return 0, []
-        return 0, [x for x, _ in node.next_functions if x is not None]
+        self._nodes.append(place)
+        if _HOLE in place.name():  # stands for a gradient, and passes none on
+            return 0, []
+        nodes = (x for x, _ in place.next_functions if x is not None)
+        return 0, [_Leaf(x.variable) if x.name() == _LEAF else x for x in nodes]
 
     def out_of_sight(self) -> str:
         """What is wrong with a node on the paths whose backward is not that of operators of the graph; "" if none is."""
-        for node in self.nodes:
+        for node in self._nodes:
             cls = node._forward_cls if isinstance(node, BackwardCFunction) else None
             if cls is not None and not cls.__module__.startswith("torch._"):  # torch's operators are made of those
                 return (

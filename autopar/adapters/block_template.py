@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.adapters.asked_regions import new_regions, next_region
-from autopar.adapters.backward_paths import UNKNOWN, BackwardPaths, continues_at, node_of_gradient
+from autopar.adapters.backward_paths import UNKNOWN, BackwardPaths, continues_at, start_of
 from autopar.adapters.block_facts import memory_of
 from autopar.adapters.graph_nodes import copied_node
 
@@ -111,7 +111,7 @@ def template_of_call(
     """(what a module's forward returns, what gives the template; None where what it did can't be copied: it took
     something that is not among ``given``, or returned what is not of the graph or shares memory)."""
     before = [node_of(x, tracer) for x in given]
-    starts = [node_of_gradient(x) for x in given]
+    starts = [start_of(x) for x in given]
     last, since = next(iter(reversed(tracer.graph.nodes))), next_region()
     made = call()
     return made, lambda: _template(tracer, given, before, _after(last, tracer.graph), made, since, starts)

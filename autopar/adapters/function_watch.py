@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from autopar.adapters.backward_paths import UNKNOWN, BackwardPaths, node_of_gradient
+from autopar.adapters.backward_paths import UNKNOWN, BackwardPaths, start_of
 from autopar.adapters.fake import MARKS, Owned
 from autopar.adapters.guards import answered
 from autopar.adapters.known_values import REAL, KnownValues, is_real
@@ -129,7 +129,7 @@ class FunctionWatch(TorchFunctionMode):
                 "it in __init__, or call the model once before parallelize"
             )
         trained = [(name, x) for name, x in named.items() if x.requires_grad]
-        paths = BackwardPaths({node_of_gradient(x): 2 << i for i, (_, x) in enumerate(trained)})
+        paths = BackwardPaths({start_of(x): 2 << i for i, (_, x) in enumerate(trained)})
         reached = [paths.reached(x) if isinstance(x, Tensor) else 0 for x in pytree.tree_leaves(made)]
         if found := paths.out_of_sight():
             self._refuse_later(found)
