@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,9 +36,11 @@ from autopar.adapters.frozen import frozen_facts
 from autopar.adapters.function_watch import FunctionWatch
 from autopar.adapters.lazy import graph_module, lazy_code
 from autopar.adapters.module_changes import changes_as_values
+from autopar.adapters.questions import noticed_grad_mode
 from autopar.adapters.roomy_stack import roomy
 from autopar.adapters.set_order import sets_in_order
 from autopar.adapters.unseen_effects import seen_effects
+from autopar.adapters.unusual import warn_of
 from autopar.exact import LiftFloat32
 from autopar.ir.batch import constants_of
 from autopar.ir.compute_dtypes import Dtypes, cast_around, dtypes_of, stored_by_name
@@ -147,6 +148,7 @@ def capture(
     exact: bool = False,
     autocast: torch.dtype | None = None,
     precision: Precision | None = None,
+    grad_mode: bool = True,
     memo: bool = True,
 ) -> GraphModule:
     """The global graph of ``model(**batch)``.
@@ -158,15 +160,17 @@ def capture(
     ``exact`` lifts float32 islands to float64, see `autopar.exact`; give it a float64 model and batch. ``autocast`` is
     the dtype of a `torch.autocast` around the forward; its casts become part of the graph. ``precision``: the
     dtypes to compute in; parameters are taken in these, and ``meta["stored_dtypes"]`` says how they are held.
+    ``grad_mode``: what the forward is told when it asks whether there are gradients, as under no_grad it is False.
     Modules that are called alike are traced once, unless ``memo`` is False (`autopar.adapters.block_memo`): the graph
     is the same.
 
     Raises ValueError that names the operator and line which cannot be captured.
     """
+    how = (train, exact, autocast, precision or Precision(), grad_mode)
     if memo:
         with contextlib.suppress(TraceAnew):
-            return _captured(model, batch, train, exact, autocast, precision or Precision(), memo=True)
-    return _captured(model, batch, train, exact, autocast, precision or Precision(), memo=False)
+            return _captured(model, batch, *how, memo=True)
+    return _captured(model, batch, *how, memo=False)
 
 
 def _captured(
@@ -176,6 +180,7 @@ def _captured(
     exact: bool,
     autocast: torch.dtype | None,
     precision: Precision,
+    grad_mode: bool,
     memo: bool,
 ) -> GraphModule:
     mode, dtypes = new_mode(), model_dtypes(model, precision)
@@ -204,17 +209,19 @@ def _captured(
         watch = stack.enter_context(FunctionWatch(replica, owned_by(model), _INSTEAD))
         stack.enter_context(changes_as_values(lambda: watch.running, watch.said))
         stack.enter_context(seen_effects(watch.refuse))
+        stack.enter_context(noticed_grad_mode(watch.asked_grad_mode))
         stack.enter_context(followed_paths())
         changed = stack.enter_context(frozen_facts(replica))
-        program = export(replica, unflatten(fakes, spec), autocast, memo=memo)
+        program = export(replica, unflatten(fakes, spec), autocast, grad_mode, memo=memo)
         if watch.refused is not None:  # the forward has caught it
             raise ValueError(f"capture: {watch.refused}") from watch.refused
         for text in watch.said:
-            warnings.warn(text, stacklevel=3)
+            warn_of(text, stacklevel=3)
         _refuse_running_values(program, changed)
         _refuse_overlaps(program, dict(replica.named_parameters()), owned_by(model).overlaps)
-    gm = _finish(program, replica, arguments)
-    refuse_other_gradients(gm, watch.gradients)
+    gm = _finish(program, replica, arguments, asks_grad_mode=watch.asks_grad_mode)
+    if grad_mode:
+        refuse_other_gradients(gm, watch.gradients)
     stored = stored_by_name(model, dtypes)
     held = (s for s in gm.meta["signature"].inputs if s.kind == "parameter" and s.name in stored)
     gm.meta["stored_dtypes"] = {s.node: stored[s.name] for s in held}
@@ -282,7 +289,9 @@ def _refuse_overlaps(
             )
 
 
-def _finish(program: ExportedProgram, replica: nn.Module, arguments: Mapping[str, Any]) -> GraphModule:
+def _finish(
+    program: ExportedProgram, replica: nn.Module, arguments: Mapping[str, Any], asks_grad_mode: bool
+) -> GraphModule:
     graph = program.graph_module.graph
     leaf_paths = [path for path, _ in paths(arguments)]
     inputs = _inputs(program, replica, leaf_paths)
@@ -293,7 +302,7 @@ def _finish(program: ExportedProgram, replica: nn.Module, arguments: Mapping[str
     _write_out_scalars(program, inputs)
     kept = _drop_unused(program, inputs)
     gm = graph_module(graph)
-    gm.meta["signature"] = Signature(kept, tuple(outputs), program.call_spec.out_spec, tuple(leaves))
+    gm.meta["signature"] = Signature(kept, tuple(outputs), program.call_spec.out_spec, tuple(leaves), asks_grad_mode)
     check_contained(gm)
     constants = {spec.name for spec in kept if spec.kind == "constant"}
     gm.meta["constants"] = {name: program.constants[name].detach() for name in sorted(constants)}

@@ -39,6 +39,7 @@ def captured_backwards() -> Iterator[None]:
     Every ``apply``, by whatever name it was kept, ends in that of the class below `Function`, or goes to functorch.
     """
     single: Any = _SingleLevelFunction
+    transformed: Any = CustomFunctionHigherOrderOperator
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         # The machinery of operators is below what is captured.
@@ -48,7 +49,7 @@ def captured_backwards() -> Iterator[None]:
             return _called(*args)
         return _captured(cls, *_bound(cls, args, kwargs))
 
-    with_transforms = CustomFunctionHigherOrderOperator.__call__
+    call = transformed.__call__
 
     def refused(self: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
         if torch._C._are_functorch_transforms_active() and get_proxy_mode() is not None:
@@ -56,15 +57,15 @@ def captured_backwards() -> Iterator[None]:
                 f"the autograd function {cls.__qualname__} is called under a transform of torch.func (vmap), where its "
                 "backward cannot be captured; call it on the whole batch"
             )
-        return with_transforms(self, cls, *args, **kwargs)
+        return call(self, cls, *args, **kwargs)
 
     single.apply = classmethod(apply)
-    CustomFunctionHigherOrderOperator.__call__ = refused  # type: ignore[method-assign]
+    transformed.__call__ = refused
     try:
         yield
     finally:
         del single.apply
-        CustomFunctionHigherOrderOperator.__call__ = with_transforms  # type: ignore[method-assign]
+        transformed.__call__ = call
 
 
 def _called(function: Any, preserve: bool, *args: Any) -> Any:

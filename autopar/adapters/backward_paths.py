@@ -107,9 +107,9 @@ class BackwardPaths:
         return 0, [_Leaf(x.variable) if x.name() == _LEAF else x for x in nodes]
 
     def out_of_sight(self) -> str:
-        """What is wrong with a node on the paths whose backward is not that of operators of the graph; "" if none is."""
+        """What is wrong with a node on the paths that is of no operator of the graph; "" if there is none."""
         for node in self._nodes:
-            cls = node._forward_cls if isinstance(node, BackwardCFunction) else None
+            cls: Any = getattr(node, "_forward_cls", None) if isinstance(node, BackwardCFunction) else None
             if cls is not None and not cls.__module__.startswith("torch._"):  # torch's operators are made of those
                 return (
                     f"the autograd function {cls.__qualname__} is called around torch.autograd.Function.apply, where "

@@ -50,6 +50,7 @@ class FunctionWatch(TorchFunctionMode):
     ``running``: whether the forward does, for the export calls functions of its own before and after. ``said``: what is
     to be said of branches that were not asked for values, and the like. ``known``: values that it may ask for.
     ``gradients``: for each leaf of what it has returned, the parameters that its backward reaches; None: not known.
+    ``asks_grad_mode``: whether it has asked if there are gradients.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class FunctionWatch(TorchFunctionMode):
         self.refused: Refused | None = None
         self.said: dict[str, None] = {}
         self.running = False
+        self.asks_grad_mode = False
         self.gradients: list[frozenset[str] | None] = []
         number = id(self)  # what hooks hold counts as the module's own
         _WATCHES[number] = self
@@ -85,6 +87,8 @@ class FunctionWatch(TorchFunctionMode):
         args, kwargs = tuple(self._seen(x) for x in args), {name: self._seen(x) for name, x in kwargs.items()}
         if func in _REFUSED and (frame := caller()) is not None and is_outside(frame):
             self.refuse(_REFUSED[func])
+        if func in _TELLS_GRAD_MODE and (frame := caller()) is not None and is_outside(frame):
+            self.asked_grad_mode()
         if func == _DATA and type(args[0]) not in REAL:
             return args[0].detach()
         if known := self.known.answer(func, args, kwargs):
@@ -125,8 +129,8 @@ class FunctionWatch(TorchFunctionMode):
         new = [name for name in named if name not in self._names]
         if new:
             self._refuse_later(
-                f"the forward makes the parameter {new[0]}, which has no place on the mesh and no step would train; make "
-                "it in __init__, or call the model once before parallelize"
+                f"the forward makes the parameter {new[0]}, which has no place on the mesh and no step would train; "
+                "make it in __init__, or call the model once before parallelize"
             )
         trained = [(name, x) for name, x in named.items() if x.requires_grad]
         paths = BackwardPaths({start_of(x): 2 << i for i, (_, x) in enumerate(trained)})
@@ -177,6 +181,10 @@ class FunctionWatch(TorchFunctionMode):
             "with a module (an nn.Parameter as attribute, nn.ParameterList), or pass it in detached"
         )
 
+    def asked_grad_mode(self) -> None:
+        """The forward has asked whether there are gradients."""
+        self.asks_grad_mode = True
+
     def refuse(self, text: str) -> None:
         """Raises Refused, in the line that runs."""
         self.refused = self.refused or Refused(text)
@@ -215,6 +223,7 @@ def is_outside(frame: FrameType) -> bool:
 
 _ATTRIBUTES: Any = Tensor  # whose attributes are descriptors
 _DATA: Callable[..., Any] = _ATTRIBUTES.data.__get__
+_TELLS_GRAD_MODE = {_ATTRIBUTES.requires_grad.__get__, _ATTRIBUTES.grad_fn.__get__, _ATTRIBUTES.is_leaf.__get__}
 _TRUTH = (Tensor.__bool__, torch.equal, Tensor.equal, torch.allclose, Tensor.allclose)
 _GRADIENT = "a step has its own backward; use an autograd.Function, or hooks on the parameters of the result"
 _REFUSED: dict[Any, str] = {
