@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,6 +36,7 @@ from autopar.adapters.frozen import frozen_facts
 from autopar.adapters.function_watch import FunctionWatch
 from autopar.adapters.lazy import graph_module, lazy_code
 from autopar.adapters.module_changes import changes_as_values
+from autopar.adapters.program_checks import refuse_overlaps, refuse_running_values
 from autopar.adapters.questions import noticed_grad_mode
 from autopar.adapters.roomy_stack import roomy
 from autopar.adapters.set_order import sets_in_order
@@ -217,8 +218,8 @@ def _captured(
             raise ValueError(f"capture: {watch.refused}") from watch.refused
         for text in watch.said:
             warn_of(text, stacklevel=3)
-        _refuse_running_values(program, changed)
-        _refuse_overlaps(program, dict(replica.named_parameters()), owned_by(model).overlaps)
+        refuse_running_values(program, changed)
+        refuse_overlaps(program, dict(replica.named_parameters()), owned_by(model).overlaps)
     gm = _finish(program, replica, arguments, asks_grad_mode=watch.asks_grad_mode)
     if grad_mode:
         refuse_other_gradients(gm, watch.gradients)
@@ -262,31 +263,6 @@ def _given(replica: nn.Module, constants: Mapping[str, Any]) -> Iterator[None]:
         yield
     finally:
         replica.forward = forward
-
-
-def _refuse_running_values(program: ExportedProgram, changed: Collection[str]) -> None:
-    """Raises ValueError for a plain tensor attribute that the forward reads and replaces, such as a running mean."""
-    for spec in program.graph_signature.input_specs:
-        if spec.kind == InputKind.CONSTANT_TENSOR and spec.target in changed:
-            raise ValueError(
-                f"capture: the forward reads {spec.target} and replaces it, but only buffers may be changed by a "
-                "forward, found a plain tensor; register it with register_buffer"
-            )
-
-
-def _refuse_overlaps(
-    program: ExportedProgram, parameters: Mapping[str, nn.Parameter], overlaps: Collection[tuple[str, str]]
-) -> None:
-    """Raises ValueError for a change of a tensor, by steps or in them, that another one of the model would see."""
-    written = {s.target for s in program.graph_signature.output_specs if s.kind == OutputKind.BUFFER_MUTATION}
-    trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
-    for pair in overlaps:
-        if not {*pair}.isdisjoint(written | trained):
-            raise ValueError(
-                f"capture: parameters and buffers that change need memory of their own, found that {pair[0]} and "
-                f"{pair[1]} share some and are two tensors; tie them by one tensor (a.weight = b.weight, not .data), "
-                "or clone one"
-            )
 
 
 def _finish(
