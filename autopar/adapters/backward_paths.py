@@ -22,6 +22,7 @@ Continuations = dict[Any, Sequence[Tensor] | None]  # start of a tensor -> where
 UNKNOWN = 1  # the bit of a path whose end is not known
 
 _CONTINUATIONS: ContextVar[Continuations | None] = ContextVar("continuations", default=None)
+_LOST = "lost"
 _LEAF = "torch::autograd::AccumulateGrad"
 _HOLE = "autopar_gradient_of"
 _SCRIPTED = "torch::jit::(anonymous namespace)::DifferentiableGraphBackward"
@@ -42,6 +43,13 @@ def continues_at(made: Tensor, tensors: Sequence[Tensor] | None) -> None:
     known, start = _CONTINUATIONS.get(), start_of(made)
     if known is not None and start is not None:
         known[start] = tensors
+
+
+def lose_paths() -> None:
+    """Of no tensor it is known any more where its path goes."""
+    known = _CONTINUATIONS.get()
+    if known is not None:
+        known[_LOST] = None
 
 
 def start_of(x: Tensor) -> Any:
@@ -90,7 +98,7 @@ class BackwardPaths:
                 for x in following:
                     bits |= found[x]
                 found[place] = bits
-        return found[start]
+        return found[start] | (UNKNOWN if _LOST in self._continuations else 0)
 
     def _following(self, place: Any) -> tuple[int, list[Any]]:
         """(UNKNOWN or 0, the places behind one)."""

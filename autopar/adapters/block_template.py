@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.adapters.asked_regions import new_regions, next_region
-from autopar.adapters.backward_paths import UNKNOWN, BackwardPaths, continues_at, start_of
+from autopar.adapters.backward_paths import UNKNOWN, BackwardPaths, continues_at, lose_paths, start_of
 from autopar.adapters.block_facts import memory_of
 from autopar.adapters.graph_nodes import copied_node
 
@@ -42,14 +42,15 @@ class _Output(NamedTuple):
 @dataclass
 class Template:
     """``given``: the nodes that came in, by the number of the tensor; ``rebound``: tensors that it was given and has
-    written to, and the nodes that are their values now; ``depth``: how many modules are around its nodes; ``since``:
-    the first checkpoint that may have begun within."""
+    written to, and the nodes that are their values now; ``followed``: whether the backward of its results is known;
+    ``depth``: how many modules are around its nodes; ``since``: the first checkpoint that may have begun within."""
 
     path: str
     depth: int
     nodes: list[Node]
     given: dict[Node, int]
     rebound: list[tuple[int, Node]]
+    followed: bool
     outputs: list[_Output]
     spec: Any
     since: int
@@ -87,6 +88,8 @@ class Template:
                 made.meta["asked"] = regions[number]
         for i, node in self.rebound:
             set_node(given[i], new[node], tracer)
+        if not self.followed:
+            lose_paths()
         made_of: dict[Node, Tensor] = {}
         for out in self.outputs:
             if out.node is not None and out.node not in made_of:
@@ -137,9 +140,10 @@ def _template(
     ]
     if outputs is None or any(node not in set(nodes) for _, node in rebound):
         return None
-    if not any(given[i].requires_grad for i, _ in rebound):  # what is written to is behind others, too
-        outputs = _with_paths(outputs, starts)
-    return Template(path_of_call(tracer), len(tracer.module_stack), nodes, places, rebound, outputs, spec, since)
+    followed = not any(given[i].requires_grad for i, _ in rebound)  # else more is behind others that share memory
+    outputs = _with_paths(outputs, starts) if followed else outputs
+    depth = len(tracer.module_stack)
+    return Template(path_of_call(tracer), depth, nodes, places, rebound, followed, outputs, spec, since)
 
 
 def _after(last: Node, graph: Graph) -> list[Node]:
