@@ -11,6 +11,7 @@ loss(y[mask], x[mask])                                     all rows are kept, th
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -217,8 +218,13 @@ def caller() -> FrameType | None:
 
 def is_outside(frame: FrameType) -> bool:
     """Whether a line is neither torch's nor ours."""
-    file = Path(frame.f_code.co_filename)
-    return not (file.is_relative_to(_TORCH) or file.is_relative_to(_OURS))
+    return _is_outside(frame.f_code.co_filename)
+
+
+@functools.cache
+def _is_outside(file: str) -> bool:
+    path = Path(file)
+    return not (path.is_relative_to(_TORCH) or path.is_relative_to(_OURS))
 
 
 _ATTRIBUTES: Any = Tensor  # whose attributes are descriptors
