@@ -98,7 +98,7 @@ class Scaled(Function):
 
 clip, triple, scaled = Clipped.apply, Tripled.apply, Scaled.apply
 around = super(Function, Clipped).apply
-TABLE = {"clip": Clipped.apply}
+TABLE, PARTIAL = {"clip": Clipped.apply}, functools.partial(Clipped.apply)
 
 
 def with_default(m: Any, h: Tensor, f: Any = Clipped.apply) -> Any:
@@ -124,7 +124,7 @@ forward(f"{APPLY} of a file: clip(h)", lambda m, h: clip(h))
 forward(f"{APPLY} in a dict", lambda m, h: TABLE["clip"](h))
 forward(f"{APPLY} in a list of the model", lambda m, h: m.several[0](h))
 forward(f"{APPLY} as a default", with_default)
-forward("functools.partial(Clipped.apply)", lambda m, h, f=functools.partial(Clipped.apply): f(h))
+forward("functools.partial(Clipped.apply)", lambda m, h: PARTIAL(h))
 forward("Clipped.apply as a static method", lambda m, h: OfClass.clip(h))
 forward("map(clip, [h])", lambda m, h: next(map(clip, [h])))
 forward("clip in a forward hook", lambda m, h: m.mid(h),

@@ -22,12 +22,12 @@ from torch import Tensor
 from torch._functorch.autograd_function import CustomFunctionHigherOrderOperator
 from torch.autograd import Function
 from torch.autograd.function import _SingleLevelFunction
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from autopar.adapters.asked_regions import asked_for
+from autopar.adapters.traced_threads import traced_by_this_thread
 
 ops = torch.ops.autopar
 
@@ -38,12 +38,13 @@ def captured_backwards() -> Iterator[None]:
 
     Every ``apply``, by whatever name it was kept, ends in that of the class below `Function`, or goes to functorch.
     """
+    traced = traced_by_this_thread()
     single: Any = _SingleLevelFunction
     transformed: Any = CustomFunctionHigherOrderOperator
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         # The machinery of operators is below what is captured.
-        if cls.__module__.startswith("torch._") or get_proxy_mode() is None:
+        if cls.__module__.startswith("torch._") or not traced():
             return super(single, cls).apply(*args, **kwargs)
         if cls is CheckpointFunction:
             return _called(*args)
@@ -52,7 +53,7 @@ def captured_backwards() -> Iterator[None]:
     call = transformed.__call__
 
     def refused(self: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch._C._are_functorch_transforms_active() and get_proxy_mode() is not None:
+        if torch._C._are_functorch_transforms_active() and traced():
             raise ValueError(
                 f"the autograd function {cls.__qualname__} is called under a transform of torch.func (vmap), where its "
                 "backward cannot be captured; call it on the whole batch"

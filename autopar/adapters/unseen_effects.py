@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch.autograd.function import _HookMixin
 from torch.autograd.graph import saved_tensors_hooks
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.adapters.traced_threads import traced_by_this_thread
 
 _OWN_BACKWARD = "a step has its own backward"
 
@@ -26,7 +27,7 @@ _OWN_BACKWARD = "a step has its own backward"
 @contextmanager
 def seen_effects(refuse: Callable[[str], None]) -> Iterator[None]:
     """Within: what is entered or registered while this thread traces. ``refuse`` raises."""
-    inference: Any = torch.inference_mode
+    traced, inference = traced_by_this_thread(), torch.inference_mode
     places: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
         (inference, "__enter__", _enter_inference_mode),
         (saved_tensors_hooks, "__enter__", lambda self: _check_hooks(self, refuse)),
@@ -36,7 +37,7 @@ def seen_effects(refuse: Callable[[str], None]) -> Iterator[None]:
     )  # fmt: skip
     originals = [vars(cls)[name] for cls, name, _ in places]
     for (cls, name, instead), original in zip(places, originals, strict=True):
-        setattr(cls, name, _while_tracing(instead, original))
+        setattr(cls, name, _while(traced, instead, original))
     try:
         yield
     finally:
@@ -44,12 +45,12 @@ def seen_effects(refuse: Callable[[str], None]) -> Iterator[None]:
             setattr(cls, name, original)
 
 
-def _while_tracing(instead: Callable[..., Any], original: Any) -> Any:
-    """``instead`` of a method, which may return NotImplemented, where this thread traces a forward."""
+def _while(traced: Callable[[], bool], instead: Callable[..., Any], original: Any) -> Any:
+    """``instead`` of a method, which may return NotImplemented, where a forward is traced."""
     method = original.__func__ if isinstance(original, staticmethod) else original
 
     def called(*args: Any, **kwargs: Any) -> Any:
-        made = instead(*args, **kwargs) if get_proxy_mode() is not None else NotImplemented
+        made = instead(*args, **kwargs) if traced() else NotImplemented
         return method(*args, **kwargs) if made is NotImplemented else made
 
     return staticmethod(called) if isinstance(original, staticmethod) else called
