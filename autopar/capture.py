@@ -15,8 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,6 +26,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import GraphModule, Node
 
 from autopar import ops as ops  # registers the operators that adapters put into models
+from autopar.adapters.backward_paths import followed_paths
 from autopar.adapters.block_memo import TraceAnew
 from autopar.adapters.collector import resting_collector
 from autopar.adapters.distributions import unchecked_distributions
@@ -36,12 +36,17 @@ from autopar.adapters.frozen import frozen_facts
 from autopar.adapters.function_watch import FunctionWatch
 from autopar.adapters.lazy import graph_module, lazy_code
 from autopar.adapters.module_changes import changes_as_values
+from autopar.adapters.program_checks import refuse_overlaps, refuse_running_values
+from autopar.adapters.questions import noticed_grad_mode
 from autopar.adapters.roomy_stack import roomy
 from autopar.adapters.set_order import sets_in_order
+from autopar.adapters.unseen_effects import seen_effects
+from autopar.adapters.unusual import warn_of
 from autopar.exact import LiftFloat32
 from autopar.ir.batch import constants_of
 from autopar.ir.compute_dtypes import Dtypes, cast_around, dtypes_of, stored_by_name
 from autopar.ir.dtype_checks import check_dtypes
+from autopar.ir.gradient_paths import refuse_other_gradients
 from autopar.ir.own_backward import check_contained
 from autopar.ir.recipe import Recipe
 from autopar.ir.signature import ConstantLeaf, InputSpec, OutputSpec, Signature
@@ -144,6 +149,7 @@ def capture(
     exact: bool = False,
     autocast: torch.dtype | None = None,
     precision: Precision | None = None,
+    grad_mode: bool = True,
     memo: bool = True,
 ) -> GraphModule:
     """The global graph of ``model(**batch)``.
@@ -155,15 +161,17 @@ def capture(
     ``exact`` lifts float32 islands to float64, see `autopar.exact`; give it a float64 model and batch. ``autocast`` is
     the dtype of a `torch.autocast` around the forward; its casts become part of the graph. ``precision``: the
     dtypes to compute in; parameters are taken in these, and ``meta["stored_dtypes"]`` says how they are held.
+    ``grad_mode``: what the forward is told when it asks whether there are gradients, as under no_grad it is False.
     Modules that are called alike are traced once, unless ``memo`` is False (`autopar.adapters.block_memo`): the graph
     is the same.
 
     Raises ValueError that names the operator and line which cannot be captured.
     """
+    how = (train, exact, autocast, precision or Precision(), grad_mode)
     if memo:
         with contextlib.suppress(TraceAnew):
-            return _captured(model, batch, train, exact, autocast, precision or Precision(), memo=True)
-    return _captured(model, batch, train, exact, autocast, precision or Precision(), memo=False)
+            return _captured(model, batch, *how, memo=True)
+    return _captured(model, batch, *how, memo=False)
 
 
 def _captured(
@@ -173,6 +181,7 @@ def _captured(
     exact: bool,
     autocast: torch.dtype | None,
     precision: Precision,
+    grad_mode: bool,
     memo: bool,
 ) -> GraphModule:
     mode, dtypes = new_mode(), model_dtypes(model, precision)
@@ -200,15 +209,20 @@ def _captured(
         stack.enter_context(unchecked_distributions())
         watch = stack.enter_context(FunctionWatch(replica, owned_by(model), _INSTEAD))
         stack.enter_context(changes_as_values(lambda: watch.running, watch.said))
+        stack.enter_context(seen_effects(watch.refuse))
+        stack.enter_context(noticed_grad_mode(watch.asked_grad_mode))
+        stack.enter_context(followed_paths())
         changed = stack.enter_context(frozen_facts(replica))
-        program = export(replica, unflatten(fakes, spec), autocast, memo=memo)
+        program = export(replica, unflatten(fakes, spec), autocast, grad_mode, memo=memo)
         if watch.refused is not None:  # the forward has caught it
             raise ValueError(f"capture: {watch.refused}") from watch.refused
         for text in watch.said:
-            warnings.warn(text, stacklevel=3)
-        _refuse_running_values(program, changed)
-        _refuse_overlaps(program, dict(replica.named_parameters()), owned_by(model).overlaps)
-    gm = _finish(program, replica, arguments)
+            warn_of(text, stacklevel=3)
+        refuse_running_values(program, changed)
+        refuse_overlaps(program, dict(replica.named_parameters()), owned_by(model).overlaps)
+    gm = _finish(program, replica, arguments, asks_grad_mode=watch.asks_grad_mode)
+    if grad_mode:
+        refuse_other_gradients(gm, watch.gradients)
     stored = stored_by_name(model, dtypes)
     held = (s for s in gm.meta["signature"].inputs if s.kind == "parameter" and s.name in stored)
     gm.meta["stored_dtypes"] = {s.node: stored[s.name] for s in held}
@@ -251,32 +265,9 @@ def _given(replica: nn.Module, constants: Mapping[str, Any]) -> Iterator[None]:
         replica.forward = forward
 
 
-def _refuse_running_values(program: ExportedProgram, changed: Collection[str]) -> None:
-    """Raises ValueError for a plain tensor attribute that the forward reads and replaces, such as a running mean."""
-    for spec in program.graph_signature.input_specs:
-        if spec.kind == InputKind.CONSTANT_TENSOR and spec.target in changed:
-            raise ValueError(
-                f"capture: the forward reads {spec.target} and replaces it, but only buffers may be changed by a "
-                "forward, found a plain tensor; register it with register_buffer"
-            )
-
-
-def _refuse_overlaps(
-    program: ExportedProgram, parameters: Mapping[str, nn.Parameter], overlaps: Collection[tuple[str, str]]
-) -> None:
-    """Raises ValueError for a change of a tensor, by steps or in them, that another one of the model would see."""
-    written = {s.target for s in program.graph_signature.output_specs if s.kind == OutputKind.BUFFER_MUTATION}
-    trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
-    for pair in overlaps:
-        if not {*pair}.isdisjoint(written | trained):
-            raise ValueError(
-                f"capture: parameters and buffers that change need memory of their own, found that {pair[0]} and "
-                f"{pair[1]} share some and are two tensors; tie them by one tensor (a.weight = b.weight, not .data), "
-                "or clone one"
-            )
-
-
-def _finish(program: ExportedProgram, replica: nn.Module, arguments: Mapping[str, Any]) -> GraphModule:
+def _finish(
+    program: ExportedProgram, replica: nn.Module, arguments: Mapping[str, Any], asks_grad_mode: bool
+) -> GraphModule:
     graph = program.graph_module.graph
     leaf_paths = [path for path, _ in paths(arguments)]
     inputs = _inputs(program, replica, leaf_paths)
@@ -287,7 +278,7 @@ def _finish(program: ExportedProgram, replica: nn.Module, arguments: Mapping[str
     _write_out_scalars(program, inputs)
     kept = _drop_unused(program, inputs)
     gm = graph_module(graph)
-    gm.meta["signature"] = Signature(kept, tuple(outputs), program.call_spec.out_spec, tuple(leaves))
+    gm.meta["signature"] = Signature(kept, tuple(outputs), program.call_spec.out_spec, tuple(leaves), asks_grad_mode)
     check_contained(gm)
     constants = {spec.name for spec in kept if spec.kind == "constant"}
     gm.meta["constants"] = {name: program.constants[name].detach() for name in sorted(constants)}

@@ -201,7 +201,7 @@ class ParallelModule(ModelOnMesh):
 
     def _evaluated(self, args: tuple[Any, ...], batch: dict[str, Any]) -> Any:
         with reporting("the evaluation"), outside(self._groups.device) as surroundings:
-            executor, values = self._prepare(args, batch, Kind(False, None), surroundings)
+            executor, values = self._prepare(args, batch, Kind(False, None, grad_mode=False), surroundings)
             with self._watch.step(self.training_steps):
                 outputs = executor.run_step(values).outputs
             self._store_buffers(executor.compiled, outputs)
@@ -260,7 +260,11 @@ class ParallelModule(ModelOnMesh):
             named = self._fitter.fit(named)
         named = with_constants(named, self._cache.plan.options.constants)
         # masks depend on the number of the step
-        executor = self._cache.runner(kind, named, surroundings, self.training_steps + 1 if kind.train else None)
+        number = self.training_steps + 1 if kind.train else None
+        executor = self._cache.runner(kind, named, surroundings, number)
+        if executor.compiled.signature.asks_grad_mode and kind.grad_mode != torch.is_grad_enabled():
+            kind = kind._replace(grad_mode=torch.is_grad_enabled())
+            executor = self._cache.runner(kind, named, surroundings, number)
         values = {**self._tree.pieces(), **self._tree.buffers(), **executor.constants}
         self.training_steps += kind.train
         self._last_use = now() if kind.train else self._last_use

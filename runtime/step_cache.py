@@ -40,11 +40,13 @@ Ahead = Callable[[nn.Module, dict[str, Any], dict[str, Any]], None]  # (structur
 
 class Kind(NamedTuple):
     """``train``: with gradients, modules in the modes that they have; otherwise all in eval mode. ``outputs``: names of
-    those to keep beside losses (None: all). ``tangents``: further ones that the backward starts from."""
+    those to keep beside losses (None: all). ``tangents``: further ones that the backward starts from. ``grad_mode``:
+    the one that the forward is in, if it asks."""
 
     train: bool
     outputs: tuple[str, ...] | None
     tangents: tuple[str, ...] = ()
+    grad_mode: bool = True
 
     def __str__(self) -> str:
         call = "train_step" if self.outputs is not None else "model(**batch)"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.habit_hooks import OTHERS
+from tests.habit_interception import FORWARDS
 from tests.habit_loops import LOOPS
 from tests.habit_numbers import NUMBERS
 from tests.habits import HABITS, Habit
@@ -17,6 +18,7 @@ SECTIONS = {
     "The loop": LOOPS,
     "Hooks, casts, copies": OTHERS,
     "Numbers of parameters and gradients, and what is written into them": NUMBERS,
+    "What a forward does to autograd": FORWARDS,
 }
 HEAD = """# What may be done to a model
 

@@ -19,38 +19,54 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.autograd_function import CustomFunctionHigherOrderOperator
 from torch.autograd import Function
+from torch.autograd.function import _SingleLevelFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from autopar.adapters.asked_regions import asked_for
+from autopar.adapters.traced_threads import traced_by_this_thread
 
 ops = torch.ops.autopar
 
 
 @contextlib.contextmanager
 def captured_backwards() -> Iterator[None]:
-    """Within: functions that are called are captured with their backward."""
-    original = vars(Function)["apply"]
+    """Within: functions that this thread calls while it traces are captured with their backward.
+
+    Every ``apply``, by whatever name it was kept, ends in that of the class below `Function`, or goes to functorch.
+    """
+    traced = traced_by_this_thread()
+    single: Any = _SingleLevelFunction
+    transformed: Any = CustomFunctionHigherOrderOperator
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if cls.__module__.startswith("torch._"):  # the machinery of operators: below what is captured
-            return original.__get__(None, cls)(*args, **kwargs)
+        # The machinery of operators is below what is captured.
+        if cls.__module__.startswith("torch._") or not traced():
+            return super(single, cls).apply(*args, **kwargs)
         if cls is CheckpointFunction:
             return _called(*args)
-        if torch._C._are_functorch_transforms_active():
+        return _captured(cls, *_bound(cls, args, kwargs))
+
+    call = transformed.__call__
+
+    def refused(self: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch._C._are_functorch_transforms_active() and traced():
             raise ValueError(
                 f"the autograd function {cls.__qualname__} is called under a transform of torch.func (vmap), where its "
                 "backward cannot be captured; call it on the whole batch"
             )
-        return _captured(cls, *_bound(cls, args, kwargs))
+        return call(self, cls, *args, **kwargs)
 
-    Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    single.apply = classmethod(apply)
+    transformed.__call__ = refused
     try:
         yield
     finally:
-        Function.apply = original  # type: ignore[method-assign]
+        del single.apply
+        transformed.__call__ = call
 
 
 def _called(function: Any, preserve: bool, *args: Any) -> Any:

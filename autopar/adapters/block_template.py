@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.adapters.asked_regions import new_regions, next_region
+from autopar.adapters.backward_paths import UNKNOWN, BackwardPaths, continues_at, lose_paths, start_of
 from autopar.adapters.block_facts import memory_of
 from autopar.adapters.graph_nodes import copied_node
 
@@ -29,24 +30,27 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class _Output(NamedTuple):
-    """A leaf of what a module returned: a tensor that it was given, one that a node makes, or a plain value."""
+    """A leaf of what a module returned: a tensor that it was given, one that a node makes, or a plain value.
+    ``behind``: the tensors that it was given, by number, which the backward of this one goes to; None: not known."""
 
     given: int | None = None
     node: Node | None = None
     value: Any = None
+    behind: tuple[int, ...] | None = None
 
 
 @dataclass
 class Template:
     """``given``: the nodes that came in, by the number of the tensor; ``rebound``: tensors that it was given and has
-    written to, and the nodes that are their values now; ``depth``: how many modules are around its nodes; ``since``:
-    the first checkpoint that may have begun within."""
+    written to, and the nodes that are their values now; ``followed``: whether the backward of its results is known;
+    ``depth``: how many modules are around its nodes; ``since``: the first checkpoint that may have begun within."""
 
     path: str
     depth: int
     nodes: list[Node]
     given: dict[Node, int]
     rebound: list[tuple[int, Node]]
+    followed: bool
     outputs: list[_Output]
     spec: Any
     since: int
@@ -84,11 +88,14 @@ class Template:
                 made.meta["asked"] = regions[number]
         for i, node in self.rebound:
             set_node(given[i], new[node], tracer)
+        if not self.followed:
+            lose_paths()
         made_of: dict[Node, Tensor] = {}
         for out in self.outputs:
             if out.node is not None and out.node not in made_of:
                 made_of[out.node] = result_like(out.value)
                 set_node(made_of[out.node], new[out.node], tracer)
+                continues_at(made_of[out.node], None if out.behind is None else [given[i] for i in out.behind])
         leaves = [
             given[o.given] if o.given is not None else o.value if o.node is None else made_of[o.node]
             for o in self.outputs
@@ -107,13 +114,20 @@ def template_of_call(
     """(what a module's forward returns, what gives the template; None where what it did can't be copied: it took
     something that is not among ``given``, or returned what is not of the graph or shares memory)."""
     before = [node_of(x, tracer) for x in given]
+    starts = [start_of(x) for x in given]
     last, since = next(iter(reversed(tracer.graph.nodes))), next_region()
     made = call()
-    return made, lambda: _template(tracer, given, before, _after(last, tracer.graph), made, since)
+    return made, lambda: _template(tracer, given, before, _after(last, tracer.graph), made, since, starts)
 
 
 def _template(
-    tracer: Any, given: Sequence[Tensor], before: Sequence[Node | None], nodes: list[Node], made: Any, since: int
+    tracer: Any,
+    given: Sequence[Tensor],
+    before: Sequence[Node | None],
+    nodes: list[Node],
+    made: Any,
+    since: int,
+    starts: Sequence[Any],
 ) -> Template | None:
     places = {node: i for i, node in enumerate(before) if node is not None}
     if len(places) < sum(node is not None for node in before) or not _is_closed(nodes, places):
@@ -126,7 +140,10 @@ def _template(
     ]
     if outputs is None or any(node not in set(nodes) for _, node in rebound):
         return None
-    return Template(path_of_call(tracer), len(tracer.module_stack), nodes, places, rebound, outputs, spec, since)
+    followed = not any(given[i].requires_grad for i, _ in rebound)  # else more is behind others that share memory
+    outputs = _with_paths(outputs, starts) if followed else outputs
+    depth = len(tracer.module_stack)
+    return Template(path_of_call(tracer), depth, nodes, places, rebound, followed, outputs, spec, since)
 
 
 def _after(last: Node, graph: Graph) -> list[Node]:
@@ -191,6 +208,17 @@ def _outputs(leaves: Sequence[Any], given: Sequence[Tensor], inner: set[Node], t
             found[id(x)] = _Output(node=node, value=x)
         outputs.append(found[id(x)])
     return outputs
+
+
+def _with_paths(outputs: list[_Output], starts: Sequence[Any]) -> list[_Output]:
+    """With what is behind each; ``starts``: the nodes of autograd of what was given."""
+    paths = BackwardPaths({node: 2 << i for i, node in enumerate(starts) if node is not None})
+
+    def behind(x: Tensor) -> tuple[int, ...] | None:
+        bits = paths.reached(x)
+        return None if bits & UNKNOWN else tuple(i for i in range(len(starts)) if bits & 2 << i)
+
+    return [out if out.node is None else out._replace(behind=behind(out.value)) for out in outputs]
 
 
 def _facts(value: Any) -> Any:

@@ -34,8 +34,10 @@ from autopar.adapters.decompositions import DECOMPOSITIONS
 from autopar.adapters.fake import silent_fakes
 from autopar.adapters.function_watch import Refused
 from autopar.adapters.inner_derivatives import captured_derivatives
+from autopar.adapters.questions import answered_as_eager
 from autopar.adapters.selected_targets import keep_rows_of_targets
 from autopar.adapters.stack_lines import lines_of_forwards
+from autopar.adapters.unusual import warn_of
 
 _NO_GRAD_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
 _NOISE = (torch.ops.aten._assert_tensor_metadata.default,)
@@ -47,10 +49,15 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 def export(
-    model: nn.Module, kwargs: Mapping[str, Any], autocast: torch.dtype | None = None, *, memo: bool = True
+    model: nn.Module,
+    kwargs: Mapping[str, Any],
+    autocast: torch.dtype | None = None,
+    grad_mode: bool = True,
+    *,
+    memo: bool = True,
 ) -> ExportedProgram:
-    """The module as a flat functional graph; ``autocast``: its forward is within one, to this dtype. With ``memo``
-    modules that are called alike are traced once.
+    """The module as a flat functional graph; ``autocast``: its forward is within one, to this dtype; ``grad_mode``: the
+    one that it runs in. With ``memo`` modules that are called alike are traced once.
 
     Raises ValueError that names the line which cannot be captured, or whose result has a size that depends on values;
     TraceAnew where it has to be done without ``memo``, on a new copy of the model.
@@ -59,9 +66,11 @@ def export(
     try:
         with (
             warnings.catch_warnings(),
-            torch.enable_grad(),
+            torch.set_grad_enabled(grad_mode),
             captured_backwards(),
             captured_derivatives(),
+            answered_as_eager(),
+            torch.jit.optimized_execution(False),  # it differentiates what it has run often by itself
             silent_fakes(),
             lines_of_forwards(export.__code__),
             _autocast(autocast),
@@ -108,7 +117,7 @@ def _drop_value_checks(graph: Graph) -> None:
     if checks:
         graph.eliminate_dead_code()
     for line in dict.fromkeys(map(line_of, checks)):
-        warnings.warn(f"capture: {line}: an assertion on values is not checked in steps", stacklevel=2)
+        warn_of(f"capture: {line}: an assertion on values is not checked in steps", stacklevel=2)
 
 
 def _refuse_sizes_of_values(graph: Graph) -> None:

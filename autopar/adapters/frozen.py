@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 import sys
-import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from torch import SymBool, SymFloat, SymInt, Tensor, nn
 from autopar.adapters.fake import MARKS
 from autopar.adapters.function_watch import Refused, is_outside
 from autopar.adapters.rebuild import walk_attributes
+from autopar.adapters.unusual import warn_of
 
 _SIMPLE = {bool, int, float, complex, str, type(None)}
 _SIZED = (list, dict, set, deque)
@@ -46,7 +46,7 @@ def frozen_facts(replica: nn.Module) -> Iterator[Collection[str]]:
         yield changed
     for name, state in _generator_states().items():
         if name in generators and generators[name] != state:
-            warnings.warn(
+            warn_of(
                 f"capture: {name} was drawn from meanwhile; if the forward did it, every step has the same number: "
                 "draw outside of it and pass the numbers in",
                 stacklevel=5,
@@ -56,7 +56,7 @@ def frozen_facts(replica: nn.Module) -> Iterator[Collection[str]]:
         raise ValueError(f"capture: the forward draws from {drawn[0]}{_EVERY_STEP}")
     if changed:
         more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
-        warnings.warn(
+        warn_of(
             f"capture: the forward changes Python state: {', '.join(list(changed)[:_SHOWN])}{more}; it runs once for "
             "each shape of the batch and not in every step: steps see the values of that run, and the changes are "
             "seen nowhere else; keep numbers that change in buffers, and return what is read outside",

@@ -11,6 +11,7 @@ loss(y[mask], x[mask])                                     all rows are kept, th
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,7 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
+from autopar.adapters.backward_paths import UNKNOWN, BackwardPaths, start_of
 from autopar.adapters.fake import MARKS, Owned
 from autopar.adapters.guards import answered
 from autopar.adapters.known_values import REAL, KnownValues, is_real
@@ -31,7 +34,9 @@ from autopar.adapters.selected_rows import SelectedRows
 _TORCH = Path(torch.__file__).parent
 _OURS = Path(__file__).parent.parent
 # What stands between a line and the torch function that it calls, besides the modes.
-_DELEGATES = {str(_TORCH / name) for name in ("_tensor.py", "overrides.py", "autograd/__init__.py")} | {__file__}
+_DELEGATES = {
+    str(_TORCH / name) for name in ("_tensor.py", "overrides.py", "autograd/__init__.py", "autograd/graph.py")
+} | {__file__}
 
 
 class Refused(ValueError):
@@ -45,6 +50,8 @@ class FunctionWatch(TorchFunctionMode):
     first one, for a forward that catches exceptions.
     ``running``: whether the forward does, for the export calls functions of its own before and after. ``said``: what is
     to be said of branches that were not asked for values, and the like. ``known``: values that it may ask for.
+    ``gradients``: for each leaf of what it has returned, the parameters that its backward reaches; None: not known.
+    ``asks_grad_mode``: whether it has asked if there are gradients.
     """
 
     def __init__(
@@ -57,11 +64,14 @@ class FunctionWatch(TorchFunctionMode):
         self._instead = instead
         self._replica, self._owned = replica, owned
         self._places = dict(_places(replica))
+        self._names = {name for name, _ in replica.named_parameters()}
         self.known = KnownValues()
-        self.rows = SelectedRows(self._refuse)
+        self.rows = SelectedRows(self.refuse)
         self.refused: Refused | None = None
         self.said: dict[str, None] = {}
         self.running = False
+        self.asks_grad_mode = False
+        self.gradients: list[frozenset[str] | None] = []
         number = id(self)  # what hooks hold counts as the module's own
         _WATCHES[number] = self
         replica.register_forward_pre_hook(lambda *_: _set_running(number, True), prepend=True)
@@ -77,7 +87,9 @@ class FunctionWatch(TorchFunctionMode):
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = tuple(self._seen(x) for x in args), {name: self._seen(x) for name, x in kwargs.items()}
         if func in _REFUSED and (frame := caller()) is not None and is_outside(frame):
-            self._refuse(_REFUSED[func])
+            self.refuse(_REFUSED[func])
+        if func in _TELLS_GRAD_MODE and (frame := caller()) is not None and is_outside(frame):
+            self.asked_grad_mode()
         if func == _DATA and type(args[0]) not in REAL:
             return args[0].detach()
         if known := self.known.answer(func, args, kwargs):
@@ -99,17 +111,42 @@ class FunctionWatch(TorchFunctionMode):
 
     def _finished(self, made: Any) -> None:
         """The forward has returned."""
+        self.gradients = self._gradients(made)
         if self.rows.are_in(made):
-            self._refuse(
+            self.refuse(
                 "the forward returns rows that a mask has picked, x[mask], whose number only values tell; return all "
                 "rows, and the mask"
             )
         leak = self.rows.leak()
         if leak is not None:
-            self._refuse(
+            self.refuse(
                 f"{leak.name} takes rows that a mask has picked, x[mask], out of sight of torch functions, where their "
                 "number is not followed; keep all rows and weigh by the mask"
             )
+
+    def _gradients(self, made: Any) -> list[frozenset[str] | None]:
+        """See `gradients`."""
+        named = dict(self._replica.named_parameters())
+        new = [name for name in named if name not in self._names]
+        if new:
+            self._refuse_later(
+                f"the forward makes the parameter {new[0]}, which has no place on the mesh and no step would train; "
+                "make it in __init__, or call the model once before parallelize"
+            )
+        trained = [(name, x) for name, x in named.items() if x.requires_grad]
+        paths = BackwardPaths({start_of(x): 2 << i for i, (_, x) in enumerate(trained)})
+        reached = [paths.reached(x) if isinstance(x, Tensor) else 0 for x in pytree.tree_leaves(made)]
+        if found := paths.out_of_sight():
+            self._refuse_later(found)
+        names = [name for name, _ in trained]
+        return [
+            None if bits & UNKNOWN else frozenset(name for i, name in enumerate(names) if bits & 2 << i)
+            for bits in reached
+        ]
+
+    def _refuse_later(self, text: str) -> None:
+        """For what no line of the forward is at fault for."""
+        self.refused = self.refused or Refused(text)
 
     def _seen(self, x: Any) -> Any:
         """An argument, with what the export has put into the module in place of a tensor that a closure holds."""
@@ -128,7 +165,7 @@ class FunctionWatch(TorchFunctionMode):
         """A real tensor: a constant of the graph."""
         name = self._owned.name_of(x)
         if name is not None:
-            self._refuse(
+            self.refuse(
                 f"the forward uses {name} of the model, but not as an attribute of a module: through a global variable "
                 "or a class, which a copy of the model shares with it; its gradient would be lost; reach it through "
                 "self, a closure, or an argument of a hook"
@@ -139,13 +176,18 @@ class FunctionWatch(TorchFunctionMode):
         path = path_of(self._replica, x)
         kept = f"the tensor kept as {path}" if path else f"a tensor {tuple(x.shape)} from outside of the model"
         if mark is not None:
-            self._refuse(f"the forward uses {kept}, which {mark}: it would be frozen; make it in the forward")
-        self._refuse(
+            self.refuse(f"the forward uses {kept}, which {mark}: it would be frozen; make it in the forward")
+        self.refuse(
             f"the forward uses {kept}, which requires grad and is no parameter: it would get no gradient; register it "
             "with a module (an nn.Parameter as attribute, nn.ParameterList), or pass it in detached"
         )
 
-    def _refuse(self, text: str) -> None:
+    def asked_grad_mode(self) -> None:
+        """The forward has asked whether there are gradients."""
+        self.asks_grad_mode = True
+
+    def refuse(self, text: str) -> None:
+        """Raises Refused, in the line that runs."""
         self.refused = self.refused or Refused(text)
         raise self.refused
 
@@ -176,12 +218,18 @@ def caller() -> FrameType | None:
 
 def is_outside(frame: FrameType) -> bool:
     """Whether a line is neither torch's nor ours."""
-    file = Path(frame.f_code.co_filename)
-    return not (file.is_relative_to(_TORCH) or file.is_relative_to(_OURS))
+    return _is_outside(frame.f_code.co_filename)
+
+
+@functools.cache
+def _is_outside(file: str) -> bool:
+    path = Path(file)
+    return not (path.is_relative_to(_TORCH) or path.is_relative_to(_OURS))
 
 
 _ATTRIBUTES: Any = Tensor  # whose attributes are descriptors
 _DATA: Callable[..., Any] = _ATTRIBUTES.data.__get__
+_TELLS_GRAD_MODE = {_ATTRIBUTES.requires_grad.__get__, _ATTRIBUTES.grad_fn.__get__, _ATTRIBUTES.is_leaf.__get__}
 _TRUTH = (Tensor.__bool__, torch.equal, Tensor.equal, torch.allclose, Tensor.allclose)
 _GRADIENT = "a step has its own backward; use an autograd.Function, or hooks on the parameters of the result"
 _REFUSED: dict[Any, str] = {

@@ -28,8 +28,10 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from autopar.adapters.backward_paths import continues_at
 from autopar.adapters.block_template import node_of, result_like, set_node
 from autopar.adapters.operators import mutates, overload_of, returns_alias
+from autopar.adapters.traced_threads import traced_by_this_thread
 
 _AUTOGRAD: Any = torch.autograd
 _ENGINE = _AUTOGRAD._engine_run_backward
@@ -46,11 +48,23 @@ class DerivativeError(ValueError):
 @contextlib.contextmanager
 def captured_derivatives() -> Iterator[None]:
     """Within: `torch.autograd.grad`, by whatever name, gives values of the graph; backward is refused."""
-    _AUTOGRAD._engine_run_backward = _asked
+    traced = traced_by_this_thread()
+
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        return _asked(*args, **kwargs) if traced() else _ENGINE(*args, **kwargs)
+
+    with _engine(asked):
+        yield
+
+
+@contextlib.contextmanager
+def _engine(engine: Any) -> Iterator[None]:
+    """Within: what torch.autograd calls in the place of its engine."""
+    before, _AUTOGRAD._engine_run_backward = _AUTOGRAD._engine_run_backward, engine
     try:
         yield
     finally:
-        _AUTOGRAD._engine_run_backward = _ENGINE
+        _AUTOGRAD._engine_run_backward = before
 
 
 def _asked(
@@ -61,6 +75,7 @@ def _asked(
     inputs: Sequence[Any],
     allow_unused: bool = True,
     accumulate_grad: bool = False,
+    allow_unreachable: bool = True,
 ) -> tuple[Tensor | None, ...]:
     """In the place of the engine of autograd."""
     mode: Any = get_proxy_mode()
@@ -69,7 +84,7 @@ def _asked(
             "torch.func.grad, vjp and jacrev cannot be captured within a forward; write torch.autograd.grad(outputs, "
             "inputs, create_graph=True) instead"
         )
-    if accumulate_grad or mode is None:
+    if accumulate_grad:
         raise DerivativeError(
             "backward() within a forward adds to .grad of tensors, which is no value of a graph; write "
             "torch.autograd.grad(loss, tensors, create_graph=True) instead"
@@ -116,7 +131,7 @@ def _derivative(
         return [x for x in found if x is not None]
 
     taken = [_bound(node, tracer) for node in first]
-    with _disable_current_modes(), FakeTensorMode(), torch.no_grad(), _plain_engine():
+    with _disable_current_modes(), FakeTensorMode(), torch.no_grad(), _engine(_ENGINE):
         alike = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in (*taken, *seeds)]
         graph = make_fx(run, _primitives())(alike[: len(first)], alike[len(first) :])
     graph.graph.eliminate_dead_code()
@@ -265,13 +280,5 @@ def _bound(node: Node, tracer: Any) -> Any:
     """A tensor that is the node's value for the tracer."""
     made = result_like(node.meta["val"], requires_grad=node.meta["val"].is_floating_point())
     set_node(made, node, tracer)
+    continues_at(made, None)
     return made
-
-
-@contextlib.contextmanager
-def _plain_engine() -> Iterator[None]:
-    _AUTOGRAD._engine_run_backward = _ENGINE
-    try:
-        yield
-    finally:
-        _AUTOGRAD._engine_run_backward = _asked

@@ -51,6 +51,7 @@ def compile_model(
     options: Options | None = None,
     *,
     train: bool = True,
+    grad_mode: bool = True,
     exact: bool = False,
     autocast: torch.dtype | None = None,
     plan: Plan | None = None,
@@ -66,6 +67,7 @@ def compile_model(
         model: any module that torch.export accepts; on cpu, cuda or meta; it is not modified.
         batch: the whole batch (all dp ranks, all micro-batches); only shapes and dtypes matter.
         train: with gradients, each module in the mode that it has; otherwise all in eval mode, without gradients.
+        grad_mode: what the forward is told when it asks whether there are gradients.
         autocast: dtype of a `torch.autocast` around the forward.
         plan: use this plan instead of making one. ``fixed``: make one, but keep the parameter placements of this one.
         outputs: names of the outputs to keep (None: all). Losses are always kept.
@@ -79,7 +81,8 @@ def compile_model(
     known_batch_dims(model, batch, asked, fixed)  # for what it refuses
     batch = with_constants(batch, asked.constants)
     shared, precision = shared or SharedCapture(), asked.precision
-    gm = shared.again(model, batch, train=None if train else False, exact=exact, autocast=autocast, precision=precision)
+    seen: dict[str, Any] = {"autocast": autocast, "precision": precision, "grad_mode": grad_mode}
+    gm = shared.again(model, batch, train=None if train else False, exact=exact, **seen)
     seconds = time.perf_counter() - start
     how: dict[str, Any] = {"plan": plan, "fixed": fixed, "outputs": outputs, "tangents": tangents}
     return compile_graph(gm, mesh, options, train=train, timings={"capture": seconds}, observers=observers, **how)

@@ -52,6 +52,7 @@ def _seen(
     exact: bool = False,
     autocast: torch.dtype | None = None,
     precision: Precision | None = None,
+    grad_mode: bool = True,
 ) -> tuple[Any, ...]:
     """What a capture sees beside the modules. Of modes around it nothing is known: no two such captures are alike."""
     return (
@@ -60,6 +61,7 @@ def _seen(
         exact,
         autocast,
         precision or Precision(),
+        grad_mode,
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_inference_mode_enabled(),

@@ -6,6 +6,7 @@ graph, storages, flow   reading and editing graphs; which memory their values ta
 signature, parameter, batch      what goes in and comes out: inputs, parameters with their pieces, the batch
 recipe                  what a checkpoint holds for a model's tensors
 own_backward            a model's own backwards as nodes
+gradient_paths          which parameters outputs have gradients for, as in torch or refused
 dtype_checks            operands that torch's kernels would refuse
 
 Stands on adapters and ops. Attention, rules, steps and all above import it.

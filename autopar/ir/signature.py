@@ -35,13 +35,15 @@ class OutputSpec:
 
 @dataclass(frozen=True)
 class Signature:
-    """Inputs in placeholder order, outputs in the order of the graph's output tuple (outputs before mutations)."""
+    """Inputs in placeholder order, outputs in the order of the graph's output tuple (outputs before mutations).
+    ``asks_grad_mode``: whether the forward has asked if there are gradients, and may do something else if not."""
 
     inputs: tuple[InputSpec, ...]
     outputs: tuple[OutputSpec, ...]
     # The user's structure: its spec, and per leaf the place in `outputs` or the constant to restore.
     spec: Any = field(default=None, repr=False, compare=False)
     leaves: tuple[int | ConstantLeaf, ...] = field(default=(), repr=False)
+    asks_grad_mode: bool = False
 
     def rebuild(self, values: Sequence[Any]) -> Any:
         """Flat "output" values (tensors or anything else) -> the user's structure, with None and constant leaves."""

@@ -1,0 +1,131 @@
+"""Where the backward of an eager forward would go: from its outputs, through the nodes of autograd, to leaves.
+
+    loss.grad_fn -> MseLossBackward -> AddmmBackward -> AccumulateGrad of first.weight
+
+While a forward is traced, autograd runs beside the tracer and knows what a graph may not: which parameters the outputs
+reach, and an `autograd.Function` whose backward nobody captured. Where values of the graph stand in place of the
+forward's own (copies of alike blocks, derivatives), the path goes on as `continues_at` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+Continuations = dict[Any, Sequence[Tensor] | None]  # start of a tensor -> where its path goes on; None: unknown
+UNKNOWN = 1  # the bit of a path whose end is not known
+
+_CONTINUATIONS: ContextVar[Continuations | None] = ContextVar("continuations", default=None)
+_LOST = "lost"
+_LEAF = "torch::autograd::AccumulateGrad"
+_HOLE = "autopar_gradient_of"
+_SCRIPTED = "torch::jit::(anonymous namespace)::DifferentiableGraphBackward"
+
+
+@contextmanager
+def followed_paths() -> Iterator[None]:
+    """Around a capture: `continues_at` is remembered."""
+    token = _CONTINUATIONS.set({})
+    try:
+        yield
+    finally:
+        _CONTINUATIONS.reset(token)
+
+
+def continues_at(made: Tensor, tensors: Sequence[Tensor] | None) -> None:
+    """The path of a tensor that stands for a value of the graph goes on at these; None: nobody knows where."""
+    known, start = _CONTINUATIONS.get(), start_of(made)
+    if known is not None and start is not None:
+        known[start] = tensors
+
+
+def lose_paths() -> None:
+    """Of no tensor it is known any more where its path goes."""
+    known = _CONTINUATIONS.get()
+    if known is not None:
+        known[_LOST] = None
+
+
+def start_of(x: Tensor) -> Any:
+    """Where the backward of a tensor starts: its node, or a leaf itself; None if it needs no gradient."""
+    with torch._C.DisableTorchFunction():
+        return (x.grad_fn or _Leaf(x)) if x.requires_grad else None
+
+
+class _Leaf:
+    """A tensor, equal to itself."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Leaf) and other.x is self.x
+
+    def __hash__(self) -> int:
+        return id(self.x)
+
+
+class BackwardPaths:
+    """``ends``: `start_of` a tensor -> the bits that a path which arrives there has reached; it ends there."""
+
+    def __init__(self, ends: Mapping[Any, int]) -> None:
+        self._reached: dict[Any, int] = dict(ends)
+        self._continuations = _CONTINUATIONS.get() or {}
+        self._nodes: list[Any] = []  # on the paths so far
+
+    def reached(self, x: Tensor) -> int:
+        """The bits of all ends that the backward of a tensor reaches."""
+        start = start_of(x)
+        if start is None:
+            return 0
+        found, stack = self._reached, [start]
+        while stack:
+            place = stack[-1]
+            if place in found:
+                stack.pop()
+                continue
+            bits, following = self._following(place)
+            missing = [x for x in following if x not in found]
+            stack += missing
+            if not missing:
+                stack.pop()
+                for x in following:
+                    bits |= found[x]
+                found[place] = bits
+        return found[start] | (UNKNOWN if _LOST in self._continuations else 0)
+
+    def _following(self, place: Any) -> tuple[int, list[Any]]:
+        """(UNKNOWN or 0, the places behind one)."""
+        if place in self._continuations:
+            tensors = self._continuations[place]
+            starts = map(start_of, tensors or ())
+            return (UNKNOWN if tensors is None else 0), [x for x in starts if x is not None]
+        if isinstance(place, _Leaf):  # of nobody's
+            return 0, []
+        self._nodes.append(place)
+        if _HOLE in place.name():  # stands for a gradient, and passes none on
+            return 0, []
+        nodes = (x for x, _ in place.next_functions if x is not None)
+        return 0, [_Leaf(x.variable) if x.name() == _LEAF else x for x in nodes]
+
+    def out_of_sight(self) -> str:
+        """What is wrong with a node on the paths that is of no operator of the graph; "" if there is none."""
+        for node in self._nodes:
+            cls: Any = getattr(node, "_forward_cls", None) if isinstance(node, BackwardCFunction) else None
+            if cls is not None and not cls.__module__.startswith("torch._"):  # torch's operators are made of those
+                return (
+                    f"the autograd function {cls.__qualname__} is called around torch.autograd.Function.apply, where "
+                    f"its backward cannot be captured; call {cls.__qualname__}.apply"
+                )
+            if node.name() == _SCRIPTED:
+                return (
+                    "a function of torch.jit in the forward has been called before, and differentiates itself since; "
+                    "call what was scripted or traced, or parallelize before its first call"
+                )
+        return ""

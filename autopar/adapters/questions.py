@@ -1,0 +1,99 @@
+"""What a forward asks of how it runs: it is told what it would be without autopar.
+
+    if torch.compiler.is_compiling(): ...       False in a forward; torch and transformers see that an export goes on
+    if torch.is_grad_enabled(): ...             that the forward has asked is noted: under no_grad it has another graph
+
+Functions of Python may have been imported under any name, so their code is what is replaced. One of C is looked for
+under its names in torch and in what is not torch.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+
+from autopar.adapters.function_watch import is_outside
+
+_OF_COMPILERS = (
+    ("torch.compiler", "is_compiling"),
+    ("torch.compiler", "is_exporting"),
+    ("torch._utils", "is_compiling"),
+    ("torch._dynamo.external_utils", "is_compiling"),
+    ("torch.fx._symbolic_trace", "is_fx_tracing"),
+)
+# transformers' own models compute the same either way, and keep tensors or look at values where nobody traces.
+_TOLD, _PASSES_ON = "transformers.", "transformers.utils.import_utils"
+_ASKED: dict[tuple[str, str], Callable[[], bool]] = {}  # (module, name) -> the function with its own code
+_IS_GRAD_ENABLED = torch.is_grad_enabled
+
+
+@contextmanager
+def answered_as_eager() -> Iterator[None]:
+    """Within: code that is neither torch's, transformers' nor ours is told that nobody compiles or exports."""
+    functions: list[Any] = [getattr(sys.modules[m], name) for m, name in _OF_COMPILERS if m in sys.modules]
+    codes = [function.__code__ for function in functions]
+    for function, code in zip(functions, codes, strict=True):
+        _ASKED[function.__globals__["__name__"], code.co_name] = types.FunctionType(code, function.__globals__)
+        function.__code__ = _stand_in.__code__.replace(co_name=code.co_name)
+    try:
+        yield
+    finally:
+        for function, code in zip(functions, codes, strict=True):
+            function.__code__ = code
+
+
+def _stand_in() -> bool:  # runs with the global names of the function that it stands in for
+    import sys
+
+    from autopar.adapters.questions import answer
+
+    return answer(sys._getframe())
+
+
+def answer(asked: FrameType) -> bool:
+    """What a question, in its frame, is answered to who asks it."""
+    frame = asked.f_back
+    while frame is not None and frame.f_globals.get("__name__") == _PASSES_ON:
+        frame = frame.f_back
+    told = frame is None or not is_outside(frame) or frame.f_globals.get("__name__", "").startswith(_TOLD)
+    return told and _ASKED[asked.f_globals["__name__"], asked.f_code.co_name]()
+
+
+@contextmanager
+def noticed_grad_mode(note: Callable[[], None]) -> Iterator[None]:
+    """Within: ``note`` is called when code that is neither torch's nor ours asks for the grad mode."""
+
+    def is_grad_enabled() -> bool:
+        if is_outside(sys._getframe(1)):
+            note()
+        return _IS_GRAD_ENABLED()
+
+    places = _names_of_grad_mode()
+    for scope, name in places:
+        scope[name] = is_grad_enabled
+    try:
+        yield
+    finally:
+        for scope, name in places:
+            scope[name] = _IS_GRAD_ENABLED
+
+
+def _names_of_grad_mode() -> list[tuple[dict[str, Any], str]]:
+    """(names of a module, the one by which it knows the function). Modules that are as long as they were are known."""
+    for key, module in list(sys.modules.items()):
+        names = getattr(module, "__dict__", {})
+        if _LENGTHS.get(key) != len(names) and not key.startswith(("torch.", "autopar.")):
+            _LENGTHS[key] = len(names)
+            _HOLDERS[key] = [name for name, value in names.items() if value is _IS_GRAD_ENABLED]
+    scopes = [(vars(sys.modules[key]), names) for key, names in _HOLDERS.items() if names and key in sys.modules]
+    return [(scope, name) for scope, names in scopes for name in names if scope.get(name) is _IS_GRAD_ENABLED]
+
+
+_LENGTHS: dict[str, int] = {}
+_HOLDERS: dict[str, list[str]] = {}
