@@ -150,7 +150,7 @@ def parallelize(
         )  # fmt: skip
         agree_on_plan(groups, made)
         compiler = _compiler(groups, chosen, exact, dump, shared)
-        note_parameters(model.parameters())
+        note_parameters(p for _, p in model.named_parameters())
         parallel = ParallelModule(
             skeleton, compiler, groups, made, specs, values, buffers, backend, seed, sync, check_batches,
             chosen.micro_batches, outputs_with_grad,

@@ -27,12 +27,13 @@ from autopar.runtime.clipping import clip_gradients
 from autopar.runtime.comm import ledger_between, rows_sent
 from autopar.runtime.differentiable import Forward, attach, refuse_gradients
 from autopar.runtime.executor import Executor, is_drawn, per_rank
+from autopar.runtime.face import face_of
 from autopar.runtime.failures import reporting
 from autopar.runtime.feed import SCALE
 from autopar.runtime.groups import Groups
 from autopar.runtime.host_states import keep_on_host
 from autopar.runtime.inputs import by_name, check_values
-from autopar.runtime.model_on_mesh import ModelOnMesh
+from autopar.runtime.model_on_mesh import SHARED, ModelOnMesh
 from autopar.runtime.note_watch import NoteWatch
 from autopar.runtime.optimizer_steps import watch_optimizers
 from autopar.runtime.pending import now, watch_steps
@@ -94,9 +95,10 @@ class ParallelModule(ModelOnMesh):
         # with pipeline stages: what this rank's stages use; steps write to buffers
         own, written = state.make_parameters(specs, values, groups, sync), state.own_buffers(buffers, groups, sync)
         tree = Tree(skeleton, specs, own, written)
-        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+        for name in SHARED:
             self.__dict__[name] = tree.root.__dict__[name]  # this module stands for the root
         self._cache = StepCache(compiler, tree, plan, groups, backend, micro_batches, check_batches)
+        self.__class__ = face_of(type(self), type(tree.root))
         self._tree = tree
         watch_optimizers(state.parameter_mesh(groups), groups.mesh.size("pp"))
         if plan.options.optimizer_on_host:
