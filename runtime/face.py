@@ -45,7 +45,7 @@ def _overridden(kind: type) -> Iterator[str]:
     for cls in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         for name, value in vars(cls).items():
             special = name.startswith("__") and name.endswith("__")
-            known = special and name not in _OWN or hasattr(nn.Module, name) and not special
+            known = name not in _OWN if special else hasattr(nn.Module, name)
             if known and isinstance(value, (Callable, staticmethod, classmethod)):  # type: ignore[arg-type]
                 yield name
 

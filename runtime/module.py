@@ -36,6 +36,7 @@ from autopar.runtime.inputs import by_name, check_values
 from autopar.runtime.model_on_mesh import SHARED, ModelOnMesh
 from autopar.runtime.note_watch import NoteWatch
 from autopar.runtime.optimizer_steps import watch_optimizers
+from autopar.runtime.original import Original
 from autopar.runtime.pending import now, watch_steps
 from autopar.runtime.results import rebuild_outputs
 from autopar.runtime.run_folder import RunLine
@@ -86,6 +87,7 @@ class ParallelModule(ModelOnMesh):
         self._watch, self._observers = NoteWatch(groups), Observers()
         self._scaler: GradScaler | None = None
         self._averages: list[Any] = []
+        self._original: Original | None = None
         self._line = RunLine()
         self._last_use = 0
         self._weight = torch.ones((), dtype=torch.float64, device=groups.device)
@@ -106,6 +108,15 @@ class ParallelModule(ModelOnMesh):
         watch_steps()
         if outputs_with_grad and (reason := self._cannot_differentiate()):
             raise ValueError(f"outputs_with_grad: {reason}; a loss of one's own is loss=fn, traced with the model")
+
+    def watch_originals(self, models: Mapping[str, nn.Module]) -> None:
+        """What it was made of, by paths: what is done to them afterwards is refused, see `original.Original`."""
+
+        def written() -> set[str]:
+            outputs = (s for runner in self._cache.runners for s in runner.compiled.signature.outputs)
+            return {s.name for s in outputs if s.kind == "mutation"}
+
+        self._original = Original(models, self._tree, self._groups, written)
 
     def pad_batches(self, buckets: Buckets, ahead: Callable[..., None] | None = None) -> None:
         """From now on: see `autopar.Buckets`. ``ahead``: is asked for the step of the next longer batch."""
@@ -255,6 +266,8 @@ class ParallelModule(ModelOnMesh):
                 "parallelize: the model came without weights (meta device); load them first with "
                 "load_pretrained(folder), load_state_dict(state) or autopar.load(folder, model)"
             )
+        if self._original is not None:
+            self._original.check(kind)
         named = by_name(self._tree.root, args, batch)
         check_values(named, differentiated=kind.train)
         if self._fitter is not None:

@@ -1,4 +1,4 @@
-"""Modules that say themselves what their state is: hooks of a state dict, `get_extra_state`, a `state_dict` of their own.
+"""Modules that say themselves what their state is: hooks of a state dict, `get_extra_state`, an own `state_dict`.
 
 torch calls all of this with whole tensors, and so does a model on a mesh: for the moment its modules have whole
 parameters (`tree.Tree.whole`), and what they say or take is what they would in one process.

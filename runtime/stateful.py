@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -185,8 +185,10 @@ class Stateful(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own, with DTensors for parameters, and the count of steps."""
         found = self._tree.root.state_dict(*args, **kwargs)
-        if isinstance(found, MutableMapping):
-            found[f"{kwargs.get('prefix', args[1] if len(args) > 1 else '')}{self._files_steps()}"] = self._steps.tensor
+        if isinstance(found, OrderedDict):
+            prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+            found[name := f"{prefix}{self._files_steps()}"] = self._steps.tensor
+            found.move_to_end(name, last=False)
         return found
 
     def _files_steps(self) -> str:

@@ -1,7 +1,7 @@
 """Tags: attributes that somebody has set on a parameter or buffer (``p._no_weight_decay = True``).
 
-They are kept in the tensor's ``__dict__``, beside what torch itself keeps there. A copy of a model takes them along, and
-so do the tensors that stand for its own while a forward is traced. A tensor that takes another's place in memory
+They are kept in the tensor's ``__dict__``, beside what torch itself keeps there. A copy of a model takes them along, as
+do the tensors that stand for its own while a forward is traced. A tensor that takes another's place in memory
 (`torch.utils.swap_tensors`, which ``model.half()`` does to DTensors) loses them: `keep_tags` is around that.
 """
 
