@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from autopar.adapters.autograd import version_of
 from autopar.adapters.dtensor import local_of
-from autopar.adapters.first_words import place_of, value_of, words_of
+from autopar.adapters.first_words import place_of, sampled_words, value_of
 from autopar.adapters.hooks import HOOKS_OF_MODULES, has_gradient_hooks, hooks_so_far
 from autopar.adapters.tags import tags_of
 from autopar.adapters.written_names import names_written
@@ -65,7 +65,7 @@ def _state_of(x: Tensor) -> tuple[Any, ...]:
     return place_of(x), version_of(x), x.requires_grad, len(x.__dict__)
 
 
-class _Seen:
+class _Observed:
     """Modules and tensors as they are when this is made, by name and weakly."""
 
     def __init__(self, modules: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]) -> None:
@@ -75,7 +75,7 @@ class _Seen:
         self._tensors = [weakref.ref(x, self._left) for x in tensors.values()]
         self._facts = list(map(_facts_of, modules.values()))
         self._states, self._tags = list(map(_state_of, tensors.values())), list(map(tags_of, tensors.values()))
-        self._words = list(map(words_of, tensors.values()))
+        self._words = list(map(sampled_words, tensors.values()))
         self._contents = [list(map(value_of, words)) for words in self._words]
         # the same, to be compared within C
         self._flat, self._flat_contents = list(chain(*self._words)), list(chain(*self._contents))
@@ -163,11 +163,11 @@ class _Seen:
             now_tags = tags_of(x)
             yield from ((name, x, "tag", tag) for tag in {**tags, **now_tags} if tags.get(tag) is not now_tags.get(tag))
 
-    def again(self) -> _Seen:
+    def again(self) -> _Observed:
         """As it is now: of what is still there."""
         modules = {p: m for p, ref in zip(self._paths, self._modules, strict=True) if (m := ref()) is not None}
         tensors = {n: x for n, ref in zip(self._names, self._tensors, strict=True) if (x := ref()) is not None}
-        return _Seen(modules, tensors)
+        return _Observed(modules, tensors)
 
 
 _GET_TABLES = [operator.itemgetter(name) for name in _TABLES]
@@ -204,7 +204,7 @@ class Original:
                 for name, x in (*module._parameters.items(), *module._buffers.items()):
                     if x is not None and not x.is_inference():
                         tensors.setdefault(id(x), (f"{path}.{name}" if path else name, x))
-        self._seen = _Seen(dict(modules.values()), dict(tensors.values()))
+        self._seen = _Observed(dict(modules.values()), dict(tensors.values()))
 
     def check(self, kind: object) -> None:
         """At a step of a kind. Raises ValueError for what was done to it since, and is not the parallel model's."""

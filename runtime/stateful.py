@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.adapters.state_dict import EXTRA, IncompatibleKeys
+from autopar.adapters.state_dict import EXTRA, IncompatibleKeys, unsaved_buffers
 from autopar.capture import OwnFolder, adapter_for
 from autopar.ir.parameter import ParameterSpec
 from autopar.plan import Plan
@@ -277,11 +277,7 @@ class Stateful(nn.Module):
         return functools.partial(adapter.recipes_to_load if load else adapter.recipes_to_save, self._tree.structure())
 
     def _persistent(self) -> dict[str, Tensor]:
-        apart = {
-            f"{path}.{name}" if path else name
-            for path, m in self._tree.root.named_modules(remove_duplicate=False)
-            for name in m._non_persistent_buffers_set
-        }
+        apart = unsaved_buffers(self._tree.root)
         return {name: buffer for name, buffer in self._tree.root.named_buffers() if name not in apart}
 
     def _own_of_model(self) -> dict[str, nn.Parameter]:

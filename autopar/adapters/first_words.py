@@ -19,7 +19,7 @@ value_of: Callable[[Any], int] = operator.attrgetter("value")
 place_of: Callable[[Tensor], int] = torch.Tensor.data_ptr
 
 
-def words_of(x: Tensor) -> list[Any]:
+def sampled_words(x: Tensor) -> list[Any]:
     """The first, middle and last element of a contiguous tensor on the host, for `value_of`; of others none."""
     if x.device.type != "cpu" or x.layout != torch.strided or not x.numel() or not x.is_contiguous():
         return []

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 IncompatibleKeys = torch.nn.modules.module._IncompatibleKeys  # what load_state_dict gives back
 EXTRA = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX  # what get_extra_state of the outermost module is filed under
@@ -35,3 +36,9 @@ def with_notes_of(state: Mapping[str, Any], entries: Mapping[str, Any]) -> Order
 def _notes(state: Mapping[str, Any]) -> Mapping[str, Any]:
     found: Mapping[str, Any] = getattr(state, "_metadata", {})
     return found
+
+
+def unsaved_buffers(root: nn.Module) -> set[str]:
+    """Names of the buffers that no state dict has, as they were registered."""
+    modules = root.named_modules(remove_duplicate=False)
+    return {f"{path}.{name}" if path else name for path, m in modules for name in m._non_persistent_buffers_set}
