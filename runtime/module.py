@@ -41,6 +41,7 @@ from autopar.runtime.pending import now, watch_steps
 from autopar.runtime.results import rebuild_outputs
 from autopar.runtime.run_folder import RunLine
 from autopar.runtime.scaler import GradScaler
+from autopar.runtime.shared_weights import SharedWeights
 from autopar.runtime.step_cache import Compiler, Kind, StepCache
 from autopar.runtime.transfers import to_device
 from autopar.runtime.tree import Tree
@@ -88,6 +89,7 @@ class ParallelModule(ModelOnMesh):
         self._scaler: GradScaler | None = None
         self._averages: list[Any] = []
         self._original: Original | None = None
+        self._shared: SharedWeights | None = None
         self._line = RunLine()
         self._last_use = 0
         self._weight = torch.ones((), dtype=torch.float64, device=groups.device)
@@ -117,6 +119,7 @@ class ParallelModule(ModelOnMesh):
             return {s.name for s in outputs if s.kind == "mutation"}
 
         self._original = Original(models, self._tree, self._groups, written)
+        self._shared = SharedWeights(models, self._tree)
 
     def pad_batches(self, buckets: Buckets, ahead: Callable[..., None] | None = None) -> None:
         """From now on: see `autopar.Buckets`. ``ahead``: is asked for the step of the next longer batch."""
@@ -266,8 +269,9 @@ class ParallelModule(ModelOnMesh):
                 "parallelize: the model came without weights (meta device); load them first with "
                 "load_pretrained(folder), load_state_dict(state) or autopar.load(folder, model)"
             )
-        if self._original is not None:
+        if self._original is not None and self._shared is not None:
             self._original.check(kind)
+            self._shared.check()
         named = by_name(self._tree.root, args, batch)
         check_values(named, differentiated=kind.train)
         if self._fitter is not None:

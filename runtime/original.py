@@ -27,8 +27,8 @@ from autopar.adapters.autograd import version_of
 from autopar.adapters.dtensor import local_of
 from autopar.adapters.first_words import place_of, sampled_words, value_of
 from autopar.adapters.hooks import HOOKS_OF_MODULES, has_gradient_hooks, hooks_so_far
+from autopar.adapters.named_in_code import names_written
 from autopar.adapters.tags import tags_of
-from autopar.adapters.written_names import names_written
 from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import nested_piece
 from autopar.runtime.buckets import BATCH_NORMS

@@ -1,4 +1,4 @@
-"""Which attributes of its module a forward sets, by its code: ``self.calls += 1``, ``self.last = x``."""
+"""What the code of modules names: attributes that a forward sets (``self.calls += 1``), and all that it may read."""
 
 from __future__ import annotations
 
@@ -25,6 +25,24 @@ def names_written(kind: type) -> frozenset[str]:
                 left += code.co_names
                 found |= {x.argval for x in dis.get_instructions(code) if x.opname == "STORE_ATTR"}
     return frozenset(found)
+
+
+def names_in_code(root: nn.Module) -> set[str]:
+    """Every name and text in the code of the modules' classes, and of what their files have beside them: what it may
+    read of a tensor's attributes is among them."""
+    classes = {cls for m in root.modules() for cls in type(m).__mro__ if cls not in (nn.Module, object)}
+    scopes = {id(f.__globals__): f.__globals__ for cls in classes for f in vars(cls).values() if _is_plain_function(f)}
+    left = [x for cls in classes for x in vars(cls).values()]
+    left += [x for scope in scopes.values() for x in scope.values() if _is_plain_function(x)]
+    left += [x for m in root.modules() for x in vars(m).values() if _is_plain_function(x)]
+    found = set[str]()
+    for code in (code for value in left for code in _codes(value)):
+        found |= {*code.co_names, *(x for x in code.co_consts if isinstance(x, str))}
+    return found
+
+
+def _is_plain_function(x: Any) -> bool:
+    return isinstance(x, types.FunctionType)
 
 
 def _codes(value: Any) -> Iterator[types.CodeType]:
