@@ -48,7 +48,7 @@ class TagWatch:
 
     def _differ(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
         assert self._named is not None
-        names = self._named.intersection({**before, **now})
+        names = self._named.intersection((*before, *now))
         return not all(_equal(before.get(name, _MISSING), now.get(name, _MISSING)) for name in names)
 
 
