@@ -270,7 +270,7 @@ class ParallelModule(ModelOnMesh):
                 "load_pretrained(folder), load_state_dict(state) or autopar.load(folder, model)"
             )
         if self._original is not None and self._shared is not None:
-            self._original.check(kind)
+            self._original.check(kind, kind.train)
             self._shared.check()
         named = by_name(self._tree.root, args, batch)
         check_values(named, differentiated=kind.train)

@@ -40,7 +40,7 @@ OFTEN, EVERY = 64, 16  # steps: the same ones on all ranks
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _TABLES = {"_modules": "module", "_parameters": "parameter", "_buffers": "buffer"}
 _APART = {*nn.Module().__dict__, "_compiled_call_impl"} - {"training"}
-_MISSING = object()
+_MISSING, _MODE = object(), ("attribute", "training")
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # of a batch norm, the count last
 _WANTS_GRADIENT: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
 _ENTRIES = operator.attrgetter("__dict__")
@@ -204,18 +204,27 @@ class Original:
                 for name, x in (*module._parameters.items(), *module._buffers.items()):
                     if x is not None and not x.is_inference():
                         tensors.setdefault(id(x), (f"{path}.{name}" if path else name, x))
-        self._seen = _Observed(dict(modules.values()), dict(tensors.values()))
+        self._seen, self._twins = _Observed(dict(modules.values()), dict(tensors.values())), self._facts_of_twins()
 
-    def check(self, kind: object) -> None:
-        """At a step of a kind. Raises ValueError for what was done to it since, and is not the parallel model's."""
+    def check(self, kind: object, modes: bool = True) -> None:
+        """At a step of a kind; ``modes``: of modules count for it. Raises ValueError for what was done to it since, and
+        is not the parallel model's."""
         self._steps += 1
         often = self._steps <= OFTEN or self._steps % EVERY == 0 or kind != self._kind
         self._kind = kind
         if not often or not self._seen or self._seen.same():
             return
+        later = False
         for change in self._seen.changes():
-            self._judge(*change)
-        self._seen = self._seen.again()
+            if modes or change[2:] != _MODE:
+                self._judge(*change)
+            else:
+                later = True
+        if not later:
+            self._seen, self._twins = self._seen.again(), self._facts_of_twins()
+
+    def _facts_of_twins(self) -> dict[str, dict[Fact, Any]]:
+        return {path: _facts_of(module) for path, module in self._tree.root.named_modules(remove_duplicate=False)}
 
     def _judge(self, path: str, x: Any, kind: str, name: str) -> None:
         if isinstance(x, nn.Module):
@@ -244,7 +253,7 @@ class Original:
             return
         if kind == "attribute":
             now, mine = vars(module).get(name, _MISSING), vars(twin).get(name, _MISSING)
-            if now is mine or (isinstance(now, _PLAIN) and _equal(now, mine)):
+            if now is mine or (_equal(now, mine) if isinstance(now, _PLAIN) else self._changed_too(path, kind, name)):
                 return
             said = "removed" if now is _MISSING else f"set to {now!r}" if isinstance(now, _PLAIN) else "set"
             self._refuse(f"attribute {at} was {said}", path)
@@ -252,7 +261,7 @@ class Original:
         now, mine = vars(module)[table].get(name), vars(twin)[table].get(name)
         if (now is None and mine is None) or (isinstance(now, Tensor) and now.is_meta):  # dropped
             return
-        if kind == "buffer" and now is not None and mine is not None and _holds(now, mine):
+        if self._changed_too(path, kind, name) or (kind == "buffer" and _both_hold(now, mine)):
             return
         how = "removed" if now is None else "added" if mine is None else "replaced"
         self._refuse(f"{kind} {at} was {how}", path)
@@ -270,8 +279,15 @@ class Original:
             return
         path = name.rpartition(".")[0]
         ran = self._seen.has_only_run(path) if isinstance(self._module(path), BATCH_NORMS) else name in self._written()
-        if not ran and not _holds(x, twin):
+        if not ran and not _holds(x, twin, 0.5):
             self._refuse(f"values of {name} were written", name)
+
+    def _changed_too(self, path: str, kind: str, name: str) -> bool:
+        """Whether the parallel model has something else than before in the same place."""
+        twin, fact = self._module(path), (kind, name)
+        return twin is not None and not _equal(
+            _facts_of(twin).get(fact, _MISSING), self._twins.get(path, {}).get(fact, _MISSING)
+        )
 
     def _is_piece(self, x: Tensor, twin: Tensor, spec: ParameterSpec) -> bool:
         if tuple(x.shape) != tuple(spec.shape):
@@ -302,8 +318,17 @@ class Original:
         )
 
 
-def _holds(x: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same values."""
+def _both_hold(x: Tensor | None, other: Tensor | None) -> bool:
+    return x is not None and other is not None and _holds(x, other, 0.5)
+
+
+def _holds(x: Tensor, other: Tensor, power: float = 0.9) -> bool:
+    """Whether two tensors have the same values, but for the rounding of a few operations; ``power``: of the smallest
+    difference of numbers that counts. Statistics of two models that train alike drift apart further than weights."""
     if x.shape != other.shape or other.is_meta or x.is_meta:
         return False
-    return torch.equal(x.detach().to(other.device, other.dtype), other.detach())
+    x, other = x.detach().to(other.device, other.dtype), other.detach()
+    if not other.is_floating_point() or not other.numel():
+        return torch.equal(x, other)
+    few = torch.finfo(other.dtype).eps ** power
+    return torch.allclose(x, other, rtol=few, atol=few * float(other.abs().max()), equal_nan=True)
