@@ -114,7 +114,9 @@ class ParallelModule(ModelOnMesh):
     def watch_originals(self, models: Mapping[str, nn.Module]) -> None:
         """What it was made of, by paths: what is done to them afterwards is refused, see `original.Original`."""
 
-        def written() -> set[str]:
+        def written() -> set[str] | None:
+            if not any(kind.train for kind in self._cache.kinds()):
+                return None
             outputs = (s for runner in self._cache.runners for s in runner.compiled.signature.outputs)
             return {s.name for s in outputs if s.kind == "mutation"}
 

@@ -184,14 +184,14 @@ def _equal(a: Any, b: Any) -> bool:
 
 class Original:
     """``Original({"": model}, tree, groups, written).check()`` at each step. ``written``: names of the buffers that
-    steps write to."""
+    steps write to, None before the first."""
 
     def __init__(
         self,
         models: Mapping[str, nn.Module],
         tree: Tree,
         groups: Groups,
-        written: Callable[[], set[str]],
+        written: Callable[[], set[str] | None],
     ) -> None:
         self._tree, self._groups, self._written = tree, groups, written
         self._steps, self._kind = 0, object()
@@ -216,10 +216,10 @@ class Original:
             return
         later = False
         for change in self._seen.changes():
-            if modes or change[2:] != _MODE:
-                self._judge(*change)
-            else:
+            if (change[2:] == _MODE and not modes) or (change[2] == "values" and self._may_be_of_forward(change[0])):
                 later = True
+            else:
+                self._judge(*change)
         if not later:
             self._seen, self._twins = self._seen.again(), self._facts_of_twins()
 
@@ -278,9 +278,19 @@ class Original:
                 self._refuse(f"values of {name} were written", name)
             return
         path = name.rpartition(".")[0]
-        ran = self._seen.has_only_run(path) if isinstance(self._module(path), BATCH_NORMS) else name in self._written()
+        ran = (
+            self._seen.has_only_run(path)
+            if isinstance(self._module(path), BATCH_NORMS)
+            else name in (self._written() or ())
+        )
         if not ran and not _holds(x, twin, 0.5):
             self._refuse(f"values of {name} were written", name)
+
+    def _may_be_of_forward(self, name: str) -> bool:
+        """Whether it is a buffer, before a step tells which ones forwards write to."""
+        path, _, own = name.rpartition(".")
+        module = self._module(path)
+        return self._written() is None and module is not None and own in module._buffers
 
     def _changed_too(self, path: str, kind: str, name: str) -> bool:
         """Whether the parallel model has something else than before in the same place."""
