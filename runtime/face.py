@@ -25,11 +25,12 @@ _OWN = {
 }  # fmt: skip
 
 
-def face_of(base: type, kind: type[nn.Module]) -> type:
-    """A class like ``base``, a parallel model's, for models of class ``kind``: it hands on what ``kind`` defines in
-    place of torch's methods, where ``base`` does not say itself what to do."""
+def face_of(base: type, root: nn.Module) -> type:
+    """A class like ``base``, a parallel model's, for this outermost module: it hands on what the module, or its class,
+    has in place of torch's methods, where ``base`` does not say itself what to do."""
     own = {name for cls in base.__mro__ if cls not in (nn.Module, object) for name in vars(cls)}
-    handed = {name: _handed_on(name) for name in _overridden(kind) if name not in own}
+    on_itself = [name for name, x in vars(root).items() if callable(x) and callable(getattr(nn.Module, name, None))]
+    handed = {name: _handed_on(name) for name in (*_overridden(type(root)), *on_itself) if name not in own}
     return type(base.__name__, (base,), {"__module__": base.__module__, "__doc__": base.__doc__, **handed})
 
 

@@ -102,7 +102,7 @@ class ParallelModule(ModelOnMesh):
         for name in SHARED:
             self.__dict__[name] = tree.root.__dict__[name]  # this module stands for the root
         self._cache = StepCache(compiler, tree, plan, groups, backend, micro_batches, check_batches)
-        self.__class__ = face_of(type(self), type(tree.root))
+        self.__class__ = face_of(type(self), tree.root)
         self._tree = tree
         watch_optimizers(state.parameter_mesh(groups), groups.mesh.size("pp"))
         if plan.options.optimizer_on_host:

@@ -28,8 +28,8 @@ def names_written(kind: type) -> frozenset[str]:
 
 
 def names_in_code(root: nn.Module) -> set[str]:
-    """Every name and text in the code of the modules' classes, and of what their files have beside them: what it may
-    read of a tensor's attributes is among them."""
+    """Every name and text in the code of the modules' classes, of what their files have beside them, and in attributes:
+    what the code may read of a tensor is among them."""
     classes = {cls for m in root.modules() for cls in type(m).__mro__ if cls not in (nn.Module, object)}
     scopes = {id(f.__globals__): f.__globals__ for cls in classes for f in vars(cls).values() if _is_plain_function(f)}
     left = [x for cls in classes for x in vars(cls).values()]
@@ -38,7 +38,16 @@ def names_in_code(root: nn.Module) -> set[str]:
     found = set[str]()
     for code in (code for value in left for code in _codes(value)):
         found |= {*code.co_names, *(x for x in code.co_consts if isinstance(x, str))}
-    return found
+    return found | {x for m in root.modules() for value in vars(m).values() for x in _texts(value)}
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """In an attribute: it may be the name of another one."""
+    if isinstance(value, str):
+        yield value
+    elif type(value) in (list, tuple, set, dict):
+        yield from (x for x in value if isinstance(x, str))
+        yield from (x for x in (value.values() if isinstance(value, dict) else ()) if isinstance(x, str))
 
 
 def _is_plain_function(x: Any) -> bool:

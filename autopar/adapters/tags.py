@@ -40,7 +40,7 @@ def tags_of(x: Tensor) -> dict[str, Any]:
 
 def check_tags(model: nn.Module) -> None:
     """Raises ValueError for parameters and buffers of a class of their own, whose behaviour a piece on a mesh would not
-    have, and for tags under names that a DTensor has for itself."""
+    have, and for tags under names that a DTensor, or a fake tensor, has for itself."""
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, x in named:
             if type(x) not in KINDS:
@@ -49,11 +49,12 @@ def check_tags(model: nn.Module) -> None:
                     f"on a mesh it is a DTensor, without what this class does: make it {_plain_kind(kind)} "
                     "(attributes that are set on it are kept)"
                 )
-            for tag in tags_of(x):
-                if hasattr(DTensor, tag) and not hasattr(nn.Parameter, tag):
+            for tag in x.__dict__:
+                taken = tag in _INNER - {"_is_param"} or hasattr(DTensor, tag)
+                if taken and not hasattr(nn.Parameter, tag):
                     raise ValueError(
                         f"parallelize: needs attributes of tensors under names that are free, found .{tag} on {kind} "
-                        f"{name}, which a DTensor has for itself; give it another name"
+                        f"{name}, which a DTensor or torch.export has for itself; give it another name"
                     )
 
 
