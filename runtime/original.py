@@ -56,6 +56,7 @@ def _facts_of(module: nn.Module) -> dict[Fact, Any]:
         for name, x in entries.items()
         if name not in _APART
     }
+    found["attribute", "__class__"] = type(module)
     for table, kind in _TABLES.items():
         found |= {(kind, name): ("object", id(x)) for name, x in entries[table].items() if x is not None}
     return found | {("hooks", name): tuple(entries[name]) for name in HOOKS_OF_MODULES if entries.get(name)}
@@ -101,6 +102,7 @@ class _Observed:
         objects = chain.from_iterable(map(operator.call, self._objects, entries))
         tables = [chain.from_iterable(map(dict.values, map(get, entries))) for get in _GET_TABLES]
         return (
+            list(map(type, modules)),
             list(map(len, entries)),
             list(map(operator.call, self._plain, entries)),
             list(map(id, chain(objects, *tables))),
@@ -252,7 +254,9 @@ class Original:
                 self._refuse(f"hooks of {path or 'the model'} were registered or removed", path)
             return
         if kind == "attribute":
-            now, mine = vars(module).get(name, _MISSING), vars(twin).get(name, _MISSING)
+            now, mine = (
+                getattr(x, name) if name == "__class__" else vars(x).get(name, _MISSING) for x in (module, twin)
+            )
             if now is mine or (_equal(now, mine) if isinstance(now, _PLAIN) else self._changed_too(path, kind, name)):
                 return
             said = "removed" if now is _MISSING else f"set to {now!r}" if isinstance(now, _PLAIN) else "set"
