@@ -39,7 +39,7 @@ from autopar.runtime.groups import Groups
 from autopar.runtime.inputs import by_name, check_values
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.old_optimizers import note_parameters
-from autopar.runtime.own_loss import with_loss
+from autopar.runtime.own_loss import LOSS, with_loss
 from autopar.steps.graphs import Compiled
 
 T = TypeVar("T")
@@ -112,6 +112,7 @@ def parallelize(
                 f"outputs_with_grad: gives whole outputs, found shapes={shapes!r}, which pads each part; use "
                 'loss=fn, or shapes="exact"'
             )
+        originals = {"": model} | ({LOSS: loss} if isinstance(loss, nn.Module) else {})
         if loss is not None:
             model = with_loss(model, loss)
         if exact and chosen.precision.compute not in ("", "float64"):
@@ -150,11 +151,12 @@ def parallelize(
         )  # fmt: skip
         agree_on_plan(groups, made)
         compiler = _compiler(groups, chosen, exact, dump, shared)
-        note_parameters(model.parameters())
+        note_parameters(p for _, p in model.named_parameters())
         parallel = ParallelModule(
             skeleton, compiler, groups, made, specs, values, buffers, backend, seed, sync, check_batches,
             chosen.micro_batches, outputs_with_grad,
         )  # fmt: skip
+        parallel.watch_originals(originals)
         if buckets is not None:
             parallel.pad_batches(buckets, _ahead(groups, chosen, exact, dump) if buckets.ahead else None)
         return parallel

@@ -42,7 +42,9 @@ class _ModelFacts:
         self.config: Any = getattr(model, "config", None)
         self.name = type(model).__name__
         self.takes = inspect.signature(model.forward).parameters
-        self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
+        self.dtype = next(
+            (p.dtype for _, p in model.named_parameters() if p.is_floating_point()), torch.get_default_dtype()
+        )
 
     def get(self, *names: str, within: Collection[str] = ("",)) -> Any:
         """The first value of these names, in the config itself or in those of these names."""

@@ -11,8 +11,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from autopar.adapters.tags import check_tags
 from autopar.plan import Plan
 from autopar.runtime.bind import BACKENDS
+from autopar.runtime.face import check_lists
 from autopar.runtime.module import ParallelModule
 from autopar.values import one_of, refuse, whole_number, yes_or_no
 
@@ -59,6 +61,8 @@ def check_module(model: Any) -> None:
                 f"parallelize: needs whole parameters, found {name}, a DTensor; pass the model as it was before "
                 "fully_shard or parallelize_module"
             )
+    check_lists(model)
+    check_tags(model)
 
 
 def check_no_gradients(model: nn.Module) -> None:

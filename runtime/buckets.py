@@ -296,7 +296,7 @@ class BatchFitter:
         return found
 
     def _close(self, one: float, other: float) -> bool:
-        dtypes = {p.dtype for p in self.root.parameters() if p.is_floating_point()}
+        dtypes = {p.dtype for _, p in self.root.named_parameters() if p.is_floating_point()}
         limit = max((CLOSE.get(dtype, 2e-2) for dtype in dtypes), default=1e-9)
         if self.plan.options.precision.compute not in ("", "float32", "float64"):
             limit = 2e-2

@@ -49,7 +49,7 @@ class HostStates:
         """None where they stay on the device. Raises ValueError for an optimizer that may not be stepped in parts."""
         mine = {id(p) for p in parameters if _MODELS}
         for model, bucket in list(_MODELS.items()):
-            if any(id(p) in mine for p in model.parameters()):
+            if any(id(p) in mine for _, p in model.named_parameters()):
                 _check_apart(optimizer)
                 if optimizer not in _TOLD:
                     _TOLD.add(optimizer)

@@ -141,7 +141,9 @@ class _Loading:
         missing = [key for key in used if key not in self._saved]
         if missing:
             raise ValueError(f"load: {checkpoint} has no tensor {missing[0]}: it is damaged; load an older one")
-        self._saved.check_files([*used, *self._saved.under(f"{self._extra_prefix}.", "scheduler.", *self._options)])
+        self._saved.check_files(
+            [*used, *self._saved.under(f"{self._extra_prefix}.", "scheduler.", "extra_state.", *self._options)]
+        )
 
     def _all_targets(self) -> Iterable[tuple[str, Tensor]]:
         yield from self._targets
@@ -271,6 +273,8 @@ class _Loading:
                 restored.read_options()
             self.extra = decoded(self._tree_of_extra(), lambda key: self._saved.tensor(f"{self._extra_prefix}.{key}"))
             self._states = [decoded(tree, self._saved.tensor) for tree in self._scheduler_states]
+            saved: Mapping[str, Any] = self.mark.get("extra_states", {})
+            self._extra_states = {path: decoded(tree, self._saved.tensor) for path, tree in saved.items()}
         except (OSError, KeyError) as error:
             raise SavedStateError(f"load: reading failed: {type(error).__name__}: {error}") from error
 
@@ -284,6 +288,9 @@ class _Loading:
             restored.put()
         for scheduler, state in zip(self._schedulers, self._states):
             scheduler.load_state_dict(state)
+        for path, module in held.stateful.items():
+            if path in self._extra_states:
+                module.set_extra_state(self._extra_states[path])
         if held.scaler is not None and self.mark["scaler"]:
             held.scaler.load_state_dict(self.mark["scaler"])
         for average, told in zip(held.averages, self.mark["averages"]):

@@ -28,6 +28,11 @@ _INSTEAD = {
     "merge_and_unload": f"adds weights that are cut: {_IN_ONE_PROCESS} to merge",
     "merge_adapter": f"adds weights that are cut: {_IN_ONE_PROCESS} to merge",
 }
+# what the outermost module has in common with the parallel model: state, and hooks of what is done with it
+SHARED = (
+    "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
 # what torch's wrapper asks a module first
 _WRAPPED = "_ddp_params_and_buffers_to_ignore"
 
@@ -104,7 +109,7 @@ class ModelOnMesh(Stateful):
                     "parallelize: gradients of a model on a mesh are summed over dp; DistributedDataParallel would sum "
                     "them again: call train_step of the model as it is"
                 ) from None
-            if tree is None or name.startswith("_"):
+            if tree is None or name.startswith("__"):
                 raise
             if name in _INSTEAD and hasattr(tree.root, name):
                 return functools.partial(_refuse, name)
@@ -140,6 +145,10 @@ class ModelOnMesh(Stateful):
     def train(self, mode: bool = True) -> Self:
         """As the model does it: its own `train` may keep parts in eval mode."""
         self._tree.root.train(mode)
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        self._tree.root._apply(fn, recurse)
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:

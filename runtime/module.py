@@ -27,18 +27,21 @@ from autopar.runtime.clipping import clip_gradients
 from autopar.runtime.comm import ledger_between, rows_sent
 from autopar.runtime.differentiable import Forward, attach, refuse_gradients
 from autopar.runtime.executor import Executor, is_drawn, per_rank
+from autopar.runtime.face import face_of
 from autopar.runtime.failures import reporting
 from autopar.runtime.feed import SCALE
 from autopar.runtime.groups import Groups
 from autopar.runtime.host_states import keep_on_host
 from autopar.runtime.inputs import by_name, check_values
-from autopar.runtime.model_on_mesh import ModelOnMesh
+from autopar.runtime.model_on_mesh import SHARED, ModelOnMesh
 from autopar.runtime.note_watch import NoteWatch
 from autopar.runtime.optimizer_steps import watch_optimizers
+from autopar.runtime.original import Original
 from autopar.runtime.pending import now, watch_steps
 from autopar.runtime.results import rebuild_outputs
 from autopar.runtime.run_folder import RunLine
 from autopar.runtime.scaler import GradScaler
+from autopar.runtime.shared_weights import SharedWeights
 from autopar.runtime.step_cache import Compiler, Kind, StepCache
 from autopar.runtime.transfers import to_device
 from autopar.runtime.tree import Tree
@@ -86,6 +89,8 @@ class ParallelModule(ModelOnMesh):
         self._watch, self._observers = NoteWatch(groups), Observers()
         self._scaler: GradScaler | None = None
         self._averages: list[Any] = []
+        self._original: Original | None = None
+        self._shared: SharedWeights | None = None
         self._line = RunLine()
         self._last_use = 0
         self._weight = torch.ones((), dtype=torch.float64, device=groups.device)
@@ -95,9 +100,10 @@ class ParallelModule(ModelOnMesh):
         # with pipeline stages: what this rank's stages use; steps write to buffers
         own, written = state.make_parameters(specs, values, groups, sync), state.own_buffers(buffers, groups, sync)
         tree = Tree(skeleton, specs, own, written)
-        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+        for name in SHARED:
             self.__dict__[name] = tree.root.__dict__[name]  # this module stands for the root
         self._cache = StepCache(compiler, tree, plan, groups, backend, micro_batches, check_batches)
+        self.__class__ = face_of(type(self), tree.root)
         self._tree = tree
         watch_optimizers(state.parameter_mesh(groups), groups.mesh.size("pp"))
         if plan.options.optimizer_on_host:
@@ -105,6 +111,18 @@ class ParallelModule(ModelOnMesh):
         watch_steps()
         if outputs_with_grad and (reason := self._cannot_differentiate()):
             raise ValueError(f"outputs_with_grad: {reason}; a loss of one's own is loss=fn, traced with the model")
+
+    def watch_originals(self, models: Mapping[str, nn.Module]) -> None:
+        """What it was made of, by paths: what is done to them afterwards is refused, see `original.Original`."""
+
+        def written() -> set[str] | None:
+            if not any(kind.train for kind in self._cache.kinds()):
+                return None
+            outputs = (s for runner in self._cache.runners for s in runner.compiled.signature.outputs)
+            return {s.name for s in outputs if s.kind == "mutation"}
+
+        self._original = Original(models, self._tree, self._groups, written)
+        self._shared = SharedWeights(models, self._tree)
 
     def pad_batches(self, buckets: Buckets, ahead: Callable[..., None] | None = None) -> None:
         """From now on: see `autopar.Buckets`. ``ahead``: is asked for the step of the next longer batch."""
@@ -254,6 +272,9 @@ class ParallelModule(ModelOnMesh):
                 "parallelize: the model came without weights (meta device); load them first with "
                 "load_pretrained(folder), load_state_dict(state) or autopar.load(folder, model)"
             )
+        if self._original is not None and self._shared is not None:
+            self._original.check(kind, kind.train)
+            self._shared.check()
         named = by_name(self._tree.root, args, batch)
         check_values(named, differentiated=kind.train)
         if self._fitter is not None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from autopar.adapters.autograd import version_of
 from autopar.adapters.hooks import hooks_of_all, hooks_so_far
+from autopar.runtime.tag_watch import TagWatch
 
 # What nn.Module keeps in a module: of these only hooks and children matter to a forward; state is looked at by itself.
 _INNER = {*nn.Module().__dict__} - {"training"}
@@ -72,6 +73,7 @@ class ModuleWatch:
         self._owners = [m._parameters for m in modules]
         self._facts = self._facts_now()
         self._buffers = [m._buffers for m in modules]
+        self._tags = TagWatch(root)
         self._buffer_facts = self._buffers_now()
 
     def holds(self) -> bool:
@@ -84,6 +86,7 @@ class ModuleWatch:
                 and list(map(version_of, self._tensors)) == self._versions
                 and self._facts_now() == self._facts
                 and self._buffers_now() == self._buffer_facts
+                and self._tags.holds()
             )
         except Exception:  # an attribute is gone, or is now something that has no plain ==
             return False

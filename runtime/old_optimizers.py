@@ -15,22 +15,36 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-_PLACED = WeakIdKeyDictionary()
+from autopar.adapters.autograd import version_of
+
+_PLACED = WeakIdKeyDictionary()  # -> their version when an optimizer last stepped them
 
 
 def note_parameters(parameters: Iterable[Tensor]) -> None:
     """Parameters of a model that was put on a mesh. Optimizers are watched from the first call on."""
     for parameter in parameters:
-        _PLACED[parameter] = True
+        _PLACED.setdefault(parameter, -1)
     _watch()
 
 
 @functools.cache
 def _watch() -> Any:
-    return register_optimizer_step_pre_hook(_refuse)
+    return register_optimizer_step_pre_hook(_refuse), register_optimizer_step_post_hook(_note)
+
+
+def version_after_step(parameter: Tensor) -> int:
+    """That of a parameter of such a model when an optimizer last stepped it; -1 if none has."""
+    return int(_PLACED.get(parameter, -1))
+
+
+def _note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p in _PLACED and p.grad is not None:
+                _PLACED[p] = version_of(p)
 
 
 def _refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:

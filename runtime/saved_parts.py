@@ -113,6 +113,9 @@ def parts_of_run(
         "buffers": sorted(held.buffers),
         "optimizers": told,
         "schedulers": [encoded(s.state_dict(), put_common, f"scheduler.{i}") for i, s in enumerate(schedulers)],
+        "extra_states": {
+            path: encoded(m.get_extra_state(), put_common, f"extra_state.{path}") for path, m in held.stateful.items()
+        },
         "scaler": held.scaler.state_dict() if held.scaler is not None else {},
         "averages": [{"decay": a.decay, "updates": a.updates} for a in held.averages],
     }

@@ -24,7 +24,7 @@ from autopar.adapters.autograd import version_of
 from autopar.adapters.dtensor import local_of
 from autopar.adapters.foreach import add_all
 from autopar.adapters.hooks import Observers, accumulate_gradient
-from autopar.adapters.state_dict import EXTRA, IncompatibleKeys, add_note, noted
+from autopar.adapters.state_dict import EXTRA, IncompatibleKeys, add_note, noted, with_notes_of
 from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import nested_piece
 from autopar.runtime import sharded_ops as sharded_ops  # what a ShardedTensor does with operators
@@ -201,10 +201,12 @@ def note_steps(state: OrderedDict[str, Tensor], steps: int) -> OrderedDict[str, 
     return state
 
 
-def split_steps(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], Any]:
-    """(the tensors of a state, the training steps that it has behind it or None)."""
-    steps = state.get(EXTRA, noted(state, STEPS))
-    return {name: value for name, value in state.items() if name != EXTRA}, steps
+def split_steps(state: Any, name: str = EXTRA) -> tuple[Any, Any]:
+    """(the tensors of a state, the training steps that it has behind it or None). ``name``: of the count among them."""
+    if not isinstance(state, Mapping):  # what only a model's own `load_state_dict` knows to read
+        return state, None
+    steps = state.get(name, noted(state, STEPS))
+    return with_notes_of(state, {key: value for key, value in state.items() if key != name}), steps
 
 
 # --- whole states -------------------------------------------------------------------------------------
@@ -294,12 +296,12 @@ def check_tensors(state: Any) -> None:
             raise ValueError(f"load_state_dict: {name} needs values of each entry, found {what}; load it on the CPU")
 
 
-def check_kinds(state: Mapping[str, Any], own: Mapping[str, Tensor]) -> None:
+def check_kinds(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Raises ValueError for tensors of another kind than those that they are to be copied into."""
     wrong = [
         f"{name} is {state[name].dtype}, needs {x.dtype}"
         for name, x in own.items()
-        if name in state and other_kind(state[name].dtype, x.dtype)
+        if isinstance(state.get(name), Tensor) and isinstance(x, Tensor) and other_kind(state[name].dtype, x.dtype)
     ]
     if wrong:
         raise ValueError(f"load_state_dict: {'; '.join(wrong[:8])}; convert it first: only floats are cast to floats")

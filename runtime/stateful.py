@@ -8,6 +8,7 @@ parallel.save_pretrained(folder)         files that transformers loads
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.adapters.state_dict import EXTRA, IncompatibleKeys
+from autopar.adapters.state_dict import EXTRA, IncompatibleKeys, unsaved_buffers
 from autopar.capture import OwnFolder, adapter_for
 from autopar.ir.parameter import ParameterSpec
 from autopar.plan import Plan
-from autopar.runtime import state
+from autopar.runtime import own_states, state
 from autopar.runtime.agreement import Claim, agree_on_arguments, agree_on_pieces
+from autopar.runtime.face import overrides
 from autopar.runtime.failures import reporting
 from autopar.runtime.groups import Groups
 from autopar.runtime.own_loss import of_the_model
@@ -43,7 +45,7 @@ class Held:
     own: its pieces of parameters by name; ``canonical``: any name of a parameter, tied ones too -> its name. buffers:
     those that are saved. last_use: when the last training step began (`autopar.runtime.pending`). averages: of
     `autopar.ema`, in the order in which they were made. owed: what earlier calls have left to be compared. line: which
-    run's checkpoints it saves.
+    run's checkpoints it saves. stateful: by path, modules with a state beside tensors (`get_extra_state`).
     """
 
     groups: Groups
@@ -60,6 +62,7 @@ class Held:
     last_use: int
     owed: list[Claim]
     line: RunLine
+    stateful: dict[str, nn.Module]
 
 
 class Stateful(nn.Module):
@@ -99,6 +102,7 @@ class Stateful(nn.Module):
             self._last_use,
             self._cache.owed(),
             self._line,
+            own_states.with_extra_state(self._tree.root),
         )
 
     def take_average(self, average: Any) -> None:
@@ -120,14 +124,17 @@ class Stateful(nn.Module):
         self._finish_loading("load")
 
     def full_state_dict(self, rank0_only: bool = False) -> dict[str, Tensor]:
-        """Original name (tied names too) -> whole tensor on the CPU. Collective."""
+        """Original name (tied names too) -> whole tensor on the CPU; what modules make of their state dict (hooks,
+        `get_extra_state`) is made of it. Collective."""
         persistent, own, specs = self._persistent(), self._tree.own, self._tree.specs
         with reporting("full_state_dict"):
             yes_or_no("rank0_only", rank0_only)
             owed = self._cache.owed()
             agree_on_arguments(self._groups, "full_state_dict", {"rank0_only": rank0_only}, owed=owed)
             whole = state.full_state_dict(own, specs, self._groups, persistent, rank0_only)
-        return state.note_steps(whole, self.training_steps)
+            if own_states.says_itself(self._tree.root) and (whole or not rank0_only):
+                whole = own_states.said(self._tree, whole)
+        return state.note_steps(whole, self.training_steps) if isinstance(whole, OrderedDict) else whole
 
     def full_gradients(self, rank0_only: bool = False) -> dict[str, Tensor]:
         """Original name -> whole gradient on the CPU, for parameters that have one. Collective."""
@@ -152,22 +159,41 @@ class Stateful(nn.Module):
                 "leave it out, values are copied"
             )
         with reporting("load_state_dict"):
-            state.check_tensors(state_dict)
+            by_itself = own_states.loads_itself(self._tree.root)
+            if not by_itself:
+                state.check_tensors(state_dict)
             about_to_write()
             yes_or_no("strict", strict)
-            tensors, steps = state.split_steps(state_dict)
+            tensors, steps = state.split_steps(state_dict, self._files_steps())
             own, specs = self._tree.own, self._tree.specs
             agree_on_arguments(self._groups, "load_state_dict", {"strict": strict}, tensors, self._cache.owed())
-            if any(isinstance(v, torch.distributed.tensor.DTensor) for v in tensors.values()):
-                now = super().state_dict()
-                state.check_kinds(tensors, now)
-                found = super().load_state_dict({**tensors, EXTRA: now[EXTRA]}, strict=strict)
+            values = tensors.values() if isinstance(tensors, Mapping) else ()
+            if any(isinstance(v, torch.distributed.tensor.DTensor) for v in values):
+                state.check_kinds(tensors, self._tree.root.state_dict())
+                found = self._tree.root.load_state_dict(tensors, strict=strict)
+            elif by_itself:
+                whole = state.full_state_dict(own, specs, self._groups)
+                found, now = own_states.loaded(self._tree, whole, tensors, strict)
+                state.load_state_dict(now, own, specs, self._groups)
             else:
                 found = state.load_state_dict(tensors, own, specs, self._groups, self._persistent(), strict)
             if steps is not None:
                 self.training_steps = steps
             self._finish_loading("load_state_dict")
         return found
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own, with DTensors for parameters, and the count of steps."""
+        found = self._tree.root.state_dict(*args, **kwargs)
+        if isinstance(found, OrderedDict):
+            prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+            found[name := f"{prefix}{self._files_steps()}"] = self._steps.tensor
+            found.move_to_end(name, last=False)
+        return found
+
+    def _files_steps(self) -> str:
+        """Under which name a state dict has the count of steps: the model may have an extra state of its own."""
+        return state.STEPS if overrides(self._tree.root, "get_extra_state") else EXTRA
 
     def _finish_loading(self, who: str) -> None:
         """Ranks that hold the same piece must hold the same contents."""
@@ -185,12 +211,6 @@ class Stateful(nn.Module):
     @training_steps.setter
     def training_steps(self, steps: Any) -> None:
         self._steps.set(steps)
-
-    def get_extra_state(self) -> Tensor:
-        return self._steps.tensor
-
-    def set_extra_state(self, steps: Any) -> None:
-        self.training_steps = steps
 
     def load_pretrained(self, folder: str | Path) -> None:
         """Read a folder that transformers reads (safetensors): each rank reads only its own pieces.
@@ -257,8 +277,8 @@ class Stateful(nn.Module):
         return functools.partial(adapter.recipes_to_load if load else adapter.recipes_to_save, self._tree.structure())
 
     def _persistent(self) -> dict[str, Tensor]:
-        kept = self._tree.root.state_dict()
-        return {name: buffer for name, buffer in self.named_buffers() if name in kept}
+        apart = unsaved_buffers(self._tree.root)
+        return {name: buffer for name, buffer in self._tree.root.named_buffers() if name not in apart}
 
     def _own_of_model(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self._tree.own.items() if of_the_model(name)}

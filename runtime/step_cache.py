@@ -101,6 +101,10 @@ class StepCache:
         """Oldest first."""
         return [step.runner for step in self._steps.values()]
 
+    def kinds(self) -> list[Kind]:
+        """Of the compiled steps."""
+        return [key[0] for key in self._steps]
+
     def owed(self) -> list[Claim]:
         """What the last step has left to be compared: by the call that asks for it, on every rank."""
         return self._batches.owed()

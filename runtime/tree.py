@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from autopar.adapters.dtensor import local_of, storage_of
 from autopar.adapters.fake import copy_with
 from autopar.adapters.module_calls import allow_calls, refuse_calls
+from autopar.adapters.tags import free_tags, keep_tags
 from autopar.ir.parameter import ParameterSpec
 from autopar.runtime.state import is_alike
 
@@ -77,6 +78,7 @@ class Tree:
             vars(module)["extra_repr"] = self._told_whole(module)
         for path, module in self.root.named_modules():
             refuse_calls(module, functools.partial(_no_call, path, type(module).__name__))
+            keep_tags(module)
         self._devices = {name: p.device.type for name, p in self._own.items()}
         self._remember()
 
@@ -143,14 +145,15 @@ class Tree:
         """A copy with everything as it is now, parameters (whole) and buffers on the meta device."""
         with self.complete():
             memo: dict[int, Tensor] = {}
-            for parameter in self.root.parameters():
+            for _, parameter in self.root.named_parameters():
                 meta = torch.empty(tuple(parameter.shape), dtype=parameter.dtype, device="meta")
                 memo[id(parameter)] = nn.Parameter(meta, parameter.requires_grad)
-            for buffer in self.root.buffers():
+            for _, buffer in self.root.named_buffers():
                 memo[id(buffer)] = torch.empty_like(buffer, device="meta")
             made = copy_with(self.root, memo)
             for module in made.modules():
                 allow_calls(module)
+                free_tags(module)
             return made
 
     @contextlib.contextmanager
@@ -171,6 +174,24 @@ class Tree:
             for (module, _), text in zip(self._elsewhere, texts, strict=True):
                 if text is not None:
                     vars(module)["extra_repr"] = text
+
+    @contextlib.contextmanager
+    def whole(self, values: Mapping[str, Tensor]) -> Iterator[nn.Module]:
+        """The modules with whole parameters, of these values by name; within, and then with the pieces again."""
+        with self.complete():
+            held = [(m._parameters, dict(m._parameters)) for m in self.root.modules()]
+            made: dict[int, nn.Parameter] = {}
+            for name, parameter in self.root.named_parameters(remove_duplicate=False):
+                if id(parameter) not in made:
+                    made[id(parameter)] = nn.Parameter(values[name], requires_grad=parameter.requires_grad)
+            try:
+                for entries, _ in held:
+                    entries.update({key: made[id(p)] for key, p in entries.items() if p is not None})
+                yield self.root
+            finally:
+                for entries, before in held:
+                    entries.clear()
+                    entries.update(before)
 
     def refresh(self) -> None:
         """Look at the parameters again. Another DTensor of the same layout takes the place of the old one, other dtypes

@@ -27,6 +27,7 @@ from torch import nn
 
 from autopar import api
 from autopar.adapters.hooks import hooks_of_all
+from autopar.adapters.tags import tags_of
 from autopar.cache.entry_folder import OFF, VARIABLE, EntryFolder
 from autopar.cache.step_codec import plan_of_sections, plan_sections, step_of_sections, step_sections
 from autopar.cache.stored_steps import noticed_warnings, stored_plan, stored_step
@@ -66,7 +67,8 @@ def _facts(module: nn.Module) -> str:
         text += [f"{path} {k} {v}" for k, v in vars(m).items() if k.startswith("_") and "hooks" in k and v]
     for kind in (module.named_parameters, module.named_buffers):
         for name, x in kind(remove_duplicate=False):
-            text.append(f"{name} {ids.setdefault(id(x), name)} {tuple(x.shape)} {x.dtype} {x.requires_grad}")
+            told = {tag: value for tag, value in tags_of(x).items() if isinstance(value, (int, float, str))}
+            text.append(f"{name} {ids.setdefault(id(x), name)} {tuple(x.shape)} {x.dtype} {x.requires_grad} {told}")
     return "\n".join(text)
 
 

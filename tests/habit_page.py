@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.habit_faces import FACES
 from tests.habit_hooks import OTHERS
 from tests.habit_interception import FORWARDS
 from tests.habit_loops import LOOPS
@@ -19,6 +20,7 @@ SECTIONS = {
     "Hooks, casts, copies": OTHERS,
     "Numbers of parameters and gradients, and what is written into them": NUMBERS,
     "What a forward does to autograd": FORWARDS,
+    "Methods, attributes of parameters, states, old handles": FACES,
 }
 HEAD = """# What may be done to a model
 

@@ -52,7 +52,7 @@ def outcome(habit: Habit, on_mesh: bool, way: str) -> tuple[list[float], Any, di
         returned = habit.do(run)
     else:
         run.train_step(1)
-    state = model.full_state_dict() if on_mesh else {k: v.detach().clone() for k, v in model.state_dict().items()}
+    state = model.full_state_dict() if on_mesh else {k: detached(v) for k, v in model.state_dict().items()}
     moments = [run.whole(v) for s in run.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
     return run.losses, returned, state, moments
 
@@ -96,7 +96,14 @@ def comparable(x: Any) -> Any:
     return x if isinstance(x, (int, float, str)) else None
 
 
-def close(a: Tensor, b: Tensor, tolerance: float) -> bool:
+def detached(x: Any) -> Any:
+    """A tensor of its own; what else a state has is itself."""
+    return x.detach().clone() if isinstance(x, Tensor) else x
+
+
+def close(a: Any, b: Any, tolerance: float) -> bool:
+    if not isinstance(b, Tensor):
+        return bool(a == b)
     return a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a.double(), b.double(), atol=tolerance, rtol=0)
 
 

@@ -30,6 +30,7 @@ from autopar.adapters.frozen import state_of
 from autopar.adapters.keys import told_apart
 from autopar.adapters.names_read import names_read
 from autopar.adapters.rebuild import children
+from autopar.adapters.tags import tags_of
 
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout,
            torch.memory_format)  # fmt: skip
@@ -80,7 +81,7 @@ class Tensors:
         parameter = isinstance(x, nn.Parameter)
         return (
             len(self.found), storage, x.shape, x.stride(), x.storage_offset(), x.dtype, x.device,
-            x.requires_grad, x.is_leaf, parameter, x.is_inference(),
+            x.requires_grad, x.is_leaf, parameter, x.is_inference(), _held(tags_of(x), {}),
         )  # fmt: skip
 
     def place(self, x: Tensor) -> int | None:

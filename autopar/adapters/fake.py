@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.adapters.hooks import refuse_backward_hooks
 from autopar.adapters.rebuild import rebuild
+from autopar.adapters.tags import tags_of
 
 
 def new_mode() -> FakeTensorMode:
@@ -112,8 +113,9 @@ def _copied(
     model: nn.Module, tensors: Mapping[int, Tensor], other: Callable[[Tensor], Tensor] | None = None
 ) -> nn.Module:
     owned = owned_by(model)
+    tagged = [(id(x), tags) for x in _registered(model).values() if (tags := tags_of(x))]
     try:
-        made = rebuild(model, tensors, other or (lambda x: _stand_in(x, owned)))
+        made = rebuild(model, tensors, other or (lambda x: _stand_in(x, owned)), tagged)
     except (TypeError, RuntimeError, AttributeError) as error:
         raise ValueError(
             f"capture: the module's structure must be copyable, found {error}; move what cannot be deep-copied "

@@ -138,7 +138,7 @@ def _watch_state(replica: nn.Module) -> dict[str, Any]:
 
 def _state(root: nn.Module) -> dict[str, Any]:
     """What can be compared of all that is reached from a module: numbers and texts, sizes, states of generators."""
-    registered = {id(t) for t in (*root.parameters(), *root.buffers())}
+    registered = {id(t) for _, t in (*root.named_parameters(), *root.named_buffers())}
     facts = ((path, state_of(x)) for path, x in walk_attributes(root) if id(x) not in registered)
     return {path.lstrip("."): fact for path, fact in facts if fact is not None and not _is_dynamos(path)}
 

@@ -30,6 +30,7 @@ from autopar.adapters.guards import answered
 from autopar.adapters.known_values import REAL, KnownValues, is_real
 from autopar.adapters.rebuild import path_of
 from autopar.adapters.selected_rows import SelectedRows
+from autopar.adapters.tags import ReplacedTensors
 
 _TORCH = Path(torch.__file__).parent
 _OURS = Path(__file__).parent.parent
@@ -63,7 +64,7 @@ class FunctionWatch(TorchFunctionMode):
         super().__init__()
         self._instead = instead
         self._replica, self._owned = replica, owned
-        self._places = dict(_places(replica))
+        self._places, self._tags = dict(_places(replica)), ReplacedTensors(replica)
         self._names = {name for name, _ in replica.named_parameters()}
         self.known = KnownValues()
         self.rows = SelectedRows(self.refuse)
@@ -74,8 +75,8 @@ class FunctionWatch(TorchFunctionMode):
         self.gradients: list[frozenset[str] | None] = []
         number = id(self)  # what hooks hold counts as the module's own
         _WATCHES[number] = self
-        replica.register_forward_pre_hook(lambda *_: _set_running(number, True), prepend=True)
-        replica.register_forward_hook(lambda *_: _set_running(number, False), always_call=True)
+        replica.register_forward_pre_hook(lambda *_: _WATCHES[number]._begins(), prepend=True)
+        replica.register_forward_hook(lambda *_: _WATCHES[number]._ends(), always_call=True)
         replica.register_forward_hook(lambda module, given, made: _WATCHES[number]._finished(made))
 
     def __torch_function__(
@@ -108,6 +109,13 @@ class FunctionWatch(TorchFunctionMode):
         self.known.note(func, args, kwargs, made, written)
         self.rows.note(func, args, kwargs, made)
         return made
+
+    def _begins(self) -> None:
+        self._tags.tag()
+        self.running = True
+
+    def _ends(self) -> None:
+        self.running = False
 
     def _finished(self, made: Any) -> None:
         """The forward has returned."""
@@ -193,10 +201,6 @@ class FunctionWatch(TorchFunctionMode):
 
 
 _WATCHES: weakref.WeakValueDictionary[int, FunctionWatch] = weakref.WeakValueDictionary()
-
-
-def _set_running(number: int, running: bool) -> None:
-    _WATCHES[number].running = running
 
 
 def _places(replica: nn.Module) -> Iterator[tuple[int, tuple[dict[str, Any], str]]]:

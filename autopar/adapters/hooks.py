@@ -16,6 +16,15 @@ import torch.nn.modules.module as torch_module
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+# the names under which a module keeps its hooks
+HOOKS_OF_MODULES = tuple(
+    sorted(
+        name
+        for name, x in vars(nn.Module()).items()
+        if isinstance(x, dict) and name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))
+    )
+)
+
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
     """Whether somebody is called when the gradient of a leaf arrives, or has been added up."""

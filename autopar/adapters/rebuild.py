@@ -18,7 +18,7 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,13 +38,24 @@ _TENSORS = (Tensor, nn.Parameter, nn.UninitializedParameter, nn.UninitializedBuf
 _HELD = ("_modules", "_parameters", "_buffers")  # dicts of a module whose entries are its attributes
 
 
-def rebuild(model: nn.Module, tensors: Mapping[int, Tensor], other: Callable[[Tensor], Tensor]) -> nn.Module:
+def rebuild(
+    model: nn.Module,
+    tensors: Mapping[int, Tensor],
+    other: Callable[[Tensor], Tensor],
+    tagged: Sequence[tuple[int, dict[str, Any]]] = (),
+) -> nn.Module:
     """A deep copy of the model in which ``tensors`` (by id) stand for its own, and ``other(x)`` for any further x.
+    ``tagged``: (id, tags) of its own that have any; copies of the tags go to those that stand for them.
 
     Raises TypeError, RuntimeError or AttributeError for what cannot be copied.
     """
-    with _COPYING, _installed(_Copier(model, tensors, other)):
-        return copy.deepcopy(model, dict(tensors))
+    copier, memo = _Copier(model, tensors, other), dict[int, Any](tensors)
+    with _COPYING, _installed(copier):
+        made = copy.deepcopy(model, memo)
+        for number, tags in tagged:
+            if number in tensors:
+                tensors[number].__dict__.update({name: copier.content(x, memo) for name, x in tags.items()})
+        return made
 
 
 def children(x: Any) -> Iterator[tuple[str, Any]]:
@@ -134,7 +145,7 @@ class _Copier:
             self._reaching[id(x)] = any(isinstance(value, (nn.Module, Tensor)) for _, value in walk_attributes(x))
         return self._reaching[id(x)]
 
-    def _content(self, x: Any, memo: dict[int, Any]) -> Any:
+    def content(self, x: Any, memo: dict[int, Any]) -> Any:
         """A copy; or the thing itself if it cannot be copied."""
         before = len(memo)
         try:
@@ -155,9 +166,9 @@ class _Copier:
         memo[id(f)] = new
         for cell, made in zip(f.__closure__ or (), cells):
             self._fill(cell, made, memo)
-        new.__defaults__ = self._content(f.__defaults__, memo)
-        new.__kwdefaults__ = self._content(f.__kwdefaults__, memo)
-        new.__dict__.update({name: self._content(value, memo) for name, value in f.__dict__.items()})
+        new.__defaults__ = self.content(f.__defaults__, memo)
+        new.__kwdefaults__ = self.content(f.__kwdefaults__, memo)
+        new.__dict__.update({name: self.content(value, memo) for name, value in f.__dict__.items()})
         new.__qualname__, new.__module__, new.__doc__ = f.__qualname__, f.__module__, f.__doc__
         new.__annotations__ = f.__annotations__
         return new
@@ -171,17 +182,17 @@ class _Copier:
                 content = cell.cell_contents
             except ValueError:
                 return
-            made.cell_contents = self._content(content, memo)
+            made.cell_contents = self.content(content, memo)
 
     def _method(self, x: types.MethodType, memo: dict[int, Any]) -> types.MethodType:
         if x.__self__ is random._inst:
             return x
-        return type(x)(copy.deepcopy(x.__func__, memo), self._content(x.__self__, memo))
+        return type(x)(copy.deepcopy(x.__func__, memo), self.content(x.__self__, memo))
 
     def _builtin(self, x: types.BuiltinFunctionType, memo: dict[int, Any]) -> Any:
         if isinstance(x.__self__, (types.ModuleType, type(None), type)) or not self._reaches(x.__self__):
             return x
-        return getattr(self._content(x.__self__, memo), x.__name__)
+        return getattr(self.content(x.__self__, memo), x.__name__)
 
     def _weakref(self, x: weakref.ref[Any], memo: dict[int, Any]) -> weakref.ref[Any]:
         target = x()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 IncompatibleKeys = torch.nn.modules.module._IncompatibleKeys  # what load_state_dict gives back
 EXTRA = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX  # what get_extra_state of the outermost module is filed under
@@ -14,9 +15,30 @@ EXTRA = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX  # what get_extra_state 
 
 def add_note(state: OrderedDict[str, Any], name: str, value: Any) -> None:
     """Beside the tensors, where modules read the version of their layout; survives torch.save, changes no name."""
-    state._metadata = OrderedDict({"": {name: value}})  # type: ignore[attr-defined]
+    notes = OrderedDict(_notes(state))
+    state._metadata = OrderedDict({"": {}, **notes})  # type: ignore[attr-defined]
+    state._metadata[""] = {**notes.get("", {}), name: value}  # type: ignore[attr-defined]
 
 
 def noted(state: Mapping[str, Any], name: str) -> Any:
     """What was noted under a name, or None."""
-    return getattr(state, "_metadata", {}).get("", {}).get(name)
+    return _notes(state).get("", {}).get(name)
+
+
+def with_notes_of(state: Mapping[str, Any], entries: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """Other entries with the notes of a state dict."""
+    out = OrderedDict(entries)
+    if notes := _notes(state):
+        out._metadata = notes  # type: ignore[attr-defined]
+    return out
+
+
+def _notes(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = getattr(state, "_metadata", {})
+    return found
+
+
+def unsaved_buffers(root: nn.Module) -> set[str]:
+    """Names of the buffers that no state dict has, as they were registered."""
+    modules = root.named_modules(remove_duplicate=False)
+    return {f"{path}.{name}" if path else name for path, m in modules for name in m._non_persistent_buffers_set}

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from autopar.adapters.block_facts import memory_of
 from autopar.adapters.fake import MARKS, Owned
 from autopar.adapters.operators import OpOverload
+from autopar.adapters.tags import tags_of
 from autopar.cache.code_reached import code_digest
 
 CACHED = type(functools.cache(len))  # of functions
@@ -163,6 +164,7 @@ class ReachedValues(abc.ABC):
             "tensor", type(x).__name__, storage, tuple(x.shape), x.stride(), x.storage_offset(), x.dtype, x.device,
             x.requires_grad, x.is_leaf, x.is_inference(), MARKS.get(x), name,
         )  # fmt: skip
+        self._mapping(tags_of(x))
         if not x.is_meta and name is None and MARKS.get(x) is None:
             self._say(self._contents(x))
 

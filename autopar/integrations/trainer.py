@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer import TRAINING_ARGS_NAME
 
 from autopar.integrations.accelerator import STATE, Accelerator
-from autopar.integrations.training_arguments import check_training_arguments
+from autopar.integrations.training_arguments import check_losses, check_methods, check_training_arguments
 from autopar.runtime.buckets import IGNORED
 from autopar.runtime.groups import data_part
 from autopar.runtime.loading import load
@@ -34,17 +34,19 @@ from autopar.runtime.saving import save
 
 _BEHIND: Any = object  # a trainer, which brings the rest
 _TRAINER: Any = transformers.Trainer
+_METHODS = dict(vars(_TRAINER))  # as transformers has them
 
 
 class OnMesh(_BEHIND):
-    """In front of a class that is made from transformers.Trainer: ``class Mine(OnMesh, SFTTrainer): ...``
+    """In front of a class that is made from transformers.Trainer: ``class Mine(OnMesh, Theirs): ...``
 
     mesh: from `autopar.init_mesh`. options: keyword arguments of `autopar.parallelize`, such as {"zero": 3,
     "micro_batches": 4}; ``bf16=True`` of the training arguments is ``precision="bf16"``. model: as transformers has it,
     on the CPU or the meta device, in one piece.
 
-    A trainer with a ``compute_loss`` of its own calls ``model(**inputs)`` there and differentiates what it returns,
-    which a mesh with pp refuses. Raises ValueError for training arguments that have no meaning on a mesh.
+    A class in front of this one with a ``compute_loss`` of its own calls ``model(**inputs)`` there and differentiates
+    what it returns, which a mesh with pp refuses. Raises ValueError for training arguments that have no meaning on a
+    mesh, and for methods of the classes behind, such as ``compute_loss``, that the mesh does in another way.
     """
 
     model: Any  # on the mesh, once the trainer is made
@@ -56,15 +58,19 @@ class OnMesh(_BEHIND):
             raise ValueError("Trainer: needs a mesh, found none; pass mesh=autopar.init_mesh(dp=2, tp=2)")
         self._mesh, self._mesh_options = mesh, dict(options or {})
         self._part, self._parts = data_part(mesh)
+        check_methods(type(self), OnMesh, _METHODS)
         super().__init__(*args, **kwargs)
         self._set_signature_columns_if_needed()  # as long as the model is its own class
         self._to_mesh()
 
     def _to_mesh(self) -> None:
+        self._losses = self.compute_loss_func, self.label_smoother
+        check_losses(self, self._losses, self._has_own_loss())
         if self.compute_loss_func is not None:
             self.accelerator.options["loss"] = functools.partial(_of_outputs, self.compute_loss_func)
         elif self.label_smoother is not None:
-            shifts = type(self.model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+            inner = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model  # peft's
+            shifts = type(inner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
             self.accelerator.options["loss"] = functools.partial(_smoothed, self.label_smoother.epsilon, shifts)
         self.model = self.model_wrapped = self.accelerator.place(self.model)[0]
         self.callback_handler.model = self.model
@@ -92,15 +98,21 @@ class OnMesh(_BEHIND):
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """`train_step`; for a trainer with a loss of its own what transformers does."""
-        if type(self).compute_loss is not OnMesh.compute_loss:
+        check_losses(self, self._losses, self._has_own_loss())
+        if self._has_own_loss():
             return super().training_step(model, inputs, num_items_in_batch)
         model.train()
         inputs, scaled = self._with_count(self._prepare_inputs(inputs), num_items_in_batch)
-        weight = 1.0 if scaled or self.compute_loss_func else 1 / self.current_gradient_accumulation_steps
+        chosen = getattr(self, "loss_is_scaled_for_ga", None)
+        scaled = scaled or self.compute_loss_func is not None if chosen is None else chosen
+        weight = 1.0 if scaled else 1 / self.current_gradient_accumulation_steps
         with model.loss_weight(weight):
             loss = model.train_step(**inputs)
         first = loss[0] if isinstance(loss, tuple) else loss
         return first.detach() * weight
+
+    def _has_own_loss(self) -> bool:
+        return getattr(self.compute_loss, "__func__", None) is not OnMesh.compute_loss
 
     def _with_count(self, inputs: dict[str, Any], count: Any) -> tuple[dict[str, Any], bool]:
         """``count`` is an input of models whose loss is a sum over it: of all batches of a step of the optimizer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from autopar.runtime.module import ParallelModule
@@ -21,6 +22,7 @@ _REFUSED = {
     "neftune_noise_alpha": "register its hook on the model before the trainer is made",
 }  # name -> what to do instead
 _WITHIN_BACKWARD = ("lomo", "adalomo")
+_HANDED_ON = {"__init__", "prediction_step", "floating_point_ops", "create_accelerator_and_postprocess"}
 
 
 def check_training_arguments(trainer: Any, parts: int) -> None:
@@ -55,3 +57,34 @@ def check_training_arguments(trainer: Any, parts: int) -> None:
             "Trainer: dispatch_batches=True sends each process another batch, found a mesh, whose ranks read their own "
             "parts; leave it out"
         )
+
+
+def check_methods(kind: type, front: type, known: Mapping[str, Any]) -> None:
+    """``front``: the class for meshes, which stands before others in ``kind``. Raises ValueError for methods of those
+    that it would hide; ``known``: what transformers.Trainer has under these names."""
+    behind = kind.__mro__[kind.__mro__.index(front) + 1 :]
+    for name in vars(front).keys() & known.keys() - _HANDED_ON:
+        owner = next((cls for cls in behind if name in vars(cls)), object)
+        if callable(known[name]) and not name.startswith("__") and vars(owner)[name] is not known[name]:
+            raise ValueError(
+                f"Trainer: {owner.__name__}.{name} stands behind {front.__name__}, which does it in another way on a "
+                f"mesh and would hide it; write it in the class in front: class Mine({front.__name__}, "
+                f"transformers.Trainer) with a {name} of its own"
+            )
+
+
+def check_losses(trainer: Any, placed: tuple[Any, Any], has_own: bool) -> None:
+    """``placed``: the loss function and the smoothing of labels that the model was put on the mesh with; ``has_own``:
+    whether the trainer has a ``compute_loss`` of its own. Raises ValueError where a loss would not be the one meant."""
+    names = "compute_loss_func", "label_smoother"
+    for name, loss in zip(names, placed, strict=True):
+        if getattr(trainer, name) is not loss:
+            raise ValueError(
+                f"Trainer: {name} is traced with the model when the trainer is made, found another one since; give it "
+                "to the trainer, compute_loss_func=fn or label_smoothing_factor of its arguments"
+            )
+        if loss is not None and has_own:
+            raise ValueError(
+                f"Trainer: needs one loss, found {name} and a compute_loss of {type(trainer).__name__}, whose outputs "
+                "would have the other loss in them; leave one of them out"
+            )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import types
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +224,74 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance.*group_by_length"),
     ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches=True"),
 ]
+
+
+class Weighted(transformers.Trainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        outputs = model(**inputs)
+        return (3 * outputs.loss, outputs) if return_outputs else 3 * outputs.loss
+
+
+class Slow(transformers.Trainer):
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return super().training_step(*args, **kwargs) * 1
+
+
+class FrontOfLoss(integrations.OnMesh, Weighted):
+    pass
+
+
+class FrontOfStep(integrations.OnMesh, Slow):
+    pass
+
+
+def losses_refused(folder: str) -> list[str]:
+    """What would train another loss than the one that is written there."""
+    with as_started():
+        how = {"args": arguments(folder, 1, eval_strategy="no"), "mesh": autopar.init_mesh("cpu", dp=1)}
+        how |= {"train_dataset": rows(8, 1)}
+        found = [refusal(cls, model=llama(), **how) for cls in (FrontOfLoss, FrontOfStep)]
+        found.append(refusal(Smoothed, model=llama(), compute_loss_func=smoothed, **how))
+        later = integrations.Trainer(model=llama(), **how)
+        later.compute_loss_func = smoothed
+        found.append(refusal(later.train))
+        later = integrations.Trainer(model=llama(), **how)
+        later.label_smoother = transformers.trainer_pt_utils.LabelSmoother(0.1)
+        found.append(refusal(later.train))
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(transformers.Trainer, "compute_loss", Weighted.compute_loss)
+            found.append(refusal(integrations.Trainer, model=llama(), **how))
+    return found
+
+
+def test_losses_that_would_not_be_called_are_refused(tmp_path: Path) -> None:
+    hidden = "stands behind OnMesh, which does it in another way on a mesh and would hide it; write it in"
+    words = [f"Weighted.compute_loss {hidden}", f"Slow.training_step {hidden}"]
+    words += ["needs one loss, found compute_loss_func and a compute_loss of Smoothed"]
+    words += [f"{name} is traced with the model when" for name in ("compute_loss_func", "label_smoother")]
+    words += [f"Trainer.compute_loss {hidden}"]
+    for text, pattern in zip(run_ranks(1, losses_refused, str(tmp_path))[0], words, strict=True):
+        assert pattern in text
+
+
+def on_the_trainer(sizes: dict[str, int] | None, folder: str) -> list[dict[str, float]]:
+    """``trainer.compute_loss = fn``, once it is made."""
+    base: Any = transformers.Trainer if sizes is None else integrations.Trainer
+
+    class Patched(base):
+        loss_is_scaled_for_ga = False
+
+        def train(self, *args: Any, **kwargs: Any) -> Any:
+            self.compute_loss = types.MethodType(Weighted.compute_loss, self)
+            return super().train(*args, **kwargs)
+
+    return trained(sizes, folder, one_layer, cls=Patched, max_steps=2, save_strategy="no")
+
+
+def test_a_loss_that_is_set_on_the_trainer(tmp_path: Path) -> None:
+    expected = on_the_trainer(None, str(tmp_path))
+    found = run_ranks(1, on_the_trainer, {"dp": 1}, str(tmp_path), timeout=200)[0]
+    assert max(differences(found, expected).values()) < EXACT
 
 
 def refusals(folder: str) -> list[str]:

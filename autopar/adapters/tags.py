@@ -1,0 +1,103 @@
+"""Tags: attributes that somebody has set on a parameter or buffer (``p._no_weight_decay = True``).
+
+They are kept in the tensor's ``__dict__``, beside what torch itself keeps there. A copy of a model takes them along, as
+do the tensors that stand for its own while a forward is traced. A tensor that takes another's place in memory
+(`torch.utils.swap_tensors`, which ``model.half()`` does to DTensors) loses them: `keep_tags` is around that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
+
+_APPLY = "_apply"
+KINDS = (Tensor, nn.Parameter, nn.Buffer)
+
+
+def _inner() -> frozenset[str]:
+    """What torch keeps there of its own, and we of ours."""
+    with FakeTensorMode():
+        fake = torch.empty(())
+    assert isinstance(fake, FakeTensor)
+    return frozenset({*vars(fake), "_is_param", "share_memory_", "cuts"})
+
+
+_INNER = _inner()
+
+
+def tags_of(x: Tensor) -> dict[str, Any]:
+    """The attributes that somebody has set on a tensor, in their order."""
+    entries = x.__dict__
+    if len(entries) - ("_is_param" in entries) - ("share_memory_" in entries) == 0:  # most have none
+        return {}
+    return {name: value for name, value in entries.items() if name not in _INNER}
+
+
+def check_tags(model: nn.Module) -> None:
+    """Raises ValueError for parameters and buffers of a class of their own, whose behaviour a piece on a mesh would not
+    have, and for tags under names that a DTensor, or a fake tensor, has for itself."""
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, x in named:
+            if type(x) not in KINDS:
+                raise ValueError(
+                    f"parallelize: needs plain parameters and buffers, found {kind} {name}, a {type(x).__qualname__}; "
+                    f"on a mesh it is a DTensor, without what this class does: make it {_plain_kind(kind)} "
+                    "(attributes that are set on it are kept)"
+                )
+            for tag in x.__dict__:
+                taken = tag in _INNER - {"_is_param"} or hasattr(DTensor, tag)
+                if taken and not hasattr(nn.Parameter, tag):
+                    raise ValueError(
+                        f"parallelize: needs attributes of tensors under names that are free, found .{tag} on {kind} "
+                        f"{name}, which a DTensor or torch.export has for itself; give it another name"
+                    )
+
+
+def _plain_kind(kind: str) -> str:
+    return "an nn.Parameter" if kind == "parameter" else "a plain tensor"
+
+
+class ReplacedTensors:
+    """The tensors of a module, each with its tags, for others that take their places: those of a traced forward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places = [(entries, name, tags) for entries, name, tags in _tagged(model) if tags]
+
+    def tag(self) -> None:
+        """Whatever stands in their places now gets their tags."""
+        for entries, name, tags in self._places:
+            x = entries.get(name)
+            if x is not None:
+                x.__dict__.update(tags)
+
+
+def _tagged(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, dict[str, Any]]]:
+    for module in model.modules():
+        for entries in (module._parameters, module._buffers):
+            yield from ((entries, name, tags_of(x)) for name, x in entries.items() if x is not None)
+
+
+def keep_tags(module: nn.Module) -> None:
+    """From now on parameters of this module have their tags behind ``module.half()`` and the like, too. Copies do as
+    their class says, once `free_tags` is called."""
+    kind = type(module)
+
+    def applied(fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
+        held = [(x, dict(x.__dict__)) for x in module._parameters.values() if x is not None]
+        try:
+            return getattr(kind, _APPLY)(module, fn, *args, **kwargs)
+        finally:
+            for x, entries in held:
+                x.__dict__.update({name: value for name, value in entries.items() if name not in x.__dict__})
+
+    module.__dict__[_APPLY] = applied
+
+
+def free_tags(module: nn.Module) -> None:
+    """Undo `keep_tags`."""
+    module.__dict__.pop(_APPLY, None)

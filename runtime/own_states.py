@@ -1,0 +1,68 @@
+"""Modules that say themselves what their state is: hooks of a state dict, `get_extra_state`, an own `state_dict`.
+
+torch calls all of this with whole tensors, and so does a model on a mesh: for the moment its modules have whole
+parameters (`tree.Tree.whole`), and what they say or take is what they would in one process.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from autopar.adapters.state_dict import with_notes_of
+from autopar.runtime.face import overrides
+from autopar.runtime.tree import Tree
+
+_SAVED = ("state_dict", "_save_to_state_dict", "get_extra_state")
+_LOADED = ("load_state_dict", "_load_from_state_dict", "set_extra_state")
+_HOOKS_OF_SAVING = ("_state_dict_hooks", "_state_dict_pre_hooks")
+_HOOKS_OF_LOADING = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+
+
+def says_itself(root: nn.Module) -> bool:
+    """Whether some module has a part in what its state dict is."""
+    return any(_has(m, _SAVED, _HOOKS_OF_SAVING) for m in root.modules())
+
+
+def loads_itself(root: nn.Module) -> bool:
+    """Whether some module has a part in what is made of a state dict. (Torch's own only read older layouts.)"""
+    return any(_has(m, _LOADED, _HOOKS_OF_LOADING) for m in root.modules())
+
+
+def with_extra_state(root: nn.Module) -> dict[str, nn.Module]:
+    """By path, the modules that have a state beside tensors. It is the same on all ranks."""
+    return {path: m for path, m in root.named_modules() if overrides(m, "get_extra_state")}
+
+
+def _has(module: nn.Module, methods: tuple[str, ...], hooks: tuple[str, ...]) -> bool:
+    if any(getattr(module, name) for name in hooks):
+        return True
+    return not type(module).__module__.startswith("torch.nn.") and overrides(module, *methods)
+
+
+def said(tree: Tree, whole: Mapping[str, Tensor]) -> Any:
+    """The state dict of the model with these ``whole`` parameters: on the CPU, in storage of its own."""
+    with tree.whole(whole) as root:
+        found = root.state_dict()
+    own = {x.data_ptr() for x in whole.values()}
+
+    def kept(x: Any) -> Any:
+        return x if not isinstance(x, Tensor) or x.data_ptr() in own else x.detach().cpu().clone()
+
+    if type(found) not in (dict, OrderedDict):
+        return found
+    return with_notes_of(found, {name: kept(x) for name, x in found.items()})
+
+
+def loaded(tree: Tree, whole: Mapping[str, Tensor], given: Any, strict: bool) -> tuple[Any, dict[str, Tensor]]:
+    """(what the model's `load_state_dict` gave back, its whole parameters by name), when it had these ``whole`` ones
+    before. Raises ValueError for what it does not take."""
+    with tree.whole(whole) as root:
+        try:
+            found = root.load_state_dict(given) if strict else root.load_state_dict(given, strict=False)
+        except RuntimeError as error:
+            raise ValueError(f"load_state_dict: {' '.join(str(error).split())}") from error
+        return found, {name: p.detach() for name, p in root.named_parameters(remove_duplicate=False)}
