@@ -24,9 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from autopar import ops as ops  # registers the operators that adapters put into models
+from autopar.adapters.assigned import BufferWatch
 from autopar.adapters.block_memo import TraceAnew
 from autopar.adapters.collector import resting_collector
 from autopar.adapters.distributions import unchecked_distributions
@@ -42,9 +43,10 @@ from autopar.exact import LiftFloat32
 from autopar.ir.batch import constants_of
 from autopar.ir.compute_dtypes import Dtypes, cast_around, dtypes_of, stored_by_name
 from autopar.ir.dtype_checks import check_dtypes
+from autopar.ir.exported import Made, buffers_differentiated, input_specs
 from autopar.ir.own_backward import check_contained
 from autopar.ir.recipe import Recipe
-from autopar.ir.signature import ConstantLeaf, InputSpec, OutputSpec, Signature
+from autopar.ir.signature import InputSpec, OutputSpec, Signature
 from autopar.ops.ctc import functional_ctc_loss
 from autopar.precision import Precision
 
@@ -201,14 +203,17 @@ def _captured(
         watch = stack.enter_context(FunctionWatch(replica, owned_by(model), _INSTEAD))
         stack.enter_context(changes_as_values(lambda: watch.running, watch.said))
         changed = stack.enter_context(frozen_facts(replica))
+        buffers = BufferWatch(replica)
         program = export(replica, unflatten(fakes, spec), autocast, memo=memo)
+        if buffers.refused:
+            raise ValueError(f"capture: {buffers.refused}")
         if watch.refused is not None:  # the forward has caught it
             raise ValueError(f"capture: {watch.refused}") from watch.refused
         for text in watch.said:
             warnings.warn(text, stacklevel=3)
         _refuse_running_values(program, changed)
         _refuse_overlaps(program, dict(replica.named_parameters()), owned_by(model).overlaps)
-    gm = _finish(program, replica, arguments)
+    gm = _finish(program, replica, arguments, buffers)
     stored = stored_by_name(model, dtypes)
     held = (s for s in gm.meta["signature"].inputs if s.kind == "parameter" and s.name in stored)
     gm.meta["stored_dtypes"] = {s.node: stored[s.name] for s in held}
@@ -276,86 +281,32 @@ def _refuse_overlaps(
             )
 
 
-def _finish(program: ExportedProgram, replica: nn.Module, arguments: Mapping[str, Any]) -> GraphModule:
+def _finish(
+    program: ExportedProgram, replica: nn.Module, arguments: Mapping[str, Any], buffers: BufferWatch
+) -> GraphModule:
     graph = program.graph_module.graph
     leaf_paths = [path for path, _ in paths(arguments)]
-    inputs = _inputs(program, replica, leaf_paths)
+    inputs = input_specs(program, replica, leaf_paths)
     check_dtypes(graph, {spec.node: spec.name for spec in inputs})
-    outputs, values, leaves = _outputs(program)
+    made = Made.of(program, buffers)
     node = graph.output_node()
-    node.args = (tuple(values),)
+    node.args = (tuple(made.values),)
     _write_out_scalars(program, inputs)
     kept = _drop_unused(program, inputs)
     gm = graph_module(graph)
-    gm.meta["signature"] = Signature(kept, tuple(outputs), program.call_spec.out_spec, tuple(leaves))
+    read = buffers_differentiated(graph, kept, made.outputs)
+    if again := next((name for name in buffers.written_with_graph if name in read), None):
+        raise ValueError(
+            f"capture: the forward writes into buffer {again} what depends on parameters, and computes with it in the "
+            "next step, whose backward would go on into this one's; write detached values (.detach(), torch.no_grad())"
+        )
+    gm.meta["signature"] = Signature(
+        kept, tuple(made.outputs), made.spec, tuple(made.leaves), tuple(buffers.assigned), read
+    )
     check_contained(gm)
     constants = {spec.name for spec in kept if spec.kind == "constant"}
     gm.meta["constants"] = {name: program.constants[name].detach() for name in sorted(constants)}
     return gm
-
-
-def _inputs(program: ExportedProgram, replica: nn.Module, paths: list[str]) -> list[InputSpec]:
-    """Input specs in placeholder order; the placeholders of tied names are merged into the first."""
-    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
-    tensors: dict[str, Tensor] = dict(replica.named_parameters(remove_duplicate=False))
-    tensors |= dict(replica.named_buffers(remove_duplicate=False))
-    names: dict[int, list[str]] = {}
-    for name, value in tensors.items():
-        names.setdefault(id(value), []).append(name)
-    kinds = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant"}
-    specs: dict[int, InputSpec] = {}
-    out: list[InputSpec] = []
-    user = iter(paths)
-    for spec in program.graph_signature.input_specs:
-        if spec.kind == InputKind.USER_INPUT:
-            out.append(InputSpec(spec.arg.name, "input", next(user)))
-            continue
-        if spec.kind not in kinds:
-            raise ValueError(
-                f"capture: inputs must be tensors and Python constants, found {spec.target!r} "
-                f"({spec.kind.name.lower()}); generators and other objects cannot be part of a graph: create them "
-                "outside of the forward"
-            )
-        tensor = tensors.get(spec.target or "")
-        if tensor is None:
-            out.append(InputSpec(spec.arg.name, "constant", str(spec.target)))
-        elif id(tensor) in specs:
-            nodes[spec.arg.name].replace_all_uses_with(nodes[specs[id(tensor)].node])
-        else:
-            first, *aliases = names[id(tensor)]
-            kind, persistent = kinds[spec.kind], spec.persistent is not False
-            entry = InputSpec(spec.arg.name, kind, first, tuple(aliases), tensor.requires_grad, persistent)
-            specs[id(tensor)] = entry
-            out.append(entry)
-    return out
-
-
-def _outputs(program: ExportedProgram) -> tuple[list[OutputSpec], list[Node], list[int | ConstantLeaf]]:
-    """(specs, nodes) of the flat tensor outputs, then mutations; and per leaf of the user's structure its place."""
-    nodes: Any = program.graph.output_node().args[0]
-    spec = program.call_spec.out_spec
-    names = iter(path for path, _ in paths(unflatten([_LEAF] * spec.num_leaves, spec)))
-    specs: list[OutputSpec] = []
-    values: list[Node] = []
-    leaves: list[int | ConstantLeaf] = []
-    mutations: list[tuple[OutputSpec, Node]] = []
-    for node, entry in zip(nodes, program.graph_signature.output_specs, strict=True):
-        if entry.kind == OutputKind.USER_OUTPUT:
-            name = next(names)
-            if isinstance(node, Node):
-                leaves.append(len(values))
-                specs.append(OutputSpec("output", name))
-                values.append(node)
-            else:
-                leaves.append(ConstantLeaf(node))
-        elif entry.kind == OutputKind.BUFFER_MUTATION:
-            mutations.append((OutputSpec("mutation", str(entry.target)), node))
-        else:
-            raise ValueError(
-                f"capture: the model writes to {entry.target!r} ({entry.kind.name.lower()}); only buffers may be "
-                "changed by a forward: clone the tensor before writing to it"
-            )
-    return specs + [s for s, _ in mutations], values + [n for _, n in mutations], leaves
 
 
 def _write_out_scalars(program: ExportedProgram, inputs: Sequence[InputSpec]) -> None:
@@ -390,6 +341,5 @@ def _drop_unused(program: ExportedProgram, inputs: list[InputSpec]) -> tuple[Inp
     return tuple(spec for spec in inputs if spec.node in left)
 
 
-_LEAF = object()
 # Functions that torch.export does not take apart into operators of fixed shapes.
 _INSTEAD = {torch.nn.functional.ctc_loss: functional_ctc_loss}

@@ -115,7 +115,7 @@ class ModuleWatch:
         found = list(chain.from_iterable(map(dict.items, self._buffers)))
         first: dict[int, int] = {}  # where each was seen first: a step has tied ones once
         ties = [first.setdefault(id(b), i) for i, (_, b) in enumerate(found)]
-        return [ties, *starmap(lambda name, b: (name, None if b is None else (b.dtype, b.shape)), found)]
+        return [ties, *starmap(lambda name, b: (name, None if b is None else (b.dtype, b.shape, b.stride())), found)]
 
     def _frozen(self, value: Any, seen: set[int], objects: list[dict[str, Any]]) -> Any:
         """A copy of containers; other values as they are. Objects with attributes and tensors are watched as well."""

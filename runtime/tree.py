@@ -112,11 +112,16 @@ class Tree:
         """Those of the modules, by name, as they are now. `own` must have been looked at: modules may have changed."""
         return {
             prefix + name: b
-            for prefix, held in self._buffer_owners
+            for prefix, held in self._buffer_owners.items()
             if held
             for name, b in held.items()
             if b is not None
         }
+
+    def bind(self, name: str, tensor: Tensor | None) -> None:
+        """Another tensor as a buffer, as an assignment to the attribute does it."""
+        path, dot, key = name.rpartition(".")
+        self._buffer_owners[path + dot][key] = tensor
 
     @property
     def specs(self) -> tuple[ParameterSpec, ...]:
@@ -128,7 +133,7 @@ class Tree:
     def _remember(self) -> None:
         self._children = [(m._modules, dict(m._modules)) for m in self.root.modules()]
         self._owners = [m._parameters for m in self.root.modules()]
-        self._buffer_owners = [(path + "." if path else "", m._buffers) for path, m in self.root.named_modules()]
+        self._buffer_owners = {path + "." if path else "": m._buffers for path, m in self.root.named_modules()}
         self._ids = self._ids_now()
 
     def _moved(self) -> bool:
