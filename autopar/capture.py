@@ -43,7 +43,7 @@ from autopar.exact import LiftFloat32
 from autopar.ir.batch import constants_of
 from autopar.ir.compute_dtypes import Dtypes, cast_around, dtypes_of, stored_by_name
 from autopar.ir.dtype_checks import check_dtypes
-from autopar.ir.exported import Made, buffers_differentiated, input_specs
+from autopar.ir.exported import Made, buffers_differentiated, specs_of_inputs
 from autopar.ir.own_backward import check_contained
 from autopar.ir.recipe import Recipe
 from autopar.ir.signature import InputSpec, OutputSpec, Signature
@@ -286,7 +286,7 @@ def _finish(
 ) -> GraphModule:
     graph = program.graph_module.graph
     leaf_paths = [path for path, _ in paths(arguments)]
-    inputs = input_specs(program, replica, leaf_paths)
+    inputs = specs_of_inputs(program, replica, leaf_paths)
     check_dtypes(graph, {spec.node: spec.name for spec in inputs})
     made = Made.of(program, buffers)
     node = graph.output_node()

@@ -70,9 +70,9 @@ class StepBuffers:
             return {}
         apart = _Apart()
         if self._in_written is None:
-            memories = {place(values[name]) for name in self.written.values()}
+            memories = {_memory(values[name]) for name in self.written.values()}
             held = ((i, slots[i]) for i in self._reads)
-            self._in_written = [i for i, x in held if isinstance(x, Tensor) and x.numel() and place(x) in memories]
+            self._in_written = [i for i, x in held if isinstance(x, Tensor) and x.numel() and _memory(x) in memories]
         for i in self._in_written:
             slots[i] = apart.copy(slots[i])
         return {name: apart.copy(values[name]) for name in self._again}
@@ -130,8 +130,8 @@ def _with_graph(name: str, value: Tensor) -> Tensor:
     return with_refusal(words, [value], value.device)[0]
 
 
-def place(x: Tensor) -> int:
-    """A number for a tensor's memory."""
+def _memory(x: Tensor) -> int:
+    """Where a tensor's memory begins."""
     return x.untyped_storage().data_ptr()
 
 

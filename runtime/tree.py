@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.adapters.dtensor import local_of, storage_of
-from autopar.adapters.fake import copy_with
+from autopar.adapters.fake import copy_with, geometry_of, note_overlaps
 from autopar.adapters.module_calls import allow_calls, refuse_calls
 from autopar.ir.parameter import ParameterSpec
 from autopar.runtime.state import is_alike
@@ -151,12 +151,16 @@ class Tree:
             for parameter in self.root.parameters():
                 meta = torch.empty(tuple(parameter.shape), dtype=parameter.dtype, device="meta")
                 memo[id(parameter)] = nn.Parameter(meta, parameter.requires_grad)
-            for buffer in self.root.buffers():
-                memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-            made = copy_with(self.root, memo)
-            for module in made.modules():
+            tied: dict[Any, tuple[str, Tensor, Tensor]] = {}  # by memory: two tensors may be one buffer's
+            for name, buffer in self.root.named_buffers():
+                key = (storage_of(buffer), *geometry_of(buffer)) if buffer.numel() else id(buffer)
+                made = torch.empty_like(buffer, device="meta") if key not in tied else tied[key][2]
+                memo[id(buffer)] = tied.setdefault(key, (name, buffer, made))[2]
+            copy = copy_with(self.root, memo)
+            note_overlaps(copy, {name: buffer for name, buffer, _ in tied.values()})
+            for module in copy.modules():
                 allow_calls(module)
-            return made
+            return copy
 
     @contextlib.contextmanager
     def complete(self) -> Iterator[None]:

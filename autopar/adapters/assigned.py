@@ -58,7 +58,7 @@ class BufferWatch:
         self.written_with_graph: list[str] = []
         self.refused = ""
         self._replica = replica
-        self._before: dict[str, dict[str, Any]] = {}
+        self._before: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}  # path -> buffers, parameters
         number = id(self)  # what hooks hold counts as the module's own
         _WATCHES[number] = self
         replica.register_forward_pre_hook(lambda *_: _WATCHES[number]._start(), prepend=True)
@@ -69,7 +69,7 @@ class BufferWatch:
         hooks = torch_module._global_buffer_registration_hooks
         for key in [k for k, hook in hooks.items() if hook.__module__.startswith("torch._functorch")]:
             del hooks[key]
-        self._before = {path: _state(module) for path, module in self._replica.named_modules()}
+        self._before = {p: (dict(m._buffers), dict(m._parameters)) for p, m in self._replica.named_modules()}
 
     def _end(self, args: Any, kwargs: Any, made: Any) -> Any:
         """The forward has returned. Gives what it is to return instead."""
@@ -87,7 +87,7 @@ class BufferWatch:
                 if now is before:
                     continue
                 self.assigned.append(self._assignment(name, now, known))
-                if self.assigned[-1].value:
+                if now is not None and self.assigned[-1].value:
                     known.add(name, True, now)
                     values.append(now)
                 module._buffers[key] = before
@@ -107,25 +107,27 @@ class BufferWatch:
     def _named(self) -> Iterator[tuple[str, nn.Module, str, Tensor | None]]:
         """(name, module, attribute, what it held before) of all buffers that are still there."""
         for path, module in self._replica.named_modules():
-            for key, before in self._before.get(path, {}).items():
+            for key, before in self._before[path][0].items() if path in self._before else ():
                 if key in module._buffers:
                     yield (f"{path}.{key}" if path else key), module, key, before
 
     def _refuse_lost(self) -> None:
         for path, module in self._replica.named_modules():
-            lost = [key for key in self._before.get(path, {}) if key not in module._buffers]
-            if lost:
+            buffers, parameters = self._before.get(path, ({}, {}))
+            dot = f"{path}." if path else ""
+            if lost := [key for key in buffers if key not in module._buffers]:
                 self.refused = (
-                    f"the forward takes the buffer {path + '.' if path else ''}{lost[0]} away from its module; assign "
-                    "None to it, or another tensor"
+                    f"the forward takes the buffer {dot}{lost[0]} away from its module; assign None to it, or another "
+                    "tensor"
+                )
+            if lost := [key for key, p in parameters.items() if module._parameters.get(key) is not p]:
+                self.refused = (
+                    f"the forward replaces the parameter {dot}{lost[0]}, which steps on a mesh do not; compute with a "
+                    "tensor of another name, or write into the parameter between steps"
                 )
 
 
 _WATCHES: weakref.WeakValueDictionary[int, BufferWatch] = weakref.WeakValueDictionary()
-
-
-def _state(module: nn.Module) -> dict[str, Any]:
-    return dict(module._buffers)
 
 
 class _Memories:

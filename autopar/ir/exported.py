@@ -17,7 +17,7 @@ from autopar.adapters.export import flatten, paths, unflatten
 from autopar.ir.signature import ConstantLeaf, InputSpec, OutputSpec
 
 
-def input_specs(program: ExportedProgram, replica: nn.Module, leaves: list[str]) -> list[InputSpec]:
+def specs_of_inputs(program: ExportedProgram, replica: nn.Module, leaves: list[str]) -> list[InputSpec]:
     """Input specs in placeholder order; the placeholders of tied names are merged into the first."""
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     tensors: dict[str, Tensor] = dict(replica.named_parameters(remove_duplicate=False))
