@@ -36,6 +36,7 @@ from autopar.adapters.fake import fake_like, new_mode, owned_by, structure_copy
 from autopar.adapters.frozen import frozen_facts
 from autopar.adapters.function_watch import FunctionWatch
 from autopar.adapters.lazy import graph_module, lazy_code
+from autopar.adapters.leftovers import Leftovers, nothing_left
 from autopar.adapters.module_changes import changes_as_values
 from autopar.adapters.roomy_stack import roomy
 from autopar.adapters.set_order import sets_in_order
@@ -163,9 +164,10 @@ def capture(
     Raises ValueError that names the operator and line which cannot be captured.
     """
     if memo:
-        with contextlib.suppress(TraceAnew):
-            return _captured(model, batch, train, exact, autocast, precision or Precision(), memo=True)
-    return _captured(model, batch, train, exact, autocast, precision or Precision(), memo=False)
+        with contextlib.suppress(TraceAnew), nothing_left() as left:
+            return _captured(model, batch, train, exact, autocast, precision or Precision(), True, left)
+    with nothing_left() as left:
+        return _captured(model, batch, train, exact, autocast, precision or Precision(), False, left)
 
 
 def _captured(
@@ -176,6 +178,7 @@ def _captured(
     autocast: torch.dtype | None,
     precision: Precision,
     memo: bool,
+    left: Leftovers,
 ) -> GraphModule:
     mode, dtypes = new_mode(), model_dtypes(model, precision)
     replica = structure_copy(model, mode, dtypes.used)
@@ -200,7 +203,8 @@ def _captured(
             stack.enter_context(_given(replica, constants))
         stack.enter_context(sets_in_order(replica))
         stack.enter_context(unchecked_distributions())
-        watch = stack.enter_context(FunctionWatch(replica, owned_by(model), _INSTEAD))
+        left.watch(replica)
+        watch = stack.enter_context(FunctionWatch(replica, owned_by(model), _INSTEAD, left.note))
         stack.enter_context(changes_as_values(lambda: watch.running, watch.said))
         changed = stack.enter_context(frozen_facts(replica))
         buffers = BufferWatch(replica)
