@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
 
 from autopar import ops as ops  # registers the operators that adapters put into models
 from autopar.adapters.assigned import BufferWatch
@@ -32,12 +33,13 @@ from autopar.adapters.block_memo import TraceAnew
 from autopar.adapters.collector import resting_collector
 from autopar.adapters.distributions import unchecked_distributions
 from autopar.adapters.export import export, flatten, paths, unflatten
-from autopar.adapters.fake import fake_like, new_mode, owned_by, structure_copy
+from autopar.adapters.fake import FakeTensorMode, fake_like, new_mode, owned_by, structure_copy
 from autopar.adapters.frozen import frozen_facts
 from autopar.adapters.function_watch import FunctionWatch
 from autopar.adapters.lazy import graph_module, lazy_code
 from autopar.adapters.leftovers import Leftovers, nothing_left
 from autopar.adapters.module_changes import changes_as_values
+from autopar.adapters.repeated import found_again
 from autopar.adapters.roomy_stack import roomy
 from autopar.adapters.set_order import sets_in_order
 from autopar.exact import LiftFloat32
@@ -170,6 +172,22 @@ def capture(
         return _captured(model, batch, train, exact, autocast, precision or Precision(), False, left)
 
 
+def _prepared(
+    model: nn.Module, batch: Mapping[str, Any], train: bool | None, precision: Precision, mode: FakeTensorMode
+) -> tuple[nn.Module, dict[str, Any]]:
+    """(a structure copy, the arguments for its forward)"""
+    dtypes, adapter = model_dtypes(model, precision), adapter_for(model)
+    replica = structure_copy(model, mode, dtypes.used)
+    if train is not None:
+        replica.train(train)
+    arguments = dict(batch)
+    if adapter is not None:
+        replica = adapter.prepare(replica)
+        arguments = adapter.arguments(replica, batch)
+    cast_around(replica, dtypes)
+    return replica, arguments
+
+
 def _captured(
     model: nn.Module,
     batch: Mapping[str, Any],
@@ -180,16 +198,8 @@ def _captured(
     memo: bool,
     left: Leftovers,
 ) -> GraphModule:
-    mode, dtypes = new_mode(), model_dtypes(model, precision)
-    replica = structure_copy(model, mode, dtypes.used)
-    if train is not None:
-        replica.train(train)
-    adapter = adapter_for(model)
-    arguments = dict(batch)
-    if adapter is not None:
-        replica = adapter.prepare(replica)
-        arguments = adapter.arguments(replica, batch)
-    cast_around(replica, dtypes)
+    adapter, mode = adapter_for(model), new_mode()
+    replica, arguments = _prepared(model, batch, train, precision, mode)
     constants = constants_of(arguments)
     arguments = {name: value for name, value in arguments.items() if name not in constants}
     leaves, spec = flatten(arguments)
@@ -217,8 +227,10 @@ def _captured(
             warnings.warn(text, stacklevel=3)
         _refuse_running_values(program, changed)
         _refuse_overlaps(program, dict(replica.named_parameters()), owned_by(model).overlaps)
+    if names := [*changed, *left.changed()]:
+        _refuse_running_state(*_prepared(model, batch, train, precision, mode), mode, names)
     gm = _finish(program, replica, arguments, buffers)
-    stored = stored_by_name(model, dtypes)
+    stored = stored_by_name(model, model_dtypes(model, precision))
     held = (s for s in gm.meta["signature"].inputs if s.kind == "parameter" and s.name in stored)
     gm.meta["stored_dtypes"] = {s.node: stored[s.name] for s in held}
     gm.meta["batch_dims"] = adapter.batch_dims(replica, arguments) if adapter is not None else {}
@@ -268,6 +280,21 @@ def _refuse_running_values(program: ExportedProgram, changed: Collection[str]) -
                 f"capture: the forward reads {spec.target} and replaces it, but only buffers may be changed by a "
                 "forward, found a plain tensor; register it with register_buffer"
             )
+
+
+def _refuse_running_state(
+    replica: nn.Module, arguments: Mapping[str, Any], mode: FakeTensorMode, names: Sequence[str]
+) -> None:
+    """Raises ValueError for a forward that computes with what an earlier one has left beside buffers. ``names``: of
+    what the forward changes."""
+    given = pytree.tree_map_only(Tensor, lambda x: fake_like(x, mode), arguments)
+    left = found_again(replica, given, mode)
+    if left is not None:
+        what = f"a tensor that an earlier forward has kept in {left}" if left else f"{names[0]}, which it changes"
+        raise ValueError(
+            f"capture: the forward computes with {what}, and steps carry on buffers only; register it with "
+            "register_buffer, which a forward may write to or assign, or pass it in"
+        )
 
 
 def _refuse_overlaps(

@@ -31,9 +31,10 @@ _FOREIGN = {"torch", "autopar", "numpy", "transformers", "builtins", *sys.stdlib
 _LARGE = 1000  # entries; of what is larger there is no copy
 _DEEP = 4  # holders of holders that are looked at
 _MOST = 3000  # holders
+SIMPLE = {bool, int, float, complex, str}
 _CONTAINERS = (dict, list, set, deque)
 _FUNCTIONS = (types.FunctionType, functools._lru_cache_wrapper)
-_OF_SIZES = ("_like", "new_")  # parts of names of operators whose results take no values from their operand
+OF_SIZES = ("_like", "new_")  # parts of names of operators whose results take no values from their operand
 
 
 @contextmanager
@@ -84,14 +85,29 @@ class Leftovers:
             alive = {id(x): node_of(x, mode.tracer) for ref in self._made if (x := ref()) is not None}
             self._steady = {i for i, node in alive.items() if node is None or not self._varying.is_behind(node)}
 
+    def changed(self) -> list[str]:
+        """Names of numbers and texts that are others than before."""
+        found = ((holder, name, key) for holder, name, _, keys in self._changes() for key in keys)
+        return [f"{name}{_label(holder, key)}" for holder, name, key in found if _is_simple(holder, key)]
+
+    def _changes(self) -> Iterator[tuple[Any, str, dict[Any, Any], list[Any]]]:
+        """(holder, its name, what it held, keys of what is another), of holders with changes."""
+        for holder, name, before in self._held:
+            now = _entries(holder)
+            keys = [key for key in now.keys() | before.keys() if now.get(key, _NONE) is not before.get(key, _NONE)]
+            if keys:
+                yield holder, name, before, keys
+
     def restore(self) -> str:
         """Holders that are known are as they were; returns why the capture must be refused, if it must."""
         refused = ""
-        for holder, name, before in self._held:
+        for holder, name, before, changed in self._changes():
             now = _entries(holder)
-            changed = [key for key in now.keys() | before.keys() if now.get(key, _NONE) is not before.get(key, _NONE)]
             fakes = {key: x for key in changed if (x := _fake_in(now.get(key))) is not None}
             if not fakes:
+                simple = [key for key in changed if type(now.get(key)) in SIMPLE and type(before.get(key)) in SIMPLE]
+                if len(simple) == len(changed):
+                    _put_back(holder, before, changed)
                 continue
             for key, x in fakes.items():
                 if not refused and id(x) not in self._steady:
@@ -142,7 +158,7 @@ class _Varying:
                 buffer = self._parameters <= places[x] < self._parameters + self._buffers
                 if not buffer or any(_writes(user, x) for user in x.users):
                     return True
-            if any(part in str(x.target) for part in _OF_SIZES):
+            if any(part in str(x.target) for part in OF_SIZES):
                 continue
             new = [y for y in x.all_input_nodes if y not in seen]
             seen.update(new)
@@ -300,3 +316,7 @@ def _taken_out(alive: list[Tensor], varying: set[int]) -> Iterator[str]:
             yield next((str(name) for name in names), f"a {type(holder).__name__}")
         left = {key: x for key, x in _entries(holder).items() if key not in fakes}
         _put_back(holder, left, [])
+
+
+def _is_simple(holder: Any, key: Any) -> bool:
+    return type(_entries(holder).get(key)) in SIMPLE
