@@ -34,7 +34,7 @@ from autopar.adapters.collector import resting_collector
 from autopar.adapters.distributions import unchecked_distributions
 from autopar.adapters.export import export, flatten, paths, unflatten
 from autopar.adapters.fake import FakeTensorMode, fake_like, new_mode, owned_by, structure_copy
-from autopar.adapters.frozen import frozen_facts
+from autopar.adapters.frozen import attributes_of, frozen_facts
 from autopar.adapters.function_watch import FunctionWatch
 from autopar.adapters.lazy import graph_module, lazy_code
 from autopar.adapters.leftovers import Leftovers, nothing_left
@@ -229,7 +229,7 @@ def _captured(
         _refuse_overlaps(program, dict(replica.named_parameters()), owned_by(model).overlaps)
     if names := [*changed, *left.changed()]:
         _refuse_running_state(*_prepared(model, batch, train, precision, mode), mode, names)
-    gm = _finish(program, replica, arguments, buffers)
+    gm = _finish(program, replica, arguments, buffers, attributes_of(replica, changed))
     stored = stored_by_name(model, model_dtypes(model, precision))
     held = (s for s in gm.meta["signature"].inputs if s.kind == "parameter" and s.name in stored)
     gm.meta["stored_dtypes"] = {s.node: stored[s.name] for s in held}
@@ -313,7 +313,11 @@ def _refuse_overlaps(
 
 
 def _finish(
-    program: ExportedProgram, replica: nn.Module, arguments: Mapping[str, Any], buffers: BufferWatch
+    program: ExportedProgram,
+    replica: nn.Module,
+    arguments: Mapping[str, Any],
+    buffers: BufferWatch,
+    unkept: Sequence[tuple[str, str]],
 ) -> GraphModule:
     graph = program.graph_module.graph
     leaf_paths = [path for path, _ in paths(arguments)]
@@ -332,7 +336,7 @@ def _finish(
             "next step, whose backward would go on into this one's; write detached values (.detach(), torch.no_grad())"
         )
     gm.meta["signature"] = Signature(
-        kept, tuple(made.outputs), made.spec, tuple(made.leaves), tuple(buffers.assigned), read
+        kept, tuple(made.outputs), made.spec, tuple(made.leaves), tuple(buffers.assigned), read, tuple(unkept)
     )
     check_contained(gm)
     constants = {spec.name for spec in kept if spec.kind == "constant"}

@@ -39,6 +39,7 @@ class StepBuffers:
         self.written = {i: spec.name for i, spec in new if not spec.assigned}
         self.bound: dict[str, Assignment] = {a.name: a for a in signature.assigned}
         self._places = {spec.name: i for i, spec in new if spec.assigned}
+        self._unkept = signature.unkept
         self._keeps_dtypes = bool(compiled.plan.options.precision.compute)
         dependent = {output_place(name) for part in compiled.pipeline.parts for name in part.dependent}
         lying = ((i, spec.lying) for i, spec in enumerate(signature.outputs) if i not in dependent)
@@ -81,6 +82,8 @@ class StepBuffers:
     def store(self, tree: Tree, made: list[Any], differentiated: bool) -> None:
         """The buffers of the modules are as the forward left them. ``made``: the outputs of the step; those that lie in
         the memory of a buffer are put there. ``differentiated``: the forward made a graph of autograd."""
+        if self._unkept:
+            tree.leave_out(self._unkept)
         if not self.written and not self.bound:
             return
         before = tree.buffers()

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from autopar.adapters.dtensor import local_of, storage_of
 from autopar.adapters.fake import copy_with, geometry_of, note_overlaps
 from autopar.adapters.module_calls import allow_calls, refuse_calls
+from autopar.adapters.module_reads import allow_reads, refuse_reads
 from autopar.ir.parameter import ParameterSpec
 from autopar.runtime.state import is_alike
 
@@ -36,6 +37,13 @@ def _no_call(path: str, name: str) -> ValueError:
         f"parallelize: a {name}{at} holds this rank's pieces of its weights, with which it cannot be called by itself; "
         "call the whole model (train_step, eval_step, model(**batch)), or load full_state_dict() into a model of one "
         "process"
+    )
+
+
+def _not_kept(path: str, name: str) -> ValueError:
+    return ValueError(
+        f"parallelize: the forward sets the attribute {path + '.' if path else ''}{name}, which steps on a mesh do not, "
+        "since they return outputs and write buffers; return it as an output, or register it as a buffer"
     )
 
 
@@ -123,6 +131,11 @@ class Tree:
         path, dot, key = name.rpartition(".")
         self._buffer_owners[path + dot][key] = tensor
 
+    def leave_out(self, unkept: Iterable[tuple[str, str]]) -> None:
+        """Attributes, by the paths of their modules, that a forward has set, and a step has not."""
+        for path, name in unkept:
+            refuse_reads(self.root.get_submodule(path), [name], functools.partial(_not_kept, path))
+
     @property
     def specs(self) -> tuple[ParameterSpec, ...]:
         """All parameters of the model. Raises ValueError as `refresh`."""
@@ -160,6 +173,7 @@ class Tree:
             note_overlaps(copy, {name: buffer for name, buffer, _ in tied.values()})
             for module in copy.modules():
                 allow_calls(module)
+                allow_reads(module)
             return copy
 
     @contextlib.contextmanager

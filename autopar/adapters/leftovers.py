@@ -235,12 +235,12 @@ def _entries(holder: Any) -> dict[Any, Any]:
     found = dict(vars(holder))
     if isinstance(holder, types.FunctionType):
         cells = zip(holder.__code__.co_freevars, holder.__closure__ or ())
-        found |= {_Cell(name): cell for name, cell in cells}
+        found |= {_Variable(name): cell for name, cell in cells}
         found |= {_Default(i): x for i, x in enumerate(holder.__defaults__ or ())}
     return found
 
 
-class _Cell(str):
+class _Variable(str):
     """The name of a variable that a function closes over."""
 
 
@@ -251,7 +251,7 @@ class _Default(int):
 def _label(holder: Any, key: Any) -> str:
     if isinstance(holder, types.CellType):
         return ""
-    if isinstance(key, _Cell):
+    if isinstance(key, _Variable):
         return f".<{key}>"
     return f"[{key!r}]" if isinstance(holder, _CONTAINERS) else f".{key}"
 

@@ -42,7 +42,8 @@ class Signature:
     """Inputs in placeholder order, outputs in the order of the graph's output tuple (outputs before mutations).
 
     assigned: the buffers to which the forward binds other tensors. differentiated: those through which a gradient
-    would flow, if they were part of a graph of autograd."""
+    would flow, if they were part of a graph of autograd. unkept: (path of a module, attribute) of what the forward sets
+    beside buffers, which nobody will find there."""
 
     inputs: tuple[InputSpec, ...]
     outputs: tuple[OutputSpec, ...]
@@ -51,6 +52,7 @@ class Signature:
     leaves: tuple[int | ConstantLeaf, ...] = field(default=(), repr=False)
     assigned: tuple[Assignment, ...] = ()
     differentiated: tuple[str, ...] = ()
+    unkept: tuple[tuple[str, str], ...] = ()
 
     def rebuild(self, values: Sequence[Any]) -> Any:
         """Flat "output" values (tensors or anything else) -> the user's structure, with None and constant leaves."""

@@ -173,7 +173,7 @@ def compiled_of(case: Case, order: Order, bucket_bytes: int = 2**20) -> Any:
             options=Options(micro_batches=case.micro_batches, bucket_bytes=bucket_bytes),
             inputs={"x": cut, "target": cut},
         ),
-        signature=SimpleNamespace(inputs=inputs, outputs=[OutputSpec("output", "loss")], assigned=()),
+        signature=SimpleNamespace(inputs=inputs, outputs=[OutputSpec("output", "loss")], assigned=(), unkept=()),
         constants={},
         known=None,
         parameters=[ParameterSpec(n, shape, torch.float64) for n, shape in names.items()],

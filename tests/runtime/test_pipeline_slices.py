@@ -117,7 +117,7 @@ def train(schedule: str) -> tuple[float, dict[str, Tensor], int, int]:
         train=True,
         prologue=None,
         plan=SimpleNamespace(experts={}, options=Options(micro_batches=MICRO_BATCHES), inputs={"x": {"mb": Shard(0)}}),
-        signature=SimpleNamespace(inputs=inputs, outputs=[OutputSpec("output", "loss")], assigned=()),
+        signature=SimpleNamespace(inputs=inputs, outputs=[OutputSpec("output", "loss")], assigned=(), unkept=()),
         constants={},
         known=None,
         parameters=[ParameterSpec(n, (WIDTH, WIDTH), torch.float64) for n in NAMES],
