@@ -258,7 +258,7 @@ class Stateful(nn.Module):
 
     def _persistent(self) -> dict[str, Tensor]:
         kept = self._tree.root.state_dict()
-        return {name: buffer for name, buffer in self.named_buffers() if name in kept}
+        return {name: buffer for name, buffer in self.named_buffers(remove_duplicate=False) if name in kept}
 
     def _own_of_model(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self._tree.own.items() if of_the_model(name)}

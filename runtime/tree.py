@@ -42,8 +42,8 @@ def _no_call(path: str, name: str) -> ValueError:
 
 def _not_kept(path: str, name: str) -> ValueError:
     return ValueError(
-        f"parallelize: the forward sets the attribute {path + '.' if path else ''}{name}, which steps on a mesh do not, "
-        "since they return outputs and write buffers; return it as an output, or register it as a buffer"
+        f"parallelize: the forward sets the attribute {path + '.' if path else ''}{name}, which steps on a mesh do "
+        "not, since they return outputs and write buffers; return it as an output, or register it as a buffer"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.habit_buffers import BUFFERS
 from tests.habit_hooks import OTHERS
 from tests.habit_loops import LOOPS
 from tests.habits import HABITS, Habit
@@ -15,6 +16,7 @@ SECTIONS = {
     "The model and its parameters": HABITS,
     "The loop": LOOPS,
     "Hooks, casts, copies": OTHERS,
+    "What a forward leaves behind": BUFFERS,
 }
 HEAD = """# What may be done to a model
 
