@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tests.habit_buffers import BUFFERS
 from tests.habit_hooks import OTHERS
+from tests.habit_kept import KEPT
 from tests.habit_loops import LOOPS
 from tests.habits import HABITS, Habit
 
@@ -16,7 +17,8 @@ SECTIONS = {
     "The model and its parameters": HABITS,
     "The loop": LOOPS,
     "Hooks, casts, copies": OTHERS,
-    "What a forward leaves behind": BUFFERS,
+    "Buffers": BUFFERS,
+    "What a forward keeps": KEPT,
 }
 HEAD = """# What may be done to a model
 

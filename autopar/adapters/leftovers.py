@@ -45,8 +45,7 @@ def nothing_left() -> Iterator[Leftovers]:
         yield left
     except BaseException:
         left.restore()
-        for _ in _emptied_caches():
-            pass
+        list(left.emptied_caches())
         raise
     if refused := left.restore() or left.clear():
         raise ValueError(f"capture: {refused}")
@@ -124,10 +123,19 @@ class Leftovers:
             return ""
         gc.collect(1)  # what the export has left in cycles
         varying = {id(x) for ref in self._made if (x := ref()) is not None and id(x) not in self._steady}
-        held = [f"the cache of {name}" for name, x in _emptied_caches() if id(x) in varying]
+        held = [f"the cache of {name}" for name, x in self.emptied_caches() if id(x) in varying]
         if left := [x for ref in self._made if (x := ref()) is not None]:
             held += _taken_out(left, varying)
         return _refusal(held[0]) if held else ""
+
+    def emptied_caches(self) -> Iterator[tuple[str, Tensor]]:
+        """Empties the caches of functions that hold fakes. Gives their names, and a fake of each."""
+        known = [x for _, _, held in self._held for x in held.values()]  # the collector does not tell frozen objects
+        caches = {id(x): x for x in (*known, *gc.get_objects()) if type(x) is functools._lru_cache_wrapper}
+        for cache in caches.values():
+            if not _is_foreign(cache.__module__ or "") and (x := _fake_in(gc.get_referents(cache))) is not None:
+                cache.cache_clear()
+                yield f"{cache.__module__}.{cache.__qualname__}", x
 
 
 _CAPTURES: weakref.WeakValueDictionary[int, Leftovers] = weakref.WeakValueDictionary()
@@ -177,7 +185,9 @@ def _writes(node: Node, x: Node) -> bool:
 def _holders(replica: nn.Module) -> Iterator[tuple[str, Any]]:
     """(name, what may hold a tensor) of what the code of the modules finds by name: files, and what these hold."""
     classes = {cls for m in replica.modules() for cls in type(m).__mro__}
-    homes = {x.__module__ for cls in classes for x in (cls, *vars(cls).values()) if isinstance(x, (type, *_FUNCTIONS))}
+    own_functions = [x for m in replica.modules() for held in (m.__dict__, *_hooks(m)) for x in held.values()]
+    found = [x for cls in classes for x in (cls, *vars(cls).values())] + own_functions
+    homes = {x.__module__ for x in found if isinstance(x, (type, *_FUNCTIONS))}
     files = dict.fromkeys(file for name in sorted(map(str, homes)) if (file := sys.modules.get(name)) is not None)
     own = [file for file in files if not _is_foreign(file.__name__)]
     for file in list(own):
@@ -198,6 +208,10 @@ def _holders(replica: nn.Module) -> Iterator[tuple[str, Any]]:
             for key, value in _entries(holder).items():
                 if _holds(value):
                     queue.append((f"{name}{_label(holder, key)}", value, depth + 1))
+
+
+def _hooks(module: nn.Module) -> Iterator[dict[Any, Any]]:
+    return (x for name, x in module.__dict__.items() if "_hooks" in name and isinstance(x, dict))
 
 
 def _is_foreign(module: str) -> bool:
@@ -289,14 +303,6 @@ def _put_back(holder: Any, before: dict[Any, Any], changed: list[Any]) -> None:
 
 
 # --- whoever else holds something --------------------------------------------------------------------------
-
-
-def _emptied_caches() -> Iterator[tuple[str, Tensor]]:
-    """Empties the caches of functions that hold fakes. Gives their names, and a fake of each."""
-    for cache in [x for x in gc.get_objects() if type(x) is functools._lru_cache_wrapper]:
-        if not _is_foreign(cache.__module__ or "") and (x := _fake_in(gc.get_referents(cache))) is not None:
-            cache.cache_clear()
-            yield f"{cache.__module__}.{cache.__qualname__}", x
 
 
 def _taken_out(alive: list[Tensor], varying: set[int]) -> Iterator[str]:
