@@ -213,7 +213,7 @@ def _captured(
             stack.enter_context(_given(replica, constants))
         stack.enter_context(sets_in_order(replica))
         stack.enter_context(unchecked_distributions())
-        left.watch(replica)
+        left.watch(replica, model)
         watch = stack.enter_context(FunctionWatch(replica, owned_by(model), _INSTEAD, left.note))
         stack.enter_context(changes_as_values(lambda: watch.running, watch.said))
         changed = stack.enter_context(frozen_facts(replica))

@@ -94,7 +94,8 @@ class FunctionWatch(TorchFunctionMode):
         args, kwargs = self.rows.handed_on(func, (args, kwargs))
         written = self.known.before_write(func, args, kwargs)
         made = self._instead.get(func, func)(*args, **kwargs)
-        self._noted(made)
+        if not any(made is x for x in args):
+            self._noted(made)
         self.known.note(func, args, kwargs, made, written)
         self.rows.note(func, args, kwargs, made)
         return made

@@ -61,9 +61,9 @@ class Leftovers:
         self._varying: _Varying | None = None
         self._replica: nn.Module | None = None
 
-    def watch(self, replica: nn.Module) -> None:
-        """What the code of its modules may reach is remembered as it is."""
-        self._held = [(holder, name, _entries(holder)) for name, holder in _holders(replica)]
+    def watch(self, replica: nn.Module, model: nn.Module) -> None:
+        """What the code of its modules may reach is remembered as it is. ``model``: what it is a copy of."""
+        self._held = [(holder, name, _entries(holder)) for name, holder in _holders(replica, model)]
         self._replica, self._varying = replica, _Varying(replica)
         number = id(self)  # what hooks hold counts as the module's own
         _CAPTURES[number] = self
@@ -182,8 +182,9 @@ def _writes(node: Node, x: Node) -> bool:
 # --- holders that are known beforehand ---------------------------------------------------------------------
 
 
-def _holders(replica: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(name, what may hold a tensor) of what the code of the modules finds by name: files, and what these hold."""
+def _holders(replica: nn.Module, model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(name, what may hold a tensor) of what the code of the modules finds by name: files, what the copy shares with
+    the model, and what these hold."""
     classes = {cls for m in replica.modules() for cls in type(m).__mro__}
     own_functions = [x for m in replica.modules() for held in (m.__dict__, *_hooks(m)) for x in held.values()]
     found = [x for cls in classes for x in (cls, *vars(cls).values())] + own_functions
@@ -196,7 +197,11 @@ def _holders(replica: nn.Module) -> Iterator[tuple[str, Any]]:
             home = sys.modules.get(name) if isinstance(name, str) and not _is_foreign(name) else None
             if home is not None and home not in own:
                 own.append(home)
+    theirs = {id(x) for m in model.modules() for x in m.__dict__.values() if _holds(x)}
     queue = deque((file.__name__, file, 0) for file in own)
+    for path, module in replica.named_modules():
+        shared = ((name, x) for name, x in module.__dict__.items() if id(x) in theirs)
+        queue.extend((f"{path}.{name}" if path else name, x, 1) for name, x in shared)
     seen: set[int] = set()
     while queue:
         name, holder, depth = queue.popleft()
@@ -306,22 +311,29 @@ def _put_back(holder: Any, before: dict[Any, Any], changed: list[Any]) -> None:
 
 
 def _taken_out(alive: list[Tensor], varying: set[int]) -> Iterator[str]:
-    """Takes fakes out of containers that nobody has named. Gives the names of attributes that hold one, of which it is
+    """Takes fakes out of containers that an object holds. Gives the names of attributes that hold one, of which it is
     not known what they held before, and of containers that hold one of ``varying``."""
     for holder in gc.get_referrers(*alive):
-        if holder is alive or not isinstance(holder, _CONTAINERS):
+        if holder is alive or type(holder) not in _CONTAINERS:
             continue
-        fakes = {key: x for key, x in _entries(holder).items() if isinstance(x, FakeTensor)}
+        fakes = {key: x for key, x in _entries(holder).items() if issubclass(type(x), FakeTensor)}
         above = gc.get_referrers(holder)
-        owner = next((x for x in above if getattr(x, "__dict__", None) is holder), None)
-        if owner is not None:
-            yield from (f"{type(owner).__name__}.{key}" for key in fakes if not _is_foreign(type(owner).__module__))
+        if (owner := _owner(holder, above)) is not None:
+            yield from (f"{type(owner).__name__}.{key}" for key in fakes)
             continue
-        if not varying.isdisjoint(map(id, fakes.values())):
-            names = (key for x in above if type(x) is dict for key, value in x.items() if value is holder)
-            yield next((str(name) for name in names), f"a {type(holder).__name__}")
-        left = {key: x for key, x in _entries(holder).items() if key not in fakes}
-        _put_back(holder, left, [])
+        attributes = [x for x in above if type(x) is dict and any(value is holder for value in x.values())]
+        for found in attributes:
+            if (owner := _owner(found, gc.get_referrers(found))) is not None:
+                if not varying.isdisjoint(map(id, fakes.values())):
+                    yield f"{type(owner).__name__}.{next(key for key, value in found.items() if value is holder)}"
+                left = {key: x for key, x in _entries(holder).items() if key not in fakes}
+                _put_back(holder, left, [])
+
+
+def _owner(attributes: Any, referrers: list[Any]) -> Any:
+    """The object whose attributes these are, if it is the user's."""
+    users = (x for x in referrers if not _is_foreign(type(x).__module__) and not isinstance(x, nn.Module))
+    return next((x for x in users if getattr(x, "__dict__", None) is attributes), None)
 
 
 def _is_simple(holder: Any, key: Any) -> bool:
