@@ -58,6 +58,7 @@ class BufferWatch:
         self.written_with_graph: list[str] = []
         self.refused = ""
         self._replica = replica
+        self._shapes: dict[int, torch.Size] = {}
         self._before: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}  # path -> buffers, parameters
         number = id(self)  # what hooks hold counts as the module's own
         _WATCHES[number] = self
@@ -70,6 +71,7 @@ class BufferWatch:
         for key in [k for k, hook in hooks.items() if hook.__module__.startswith("torch._functorch")]:
             del hooks[key]
         self._before = {p: (dict(m._buffers), dict(m._parameters)) for p, m in self._replica.named_modules()}
+        self._shapes = {id(x): x.shape for held, _ in self._before.values() for x in held.values() if x is not None}
 
     def _end(self, args: Any, kwargs: Any, made: Any) -> Any:
         """The forward has returned. Gives what it is to return instead."""
@@ -80,6 +82,9 @@ class BufferWatch:
             for name, _, _, before in named:
                 if before is not None:
                     known.add(name, False, before)
+            resized = [n for n, _, _, x in named if x is not None and self._shapes[id(x)] != x.shape]
+            if resized:
+                self.refused = f"the forward resizes the buffer {resized[0]} in place; assign another tensor to it"
             self.written_with_graph = [n for n, _, _, x in named if x is not None and x.requires_grad]
             self.assigned, values = [], []
             for name, module, key, before in named:
