@@ -22,22 +22,25 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, OutputKind
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
 
 from autopar import ops as ops  # registers the operators that adapters put into models
+from autopar.adapters.assigned import BufferWatch
 from autopar.adapters.backward_paths import followed_paths
 from autopar.adapters.block_memo import TraceAnew
 from autopar.adapters.collector import resting_collector
 from autopar.adapters.distributions import unchecked_distributions
 from autopar.adapters.export import export, flatten, paths, unflatten
-from autopar.adapters.fake import fake_like, new_mode, owned_by, structure_copy
-from autopar.adapters.frozen import frozen_facts
+from autopar.adapters.fake import FakeTensorMode, fake_like, new_mode, owned_by, structure_copy
+from autopar.adapters.frozen import attributes_of, frozen_facts
 from autopar.adapters.function_watch import FunctionWatch
 from autopar.adapters.lazy import graph_module, lazy_code
+from autopar.adapters.leftovers import Leftovers, nothing_left
 from autopar.adapters.module_changes import changes_as_values
 from autopar.adapters.program_checks import refuse_overlaps, refuse_running_values
 from autopar.adapters.questions import noticed_grad_mode
+from autopar.adapters.repeated import found_again
 from autopar.adapters.roomy_stack import roomy
 from autopar.adapters.set_order import sets_in_order
 from autopar.adapters.unseen_effects import seen_effects
@@ -46,10 +49,11 @@ from autopar.exact import LiftFloat32
 from autopar.ir.batch import constants_of
 from autopar.ir.compute_dtypes import Dtypes, cast_around, dtypes_of, stored_by_name
 from autopar.ir.dtype_checks import check_dtypes
+from autopar.ir.exported import Made, buffers_differentiated, specs_of_inputs
 from autopar.ir.gradient_paths import refuse_other_gradients
 from autopar.ir.own_backward import check_contained
 from autopar.ir.recipe import Recipe
-from autopar.ir.signature import ConstantLeaf, InputSpec, OutputSpec, Signature
+from autopar.ir.signature import InputSpec, OutputSpec, Signature
 from autopar.ops.ctc import functional_ctc_loss
 from autopar.precision import Precision
 
@@ -169,9 +173,26 @@ def capture(
     """
     how = (train, exact, autocast, precision or Precision(), grad_mode)
     if memo:
-        with contextlib.suppress(TraceAnew):
-            return _captured(model, batch, *how, memo=True)
-    return _captured(model, batch, *how, memo=False)
+        with contextlib.suppress(TraceAnew), nothing_left() as left:
+            return _captured(model, batch, *how, True, left)
+    with nothing_left() as left:
+        return _captured(model, batch, *how, False, left)
+
+
+def _prepared(
+    model: nn.Module, batch: Mapping[str, Any], train: bool | None, precision: Precision, mode: FakeTensorMode
+) -> tuple[nn.Module, dict[str, Any]]:
+    """(a structure copy, the arguments for its forward)"""
+    dtypes, adapter = model_dtypes(model, precision), adapter_for(model)
+    replica = structure_copy(model, mode, dtypes.used)
+    if train is not None:
+        replica.train(train)
+    arguments = dict(batch)
+    if adapter is not None:
+        replica = adapter.prepare(replica)
+        arguments = adapter.arguments(replica, batch)
+    cast_around(replica, dtypes)
+    return replica, arguments
 
 
 def _captured(
@@ -183,17 +204,10 @@ def _captured(
     precision: Precision,
     grad_mode: bool,
     memo: bool,
+    left: Leftovers,
 ) -> GraphModule:
-    mode, dtypes = new_mode(), model_dtypes(model, precision)
-    replica = structure_copy(model, mode, dtypes.used)
-    if train is not None:
-        replica.train(train)
-    adapter = adapter_for(model)
-    arguments = dict(batch)
-    if adapter is not None:
-        replica = adapter.prepare(replica)
-        arguments = adapter.arguments(replica, batch)
-    cast_around(replica, dtypes)
+    adapter, mode = adapter_for(model), new_mode()
+    replica, arguments = _prepared(model, batch, train, precision, mode)
     constants = constants_of(arguments)
     arguments = {name: value for name, value in arguments.items() if name not in constants}
     leaves, spec = flatten(arguments)
@@ -207,23 +221,29 @@ def _captured(
             stack.enter_context(_given(replica, constants))
         stack.enter_context(sets_in_order(replica))
         stack.enter_context(unchecked_distributions())
-        watch = stack.enter_context(FunctionWatch(replica, owned_by(model), _INSTEAD))
+        left.watch(replica, model)
+        watch = stack.enter_context(FunctionWatch(replica, owned_by(model), _INSTEAD, left.note))
         stack.enter_context(changes_as_values(lambda: watch.running, watch.said))
         stack.enter_context(seen_effects(watch.refuse))
         stack.enter_context(noticed_grad_mode(watch.asked_grad_mode))
         stack.enter_context(followed_paths())
         changed = stack.enter_context(frozen_facts(replica))
+        buffers = BufferWatch(replica)
         program = export(replica, unflatten(fakes, spec), autocast, grad_mode, memo=memo)
+        if buffers.refused:
+            raise ValueError(f"capture: {buffers.refused}")
         if watch.refused is not None:  # the forward has caught it
             raise ValueError(f"capture: {watch.refused}") from watch.refused
         for text in watch.said:
             warn_of(text, stacklevel=3)
         refuse_running_values(program, changed)
         refuse_overlaps(program, dict(replica.named_parameters()), owned_by(model).overlaps)
-    gm = _finish(program, replica, arguments, asks_grad_mode=watch.asks_grad_mode)
+    if names := [*changed, *left.changed()]:
+        _refuse_running_state(*_prepared(model, batch, train, precision, mode), mode, names)
+    gm = _finish(program, replica, arguments, buffers, attributes_of(replica, changed), watch.asks_grad_mode)
     if grad_mode:
         refuse_other_gradients(gm, watch.gradients)
-    stored = stored_by_name(model, dtypes)
+    stored = stored_by_name(model, model_dtypes(model, precision))
     held = (s for s in gm.meta["signature"].inputs if s.kind == "parameter" and s.name in stored)
     gm.meta["stored_dtypes"] = {s.node: stored[s.name] for s in held}
     gm.meta["batch_dims"] = adapter.batch_dims(replica, arguments) if adapter is not None else {}
@@ -265,88 +285,59 @@ def _given(replica: nn.Module, constants: Mapping[str, Any]) -> Iterator[None]:
         replica.forward = forward
 
 
+def _refuse_running_state(
+    replica: nn.Module, arguments: Mapping[str, Any], mode: FakeTensorMode, names: Sequence[str]
+) -> None:
+    """Raises ValueError for a forward that computes with what an earlier one has left beside buffers. ``names``: of
+    what the forward changes."""
+    given = pytree.tree_map_only(Tensor, lambda x: fake_like(x, mode), arguments)
+    left = found_again(replica, given, mode)
+    if left is not None:
+        what = f"a tensor that an earlier forward has kept in {left}" if left else f"{names[0]}, which it changes"
+        raise ValueError(
+            f"capture: the forward computes with {what}, and steps carry on buffers only; register it with "
+            "register_buffer, which a forward may write to or assign, or pass it in"
+        )
+
+
 def _finish(
-    program: ExportedProgram, replica: nn.Module, arguments: Mapping[str, Any], asks_grad_mode: bool
+    program: ExportedProgram,
+    replica: nn.Module,
+    arguments: Mapping[str, Any],
+    buffers: BufferWatch,
+    unkept: Sequence[tuple[str, str]],
+    asks_grad_mode: bool,
 ) -> GraphModule:
     graph = program.graph_module.graph
     leaf_paths = [path for path, _ in paths(arguments)]
-    inputs = _inputs(program, replica, leaf_paths)
+    inputs = specs_of_inputs(program, replica, leaf_paths)
     check_dtypes(graph, {spec.node: spec.name for spec in inputs})
-    outputs, values, leaves = _outputs(program)
+    made = Made.of(program, buffers)
     node = graph.output_node()
-    node.args = (tuple(values),)
+    node.args = (tuple(made.values),)
     _write_out_scalars(program, inputs)
     kept = _drop_unused(program, inputs)
     gm = graph_module(graph)
-    gm.meta["signature"] = Signature(kept, tuple(outputs), program.call_spec.out_spec, tuple(leaves), asks_grad_mode)
+    read = buffers_differentiated(graph, kept, made.outputs)
+    if again := next((name for name in buffers.written_with_graph if name in read), None):
+        raise ValueError(
+            f"capture: the forward writes into buffer {again} what depends on parameters, and computes with it in the "
+            "next step, whose backward would go on into this one's; write detached values (.detach(), torch.no_grad())"
+        )
+    gm.meta["signature"] = Signature(
+        kept,
+        tuple(made.outputs),
+        made.spec,
+        tuple(made.leaves),
+        asks_grad_mode,
+        tuple(buffers.assigned),
+        read,
+        tuple(unkept),
+    )
     check_contained(gm)
     constants = {spec.name for spec in kept if spec.kind == "constant"}
     gm.meta["constants"] = {name: program.constants[name].detach() for name in sorted(constants)}
     return gm
-
-
-def _inputs(program: ExportedProgram, replica: nn.Module, paths: list[str]) -> list[InputSpec]:
-    """Input specs in placeholder order; the placeholders of tied names are merged into the first."""
-    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
-    tensors: dict[str, Tensor] = dict(replica.named_parameters(remove_duplicate=False))
-    tensors |= dict(replica.named_buffers(remove_duplicate=False))
-    names: dict[int, list[str]] = {}
-    for name, value in tensors.items():
-        names.setdefault(id(value), []).append(name)
-    kinds = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant"}
-    specs: dict[int, InputSpec] = {}
-    out: list[InputSpec] = []
-    user = iter(paths)
-    for spec in program.graph_signature.input_specs:
-        if spec.kind == InputKind.USER_INPUT:
-            out.append(InputSpec(spec.arg.name, "input", next(user)))
-            continue
-        if spec.kind not in kinds:
-            raise ValueError(
-                f"capture: inputs must be tensors and Python constants, found {spec.target!r} "
-                f"({spec.kind.name.lower()}); generators and other objects cannot be part of a graph: create them "
-                "outside of the forward"
-            )
-        tensor = tensors.get(spec.target or "")
-        if tensor is None:
-            out.append(InputSpec(spec.arg.name, "constant", str(spec.target)))
-        elif id(tensor) in specs:
-            nodes[spec.arg.name].replace_all_uses_with(nodes[specs[id(tensor)].node])
-        else:
-            first, *aliases = names[id(tensor)]
-            kind, persistent = kinds[spec.kind], spec.persistent is not False
-            entry = InputSpec(spec.arg.name, kind, first, tuple(aliases), tensor.requires_grad, persistent)
-            specs[id(tensor)] = entry
-            out.append(entry)
-    return out
-
-
-def _outputs(program: ExportedProgram) -> tuple[list[OutputSpec], list[Node], list[int | ConstantLeaf]]:
-    """(specs, nodes) of the flat tensor outputs, then mutations; and per leaf of the user's structure its place."""
-    nodes: Any = program.graph.output_node().args[0]
-    spec = program.call_spec.out_spec
-    names = iter(path for path, _ in paths(unflatten([_LEAF] * spec.num_leaves, spec)))
-    specs: list[OutputSpec] = []
-    values: list[Node] = []
-    leaves: list[int | ConstantLeaf] = []
-    mutations: list[tuple[OutputSpec, Node]] = []
-    for node, entry in zip(nodes, program.graph_signature.output_specs, strict=True):
-        if entry.kind == OutputKind.USER_OUTPUT:
-            name = next(names)
-            if isinstance(node, Node):
-                leaves.append(len(values))
-                specs.append(OutputSpec("output", name))
-                values.append(node)
-            else:
-                leaves.append(ConstantLeaf(node))
-        elif entry.kind == OutputKind.BUFFER_MUTATION:
-            mutations.append((OutputSpec("mutation", str(entry.target)), node))
-        else:
-            raise ValueError(
-                f"capture: the model writes to {entry.target!r} ({entry.kind.name.lower()}); only buffers may be "
-                "changed by a forward: clone the tensor before writing to it"
-            )
-    return specs + [s for s, _ in mutations], values + [n for _, n in mutations], leaves
 
 
 def _write_out_scalars(program: ExportedProgram, inputs: Sequence[InputSpec]) -> None:
@@ -381,6 +372,5 @@ def _drop_unused(program: ExportedProgram, inputs: list[InputSpec]) -> tuple[Inp
     return tuple(spec for spec in inputs if spec.node in left)
 
 
-_LEAF = object()
 # Functions that torch.export does not take apart into operators of fixed shapes.
 _INSTEAD = {torch.nn.functional.ctc_loss: functional_ctc_loss}

@@ -24,6 +24,7 @@ from autopar.adapters.dtensor import local_of
 from autopar.ir.graph import outputs
 from autopar.ir.placement import Replicate
 from autopar.runtime.executor import Executor, Paused
+from autopar.runtime.refused_gradient import with_refusal
 from autopar.runtime.results import placements_of
 from autopar.runtime.state import local_gradient
 from autopar.steps.of_rank import backwards
@@ -54,7 +55,8 @@ class Forward:
         read = {specs[n].name for n in taken if n in specs and specs[n].kind != "seed"}
         self.trained = {n: p for n, p in self.parameters.items() if p.requires_grad}
         # Operators on a DTensor are counted at the DTensor, those on its piece at the piece.
-        self._given = [*_versions(self.values), *_versions(self.parameters)]
+        past = {n for n in self.executor.buffers.written.values() if n not in self.paused.kept}  # nobody reads them
+        self._given = _versions({n: x for n, x in self.values.items() if n not in past}) + _versions(self.parameters)
         self._read = [entry for entry in self._given if entry[0] in read]
         self._read += _versions({f"the value of {of(n)}": x for n, x in self.paused.saved})
 
@@ -143,8 +145,7 @@ def attach(forward: Forward, results: list[Any]) -> None:
 def refuse_gradients(results: list[Any], words: str, device: torch.device) -> None:
     """Outputs without gradients, where torch would have some: with ``words`` for whoever asks for them."""
     places = [k for k, x in enumerate(results) if isinstance(x, Tensor) and x.is_floating_point()]
-    anchor = torch.zeros((), requires_grad=True, device=device)
-    refused = _RefusedGradient.apply(words, anchor, *(results[k] for k in places))
+    refused = with_refusal(words, [results[k] for k in places], device)
     for k, x in zip(places, refused, strict=True):
         results[k] = x
 
@@ -173,16 +174,3 @@ class _StepFunction(torch.autograd.Function):
         wanted = zip(run.trained.items(), ctx.needs_input_grad[2:], strict=True)
         made = {n: x.detach().contiguous() for n, x in found.items()}
         return (None, None, *(local_gradient(p, made[n]) if need and n in made else None for (n, p), need in wanted))
-
-
-class _RefusedGradient(torch.autograd.Function):
-    """Outputs that would have a gradient in torch, with words where it is asked for."""
-
-    @staticmethod
-    def forward(ctx: Any, words: str, anchor: Tensor, *outputs: Tensor) -> Any:
-        ctx.words = words
-        return tuple(x.detach() for x in outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise ValueError(ctx.words)

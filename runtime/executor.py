@@ -43,6 +43,7 @@ from autopar.runtime.module_spans import ModuleSpans, Span, watched_modules
 from autopar.runtime.point_to_point import AXIS, Channels
 from autopar.runtime.rounds_ahead import links_ahead
 from autopar.runtime.stage_exchange import StageExchange
+from autopar.runtime.step_buffers import StepBuffers
 from autopar.runtime.step_facts import axes_of_step
 from autopar.runtime.step_program import make_program
 from autopar.runtime.step_result import Result
@@ -59,10 +60,12 @@ MADE = ("micro_batch", "total")  # by the step itself
 
 @dataclass
 class Paused:
-    """A step between its forward and its backward. ``saved``: what the backward will read of the forward, by name."""
+    """A step between its forward and its backward. ``saved``: what the backward will read of the forward, by name.
+    ``kept``: buffers as the forward found them, of those that it has new values for."""
 
     slots: list[Any]
     saved: list[tuple[str, Tensor]]
+    kept: dict[str, Tensor]
 
 
 @dataclass
@@ -138,6 +141,7 @@ class Executor:
         self._runs = with_cells(self._forward), with_cells(self._backward)
         read = {i for entry in self._backward for x in (*entry.waits, *entry.does) for i in x.reads}
         self._left = [i for i in self.program.results.values() if i not in read]  # outputs that no backward takes
+        self.buffers = StepBuffers(compiled, sorted(read), set(self.program.tangents))
         does = [one for entry in self._forward for one in entry.does]
         self.held = HeldWeights(does)
         self._comms = {bound.comms for entry in entries for bound in entry.runs}
@@ -155,10 +159,11 @@ class Executor:
         scales = [SCALE] if any(name.startswith(SCALE) for _, name, _ in self.program.loads) else []
         loaded = (self.specs.get(name) for _, name, _ in self.program.loads)
         kinds = {spec.name: spec.kind for spec in loaded if spec is not None and spec.kind not in MADE}
+        moving = {name for name, kind in kinds.items() if kind in GIVEN} | self.buffers.bound.keys() & kinds.keys()
         return RecordedStep(
             self._step,
-            [name for name, kind in kinds.items() if kind not in GIVEN],
-            [*(name for name, kind in kinds.items() if kind in GIVEN), *scales],
+            [name for name in kinds if name not in moving],
+            [*(name for name in kinds if name in moving), *scales],
             self._sent,
             reason=why_not((gm for gm, _ in mine.values()), self.groups.device),
             world=not self._alone and self.groups.device.type == "cuda",
@@ -214,12 +219,13 @@ class Executor:
         assert self.compiled.train and len(self.order.ranks) == 1, "stages run forward and backward in one"
         with self._whole():
             slots = self._start(values)
+        before = self.buffers.keep(slots, values)
         kept = [(name, slots[i]) for i, name in self.program.saved.items()]
         saved = [(name, x) for name, x in kept if isinstance(x, Tensor)]
         made = self._outputs(self._kept(slots))
         for i in self._left:  # they die with whoever called the model: logits are large
             slots[i] = None
-        return made, Paused(slots, saved)
+        return made, Paused(slots, saved, before)
 
     @torch.no_grad()
     def run_backward(self, paused: Paused, tangents: Mapping[str, Tensor], keep: bool = False) -> dict[str, Tensor]:

@@ -42,10 +42,10 @@ from autopar.runtime.results import rebuild_outputs
 from autopar.runtime.run_folder import RunLine
 from autopar.runtime.scaler import GradScaler
 from autopar.runtime.shared_weights import SharedWeights
+from autopar.runtime.step_buffers import plain_buffers
 from autopar.runtime.step_cache import Compiler, Kind, StepCache
 from autopar.runtime.transfers import to_device
 from autopar.runtime.tree import Tree
-from autopar.steps.graphs import Compiled
 from autopar.values import a_path, number
 
 
@@ -163,7 +163,7 @@ class ParallelModule(ModelOnMesh):
             with self._watch.step(self.training_steps):
                 result = executor.run_step(values)
             self._store_gradients(executor, result.gradients)
-            self._store_buffers(executor.compiled, result.outputs)
+            executor.buffers.store(self._tree, result.outputs, torch.is_grad_enabled())
             return result.losses[0] if len(result.losses) == 1 else tuple(result.losses)  # type: ignore[return-value]
 
     @torch.compiler.disable
@@ -182,13 +182,13 @@ class ParallelModule(ModelOnMesh):
             executor, values = self._prepare(args, batch, kind, surroundings)
             with self._watch.step(self.training_steps):
                 outputs, paused = executor.run_forward(values)
-            before = self._store_buffers(executor.compiled, outputs)
+            executor.buffers.store(self._tree, outputs, torch.is_grad_enabled())
             run = None
             if torch.is_grad_enabled():
                 named = by_name(self._tree.root, args, batch)
                 named = named if self._fitter is None else self._fitter.padded_again(named)
                 again = functools.partial(self._with_tangents, named, kind, surroundings)
-                run = Forward(executor, values | before, paused, dict(self._tree.own), again)
+                run = Forward(executor, values | paused.kept, paused, dict(self._tree.own), again)
                 attach(run, outputs)
             return self._rebuilt(executor, outputs, args, batch, run.watch if run is not None else None)
 
@@ -222,7 +222,7 @@ class ParallelModule(ModelOnMesh):
             executor, values = self._prepare(args, batch, Kind(False, None, grad_mode=False), surroundings)
             with self._watch.step(self.training_steps):
                 outputs = executor.run_step(values).outputs
-            self._store_buffers(executor.compiled, outputs)
+            executor.buffers.store(self._tree, outputs, differentiated=False)
             if torch.is_grad_enabled():
                 refuse_gradients(outputs, self._cannot_differentiate(), self._groups.device)
             return self._rebuilt(executor, outputs, args, batch)
@@ -286,7 +286,8 @@ class ParallelModule(ModelOnMesh):
         if executor.compiled.signature.asks_grad_mode and kind.grad_mode != torch.is_grad_enabled():
             kind = kind._replace(grad_mode=torch.is_grad_enabled())
             executor = self._cache.runner(kind, named, surroundings, number)
-        values = {**self._tree.pieces(), **self._tree.buffers(), **executor.constants}
+        pieces, buffers = self._tree.pieces(), plain_buffers(self._tree, executor.compiled, kind.train)
+        values = {**pieces, **buffers, **executor.constants}
         self.training_steps += kind.train
         self._last_use = now() if kind.train else self._last_use
         given = tensors_of(named)
@@ -303,16 +304,6 @@ class ParallelModule(ModelOnMesh):
         own, specs = self._tree.held, executor.specs
         found = [(own[specs[node].name], x.contiguous()) for node, x in gradients.items()]
         state.set_gradients(found, self._observers)
-
-    def _store_buffers(self, compiled: Compiled, outputs: list[Any]) -> dict[str, Tensor]:
-        """Returns copies of what they held before."""
-        specs = compiled.signature.outputs
-        written = {s.name: value for s, value in zip(specs, outputs, strict=True) if s.kind == "mutation"}
-        buffers = self._tree.buffers() if written else {}
-        before = {name: buffers[name].clone() for name in written}
-        for name, value in written.items():
-            buffers[name].copy_(value)
-        return before
 
     @contextlib.contextmanager
     def loss_weight(self, weight: float) -> Iterator[None]:

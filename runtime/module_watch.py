@@ -21,6 +21,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from autopar.adapters.autograd import version_of
+from autopar.adapters.dtensor import storage_of
+from autopar.adapters.fake import geometry_of
 from autopar.adapters.hooks import hooks_of_all, hooks_so_far
 from autopar.runtime.tag_watch import TagWatch
 
@@ -116,9 +118,9 @@ class ModuleWatch:
 
     def _buffers_now(self) -> list[Any]:
         found = list(chain.from_iterable(map(dict.items, self._buffers)))
-        first: dict[int, int] = {}  # where each was seen first: a step has tied ones once
-        ties = [first.setdefault(id(b), i) for i, (_, b) in enumerate(found)]
-        return [ties, *starmap(lambda name, b: (name, None if b is None else (b.dtype, b.shape)), found)]
+        first: dict[int, int] = {}  # where each memory was seen first: a step has tied ones once
+        ties = [first.setdefault(storage_of(b), i) for i, (_, b) in enumerate(found) if b is not None]
+        return [ties, *starmap(lambda name, b: (name, None if b is None else geometry_of(b)), found)]
 
     def _frozen(self, value: Any, seen: set[int], objects: list[dict[str, Any]]) -> Any:
         """A copy of containers; other values as they are. Objects with attributes and tensors are watched as well."""

@@ -277,8 +277,8 @@ class Stateful(nn.Module):
         return functools.partial(adapter.recipes_to_load if load else adapter.recipes_to_save, self._tree.structure())
 
     def _persistent(self) -> dict[str, Tensor]:
-        apart = unsaved_buffers(self._tree.root)
-        return {name: buffer for name, buffer in self._tree.root.named_buffers() if name not in apart}
+        apart, named = unsaved_buffers(self._tree.root), self._tree.root.named_buffers(remove_duplicate=False)
+        return {name: buffer for name, buffer in named if name not in apart}
 
     def _own_of_model(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self._tree.own.items() if of_the_model(name)}

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from autopar.adapters.dtensor import local_of, storage_of
-from autopar.adapters.fake import copy_with
+from autopar.adapters.fake import copy_with, geometry_of, note_overlaps
 from autopar.adapters.module_calls import allow_calls, refuse_calls
+from autopar.adapters.module_reads import allow_reads, refuse_reads
 from autopar.adapters.tags import free_tags, keep_tags
 from autopar.ir.parameter import ParameterSpec
 from autopar.runtime.state import is_alike
@@ -37,6 +38,13 @@ def _no_call(path: str, name: str) -> ValueError:
         f"parallelize: a {name}{at} holds this rank's pieces of its weights, with which it cannot be called by itself; "
         "call the whole model (train_step, eval_step, model(**batch)), or load full_state_dict() into a model of one "
         "process"
+    )
+
+
+def _not_kept(path: str, name: str) -> ValueError:
+    return ValueError(
+        f"parallelize: the forward sets the attribute {path + '.' if path else ''}{name}, which steps on a mesh do "
+        "not, since they return outputs and write buffers; return it as an output, or register it as a buffer"
     )
 
 
@@ -114,11 +122,21 @@ class Tree:
         """Those of the modules, by name, as they are now. `own` must have been looked at: modules may have changed."""
         return {
             prefix + name: b
-            for prefix, held in self._buffer_owners
+            for prefix, held in self._buffer_owners.items()
             if held
             for name, b in held.items()
             if b is not None
         }
+
+    def bind(self, name: str, tensor: Tensor | None) -> None:
+        """Another tensor as a buffer, as an assignment to the attribute does it."""
+        path, dot, key = name.rpartition(".")
+        self._buffer_owners[path + dot][key] = tensor
+
+    def leave_out(self, unkept: Iterable[tuple[str, str]]) -> None:
+        """Attributes, by the paths of their modules, that a forward has set, and a step has not."""
+        for path, name in unkept:
+            refuse_reads(self.root.get_submodule(path), [name], functools.partial(_not_kept, path))
 
     @property
     def specs(self) -> tuple[ParameterSpec, ...]:
@@ -130,7 +148,7 @@ class Tree:
     def _remember(self) -> None:
         self._children = [(m._modules, dict(m._modules)) for m in self.root.modules()]
         self._owners = [m._parameters for m in self.root.modules()]
-        self._buffer_owners = [(path + "." if path else "", m._buffers) for path, m in self.root.named_modules()]
+        self._buffer_owners = {path + "." if path else "": m._buffers for path, m in self.root.named_modules()}
         self._ids = self._ids_now()
 
     def _moved(self) -> bool:
@@ -148,13 +166,18 @@ class Tree:
             for _, parameter in self.root.named_parameters():
                 meta = torch.empty(tuple(parameter.shape), dtype=parameter.dtype, device="meta")
                 memo[id(parameter)] = nn.Parameter(meta, parameter.requires_grad)
-            for _, buffer in self.root.named_buffers():
-                memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-            made = copy_with(self.root, memo)
-            for module in made.modules():
+            tied: dict[Any, tuple[str, Tensor, Tensor]] = {}  # by memory: two tensors may be one buffer's
+            for name, buffer in self.root.named_buffers():
+                key = (storage_of(buffer), *geometry_of(buffer)) if buffer.numel() else id(buffer)
+                made = torch.empty_like(buffer, device="meta") if key not in tied else tied[key][2]
+                memo[id(buffer)] = tied.setdefault(key, (name, buffer, made))[2]
+            copy = copy_with(self.root, memo)
+            note_overlaps(copy, {name: buffer for name, buffer, _ in tied.values()})
+            for module in copy.modules():
                 allow_calls(module)
+                allow_reads(module)
                 free_tags(module)
-            return made
+            return copy
 
     @contextlib.contextmanager
     def complete(self) -> Iterator[None]:

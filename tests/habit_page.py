@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.habit_buffers import BUFFERS
 from tests.habit_faces import FACES
 from tests.habit_hooks import OTHERS
 from tests.habit_interception import FORWARDS
+from tests.habit_kept import KEPT
 from tests.habit_loops import LOOPS
 from tests.habit_numbers import NUMBERS
 from tests.habits import HABITS, Habit
@@ -21,6 +23,8 @@ SECTIONS = {
     "Numbers of parameters and gradients, and what is written into them": NUMBERS,
     "What a forward does to autograd": FORWARDS,
     "Methods, attributes of parameters, states, old handles": FACES,
+    "Buffers": BUFFERS,
+    "What a forward keeps": KEPT,
 }
 HEAD = """# What may be done to a model
 

@@ -20,6 +20,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.modules.module as torch_module
@@ -174,9 +175,14 @@ def _object(x: Any, states: dict[int, Any]) -> Any:
     return Same(x), state_of(x), read, tuple((label, _held(value, states)) for label, value in children(x))
 
 
-@functools.lru_cache(1024)
 def _reads_of(function: Any) -> list[tuple[Mapping[str, Any], str]]:
-    return [(scope, name) for scope, name, _ in names_read([function])]
+    known = _READS.get(function)
+    if known is None:
+        known = _READS[function] = [(scope, name) for scope, name, _ in names_read([function])]
+    return known
+
+
+_READS: WeakKeyDictionary[Any, list[tuple[Mapping[str, Any], str]]] = WeakKeyDictionary()  # some hold tensors
 
 
 def facts_of_call(value: Any, tensors: Tensors) -> Any:

@@ -114,7 +114,8 @@ def _written(node: Node) -> Node:
 def _buffers(program: ExportedProgram) -> dict[Node, str]:
     """The placeholders of buffers that share storage with no other input."""
     signature, tensors = program.graph_signature, {**program.constants, **program.state_dict}
-    shared = Counter(x.untyped_storage()._cdata for x in tensors.values() if isinstance(x, Tensor))
+    given = (tensors.get(str(spec.target)) for spec in signature.input_specs)
+    shared = Counter(x.untyped_storage()._cdata for x in given if isinstance(x, Tensor))
     names = {
         spec.arg.name: str(spec.target)
         for spec in signature.input_specs

@@ -81,10 +81,33 @@ def _gates(
     return torch.nn.functional.linear(x, w_ih, b_ih) + torch.nn.functional.linear(h, w_hh, b_hh)
 
 
+def fill_diagonal_(x: Tensor, value: float, wrap: bool = False) -> Tensor:
+    """In place, by a mask. torch's own parts write through as_strided, and of as_strided_scatter, which this becomes
+    without writes, torch has a wrong derivative."""
+    place = torch.arange(x.shape[0], device=x.device).view(-1, *[1] * (x.dim() - 1))
+    if wrap and x.dim() == 2:  # in a tall matrix the diagonal begins again, below an empty row
+        place = place % (x.shape[1] + 1)
+    on = torch.ones((), dtype=torch.bool, device=x.device)
+    for dim in range(1, x.dim()):
+        shape = [-1 if d == dim else 1 for d in range(x.dim())]
+        on = on & (place == torch.arange(x.shape[dim], device=x.device).view(shape))
+    return x.masked_fill_(on, value)
+
+
+def as_strided_scatter(
+    x: Tensor, source: Tensor, size: list[int], stride: list[int], offset: int | None = None
+) -> Tensor:
+    """Of a contiguous x, by places."""
+    places = torch.arange(x.numel(), device=x.device).as_strided(size, stride, offset or 0).reshape(-1)
+    return x.reshape(-1).scatter(0, places, source.reshape(-1)).view(x.shape)
+
+
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.instance_norm.default: instance_norm,
     aten.lstm_cell.default: lstm_cell,
     aten.gru_cell.default: gru_cell,
+    aten.fill_diagonal_.default: fill_diagonal_,
+    aten.as_strided_scatter.default: as_strided_scatter,
     aten.rnn_tanh_cell.default: lambda *cell: torch.tanh(_gates(*cell)),
     aten.rnn_relu_cell.default: lambda *cell: torch.relu(_gates(*cell)),
 }

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
@@ -199,6 +200,7 @@ def _of_sizes(error: BaseException) -> bool:
 
 def _prepare(program: ExportedProgram) -> None:
     """What has to be done while the training graph still tells: see the module's docstring."""
+    _merge_tied_buffers(program)
     graphs = [m.graph for m in program.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]
     for graph in graphs:
         for node in list(graph.nodes):
@@ -210,6 +212,20 @@ def _prepare(program: ExportedProgram) -> None:
     for module in program.graph_module.modules():
         if isinstance(module, torch.fx.GraphModule):
             module.recompile()
+
+
+def _merge_tied_buffers(program: ExportedProgram) -> None:
+    """Two names of one tensor are two inputs, of which what is written to one would not reach the other."""
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    first: dict[int, Node] = {}
+    signature, tensors = program.graph_signature, {**program.constants, **program.state_dict}
+    for spec in [s for s in signature.input_specs if s.kind == InputKind.BUFFER]:
+        node, tensor = nodes[spec.arg.name], tensors[str(spec.target)]
+        known = first.setdefault(id(tensor), node)
+        if known is not node:
+            node.replace_all_uses_with(known)
+            program.graph.erase_node(node)
+            signature.input_specs.remove(spec)
 
 
 def _write_dtype(node: Node) -> None:

@@ -12,11 +12,12 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensorMode as FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -166,6 +167,18 @@ class Owned:
     def name_of(self, x: Tensor) -> str | None:
         """The parameter or buffer whose storage a tensor shares."""
         return self._names.get(StorageWeakRef(x.untyped_storage())) if _has_storage(x) else None
+
+
+def geometry_of(x: Tensor) -> tuple[Any, ...]:
+    """How a tensor lies in its storage."""
+    return x.dtype, x.shape, x.stride(), x.storage_offset()
+
+
+def note_overlaps(copy: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Tensors of a model, some of which may have come to share memory since the copies of it are made."""
+    known = owned_by(copy)
+    _OWNED[copy] = owned = Owned({})
+    owned._names, owned.overlaps = known._names, tuple(dict.fromkeys((*known.overlaps, *_overlaps(tensors))))
 
 
 def _overlaps(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:

@@ -7,6 +7,7 @@ the same in every step; a counter that it moves stands still.
 from __future__ import annotations
 
 import random
+import re
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
@@ -32,6 +33,7 @@ _EVERY_STEP = (
 _REPLACED = "made by an earlier forward"
 _GENERATOR = "generator"
 _SHOWN = 4
+_ATTRIBUTE = re.compile(r"(?:(?P<path>[\w.]+)\.)?(?P<name>\w+)(?:\[.*\])?")
 
 
 @contextmanager
@@ -62,6 +64,16 @@ def frozen_facts(replica: nn.Module) -> Iterator[Collection[str]]:
             "seen nowhere else; keep numbers that change in buffers, and return what is read outside",
             stacklevel=5,
         )
+
+
+def attributes_of(replica: nn.Module, changed: Collection[str]) -> list[tuple[str, str]]:
+    """(path of the module, attribute) of the changes that are one, or are within a container that is one."""
+    modules = {path for path, _ in replica.named_modules()}
+    found: dict[tuple[str, str], None] = {}
+    for change in changed:
+        if (match := _ATTRIBUTE.fullmatch(change)) is not None and (match["path"] or "") in modules:
+            found[match["path"] or "", match["name"]] = None
+    return list(found)
 
 
 # --- draws --------------------------------------------------------------------------------------------

@@ -47,8 +47,8 @@ class Refused(ValueError):
 class FunctionWatch(TorchFunctionMode):
     """Within: the forward of ``replica``, a structure copy of a model that owns ``owned``, is traced under watch.
 
-    ``instead``: what is called in place of some functions. Raises Refused in the line at fault. ``refused`` keeps the
-    first one, for a forward that catches exceptions.
+    ``instead``: what is called in place of some functions; ``noted``: gets all that functions return. Raises Refused
+    in the line at fault. ``refused`` keeps the first one, for a forward that catches exceptions.
     ``running``: whether the forward does, for the export calls functions of its own before and after. ``said``: what is
     to be said of branches that were not asked for values, and the like. ``known``: values that it may ask for.
     ``gradients``: for each leaf of what it has returned, the parameters that its backward reaches; None: not known.
@@ -60,9 +60,10 @@ class FunctionWatch(TorchFunctionMode):
         replica: nn.Module,
         owned: Owned,
         instead: Mapping[Callable[..., Any], Callable[..., Any]],
+        noted: Callable[[Any], None] = lambda _: None,
     ) -> None:
         super().__init__()
-        self._instead = instead
+        self._instead, self._noted = instead, noted
         self._replica, self._owned = replica, owned
         self._places, self._tags = dict(_places(replica)), ReplacedTensors(replica)
         self._names = {name for name, _ in replica.named_parameters()}
@@ -106,6 +107,8 @@ class FunctionWatch(TorchFunctionMode):
         args, kwargs = self.rows.handed_on(func, (args, kwargs))
         written = self.known.before_write(func, args, kwargs)
         made = self._instead.get(func, func)(*args, **kwargs)
+        if not any(made is x for x in args):
+            self._noted(made)
         self.known.note(func, args, kwargs, made, written)
         self.rows.note(func, args, kwargs, made)
         return made

@@ -224,25 +224,30 @@ def _traced(run: Any, given: list[Tensor], needs: Any, tangents: Any, arriving: 
     if not derives:  # whether autograd would go on
         with torch.inference_mode(False), torch.enable_grad(), MODE:
             function(*given)
-    return _as_recorded(gm, facts, needs if derives else ())
+    return _as_recorded(gm, facts, len(given), needs if derives else ())
 
 
-def _as_recorded(gm: GraphModule, facts: Mapping[str, Any], wanted: Sequence[bool]) -> Recorded:
+def _as_recorded(gm: GraphModule, facts: Mapping[str, Any], operands: int, wanted: Sequence[bool]) -> Recorded:
+    """``operands``: how many of the graph's inputs they are; gradients that arrive come behind them."""
     numbers: dict[Any, Any] = {}
     likes: list[ResultFacts] = []
-    calls: list[CoreCall] = []
-    forward = 0
+    calls: tuple[list[CoreCall], list[CoreCall]] = [], []  # of the forward, of the backward
+    late: set[Any] = set()  # not all of what makes gradients is told to be of the backward
     for number, node in enumerate(n for n in gm.graph.nodes if n.op != "output"):
         numbers[node] = Value(number)  # placeholders: what was given, then AOTAutograd's tangents, which lead nowhere
         likes.append(like_of(node.meta["val"]))
         if node.op == "call_function":
             args, kwargs = map_arg((node.args, node.kwargs), numbers.__getitem__)
+            backward = node.meta.get("partitioner_tag") == "is_backward" or not late.isdisjoint(node.all_input_nodes)
+            late |= {node} if backward else set()
             target = MADE.get(node.target, node.target)
-            calls.append(CoreCall(target, args, kwargs, number, node.meta.get("original_aten")))
-            forward += node.meta.get("partitioner_tag") != "is_backward"
+            calls[backward].append(CoreCall(target, args, kwargs, number, node.meta.get("original_aten")))
+        elif number >= operands:
+            late.add(node)
     copies: Any = iter(gm.graph.output_node().args[0])  # type: ignore[arg-type]
     # of results there are copies: AOTAutograd returns no views
     results = tuple(numbers[next(copies).args[0]] if there else None for there in facts["there"])
     gradients = tuple(numbers.get(x) if w else None for w, x in zip(wanted, copies))  # there is one for every input
     assert all(x is None for x in copies), "tangents have no gradients"
-    return Recorded(tuple(likes), tuple(calls), forward, results, facts["needs"], gradients, facts["several"])
+    every = (*calls[0], *calls[1])
+    return Recorded(tuple(likes), every, len(calls[0]), results, facts["needs"], gradients, facts["several"])

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar import ops as ops  # registers the operators that adapters put into models
+from autopar.adapters.assigned import Assignment, Lying
 from autopar.adapters.export import unflatten
 
 
@@ -27,16 +28,23 @@ class InputSpec:
 @dataclass(frozen=True)
 class OutputSpec:
     """One output: ``kind`` "output" with the path in the user's structure ("loss", "hidden_states.1"), or "mutation"
-    with the name of the buffer whose new value this is."""
+    with the name of the buffer whose new value this is: to be written into its tensor, or, if it was ``assigned``, to
+    be its tensor. ``lying``: where an output lies in a buffer's memory, as it may without being written to."""
 
     kind: str
     name: str
+    assigned: bool = False
+    lying: Lying | None = None
 
 
 @dataclass(frozen=True)
 class Signature:
     """Inputs in placeholder order, outputs in the order of the graph's output tuple (outputs before mutations).
-    ``asks_grad_mode``: whether the forward has asked if there are gradients, and may do something else if not."""
+
+    asks_grad_mode: whether the forward has asked if there are gradients, and may do something else if not. assigned:
+    the buffers to which the forward binds other tensors. differentiated: those through which a gradient would flow, if
+    they were part of a graph of autograd. unkept: (path of a module, attribute) of what the forward sets beside
+    buffers, which nobody will find there."""
 
     inputs: tuple[InputSpec, ...]
     outputs: tuple[OutputSpec, ...]
@@ -44,6 +52,9 @@ class Signature:
     spec: Any = field(default=None, repr=False, compare=False)
     leaves: tuple[int | ConstantLeaf, ...] = field(default=(), repr=False)
     asks_grad_mode: bool = False
+    assigned: tuple[Assignment, ...] = ()
+    differentiated: tuple[str, ...] = ()
+    unkept: tuple[tuple[str, str], ...] = ()
 
     def rebuild(self, values: Sequence[Any]) -> Any:
         """Flat "output" values (tensors or anything else) -> the user's structure, with None and constant leaves."""

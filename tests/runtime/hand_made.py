@@ -23,7 +23,7 @@ import autopar.runtime.schedules  # noqa: F401 - fills SCHEDULES
 from autopar.ir.graph import outputs
 from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import Shard
-from autopar.ir.signature import InputSpec
+from autopar.ir.signature import InputSpec, OutputSpec
 from autopar.options import Options
 from autopar.schedule.lowering import lower
 from autopar.schedule.order import Hop, Order
@@ -173,7 +173,7 @@ def compiled_of(case: Case, order: Order, bucket_bytes: int = 2**20) -> Any:
             options=Options(micro_batches=case.micro_batches, bucket_bytes=bucket_bytes),
             inputs={"x": cut, "target": cut},
         ),
-        signature=SimpleNamespace(inputs=inputs, outputs=[None]),
+        signature=SimpleNamespace(inputs=inputs, outputs=[OutputSpec("output", "loss")], assigned=(), unkept=()),
         constants={},
         known=None,
         parameters=[ParameterSpec(n, shape, torch.float64) for n, shape in names.items()],

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.ir.graph import outputs
-from autopar.ir.signature import InputSpec
+from autopar.ir.signature import InputSpec, OutputSpec
 from autopar.runtime.bind import Bound
 from autopar.runtime.comm import Traffic
 from autopar.runtime.executor import Executor
@@ -209,11 +208,12 @@ def train_with_buffer() -> tuple[list[int], Traffic]:
         lambda w, b, x, steps, i: (*old.forward(w, b, x), steps + i), part.forward.inputs + ["steps", "i"], []
     )
     part.forward.graph = graph.graph
-    outputs(graph.graph)[2].meta["val"] = torch.zeros(2, dtype=torch.int64)
+    for node in graph.graph.graph.nodes:
+        node.meta["val"] = torch.zeros(2, dtype=torch.int64)
     part.forward.inputs += ["steps", "i"]
     part.forward.outputs += ["output:1"]
     part.mutations["output:1"] = "steps"
-    compiled.signature.outputs.append(None)
+    compiled.signature.outputs.append(OutputSpec("mutation", "steps"))
     compiled.signature.inputs += [
         InputSpec("steps", "buffer", "steps"),
         InputSpec("i", "micro_batch", "i"),

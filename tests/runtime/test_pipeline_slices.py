@@ -12,7 +12,7 @@ from torch import Tensor
 from autopar.ir.graph import outputs, placeholders
 from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import Shard
-from autopar.ir.signature import InputSpec
+from autopar.ir.signature import InputSpec, OutputSpec
 from autopar.options import Options
 from autopar.runtime.executor import Executor
 from autopar.runtime.groups import Groups, init_mesh
@@ -117,7 +117,7 @@ def train(schedule: str) -> tuple[float, dict[str, Tensor], int, int]:
         train=True,
         prologue=None,
         plan=SimpleNamespace(experts={}, options=Options(micro_batches=MICRO_BATCHES), inputs={"x": {"mb": Shard(0)}}),
-        signature=SimpleNamespace(inputs=inputs, outputs=[None]),
+        signature=SimpleNamespace(inputs=inputs, outputs=[OutputSpec("output", "loss")], assigned=(), unkept=()),
         constants={},
         known=None,
         parameters=[ParameterSpec(n, (WIDTH, WIDTH), torch.float64) for n in NAMES],

@@ -1,0 +1,117 @@
+"""From what torch.export makes to a signature: what goes into the graph and what comes out of it, under which names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx import Graph, Node
+
+from autopar.adapters.assigned import BufferWatch
+from autopar.adapters.export import flatten, paths, unflatten
+from autopar.ir.signature import ConstantLeaf, InputSpec, OutputSpec
+
+
+def specs_of_inputs(program: ExportedProgram, replica: nn.Module, leaves: list[str]) -> list[InputSpec]:
+    """Input specs in placeholder order; the placeholders of tied names are merged into the first."""
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    tensors: dict[str, Tensor] = dict(replica.named_parameters(remove_duplicate=False))
+    tensors |= dict(replica.named_buffers(remove_duplicate=False))
+    names: dict[int, list[str]] = {}
+    for name, value in tensors.items():
+        names.setdefault(id(value), []).append(name)
+    kinds = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant"}
+    specs: dict[int, InputSpec] = {}
+    out: list[InputSpec] = []
+    user = iter(leaves)
+    for spec in program.graph_signature.input_specs:
+        if spec.kind == InputKind.USER_INPUT:
+            out.append(InputSpec(spec.arg.name, "input", next(user)))
+            continue
+        if spec.kind not in kinds:
+            raise ValueError(
+                f"capture: inputs must be tensors and Python constants, found {spec.target!r} "
+                f"({spec.kind.name.lower()}); generators and other objects cannot be part of a graph: create them "
+                "outside of the forward"
+            )
+        tensor = tensors.get(spec.target or "")
+        if tensor is None:
+            out.append(InputSpec(spec.arg.name, "constant", str(spec.target)))
+        elif id(tensor) in specs:
+            nodes[spec.arg.name].replace_all_uses_with(nodes[specs[id(tensor)].node])
+        else:
+            first, *aliases = names[id(tensor)]
+            kind, persistent = kinds[spec.kind], spec.persistent is not False
+            entry = InputSpec(spec.arg.name, kind, first, tuple(aliases), tensor.requires_grad, persistent)
+            specs[id(tensor)] = entry
+            out.append(entry)
+    return out
+
+
+@dataclass
+class Made:
+    """What a graph returns: specs and nodes of the flat tensor outputs, then of new values of buffers; ``leaves``: for
+    each leaf of the user's structure (``spec``) its place, or the constant that it is."""
+
+    outputs: list[OutputSpec]
+    values: list[Node]
+    leaves: list[int | ConstantLeaf]
+    spec: Any
+
+    @classmethod
+    def of(cls, program: ExportedProgram, buffers: BufferWatch) -> Made:
+        """``buffers``: what it saw of the forward. Raises ValueError for a write to what is no buffer."""
+        nodes: Any = program.graph.output_node().args[0]
+        spec = program.call_spec.out_spec
+        structure: Any = unflatten([_LEAF] * spec.num_leaves, spec)
+        assigned = iter([a.name for a in buffers.assigned if a.value])
+        if buffers.assigned:
+            structure, spec = structure[0], flatten(structure[0])[1]
+        names = enumerate(path for path, _ in paths(structure))
+        made, new = cls([], [], [], spec), list[tuple[OutputSpec, Node]]()
+        for node, entry in zip(nodes, program.graph_signature.output_specs, strict=True):
+            if entry.kind == OutputKind.BUFFER_MUTATION:
+                new.append((OutputSpec("mutation", str(entry.target)), node))
+            elif entry.kind != OutputKind.USER_OUTPUT:
+                raise ValueError(
+                    f"capture: the model writes to {entry.target!r} ({entry.kind.name.lower()}); only buffers may be "
+                    "changed by a forward: clone the tensor before writing to it"
+                )
+            elif (leaf := next(names, None)) is None:
+                new.append((OutputSpec("mutation", next(assigned), assigned=True), node))
+            elif isinstance(node, Node):
+                made.leaves.append(len(made.values))
+                made.outputs.append(OutputSpec("output", leaf[1], lying=buffers.outputs.get(leaf[0])))
+                made.values.append(node)
+            else:
+                made.leaves.append(ConstantLeaf(node))
+        made.outputs += [s for s, _ in new]
+        made.values += [n for _, n in new]
+        return made
+
+
+def buffers_differentiated(graph: Graph, inputs: Iterable[InputSpec], outputs: Sequence[OutputSpec]) -> tuple[str, ...]:
+    """The buffers that would get a gradient from an output of the model, if they wanted one."""
+    results: Any = graph.output_node().args[0]
+    queue = [x for x, spec in zip(results, outputs, strict=True) if spec.kind == "output"]
+    reached: set[Node] = set()
+    while queue:
+        node = queue.pop()
+        if node not in reached and node.target is not torch.ops.aten.detach.default and _may_carry(node):
+            reached.add(node)
+            queue += node.all_input_nodes
+    names = {node.name for node in reached if node.op == "placeholder"}
+    return tuple(spec.name for spec in inputs if spec.kind == "buffer" and spec.node in names)
+
+
+def _may_carry(node: Node) -> bool:
+    value = node.meta.get("val")
+    return not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex()
+
+
+_LEAF = object()
