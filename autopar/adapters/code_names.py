@@ -13,7 +13,9 @@ from dataclasses import dataclass
 
 _IMPORTS = dis.opmap["IMPORT_NAME"]
 _ENVIRONMENT = {"environ", "getenv", "environb"}
+_GLOBALS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
 _known_names: dict[types.CodeType, CodeNames] = {}
+_known_globals: dict[types.CodeType, frozenset[str]] = {}
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,16 @@ def names_in(code: types.CodeType) -> CodeNames:
         known = CodeNames.of(code)
         if not code.co_filename.startswith("<"):
             _known_names[code] = known
+    return known
+
+
+def globals_in(code: types.CodeType) -> frozenset[str]:
+    """Names that code, and the functions inside of it, look up in their file: none of attributes."""
+    known = _known_globals.get(code)
+    if known is None or len(_known_globals) > 1 << 16:
+        inner = (globals_in(const) for const in code.co_consts if isinstance(const, types.CodeType))
+        own = (str(x.argval) for x in dis.get_instructions(code) if x.opname in _GLOBALS)
+        known = _known_globals[code] = frozenset(own).union(*inner)
     return known
 
 
