@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from autopar.adapters.forward_reads import HOOKS, ForwardReads
+from autopar.adapters.forward_reads import HOOKS, NOT_PERSISTENT, ForwardReads
 from autopar.adapters.hooks import hooks_of_all, hooks_so_far
 
 _FACTS: tuple[Callable[[Any], Any], ...] = (operator.attrgetter("requires_grad"), operator.attrgetter("dtype"))
@@ -30,7 +30,7 @@ class ModuleWatch:
         modules = list(root.modules())
         self._children = [m._modules for m in modules]
         self._children_then = list(map(dict, self._children))
-        self._persistence = [m._non_persistent_buffers_set for m in modules]
+        self._persistence = list(map(NOT_PERSISTENT, modules))
         self._persistence_then = list(map(set, self._persistence))
         self._hooks = [h for m in modules for name in HOOKS if isinstance(h := m.__dict__.get(name), dict)]
         self._hooks += hooks_of_all()  # most are empty, and stay so

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import argparse
 import builtins
+import operator
 import os
 import re
 import types
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol
 
@@ -67,6 +68,7 @@ class Space:
     whole: bool = False
     file: bool = False
     through: Any = None
+    known: int = 0  # names that were looked for
     taken: dict[str, None] = field(default_factory=dict)
 
 
@@ -82,6 +84,7 @@ class ForwardReads(ReadValues):
         tensors = (t for _, m in registered for t in (*m._parameters.values(), *m._buffers.values()))
         super().__init__([x for x in tensors if x is not None], modes)
         self.names: set[str] = {*_CALLED}  # that code reads as attributes
+        self._order = [*_CALLED]  # the same
         self._texts: set[str] = set()  # that values are
         self._parts: set[str] = set()  # of names, that code may put together
         self._spaces: dict[int, Space] = {}
@@ -118,20 +121,19 @@ class ForwardReads(ReadValues):
 
     def _take(self, space: Space) -> None:
         """Look at what is read by now."""
+        new = self._order[space.known :] if space.named else []
+        space.known = len(self._order)
+        found = {*new, *space.names, *space.more}
         if space.whole or (space.named and not space.file and self._by_text and space.owner == USER):
             found = {*space.scope}
-        else:
-            found = (space.names | (self.names if space.named else set())) & space.scope.keys()
-            found.update(name for name in space.more if name in space.scope)
         if space.file and (self._files_by_text or (self._by_text and (space.named or space.owner == TRUSTED))):
-            found.update(
-                filter(self._is_meant, space.scope) if space.owner == USER else self._texts & space.scope.keys()
-            )
+            found.update(filter(self._is_meant, space.scope) if space.owner == USER else self._texts)
         if space.held is not None:
             found &= {*space.held}
-        for name in sorted(name for name in found if name not in space.taken and name not in _NOTES):
+        for name in sorted(name for name in found if name in space.scope and name not in space.taken):
             value = space.scope[name]
-            if space.whole and isinstance(value, CONTAINERS) and len(value) > _LARGE and name not in self.names:
+            late = space.whole and isinstance(value, CONTAINERS) and len(value) > _LARGE and name not in self.names
+            if late or name in _NOTES or (space.whole and _is_memo(name)):
                 continue
             space.taken[name] = None
             if space.owner == USER or self._is_foreign(value):
@@ -198,6 +200,7 @@ class ForwardReads(ReadValues):
         names, attributes = globals_in(f.__code__), {*read.names}
         space = self._space(scope, Where("", _file_of(f), own=owner == USER), owner, file=True)
         space.names |= names
+        self._order += attributes - self.names
         self.names |= attributes
         if owner != USER:
             self._take(space)  # now: functions there are as deep as this one
@@ -313,6 +316,11 @@ class ForwardReads(ReadValues):
         self._class(type(x))
 
 
+def _is_memo(name: str) -> bool:
+    """Whether an object of a library keeps there what it has found out once."""
+    return name.startswith("_") and "cache" in name
+
+
 def _is_of_layers(f: types.FunctionType) -> bool:
     return str(f.__globals__.get("__name__")).startswith(_LAYERS)
 
@@ -338,4 +346,5 @@ def _whole_environment(_: None) -> tuple[dict[str, str]]:
 
 # What nn.Module keeps in a module: of these only hooks and children matter to a forward; state is looked at by itself.
 INNER = {*nn.Module().__dict__} - {"training"}
+NOT_PERSISTENT: Callable[[Any], set[str]] = operator.attrgetter("_non_persistent_buffers_set")
 HOOKS = sorted(k for k in INNER if k.startswith(("_forward", "_backward")))

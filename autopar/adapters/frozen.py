@@ -137,14 +137,15 @@ def _watch_state(replica: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
     compared. The export puts attributes back afterwards, so hooks look."""
     changed: dict[str, Any] = {}
     untold: dict[str, str] = {}
-    before: list[tuple[dict[str, Any], ForwardReads, list[Any]]] = []
+    number = id(changed)  # what hooks hold counts as the module's own
 
     def start(*_: Any) -> None:
         reads = ForwardReads(replica)
-        before.append((_state(replica), reads, [state_of(x) for _, x in reads.untold]))
+        _BEFORE.setdefault(number, []).append((_state(replica), reads, [state_of(x) for _, x in reads.untold]))
 
     def end(*_: Any) -> None:
-        after, (state, reads, facts) = _state(replica), before.pop()
+        after, (state, reads, facts) = _state(replica), _BEFORE[number].pop()
+        _BEFORE.pop(number) if not _BEFORE[number] else None
         ours = f"_forward_hooks[{handle.id}]"
         changed.update({p: after[p] for p in _changes(state, after) if not p.startswith(ours)})
         changed.update({str(w): "another" for w in reads.guards.changed() if w.own and not w.kind})
@@ -157,6 +158,9 @@ def _watch_state(replica: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
     replica.register_forward_pre_hook(start, prepend=True)
     handle = replica.register_forward_hook(end, always_call=True)
     return changed, untold
+
+
+_BEFORE: dict[int, list[tuple[dict[str, Any], ForwardReads, list[Any]]]] = {}  # of forwards that run
 
 
 def _state(root: nn.Module) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -104,7 +104,7 @@ class ReadGuards:
 
     def contents(self, x: Any, where: Where) -> None:
         """Bytes of an array, or of another object that shows its memory."""
-        self._contents[id(x)] = self._add(_Guarded(memory_bytes, x, [], where, equal=True))
+        self._contents[id(x)] = self._add(_Guarded(shown_bytes, x, [], where, equal=True))
 
     def value(self, read: Callable[[Any], Iterable[Any]], holder: Any, where: Where, equal: bool = False) -> None:
         """Whatever ``read`` tells of an object. ``equal``: in values that are made anew each time."""
@@ -143,6 +143,10 @@ class ReadGuards:
     def count(self) -> int:
         """Of guards."""
         return sum(len(p.then) for p in self._places) + len(self._tensors)
+
+    def values(self) -> Iterator[tuple[Where, Any]]:
+        """What is compared, as it was when it was noted, and where it stood."""
+        return ((place.word(i), value) for place in self._places for i, value in enumerate(place.then))
 
     # --- comparing ------------------------------------------------------------------------------------------
 
@@ -208,7 +212,7 @@ class ReadGuards:
             return False
         self.replaced = True
         if known.equal:
-            return list(memory_bytes(now)) == known.then
+            return list(shown_bytes(now)) == known.then
         entries = list(dict.values(now)) if isinstance(now, dict) else list(now)
         if isinstance(now, dict) and list(now) != [entry.key for entry in known.names or ()]:
             return False
@@ -264,19 +268,19 @@ def vars_of(x: Any) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def memory_bytes(x: Any) -> tuple[Any, ...]:
+def shown_bytes(x: Any) -> tuple[Any, ...]:
     """What an array or another object that shows its memory holds."""
     view = memoryview(x)
     return view.format, view.shape, view.tobytes()
 
 
 def shows_memory(x: Any) -> bool:
-    """Whether an object has contents that `memory_bytes` tells."""
+    """Whether an object has contents that `shown_bytes` tells."""
     if isinstance(x, numpy.ndarray):
         return not x.dtype.hasobject
     if isinstance(x, (type, str, bytes, Tensor)):
         return False
-    with contextlib.suppress(TypeError, ValueError, BufferError, NotImplementedError):
+    with contextlib.suppress(Exception):  # of many kinds
         return bool(memoryview(x).nbytes >= 0)
     return False
 
