@@ -80,7 +80,10 @@ def _said(value: Any) -> str:
         return f"{value.__qualname__} {code_digest(value.__code__)}"
     if isinstance(value, types.CodeType):
         return code_digest(value)
-    return repr(value) if type(value) in _TOLD else f"a {getattr(value, '__qualname__', type(value).__qualname__)}"
+    if type(value) in _TOLD:
+        return repr(value)
+    named = isinstance(value, (type, types.BuiltinFunctionType))
+    return f"a {value.__qualname__ if named else type(value).__qualname__}"
 
 
 def _remembered(kind: str) -> Callable[..., Any]:

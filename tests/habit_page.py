@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.habit_guards import GUARDS
 from tests.habit_hooks import OTHERS
 from tests.habit_loops import LOOPS
 from tests.habits import HABITS, Habit
@@ -15,6 +16,7 @@ SECTIONS = {
     "The model and its parameters": HABITS,
     "The loop": LOOPS,
     "Hooks, casts, copies": OTHERS,
+    "What a forward reads elsewhere": GUARDS,
 }
 HEAD = """# What may be done to a model
 

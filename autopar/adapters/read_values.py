@@ -76,11 +76,11 @@ class ReadValues(abc.ABC):
         if len(self._seen) > _MOST:
             self.untold.append((where, x))
             return
-        for wanted, visit in _VISITS:
-            if isinstance(x, wanted):
-                visit(self, x, where)
-                return
-        self._object(x, where)
+        try:
+            visit = next((visit for wanted, visit in _VISITS if isinstance(x, wanted)), ReadValues._object)
+            visit(self, x, where)
+        except Exception:  # objects may do anything when they are looked at
+            self.untold.append((where, x))
 
     def _visit_all(self, values: Iterable[Any], where: Where) -> None:
         for value in values:

@@ -46,13 +46,23 @@ def rebuild(
     """A deep copy of the model in which ``tensors`` (by id) stand for its own, and ``other(x)`` for any further x.
 
     ``shared``: the copy has in common with the model what is no part of it and reaches none of its modules and tensors,
-    such as a config: who changes it changes both. Raises TypeError, RuntimeError or AttributeError for what cannot be
-    copied.
+    such as a config: who changes it changes both. Without, it is only so if something of it cannot be copied, a
+    connection for example. Raises TypeError, RuntimeError or AttributeError for parts of the model that cannot be.
     """
-    common = _apart_from(model, tensors, other) if shared else None
-    memo = dict(tensors) if common is None else {**common, **tensors}
+    if not shared:
+        with contextlib.suppress(Exception):  # whatever a __deepcopy__ raises
+            return _rebuilt(model, tensors, other, None)
+    return _rebuilt(model, tensors, other, _apart_from(model, tensors, other))
+
+
+def _rebuilt(
+    model: nn.Module,
+    tensors: Mapping[int, Tensor],
+    other: Callable[[Tensor], Tensor],
+    common: Mapping[int, Any] | None,
+) -> nn.Module:
     with _COPYING, _installed(_Copier(model, tensors, other, common)):
-        return copy.deepcopy(model, memo)
+        return copy.deepcopy(model, {**(common or {}), **tensors})
 
 
 def _apart_from(model: nn.Module, tensors: Mapping[int, Tensor], other: Callable[[Tensor], Tensor]) -> dict[int, Any]:
