@@ -224,7 +224,7 @@ guard("argparse.Namespace", lambda m: m.arguments.gain, lambda m: put(m.argument
 guard("OrderedDict", lambda m: m.ordered["gain"], lambda m: m.ordered.update(gain=2.0))
 guard("OrderedDict: another order", lambda m: 2.0 if next(iter(m.ordered)) == "gain" else 3.0, lambda m: (
     m.ordered.update(other=1.0), m.ordered.move_to_end("gain")))  # fmt: skip
-guard("defaultdict", lambda m: m.default["gain"] if "gain" in m.default else 1.0, lambda m: m.default.update(gain=2.0))
+guard("defaultdict", lambda m: m.default.get("gain", 1.0), lambda m: m.default.update(gain=2.0))
 guard("Counter", lambda m: m.counter["gain"], lambda m: m.counter.update(gain=1))
 guard("deque", lambda m: m.queue[-1], lambda m: m.queue.append(2.0))
 guard("a module in a plain list: its mode", lambda m: 2.0 if m.kept[0].training else 1.0, lambda m: m.kept[0].train())

@@ -116,14 +116,15 @@ class ForwardReads(ReadValues):
                 self._take(space)
 
     def _found(self) -> Any:
-        names = sum(len(space.names) for space in self._spaces.values())
+        names = sum(len(space.names) + space.named + space.whole for space in self._spaces.values())
         return len(self.names), len(self._texts), len(self._spaces), names, self._by_text, self._files_by_text
 
     def _take(self, space: Space) -> None:
         """Look at what is read by now."""
-        new = self._order[space.known :] if space.named else []
-        space.known = len(self._order)
-        found = {*new, *space.names, *space.more}
+        found = {*space.names, *space.more}
+        if space.named:
+            found.update(self._order[space.known :])
+            space.known = len(self._order)
         if space.whole or (space.named and not space.file and self._by_text and space.owner == USER):
             found = {*space.scope}
         if space.file and (self._files_by_text or (self._by_text and (space.named or space.owner == TRUSTED))):

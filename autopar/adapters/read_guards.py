@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence, Set, ValuesView
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -65,9 +65,12 @@ class _Guarded:
     equal: bool = False
 
     def word(self, i: int) -> Where:
-        if self.names is None or i >= len(self.names):
+        if self.names is None:
+            return self.where.entry(i) if isinstance(self.holder, (list, deque)) else self.where
+        name = self.names[i] if i < len(self.names) else None
+        if name is None:
             return self.where
-        return self.where.attribute(str(self.names[i]))
+        return self.where.entry(name.key) if isinstance(name, _Key) else self.where.attribute(name)
 
 
 class ReadGuards:
@@ -97,8 +100,9 @@ class ReadGuards:
     def container(self, x: Any, where: Where) -> None:
         """The entries of a list, dict, set or deque, in their order."""
         if isinstance(x, dict):
-            self._add(_Guarded(iter, dict.keys(x), [], where))
-            self._contents[id(x)] = self._add(_Guarded(iter, dict.values(x), [], where, list(map(_Key, dict.keys(x)))))
+            keys, values = views_of(x)
+            self._add(_Guarded(iter, keys, [], where))
+            self._contents[id(x)] = self._add(_Guarded(iter, values, [], where, list(map(_Key, keys))))
         else:
             self._contents[id(x)] = self._add(_Guarded(iter, x, [], where))
 
@@ -213,8 +217,8 @@ class ReadGuards:
         self.replaced = True
         if known.equal:
             return list(shown_bytes(now)) == known.then
-        entries = list(dict.values(now)) if isinstance(now, dict) else list(now)
-        if isinstance(now, dict) and list(now) != [entry.key for entry in known.names or ()]:
+        entries = list(views_of(now)[1]) if isinstance(now, dict) else list(now)
+        if isinstance(now, dict) and list(views_of(now)[0]) != [entry.key for entry in known.names or ()]:
             return False
         if isinstance(now, set):
             return bool({*map(told_apart, now)} == {*map(told_apart, known.then)})
@@ -251,15 +255,19 @@ class ReadGuards:
 
 
 class _Key:
-    """The key of an entry of a dict, as a word."""
+    """The key of an entry of a dict, in the place of a name."""
 
     __slots__ = ("key",)
 
     def __init__(self, key: Any) -> None:
         self.key = key
 
-    def __str__(self) -> str:
-        return f"[{self.key!r}]"
+
+def views_of(x: dict[Any, Any]) -> tuple[KeysView[Any], ValuesView[Any]]:
+    """Keys and values of a dict, as they are at any time, in its order, whatever its class makes of them."""
+    return (
+        (OrderedDict.keys(x), OrderedDict.values(x)) if isinstance(x, OrderedDict) else (dict.keys(x), dict.values(x))
+    )
 
 
 def vars_of(x: Any) -> Mapping[str, Any]:
