@@ -116,9 +116,7 @@ def test_a_change_is_seen_and_named(x: Any, change: Callable[[Any], Any]) -> Non
 
 
 def test_what_is_equal_holds() -> None:
-    held = types.SimpleNamespace(
-        number=1000.5, text="ab", nothing=float("nan"), pair=(1.5, "ab"), item=numpy.int64(3)
-    )
+    held = types.SimpleNamespace(number=1000.5, text="ab", nothing=float("nan"), pair=(1.5, "ab"), item=numpy.int64(3))
     guards = guarded(held)
     vars(held).update(
         number=float("1000.5"), text="".join("ab"), nothing=float("nan"), pair=(float("1.5"), "ab"),

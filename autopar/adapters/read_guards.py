@@ -148,6 +148,11 @@ class ReadGuards:
         """Of guards."""
         return sum(len(p.then) for p in self._places) + len(self._tensors)
 
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """That are compared by whether somebody has written to them."""
+        return self._tensors
+
     def values(self) -> Iterator[tuple[Where, Any]]:
         """What is compared, as it was when it was noted, and where it stood."""
         return ((place.word(i), value) for place in self._places for i, value in enumerate(place.then))

@@ -225,7 +225,7 @@ _VISITS: tuple[tuple[Any, Callable[..., None]], ...] = (
     (functools.partial, ReadValues._partial),
     (_WRAPPERS, ReadValues._wrapper),
     (type, ReadValues._a_class),
-    (types.ModuleType, ReadValues._python_module),
+    (types.ModuleType, lambda self, x, where: self._python_module(x, where)),  # of the subclass
     (CONTAINERS, ReadValues._container),
     ((tuple, frozenset), ReadValues._fixed),
     (types.MappingProxyType, ReadValues._proxy),
