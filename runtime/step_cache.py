@@ -236,6 +236,8 @@ class StepCache:
         runner = Executor(compiled, self._groups, self.backend)
         runner.load = self.load
         all_alike(self._groups, "the bound step")  # one that binds slowly (inductor) would be missed in a collective
+        if not watch.holds():  # what the forward itself has changed when it was traced, which it was told
+            watch = ModuleWatch(self._tree.root, modes=kind.train)
         if kind.train and self.ahead is not None:
             self.ahead(structure, shapes_of(batch), how)
         return _CachedStep(runner, watch, self._tree.flags_elsewhere(), structure, shapes_of(batch), how)

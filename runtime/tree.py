@@ -70,7 +70,7 @@ class Tree:
                 memo[id(parameter)] = own[tied[name]]
         for name, buffer in skeleton.named_buffers(remove_duplicate=False):
             memo[id(buffer)] = buffers[name]
-        self.root = copy_with(skeleton, memo)
+        self.root = copy_with(skeleton, memo, shared=True)
         # Whole dicts, since the order of parameters must be the same on all ranks.
         self._elsewhere = [
             (m, dict(m._parameters))

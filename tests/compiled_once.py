@@ -15,6 +15,7 @@ import itertools
 import os
 import re
 import time
+import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -26,8 +27,10 @@ import torch
 from torch import nn
 
 from autopar import api
+from autopar.adapters.forward_reads import ForwardReads
 from autopar.adapters.hooks import hooks_of_all
 from autopar.adapters.tags import tags_of
+from autopar.cache.code_reached import code_digest
 from autopar.cache.entry_folder import OFF, VARIABLE, EntryFolder
 from autopar.cache.step_codec import plan_of_sections, plan_sections, step_of_sections, step_sections
 from autopar.cache.stored_steps import noticed_warnings, stored_plan, stored_step
@@ -36,6 +39,7 @@ from autopar.ir.batch import facts_of
 from tests.captured_once import captured_by_each
 
 _MAKERS: dict[str, Any] = {"stored_plan": stored_plan, "stored_step": stored_step}
+_TOLD = (bool, int, float, complex, str, bytes, tuple, type(None))
 _AT = re.compile(r" at 0x[0-9a-f]+")  # where a rank has an object: the others have theirs elsewhere
 HEAD_START = 0.02  # seconds for rank 0: who has captured for the plan has done so for the step
 
@@ -69,7 +73,19 @@ def _facts(module: nn.Module) -> str:
         for name, x in kind(remove_duplicate=False):
             told = {tag: value for tag, value in tags_of(x).items() if isinstance(value, (int, float, str))}
             text.append(f"{name} {ids.setdefault(id(x), name)} {tuple(x.shape)} {x.dtype} {x.requires_grad} {told}")
-    return "\n".join(text)
+    return "\n".join([*text, *(f"{where} {_said(value)}" for where, value in ForwardReads(module).guards.values())])
+
+
+def _said(value: Any) -> str:
+    """A number or a text; the code of a function; of others the kind: what they hold is read by itself."""
+    if isinstance(value, types.FunctionType):
+        return f"{value.__qualname__} {code_digest(value.__code__)}"
+    if isinstance(value, types.CodeType):
+        return code_digest(value)
+    if type(value) in _TOLD:
+        return repr(value)
+    named = isinstance(value, (type, types.BuiltinFunctionType))
+    return f"a {value.__qualname__ if named else type(value).__qualname__}"
 
 
 def _remembered(kind: str) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tests.habit_buffers import BUFFERS
 from tests.habit_faces import FACES
+from tests.habit_guards import GUARDS
 from tests.habit_hooks import OTHERS
 from tests.habit_interception import FORWARDS
 from tests.habit_kept import KEPT
@@ -25,6 +26,7 @@ SECTIONS = {
     "Methods, attributes of parameters, states, old handles": FACES,
     "Buffers": BUFFERS,
     "What a forward keeps": KEPT,
+    "What a forward reads elsewhere": GUARDS,
 }
 HEAD = """# What may be done to a model
 

@@ -71,20 +71,20 @@ def structure_copy(
 
 
 def skeleton_of(model: nn.Module, dtypes: Mapping[int, torch.dtype] | None = None) -> nn.Module:
-    """A deep copy without weights: parameters and buffers on the meta device, ties kept. ``dtypes``: as in
-    `structure_copy`, which it raises as."""
+    """A deep copy without weights: parameters and buffers on the meta device, ties kept; a config is the model's own
+    (`rebuild`). ``dtypes``: as in `structure_copy`, which it raises as."""
     tensors: dict[int, Tensor] = {}
     for tensor in _registered(model).values():
         meta = torch.empty_like(tensor, device="meta", dtype=(dtypes or {}).get(id(tensor)))
         tensors[id(tensor)] = nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
     refuse_backward_hooks(model)
-    return copy_with(model, tensors)
+    return copy_with(model, tensors, shared=True)
 
 
-def copy_with(model: nn.Module, tensors: Mapping[int, Tensor]) -> nn.Module:
+def copy_with(model: nn.Module, tensors: Mapping[int, Tensor], shared: bool = False) -> nn.Module:
     """A deep copy that has other parameters and buffers, given by the ids of the model's. What is known to be the
-    model's own, is known to be the copy's."""
-    made = _copied(model, tensors)
+    model's own, is known to be the copy's. ``shared``: see `rebuild`."""
+    made = _copied(model, tensors, shared=shared)
     _OWNED[made] = owned_by(model)
     return made
 
@@ -111,12 +111,15 @@ def _cloned(x: Tensor) -> Tensor:
 
 
 def _copied(
-    model: nn.Module, tensors: Mapping[int, Tensor], other: Callable[[Tensor], Tensor] | None = None
+    model: nn.Module,
+    tensors: Mapping[int, Tensor],
+    other: Callable[[Tensor], Tensor] | None = None,
+    shared: bool = False,
 ) -> nn.Module:
     owned = owned_by(model)
     tagged = [(id(x), tags) for x in _registered(model).values() if (tags := tags_of(x))]
     try:
-        made = rebuild(model, tensors, other or (lambda x: _stand_in(x, owned)), tagged)
+        made = rebuild(model, tensors, other or (lambda x: _stand_in(x, owned)), tagged, shared)
     except (TypeError, RuntimeError, AttributeError) as error:
         raise ValueError(
             f"capture: the module's structure must be copyable, found {error}; move what cannot be deep-copied "

@@ -6,19 +6,23 @@ the same in every step; a counter that it moves stands still.
 
 from __future__ import annotations
 
+import operator
 import random
 import re
 import sys
+import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
-from types import ModuleType
+from contextlib import contextmanager, suppress
+from io import IOBase
+from types import GeneratorType, ModuleType
 from typing import Any
 
 import torch
 from torch import SymBool, SymFloat, SymInt, Tensor, nn
 
 from autopar.adapters.fake import MARKS
+from autopar.adapters.forward_reads import ForwardReads
 from autopar.adapters.function_watch import Refused, is_outside
 from autopar.adapters.rebuild import walk_attributes
 from autopar.adapters.unusual import warn_of
@@ -30,8 +34,11 @@ _EVERY_STEP = (
     " while it is captured, and the result would be the same in every step; call it outside of the forward and pass "
     "the result in as a tensor, or use dropout"
 )
+_ITEMS = (
+    " while it is captured, and they would be the same in every step; take them outside of the forward and pass them in"
+)
 _REPLACED = "made by an earlier forward"
-_GENERATOR = "generator"
+_GENERATOR, _ITERATOR = "generator", "iterator"
 _SHOWN = 4
 _ATTRIBUTE = re.compile(r"(?:(?P<path>[\w.]+)\.)?(?P<name>\w+)(?:\[.*\])?")
 
@@ -43,7 +50,7 @@ def frozen_facts(replica: nn.Module) -> Iterator[Collection[str]]:
     Gives the paths of Python state that the forward changes, filled while it runs. Warns of them, and of a draw whose
     line was not seen.
     """
-    generators, changed = _generator_states(), _watch_state(replica)
+    generators, (changed, untold) = _generator_states(), _watch_state(replica)
     with _refusing():
         yield changed
     for name, state in _generator_states().items():
@@ -56,6 +63,15 @@ def frozen_facts(replica: nn.Module) -> Iterator[Collection[str]]:
     drawn = [path for path, fact in changed.items() if str(fact).startswith(_GENERATOR)]
     if drawn:
         raise ValueError(f"capture: the forward draws from {drawn[0]}{_EVERY_STEP}")
+    taken = [path for path, fact in changed.items() if str(fact).startswith(_ITERATOR)]
+    if taken:
+        raise ValueError(f"capture: the forward takes items from {taken[0]}{_ITEMS}")
+    for path, kind in untold.items():
+        warn_of(
+            f"capture: the forward may read {path}, whose changes between steps are not seen, for nothing tells what "
+            f"{kind} holds; keep what changes in a plain attribute, a container or a buffer",
+            stacklevel=5,
+        )
     if changed:
         more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
         warn_of(
@@ -129,23 +145,35 @@ def _generator_states() -> dict[str, str]:
 # --- state --------------------------------------------------------------------------------------------
 
 
-def _watch_state(replica: nn.Module) -> dict[str, Any]:
-    """Filled with the paths of what the forward changes, in the order of the model. The export puts attributes back
-    afterwards, so hooks look."""
+def _watch_state(replica: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
+    """Filled with the paths of what the forward changes, in the order of the model, and of what it reads and cannot be
+    compared. The export puts attributes back afterwards, so hooks look."""
     changed: dict[str, Any] = {}
-    before: list[dict[str, Any]] = []
+    untold: dict[str, str] = {}
+    number = id(changed)  # what hooks hold counts as the module's own
 
     def start(*_: Any) -> None:
-        before.append(_state(replica))
+        reads = ForwardReads(replica)
+        _BEFORE.setdefault(number, []).append((_state(replica), reads, [state_of(x) for _, x in reads.untold]))
 
     def end(*_: Any) -> None:
-        after = _state(replica)
+        after, (state, reads, facts) = _state(replica), _BEFORE[number].pop()
+        _BEFORE.pop(number) if not _BEFORE[number] else None
         ours = f"_forward_hooks[{handle.id}]"
-        changed.update({p: after[p] for p in _changes(before.pop(), after) if not p.startswith(ours)})
+        changed.update({p: after[p] for p in _changes(state, after) if not p.startswith(ours)})
+        changed.update({str(w): "another" for w in reads.guards.changed() if w.own and not w.kind})
+        for (where, x), fact in zip(reads.untold, facts, strict=True):
+            if state_of(x) != fact and not where.kind:
+                changed[str(where)] = state_of(x)
+            elif state_of(x) == fact:
+                untold[str(where)] = f"a {type(x).__qualname__}"
 
     replica.register_forward_pre_hook(start, prepend=True)
     handle = replica.register_forward_hook(end, always_call=True)
-    return changed
+    return changed, untold
+
+
+_BEFORE: dict[int, list[tuple[dict[str, Any], ForwardReads, list[Any]]]] = {}  # of forwards that run
 
 
 def _state(root: nn.Module) -> dict[str, Any]:
@@ -170,8 +198,42 @@ def state_of(x: Any) -> Any:
         return f"{len(x)} entries"
     if isinstance(x, random.Random):
         return f"{_GENERATOR} {hash(x.getstate())}"
+    if isinstance(x, Iterator):
+        return f"{_ITERATOR} {_place_of(x)}"
     generator = getattr(x, "bit_generator", None) if type(x).__module__.startswith("numpy.random") else None
     return f"{_GENERATOR} {generator.state}" if generator is not None else None
+
+
+def _place_of(x: Any) -> Any:
+    """How far an iterator has come, as far as it tells."""
+    if isinstance(x, GeneratorType):
+        frame = x.gi_frame
+        if frame is None:
+            return "at its end"
+        held = {name: repr(value) for name, value in frame.f_locals.items() if type(value) in _SIMPLE}
+        return frame.f_lasti, held, None if x.gi_yieldfrom is None else _place_of(x.gi_yieldfrom)
+    if isinstance(x, IOBase):
+        return x.tell() if not x.closed and x.readable() and x.seekable() else None
+    with suppress(Exception), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        parts = x.__reduce__()[1:]
+        return [_place_of(part) if isinstance(part, Iterator) else _simple(part) for part in _flat(parts)]
+    return operator.length_hint(x, -1)
+
+
+def _flat(parts: Any) -> Iterator[Any]:
+    """What tuples hold."""
+    for part in parts:
+        yield from _flat(part) if isinstance(part, tuple) else [part]
+
+
+def _simple(x: Any) -> Any:
+    """A number or a text; of others which it is, and numbers and texts among their attributes."""
+    if type(x) in _SIMPLE:
+        return repr(x)
+    if isinstance(x, dict):
+        return {key: repr(value) for key, value in x.items() if type(value) in _SIMPLE}
+    return id(x), len(x) if isinstance(x, _SIZED) else None
 
 
 def _changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

@@ -10,6 +10,7 @@ copy has to look out for tensors of the original.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import io
@@ -36,20 +37,40 @@ _SHARED = (  # what the copy holds in common with the original, since it cannot 
 )  # fmt: skip
 _TENSORS = (Tensor, nn.Parameter, nn.UninitializedParameter, nn.UninitializedBuffer)
 _HELD = ("_modules", "_parameters", "_buffers")  # dicts of a module whose entries are its attributes
+_OF_MODULES = {*nn.Module().__dict__}  # each has its own
+
+
+Tagged = Sequence[tuple[int, dict[str, Any]]]  # (id of a tensor, its tags)
 
 
 def rebuild(
     model: nn.Module,
     tensors: Mapping[int, Tensor],
     other: Callable[[Tensor], Tensor],
-    tagged: Sequence[tuple[int, dict[str, Any]]] = (),
+    tagged: Tagged = (),
+    shared: bool = False,
 ) -> nn.Module:
     """A deep copy of the model in which ``tensors`` (by id) stand for its own, and ``other(x)`` for any further x.
     ``tagged``: (id, tags) of its own that have any; copies of the tags go to those that stand for them.
 
-    Raises TypeError, RuntimeError or AttributeError for what cannot be copied.
+    ``shared``: the copy has in common with the model what is no part of it and reaches none of its modules and tensors,
+    such as a config: who changes it changes both. Without, it is only so if something of it cannot be copied, a
+    connection for example. Raises TypeError, RuntimeError or AttributeError for parts of the model that cannot be.
     """
-    copier, memo = _Copier(model, tensors, other), dict[int, Any](tensors)
+    if not shared:
+        with contextlib.suppress(Exception):  # whatever a __deepcopy__ raises
+            return _rebuilt(model, tensors, other, tagged, None)
+    return _rebuilt(model, tensors, other, tagged, _apart_from(model, tensors, other))
+
+
+def _rebuilt(
+    model: nn.Module,
+    tensors: Mapping[int, Tensor],
+    other: Callable[[Tensor], Tensor],
+    tagged: Tagged,
+    common: Mapping[int, Any] | None,
+) -> nn.Module:
+    copier, memo = _Copier(model, tensors, other, common), {**(common or {}), **tensors}
     with _COPYING, _installed(copier):
         made = copy.deepcopy(model, memo)
         for number, tags in tagged:
@@ -58,9 +79,44 @@ def rebuild(
         return made
 
 
+def _apart_from(model: nn.Module, tensors: Mapping[int, Tensor], other: Callable[[Tensor], Tensor]) -> dict[int, Any]:
+    """By id, what is reached from a model and reaches neither a module of it nor a tensor that a copy replaces."""
+    found: dict[int, Any] = {}
+    holders: dict[int, list[int]] = {}  # of a value
+    queue, own = [model], {id(m): m for m in model.modules()}
+    parts: list[int] = [*own]
+    while queue:
+        x = queue.pop()
+        found[id(x)] = x
+        if isinstance(x, Tensor):
+            parts += [id(x)] if id(x) in tensors or other(x) is not x else []
+            continue
+        inner = [value for _, value in children(x)]
+        if id(x) in own:
+            parts += [id(value) for name, value in x.__dict__.items() if name in _OF_MODULES]
+        if isinstance(x, types.FunctionType):
+            inner += x.__closure__ or ()
+        for value in inner:
+            if type(value) in _PLAIN or isinstance(value, _ATOMS):
+                continue
+            holders.setdefault(id(value), []).append(id(x))
+            if id(value) not in found:
+                queue.append(value)
+                found[id(value)] = value
+    while parts:
+        for holder in holders.pop(part := parts.pop(), ()):
+            parts.append(holder)
+        found.pop(part, None)
+    return {number: x for number, x in found.items() if not isinstance(x, Tensor)}
+
+
 def children(x: Any) -> Iterator[tuple[str, Any]]:
     """(label, value) of all that a Python object holds: attributes, entries, what a function has closed over."""
     if isinstance(x, _LEAVES):
+        return
+    if isinstance(x, types.CellType):
+        with contextlib.suppress(ValueError):  # not assigned yet
+            yield "()", x.cell_contents
         return
     if isinstance(x, (list, tuple, set, frozenset, deque)):
         yield from ((f"[{i}]", value) for i, value in enumerate(list(x)))
@@ -122,8 +178,15 @@ def path_of(root: Any, wanted: Any) -> str | None:
 class _Copier:
     """The copying functions for types that `copy` shares or cannot copy."""
 
-    def __init__(self, model: nn.Module, tensors: Mapping[int, Tensor], other: Callable[[Tensor], Tensor]) -> None:
-        self._tensors, self._other = tensors, other
+    def __init__(
+        self,
+        model: nn.Module,
+        tensors: Mapping[int, Tensor],
+        other: Callable[[Tensor], Tensor],
+        common: Mapping[int, Any] | None,
+    ) -> None:
+        """``common``: what the copy has in common with the model, if it was asked for."""
+        self._tensors, self._other, self._common = tensors, other, common
         self._modules = {id(m) for m in model.modules()}
         self._reaching: dict[int, bool] = {}
 
@@ -140,7 +203,9 @@ class _Copier:
         }
 
     def _reaches(self, x: Any) -> bool:
-        """Whether a module or tensor is behind it."""
+        """Whether a module or tensor is behind it, of the model where copies have the others in common."""
+        if self._common is not None:
+            return id(x) not in self._common
         if id(x) not in self._reaching:
             self._reaching[id(x)] = any(isinstance(value, (nn.Module, Tensor)) for _, value in walk_attributes(x))
         return self._reaching[id(x)]

@@ -8,33 +8,26 @@ A digest of code leaves out where it stands (its lines): that is for the digest 
 from __future__ import annotations
 
 import builtins
-import dis
-import functools
 import hashlib
 import importlib
-import os
-import re
 import sys
 import types
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
 from typing import Any
 
-from autopar.cache.libraries import USER, owner_of_module
+from autopar.adapters.code_names import CodeNames, imported_modules, package_of
+from autopar.adapters.code_owners import USER, owner_of_module
 
 _BUILTINS = vars(builtins)
 _IMPURE_MODULES = {
     "time", "posix", "nt", "io", "_io", "_socket", "socket", "subprocess", "tempfile", "glob", "shutil", "secrets",
     "uuid", "platform", "urllib.request", "genericpath",
 }  # fmt: skip
-_ENVIRONMENT = {"environ", "getenv", "environb"}
 _OF_TEXTS = (eval, exec, compile, __import__, importlib.import_module)
 _PURE = {"getenv", "fspath", "cpu_count"}
 _READS_FILES = {"read_text", "read_bytes", "open", "exists", "is_file", "is_dir", "iterdir", "glob", "stat"}
 _CLOCKS = {"now", "today", "utcnow"}
-_IMPORTS = dis.opmap["IMPORT_NAME"]
 _known_codes: dict[types.CodeType, str] = {}
-_known_names: dict[types.CodeType, CodeNames] = {}
 
 
 def code_digest(code: types.CodeType) -> str:
@@ -62,43 +55,6 @@ def _constant(x: Any) -> Any:
     return type(x).__name__, repr(x)
 
 
-@dataclass(frozen=True)
-class CodeNames:
-    """Of code and the functions inside of it. names: what they read of their file or as attributes, and texts that may
-    be such (``getattr(self, "gate")``), in order; texts: all of them; imported: what they may import."""
-
-    names: tuple[str, ...]
-    texts: tuple[str, ...]
-    imported: tuple[str, ...]
-
-    @classmethod
-    def of(cls, code: types.CodeType) -> CodeNames:
-        found, texts = set(code.co_names), list[str]()
-        imported = code.co_names if _IMPORTS in code.co_code[::2] else ()
-        for const in code.co_consts:
-            if isinstance(const, types.CodeType):
-                inner = names_in(const)
-                found.update(inner.names)
-                texts += inner.texts
-                imported += inner.imported
-            elif isinstance(const, str):
-                texts.append(const)
-                found.update([const] if const.isidentifier() else ())
-            elif isinstance(const, (tuple, frozenset)):
-                found.update(x for x in const if isinstance(x, str) and x.isidentifier())
-        return cls(tuple(sorted(found)), tuple(texts), imported)
-
-
-def names_in(code: types.CodeType) -> CodeNames:
-    """Looked for once, where the code is of a file."""
-    known = _known_names.get(code)
-    if known is None or len(_known_names) > 1 << 16:
-        known = CodeNames.of(code)
-        if not code.co_filename.startswith("<"):
-            _known_names[code] = known
-    return known
-
-
 def globals_read(function: types.FunctionType, read: CodeNames) -> Iterator[tuple[str, Any]]:
     """(name, value) of what a function reads of its file, and of modules among that (``config.SCALE``, and what it
     imports while it runs), in the order of names."""
@@ -112,21 +68,8 @@ def globals_read(function: types.FunctionType, read: CodeNames) -> Iterator[tupl
         elif name in _BUILTINS:
             yield name, _BUILTINS[name]
     for name in read.imported:
-        for module in _imported(name, str(scope.get("__package__") or scope.get("__name__") or "")):
+        for module in imported_modules(name, package_of(function)):
             yield from _inside(name, module, read.names, set())
-
-
-def _imported(name: str, package: str) -> Iterator[types.ModuleType]:
-    """Modules that an import of this name within a package may mean."""
-    for path in _paths(name, package):
-        if isinstance(module := sys.modules.get(path), types.ModuleType):
-            yield module
-
-
-@functools.lru_cache(65536)
-def _paths(name: str, package: str) -> tuple[str, ...]:
-    parts = package.split(".")
-    return name, *(f"{'.'.join(parts[:i])}.{name}" for i in range(1, len(parts) + 1))
 
 
 def _inside(path: str, module: types.ModuleType, names: Collection[str], seen: set[int]) -> Iterator[tuple[str, Any]]:
@@ -149,16 +92,6 @@ def entries_named(module: types.ModuleType, names: Collection[str]) -> Iterator[
         if others and isinstance(entry, types.ModuleType) and entry.__name__.partition(".")[0] != package:
             continue
         yield (name, entry) if name in entries else ("__getattr__", entries["__getattr__"])
-
-
-def environment_read(names: Collection[str], texts: Iterable[str]) -> dict[str, str | None] | None:
-    """The environment's variables that code may read, those that it names; None where it makes up names."""
-    if _ENVIRONMENT.isdisjoint(names):
-        return {}
-    known = sorted({*texts, *names} - _ENVIRONMENT)
-    if not any(re.fullmatch("[A-Z][A-Z0-9_]*", text) for text in known):
-        return None
-    return {text: os.environ.get(text) for text in known}
 
 
 def impurity(name: str, value: Any, names: Collection[str]) -> str | None:

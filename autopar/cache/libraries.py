@@ -11,9 +11,7 @@ import functools
 import hashlib
 import importlib.metadata
 import operator
-import os
 import sys
-import sysconfig
 import time
 import types
 from collections.abc import Iterator
@@ -24,57 +22,14 @@ from typing import Any
 import numpy
 import torch
 
-_OURS = str(Path(__file__).parent.parent)
-_AREAS = tuple(os.path.realpath(os.path.join(_OURS, area)) for area in ("passes", "runtime", "models"))
-_TORCH = str(Path(torch.__file__).parent)
-_PATHS = sysconfig.get_paths()
-_SITE = tuple({_PATHS["purelib"], _PATHS["platlib"]})
-_TRUSTED = (_TORCH, str(Path(numpy.__file__).parent), _OURS, *_AREAS)
-_STANDARD = tuple({_PATHS["stdlib"], _PATHS["platstdlib"]})
-_FROZEN = ("<frozen ", "<__array_function__ internals>")
+from autopar.adapters.code_owners import AREAS, OURS, TRUSTED, USER, owner_of_function
+
 _LOOKED_AT = (
     "torch", "torch.nn", "torch.nn.functional", "torch.functional", "torch.nn.init", "torch.utils.checkpoint",
     "torch.autograd", "torch.special", "torch.linalg", "torch.fft", "torch._tensor", "torch.autograd.function",
 )  # fmt: skip
 
 _LOADED = time.time()  # about when the files of autopar were read
-
-TRUSTED, LIBRARY, USER = "trusted", "library", "user"
-
-
-@functools.lru_cache(4096)
-def owner_of_file(path: str) -> str:
-    """Whose a file of code is."""
-    if path.startswith(_FROZEN):
-        return TRUSTED
-    if path.startswith(tuple(f"{place}{os.sep}" for place in _TRUSTED)):
-        return TRUSTED
-    if path.startswith(tuple(f"{place}{os.sep}" for place in _SITE)):
-        return LIBRARY
-    return TRUSTED if path.startswith(tuple(f"{place}{os.sep}" for place in _STANDARD)) else USER
-
-
-def owner_of_module(name: str | None) -> str:
-    """Whose a module is, by its file; one without a file is the user's if it was made by hand, such as __main__ of a
-    notebook."""
-    if name is None:
-        return USER
-    if name.partition(".")[0] in ("torch", "numpy", "autopar", "builtins"):
-        return TRUSTED
-    module = sys.modules.get(name)
-    file = getattr(module, "__file__", None)
-    if isinstance(file, str):
-        return owner_of_file(file)
-    return TRUSTED if name.partition(".")[0] in sys.stdlib_module_names and name != "__main__" else USER
-
-
-def owner_of_function(function: types.FunctionType) -> str:
-    """Whose code it runs. What was made of a text (a dataclass's methods) belongs to the module around it."""
-    file = function.__code__.co_filename
-    if not file.startswith("<") or file.startswith(_FROZEN):
-        return owner_of_file(file)
-    module = str(function.__globals__.get("__name__"))
-    return TRUSTED if module.startswith("namedtuple_") else owner_of_module(module)
 
 
 def is_foreign(value: object) -> bool:
@@ -86,7 +41,7 @@ def is_foreign(value: object) -> bool:
 def own_digest() -> str:
     """Of all sources of autopar; "" where one is younger than this process, which has read what it was before."""
     digest = hashlib.blake2b(digest_size=16)
-    for folder in (_OURS, *_AREAS):
+    for folder in (OURS, *AREAS):
         for file in sorted(Path(folder).rglob("*.py")):
             if file.stat().st_mtime > _LOADED:
                 return ""

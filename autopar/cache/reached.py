@@ -26,23 +26,11 @@ import types
 from collections.abc import Collection, Iterable
 from typing import Any
 
+from autopar.adapters.code_names import environment_read, names_in
+from autopar.adapters.code_owners import LIBRARY, TRUSTED, USER, owner_of_function, owner_of_module
 from autopar.adapters.fake import Owned
-from autopar.cache.code_reached import (
-    code_digest,
-    entries_named,
-    environment_read,
-    globals_read,
-    impurity,
-    names_in,
-)
-from autopar.cache.libraries import (
-    LIBRARY,
-    TRUSTED,
-    USER,
-    owner_of_function,
-    owner_of_module,
-    version_of_package,
-)
+from autopar.cache.code_reached import code_digest, entries_named, globals_read, impurity
+from autopar.cache.libraries import version_of_package
 from autopar.cache.values_reached import CACHED, FINDERS, CannotTell, ReachedValues
 
 _CALLED = {

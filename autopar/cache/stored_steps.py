@@ -18,7 +18,9 @@ from typing import Any, Generic, TypeVar
 
 from torch import nn
 
+from autopar.adapters.block_facts import memory_of
 from autopar.adapters.collector import resting_collector
+from autopar.adapters.forward_reads import ForwardReads
 from autopar.cache.entry_folder import EntryFolder, entry_folder, log
 from autopar.cache.step_codec import Sections, plan_of_sections, plan_sections, step_of_sections, step_sections
 from autopar.cache.step_key import step_key
@@ -103,8 +105,17 @@ def _wanted_step(
     return _Wanted(
         make,
         lambda: step_key("step", model, batch, mesh, options=options, **how),
-        step_sections, step_of_sections, _about(model, mesh, kind),
+        lambda made: _sections(made, model), step_of_sections, _about(model, mesh, kind),
     )  # fmt: skip
+
+
+def _sections(made: Compiled, model: nn.Module) -> dict[str, bytes]:
+    """Raises Unstorable, also for a step that computes with a tensor which the user has, and may write to."""
+    kept = {memory_of(x) for x in ForwardReads(model).guards.tensors if not x.is_meta}
+    for name, constant in made.constants.items():
+        if memory_of(constant) in kept:
+            raise Unstorable(f"{name}, a tensor that may be written to between steps")
+    return step_sections(made)
 
 
 def _about(model: nn.Module, mesh: Mesh, kind: str) -> dict[str, Any]:

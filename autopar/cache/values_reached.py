@@ -42,7 +42,7 @@ _LARGEST = 1 << 26  # bytes of a constant
 _LARGEST_COUNT = 1 << 20  # entries
 _HEAP_TYPE = 1 << 9  # the flag of classes that are made while a process runs, by Python code or by C
 _OPAQUE = (
-    type(threading.Lock()), type(threading.RLock()), threading.local, logging.Filterer, logging.LoggerAdapter,
+    type(threading.Lock()), type(threading.RLock()), logging.Filterer, logging.LoggerAdapter,
     threading.Event, threading.Condition,
 )  # fmt: skip
 _TEXTS = (
@@ -117,6 +117,10 @@ class ReachedValues(abc.ABC):
             self._walk(kind)
         elif isinstance(x, _TEXTS) or kind.__module__ == "typing":
             self._say(kind.__qualname__, repr(x))
+        elif isinstance(x, threading.local):
+            self._say("of a thread")
+            self._walk(kind)
+            self._mapping(vars(x))
         elif isinstance(x, _OPAQUE) or (self._lenient and isinstance(x, io.IOBase)):
             self._say("opaque")
         elif isinstance(x, (numpy.ndarray, numpy.generic)):

@@ -3,6 +3,7 @@
     python tests/benchmarks/bench_host.py [--steps 600]
 
 A Llama of 4 layers of width 64, 39 parameters, 16 tokens, on one process. The time within step graphs is taken off.
+Of the host's part, the guards: what is compared of modules and of what their forwards read, and how long that takes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+import timeit
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +21,7 @@ from common import Workload, load, publish, table
 
 import autopar
 from autopar.runtime.bind import Bound
+from autopar.runtime.module_watch import ModuleWatch
 
 WORK = Workload(hidden=64, layers=4, inner=128, heads=4, vocab=256, batch=1, length=16)
 TENTH = 10  # of the steps are faster than what the table shows
@@ -41,7 +44,20 @@ def main() -> None:
         cells = [f"{pick(x) * 1e3:.2f}" for x in (whole, outside) for pick in (min, _tenth, statistics.median)]
         rows.append([name, *cells])
     head = ["", "step, ms: min", "fastest tenth", "median", "beside generated code: min", "fastest tenth", "median"]
-    publish("host", f"{steps} steps; {before} before, {load().split(' on ')[0]} after.\n\n{table(head, rows)}")
+    loads = f"{steps} steps; {before} before, {load().split(' on ')[0]} after."
+    publish("host", f"{loads}\n\n{table(head, rows)}\n\n{_guards(model, steps)}")
+
+
+def _guards(model: autopar.ParallelModule, steps: int) -> str:
+    """How many guards a step has, and what one look at them takes."""
+    watch = ModuleWatch(model._tree.root)
+    assert watch.holds(), "nobody has changed anything"
+    seconds = sorted(timeit.repeat(watch.holds, number=1, repeat=steps))
+    cells = ", ".join(f"{x * 1e6:.0f}" for x in (seconds[0], _tenth(seconds), statistics.median(seconds)))
+    return (
+        f"Of that, a look at the modules and at {watch.guards} values that forwards read, us: {cells} (min, fastest "
+        "tenth, median)."
+    )
 
 
 def _tenth(seconds: Any) -> float:

@@ -1,0 +1,61 @@
+"""Whose code a file, a module or a function is: a library's that is known by its version, the user's, or trusted.
+
+Trusted are Python's own files, torch, numpy and autopar: nobody writes there but by replacing what stands in them.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import sysconfig
+import types
+from pathlib import Path
+
+import numpy
+import torch
+
+OURS = str(Path(__file__).parent.parent)
+AREAS = tuple(os.path.realpath(os.path.join(OURS, area)) for area in ("passes", "runtime", "models"))
+_PATHS = sysconfig.get_paths()
+_SITE = tuple({_PATHS["purelib"], _PATHS["platlib"]})
+_TRUSTED = (str(Path(torch.__file__).parent), str(Path(numpy.__file__).parent), OURS, *AREAS)
+_STANDARD = tuple({_PATHS["stdlib"], _PATHS["platstdlib"]})
+_FROZEN = ("<frozen ", "<__array_function__ internals>")
+
+TRUSTED, LIBRARY, USER = "trusted", "library", "user"
+
+
+@functools.lru_cache(4096)
+def owner_of_file(path: str) -> str:
+    """Whose a file of code is."""
+    if path.startswith(_FROZEN):
+        return TRUSTED
+    if path.startswith(tuple(f"{place}{os.sep}" for place in _TRUSTED)):
+        return TRUSTED
+    if path.startswith(tuple(f"{place}{os.sep}" for place in _SITE)):
+        return LIBRARY
+    return TRUSTED if path.startswith(tuple(f"{place}{os.sep}" for place in _STANDARD)) else USER
+
+
+def owner_of_module(name: str | None) -> str:
+    """Whose a module is, by its file; one without a file is the user's if it was made by hand, such as __main__ of a
+    notebook."""
+    if name is None:
+        return USER
+    if name.partition(".")[0] in ("torch", "numpy", "autopar", "builtins"):
+        return TRUSTED
+    module = sys.modules.get(name)
+    file = getattr(module, "__file__", None)
+    if isinstance(file, str):
+        return owner_of_file(file)
+    return TRUSTED if name.partition(".")[0] in sys.stdlib_module_names and name != "__main__" else USER
+
+
+def owner_of_function(function: types.FunctionType) -> str:
+    """Whose code it runs. What was made of a text (a dataclass's methods) belongs to the module around it."""
+    file = function.__code__.co_filename
+    if not file.startswith("<") or file.startswith(_FROZEN):
+        return owner_of_file(file)
+    module = str(function.__globals__.get("__name__"))
+    return TRUSTED if module.startswith("namedtuple_") else owner_of_module(module)
