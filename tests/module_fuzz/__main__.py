@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import multiprocessing
 import os
-import random
 import sys
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 os.environ.setdefault("AUTOPAR_CACHE", "off")  # what is tested is the compiler
@@ -18,35 +13,11 @@ os.environ.setdefault("AUTOPAR_CACHE", "off")  # what is tested is the compiler
 import torch
 from tqdm import tqdm
 
-from tests.module_fuzz.check import FAILURES, INVALID, REFUSED, Result, checked, summary
-from tests.module_fuzz.program import SHARES, Program, drawn, each
+from tests.module_fuzz.check import FAILURES, Result, checked
+from tests.module_fuzz.program import SHARES, Program, each, programs
 from tests.module_fuzz.script import script
-from tests.module_fuzz.shrink import shrunk
-
-
-def programs(seed: int, count: int) -> Iterator[Program]:
-    """The same for the same seed."""
-    return (drawn(random.Random(f"{seed} {i}")) for i in range(count))
-
-
-def small(program: Program, result: Result, name: str) -> tuple[Program, Result]:
-    """The program shrunk, and what is wrong with it."""
-    numbers = itertools.count()
-    kept = [result]
-
-    def fails(smaller: Program) -> bool:
-        found = checked(smaller, f"{name}_{next(numbers)}")
-        same = found.kind == result.kind and _type(found) == _type(result)
-        if same:
-            kept[0] = found
-        return same
-
-    return shrunk(program, fails), kept[0]
-
-
-def _type(result: Result) -> str:
-    """Of the exception, where there is one."""
-    return result.text.partition(":")[0] if result.where else ""
+from tests.module_fuzz.shrink import small
+from tests.module_fuzz.tally import Tally
 
 
 def _checked(job: tuple[int, Program, bool]) -> tuple[int, Program, Result]:
@@ -62,49 +33,14 @@ def _start() -> None:
     sys.dont_write_bytecode = True
 
 
-@dataclass
-class Tally:
-    """What was found so far."""
-
-    kinds: Counter[str] = field(default_factory=Counter)
-    failures: Counter[tuple[str, str]] = field(default_factory=Counter)
-    refusals: Counter[str] = field(default_factory=Counter)
-    invalid: Counter[str] = field(default_factory=Counter)
-    classes: Counter[tuple[str, str]] = field(default_factory=Counter)
-
-    def add(self, program: Program, result: Result) -> bool:
-        """Whether it is a failure of a new cause."""
-        self.kinds[result.kind] += 1
-        if result.kind == REFUSED:
-            self.refusals[summary(result.text)] += 1
-        if result.kind == INVALID:
-            self.invalid[summary(result.text)] += 1
-        if not result.failed:
-            return False
-        for letter in program.kinds() or "-":
-            self.classes[result.kind, letter] += 1
-        cause = result.kind, " + ".join(program.names()) + " | " + "; ".join(program.statements())
-        cause = result.kind, " + ".join(program.names())
-        self.failures[cause] += 1
-        return self.failures[cause] == 1
-
-    def __str__(self) -> str:
-        parts = [f"{sum(self.kinds.values())} programs: " + ", ".join(f"{n} {kind}" for kind, n in self.kinds.most_common())]
-        for kind in FAILURES:
-            of = {letter: n for (k, letter), n in sorted(self.classes.items()) if k == kind}
-            parts.append(f"{kind} by kind of piece left after shrinking: {of}")
-        for title, found in (("refused", self.refusals), ("invalid in torch", self.invalid)):
-            parts += [f"{title}:"] + [f"  {n:5} {text}" for text, n in found.most_common()]
-        parts += ["failures:"] + [f"  {n:5} {kind}: {names}" for (kind, names), n in self.failures.most_common()]
-        return "\n".join(parts)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.module_fuzz")
     parser.add_argument("--programs", type=int, default=500, help="how many are drawn")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="the number of one of them")
-    parser.add_argument("--each", nargs="?", const="".join(SHARES), metavar="KINDS", help="every piece alone instead, of these kinds")
+    parser.add_argument(
+        "--each", nargs="?", const="".join(SHARES), metavar="KINDS", help="every piece alone instead, of these kinds"
+    )
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--no-shrink", action="store_true")
     parser.add_argument("--scripts", type=Path, help="a folder for scripts of what fails; default: printed")

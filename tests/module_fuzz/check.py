@@ -34,6 +34,11 @@ class Result:
     def failed(self) -> bool:
         return self.kind in FAILURES
 
+    @property
+    def error(self) -> str:
+        """The type of a crash."""
+        return self.text.partition(":")[0] if self.kind == CRASH else ""
+
 
 class Hung(Exception):
     """A program that takes too long."""

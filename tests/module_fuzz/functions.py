@@ -95,7 +95,6 @@ FUNCTIONS = {
                 return g * s * 0.9 + 0 * x
         """,
 }
-MAIN = tuple(FUNCTIONS)[0]
 
 # How a forward reaches it: forward, top, init, changes.
 NAMES: dict[str, tuple[str, str, str, tuple[str, ...]]] = {

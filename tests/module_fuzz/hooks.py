@@ -8,7 +8,9 @@ TWICE = "def twice_N(module, args, y):\n    return y * 2"
 ACT = "self.act_N = nn.Tanh()"
 
 
-def hook(name: str, init: str, changes: tuple[str, ...] = (), top: str = TWICE, forward: str = "x = self.act_N(x)") -> Piece:
+def hook(
+    name: str, init: str, changes: tuple[str, ...] = (), top: str = TWICE, forward: str = "x = self.act_N(x)"
+) -> Piece:
     return Piece(name, "H", forward, top, f"{ACT}\n{init}", changes)
 
 

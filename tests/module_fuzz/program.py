@@ -1,8 +1,8 @@
 """A program: pieces, some of them in blocks, and what happens to the model. It is drawn at random, and written as a file.
 
-    program = drawn(random.Random(7))
-    program.source()            the file of the module, with a class Net
-    program.statements()        what happens, in the names of `side.Side.play`
+program = next(programs(seed=7, count=1))
+program.source()            the file of the module, with a class Net
+program.statements()        what happens, in the names of `side.Side.play`
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ class Program:
         """Changes of pieces that are not there are left out."""
         paths = {placed.number: path for placed, path in self.placed()}
         return [
-            event.text if event.number is None else re.sub(r"\bown\b", paths[event.number], numbered(event.text, event.number))
+            event.text
+            if event.number is None
+            else re.sub(r"\bown\b", paths[event.number], numbered(event.text, event.number))
             for event in self.events
             if event.number is None or event.number in paths
         ]
@@ -156,6 +158,11 @@ def _class(name: str, arguments: str, items: Sequence[Placed | Block]) -> str:
 # --- drawn at random ------------------------------------------------------------------------------------------
 
 
+def programs(seed: int, count: int) -> Iterator[Program]:
+    """The same for the same seed."""
+    return (drawn(random.Random(f"{seed} {i}")) for i in range(count))
+
+
 def drawn(rng: random.Random) -> Program:
     """One to four pieces, three or four steps, up to three things between them."""
     kinds = rng.choices(list(SHARES), list(SHARES.values()), k=rng.choice((1, 1, 2, 2, 3, 4)))
@@ -165,7 +172,7 @@ def drawn(rng: random.Random) -> Program:
         first = rng.randrange(len(placed))
         block = Block(len(placed), rng.choice(CALLS), tuple(placed[first : first + 2]))
         items = (*placed[:first], block, *placed[first + 2 :])
-    return Program(items, tuple(_drawn_events(rng, placed)), rng.choice(WAYS))
+    return Program(items, tuple(_drawn_events(rng, placed)), rng.choices(WAYS, (4, 4, 1))[0])
 
 
 def _drawn_events(rng: random.Random, placed: Sequence[Placed]) -> list[Event]:

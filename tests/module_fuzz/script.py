@@ -7,7 +7,7 @@ import inspect
 from tests.module_fuzz import side
 from tests.module_fuzz.program import Program
 
-_MAIN = '''
+_MAIN = """
 if __name__ == "__main__":
     import tempfile
 
@@ -19,7 +19,7 @@ if __name__ == "__main__":
     print("on the mesh:", wrong or (f"{type(mesh).__name__}: {mesh}" if mesh else "the same"))
     if mesh and not isinstance(mesh, ValueError):
         raise mesh
-'''
+"""
 
 
 def script(program: Program, found: str) -> str:

@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 
-from tests.module_fuzz.program import PHASES, PLAIN, TRAIN_STEP, Block, Event, Placed, Program
+from tests.module_fuzz.check import Result, checked
+from tests.module_fuzz.program import PHASES, PLAIN, TRAIN_STEP, Block, Program
 
 MOST = 60  # programs that are tried
+
+
+def small(program: Program, result: Result, name: str) -> tuple[Program, Result]:
+    """The program made small, and what is wrong with it."""
+    numbers = itertools.count()
+
+    def fails(smaller: Program) -> bool:
+        nonlocal result
+        found = checked(smaller, f"{name}_{next(numbers)}")
+        if (found.kind, found.error) != (result.kind, result.error):
+            return False
+        result = found
+        return True
+
+    return shrunk(program, fails), result
 
 
 def shrunk(program: Program, fails: Callable[[Program], bool]) -> Program:
@@ -38,14 +55,12 @@ def smaller_ones(program: Program) -> Iterator[Program]:
             for k in range(len(item.items)):
                 fewer = dataclasses.replace(item, items=item.items[:k] + item.items[k + 1 :])
                 yield dataclasses.replace(program, items=(*before, fewer, *after))
-    there = {placed.number for placed, _ in program.placed()}
     for i, event in enumerate(events):
         yield dataclasses.replace(program, events=events[:i] + events[i + 1 :])
         for text in _simpler(event.text):
-            yield dataclasses.replace(program, events=(*events[:i], dataclasses.replace(event, text=text), *events[i + 1 :]))
-    if gone := tuple(e for e in events if e.number is None or e.number in there) != events:
-        assert gone
-        yield dataclasses.replace(program, events=tuple(e for e in events if e.number is None or e.number in there))
+            yield dataclasses.replace(
+                program, events=(*events[:i], dataclasses.replace(event, text=text), *events[i + 1 :])
+            )
     if program.way not in (TRAIN_STEP, PHASES):
         yield from (dataclasses.replace(program, way=way) for way in (TRAIN_STEP, PHASES))
 
@@ -55,6 +70,3 @@ def _simpler(text: str) -> Iterator[str]:
         yield text.removeprefix("begin(5)\n").removesuffix("\nend()")
     elif text.startswith(("accumulate(", "two(", "retained(", "begin(")) or "rows=" in text:
         yield "step(1)"
-
-
-__all__ = ["MOST", "Event", "Placed", "shrunk", "smaller_ones"]

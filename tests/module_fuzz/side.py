@@ -33,9 +33,10 @@ def batch(step: int, rows: int = 4) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def imported(path: Path, name: str) -> Iterator[Any]:
-    """The module in a file; environment, torch's functions and its default dtype are as before afterwards."""
+    """The module in a file; environment, torch's functions and its default dtype, and the class of models on a mesh are
+    as before afterwards."""
     environment, functions = dict(os.environ), dict(vars(torch.nn.functional))
-    dtype = torch.get_default_dtype()
+    dtype, known = torch.get_default_dtype(), set(vars(autopar.ParallelModule))
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     mod = sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -48,6 +49,8 @@ def imported(path: Path, name: str) -> Iterator[Any]:
         del sys.modules[name]
         os.environ.clear(), os.environ.update(environment)
         vars(torch.nn.functional).update(functions)
+        for added in set(vars(autopar.ParallelModule)) - known:
+            delattr(autopar.ParallelModule, added)
 
 
 class Side:
@@ -98,7 +101,8 @@ class Side:
         else:
             out = self.net(**batch(k, rows))
             self.note("loss", out["loss"])
-            self._note_outputs(out, both=self.way == "phases")
+            if not whole:  # where the mesh has them
+                self._note_outputs(out)
             out["loss"].backward()
         self._note_state()
 
@@ -164,10 +168,8 @@ class Side:
         else:
             self.log.append((name, value))
 
-    def _note_outputs(self, out: dict[str, Any], both: bool = True) -> None:
-        """``both``: plain torch has them where the mesh has them."""
-        if both:
-            self.note("output", {name: out[name] for name in sorted(out)})
+    def _note_outputs(self, out: dict[str, Any]) -> None:
+        self.note("output", {name: out[name] for name in sorted(out)})
 
     def _note_state(self) -> None:
         self.note("gradient", {name: p.grad for name, p in self.net.named_parameters()})
