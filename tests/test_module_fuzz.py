@@ -64,7 +64,7 @@ def test_every_piece_runs_on_plain_torch(tmp_path: Path) -> None:
 
 GOOD = Piece("a scale", "P", "x = x * self.w_N", "", "self.w_N = nn.Parameter(torch.rand(3))")
 WRONG_PIECE = Piece("a scale by the name of the file", "D", "x = x * (2 if 'mesh' in __name__ else 1)")
-RAISES = Piece("an error", "D", "if 'mesh' in __name__:\n    raise KeyError('planted')")
+RAISES = Piece("an error", "D", "", init="if 'mesh' in __name__:\n    raise KeyError('planted')")
 REFUSES = Piece("a value", "D", "if x.sum() > 1e9:\n    x = -x")
 FAILS = Piece("an error of torch", "D", "x = x @ x")
 STEPS = Event("step(0)"), Event("net.note = 1"), Event("step(1)")

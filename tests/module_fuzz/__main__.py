@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import multiprocessing
 import os
 import sys
+from collections.abc import Sequence
+from multiprocessing.pool import Pool
 from pathlib import Path
 
 os.environ.setdefault("AUTOPAR_CACHE", "off")  # what is tested is the compiler
@@ -13,23 +16,28 @@ os.environ.setdefault("AUTOPAR_CACHE", "off")  # what is tested is the compiler
 import torch
 from tqdm import tqdm
 
-from tests.module_fuzz.check import FAILURES, Result, checked
+from tests.module_fuzz.check import Result, checked
 from tests.module_fuzz.program import SHARES, Program, each, programs
 from tests.module_fuzz.script import script
 from tests.module_fuzz.shrink import small
 from tests.module_fuzz.tally import Tally
 
+Job = tuple[int, Program]
 
-def _checked(job: tuple[int, Program, bool]) -> tuple[int, Program, Result]:
-    number, program, shrinks = job
-    result = checked(program, f"fuzz_{number}")
-    if result.failed and shrinks:
-        program, result = small(program, result, f"fuzz_{number}")
-    return number, program, result
+
+def _checked(job: Job) -> tuple[Job, Result]:
+    return job, checked(job[1], f"fuzz_{job[0]}")
+
+
+def _small(failure: tuple[Job, Result]) -> tuple[Job, Result]:
+    (number, program), result = failure
+    program, result = small(program, result, f"fuzz_{number}_smaller")
+    return (number, program), result
 
 
 def _start() -> None:
     torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)  # torch logs what it cannot export
     sys.dont_write_bytecode = True
 
 
@@ -38,37 +46,72 @@ def main() -> None:
     parser.add_argument("--programs", type=int, default=500, help="how many are drawn")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="the number of one of them")
-    parser.add_argument(
-        "--each", nargs="?", const="".join(SHARES), metavar="KINDS", help="every piece alone instead, of these kinds"
-    )
+    parser.add_argument("--each", nargs="?", const="".join(SHARES), metavar="KINDS", help="instead: every piece alone")
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--no-shrink", action="store_true")
     parser.add_argument("--scripts", type=Path, help="a folder for scripts of what fails; default: printed")
     given = parser.parse_args()
     every = each(given.each) if given.each else programs(given.seed, given.programs)
-    jobs = [(i, program, not given.no_shrink) for i, program in enumerate(every) if given.only in (None, i)]
-    tally, context = Tally(), multiprocessing.get_context("fork")
-    bar = tqdm(total=len(jobs), smoothing=0.02, mininterval=1.0)
-    with context.Pool(given.workers, _start, maxtasksperchild=500) as pool:
-        for number, program, result in pool.imap_unordered(_checked, jobs):
-            if tally.add(program, result):
-                _tell(program, result, number, given.scripts, bar)
-            bar.set_postfix({kind: n for kind, n in tally.kinds.items()}, refresh=False)
+    jobs = [(i, program) for i, program in enumerate(every) if given.only in (None, i)]
+    tally = Tally()
+    with multiprocessing.get_context("fork").Pool(given.workers, _start, maxtasksperchild=500) as pool:
+        failures = _run(pool, jobs, tally)
+        print(tally, flush=True)
+        told = _tell_each(pool, failures, given.workers, given.scripts)
+    print(
+        f"{len(failures)} failures, made small to {len(told)} sets of pieces; the others have one of these among theirs:"
+    )
+    for causes, kind, text in told:
+        print(f"  {kind}: {causes}: {text[:150]}")
+    sys.exit(bool(failures))
+
+
+def _run(pool: Pool, jobs: Sequence[Job], tally: Tally) -> list[tuple[Job, Result]]:
+    """Those that fail."""
+    failures = []
+    with tqdm(total=len(jobs), smoothing=0.02, mininterval=1.0) as bar:
+        for job, result in pool.imap_unordered(_checked, jobs):
+            tally.add(job[1], result)
+            if result.failed:
+                failures.append((job, result))
+            bar.set_postfix(dict(tally.kinds), refresh=False)
             bar.update()
-    bar.close()
-    print(tally)
-    sys.exit(any(tally.kinds[kind] for kind in FAILURES))
+    return failures
 
 
-def _tell(program: Program, result: Result, number: int, folder: Path | None, bar: tqdm) -> None:  # type: ignore[type-arg]
-    text = f"program {number}, {result.kind}: {result.text}\n{result.where}"
+def _tell_each(
+    pool: Pool, failures: list[tuple[Job, Result]], workers: int, folder: Path | None
+) -> list[tuple[str, str, str]]:
+    """Makes small and tells what has no cause yet: the smallest first."""
+    left = sorted(failures, key=lambda failure: len(failure[0][1].names()))
+    causes: list[tuple[str, set[str]]] = []  # kind, names of pieces
+    told = []
+    with tqdm(total=len(left), desc="made small", mininterval=1.0) as bar:
+        while left:
+            for job, result in pool.map(_small, left[:workers], chunksize=1):
+                names = set(job[1].names())
+                if (result.kind, names) not in causes:
+                    causes.append((result.kind, names))
+                    _tell(job, result, folder)
+                    told.append((" + ".join(job[1].names()), result.kind, result.text))
+            before, left = len(left), [f for f in left[workers:] if not _explained(f, causes)]
+            bar.update(before - len(left))
+    return told
+
+
+def _explained(failure: tuple[Job, Result], causes: list[tuple[str, set[str]]]) -> bool:
+    """Whether a smaller program failed of pieces that this one has, too."""
+    (_, program), result = failure
+    return any(kind == result.kind and names and names <= set(program.names()) for kind, names in causes)
+
+
+def _tell(job: Job, result: Result, folder: Path | None) -> None:
+    number, program = job
+    text = script(program, f"program {number}, {result.kind}: {result.text}\n{result.where}")
     if folder is None:
-        bar.write(script(program, text))
+        tqdm.write(text)
         return
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{result.kind}_{number}.py"
-    path.write_text(script(program, text), encoding="utf-8")
-    bar.write(f"{path}: {' + '.join(program.names())}: {result.text[:150]}")
+    (folder / f"{result.kind}_{number}.py").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
