@@ -26,18 +26,20 @@ SHRUNK = 3  # of those that fail: the others are told as they are
 
 
 def failures(part: int) -> tuple[str, list[str]]:
-    """(counts, scripts of what fails)"""
+    """(counts, what fails: the first as scripts)"""
     tally, found = Tally(), []
     with compiled_by_each():  # what is remembered for others would hide what is stale
         for i, program in enumerate(programs(SEED, PROGRAMS)):
             if i % PARTS != part:
                 continue
             result = checked(program, f"fuzz_{i}")
+            tally.add(result)
             if result.failed and len(found) < SHRUNK:
                 program, result = small(program, result, f"fuzz_{i}")
-            if tally.add(program, result):
-                text = f"program {i} of seed {SEED}, {result.kind}: {result.text}\n{result.where}"
-                found.append(script(program, text) if len(found) < SHRUNK else text)
+                told = f"program {i} of seed {SEED}, {result.kind}: {result.text}\n{result.where}"
+                found.append(script(program, told))
+            elif result.failed:
+                found.append(f"program {i} of seed {SEED}, {result.kind}: {program.names()}: {result.text[:150]}")
     return str(tally), found
 
 

@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import os
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from multiprocessing.pool import Pool
 from pathlib import Path
@@ -57,11 +58,10 @@ def main() -> None:
         failures = _run(pool, jobs, tally)
         print(tally, flush=True)
         told = _tell_each(pool, failures, given.workers, given.scripts)
-    print(
-        f"{len(failures)} failures, made small to {len(told)} sets of pieces; the others have one of these among theirs:"
-    )
-    for causes, kind, text in told:
-        print(f"  {kind}: {causes}: {text[:150]}")
+    print(f"{len(failures)} failures, made small to {len(told)} sets of pieces, which the others have among theirs:")
+    for result, program in told:
+        print(f"  {result.kind} {program.kinds()}: {' + '.join(program.names())}: {result.text[:120]}")
+    print(Counter(f"{result.kind} {program.kinds()}" for result, program in told))
     sys.exit(bool(failures))
 
 
@@ -70,7 +70,7 @@ def _run(pool: Pool, jobs: Sequence[Job], tally: Tally) -> list[tuple[Job, Resul
     failures = []
     with tqdm(total=len(jobs), smoothing=0.02, mininterval=1.0) as bar:
         for job, result in pool.imap_unordered(_checked, jobs):
-            tally.add(job[1], result)
+            tally.add(result)
             if result.failed:
                 failures.append((job, result))
             bar.set_postfix(dict(tally.kinds), refresh=False)
@@ -80,7 +80,7 @@ def _run(pool: Pool, jobs: Sequence[Job], tally: Tally) -> list[tuple[Job, Resul
 
 def _tell_each(
     pool: Pool, failures: list[tuple[Job, Result]], workers: int, folder: Path | None
-) -> list[tuple[str, str, str]]:
+) -> list[tuple[Result, Program]]:
     """Makes small and tells what has no cause yet: the smallest first."""
     left = sorted(failures, key=lambda failure: len(failure[0][1].names()))
     causes: list[tuple[str, set[str]]] = []  # kind, names of pieces
@@ -92,7 +92,7 @@ def _tell_each(
                 if (result.kind, names) not in causes:
                     causes.append((result.kind, names))
                     _tell(job, result, folder)
-                    told.append((" + ".join(job[1].names()), result.kind, result.text))
+                    told.append((result, job[1]))
             before, left = len(left), [f for f in left[workers:] if not _explained(f, causes)]
             bar.update(before - len(left))
     return told
