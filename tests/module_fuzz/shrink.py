@@ -68,5 +68,5 @@ def smaller_ones(program: Program) -> Iterator[Program]:
 def _simpler(text: str) -> Iterator[str]:
     if text.startswith("begin(5)\n"):
         yield text.removeprefix("begin(5)\n").removesuffix("\nend()")
-    elif text.startswith(("accumulate(", "two(", "retained(", "begin(")) or "rows=" in text:
+    elif text.startswith(("accumulate(", "two(", "retained(", "own_loss(", "keep(", "begin(")) or "rows=" in text:
         yield "step(1)"

@@ -122,6 +122,22 @@ class Side:
         self._note_state()
         self.optimizer.zero_grad()
 
+    def own_loss(self, k: int) -> None:
+        """Forward, and the backward of a loss that is made of another output."""
+        loss = self.net(**batch(k))["y"].square().sum()
+        self.note("loss", loss)
+        loss.backward()
+        self._note_state()
+        self.optimizer.zero_grad()
+
+    def keep(self, k: int) -> None:
+        """A forward, whose outputs are kept, and a backward."""
+        out = self.net(**batch(k))
+        self.kept += [out[name] for name in sorted(out) if isinstance(out[name], Tensor)]
+        out["loss"].backward()
+        self._note_state()
+        self.optimizer.zero_grad()
+
     def begin(self, k: int) -> None:
         """A forward, whose backward is in `end`."""
         self.loss = self.net(**batch(k))["loss"]
@@ -180,7 +196,19 @@ class Side:
         self.note("kept", self.kept)
 
 
-METHODS = ("step", "accumulate", "two", "retained", "begin", "end", "evaluate", "quiet", "inference")
+METHODS = (
+    "step",
+    "accumulate",
+    "two",
+    "retained",
+    "own_loss",
+    "keep",
+    "begin",
+    "end",
+    "evaluate",
+    "quiet",
+    "inference",
+)
 
 
 def difference(expected: list[tuple[str, Any]], found: list[tuple[str, Any]], whole: bool = True) -> str:
