@@ -32,21 +32,23 @@ WAYS = (TRAIN_STEP, PHASES, MIXED)
 
 @dataclass(frozen=True)
 class Call:
-    """How a module calls a block: what is in ``__init__``, in ``forward``, and the block's path from the module."""
+    """How a module calls a block: what is in ``__init__``, in ``forward``, and the block's path from the module.
+    ``kind``: a letter, where it is one of a piece."""
 
     name: str
     forward: str
     init: str = "self.b_N = Block_N()"
     path: str = "b_N"
+    kind: str = ""
 
 
 PLAIN = Call("plain", "x = self.b_N(x, out)")
 CALLS = (
     PLAIN,
     Call("twice", "x = self.b_N(x, out)\nx = self.b_N(x, out)"),
-    Call("checkpoint", "x = checkpoint(self.b_N, x, out, use_reentrant=False)"),
-    Call("no_grad", "with torch.no_grad():\n    h = self.b_N(x, out)\nx = x + h"),
-    Call("inference_mode", "with torch.inference_mode():\n    h = self.b_N(x, out)\nx = x + h"),
+    Call("checkpoint", "x = checkpoint(self.b_N, x, out, use_reentrant=False)", kind="F"),
+    Call("no_grad", "with torch.no_grad():\n    h = self.b_N(x, out)\nx = x + h", kind="F"),
+    Call("inference_mode", "with torch.inference_mode():\n    h = self.b_N(x, out)\nx = x + h", kind="F"),
     Call("in training", "if self.training:\n    x = self.b_N(x, out)"),
     Call("forward", "x = self.b_N.forward(x, out)"),
     Call("a name of its forward", "x = self.run_N(x, out)", "self.b_N = Block_N()\nself.run_N = self.b_N.forward"),
@@ -110,11 +112,16 @@ class Program:
         return "\n\n".join([HEAD, *filter(None, tops), _class("Net", "x, target", self.items)]) + "\n"
 
     def kinds(self) -> str:
-        """Letters of its pieces."""
-        return "".join(sorted({letter for placed, _ in self.placed() for letter in placed.piece.kind}))
+        """Letters of its pieces, and of how blocks are called."""
+        kinds = [placed.piece.kind for placed, _ in self.placed()] + [call.kind for call in self.calls()]
+        return "".join(sorted(set("".join(kinds))))
 
     def names(self) -> list[str]:
-        return [placed.piece.name for placed, _ in self.placed()]
+        """What it is made of."""
+        return [placed.piece.name for placed, _ in self.placed()] + [f"a block: {call.name}" for call in self.calls()]
+
+    def calls(self) -> list[Call]:
+        return [item.call for item in self.items if isinstance(item, Block) and item.call != PLAIN]
 
 
 HEAD = """\
