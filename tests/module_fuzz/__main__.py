@@ -18,7 +18,7 @@ import torch
 from tqdm import tqdm
 
 from tests.module_fuzz.check import Result, checked
-from tests.module_fuzz.program import SHARES, Program, each, programs
+from tests.module_fuzz.program import ALL, Program, each, programs
 from tests.module_fuzz.script import script
 from tests.module_fuzz.shrink import small
 from tests.module_fuzz.tally import Tally
@@ -47,11 +47,12 @@ def main() -> None:
     parser.add_argument("--programs", type=int, default=500, help="how many are drawn")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="the number of one of them")
-    parser.add_argument("--each", nargs="?", const="".join(SHARES), metavar="KINDS", help="instead: every piece alone")
+    parser.add_argument("--each", action="store_true", help="instead of drawn ones: every piece alone")
+    parser.add_argument("--kinds", default=ALL, help="of pieces")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--scripts", type=Path, help="a folder for scripts of what fails; default: printed")
     given = parser.parse_args()
-    every = each(given.each) if given.each else programs(given.seed, given.programs)
+    every = each(given.kinds) if given.each else programs(given.seed, given.programs, given.kinds)
     jobs = [(i, program) for i, program in enumerate(every) if given.only in (None, i)]
     tally = Tally()
     with multiprocessing.get_context("fork").Pool(given.workers, _start, maxtasksperchild=500) as pool:
