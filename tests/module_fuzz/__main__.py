@@ -74,6 +74,9 @@ def _run(pool: Pool, jobs: Sequence[Job], tally: Tally) -> list[tuple[Job, Resul
             tally.add(result)
             if result.failed:
                 failures.append((job, result))
+                bar.write(
+                    f"{job[0]}, {result.kind}: {' + '.join(job[1].names())}: {result.text[:120]}", file=sys.stderr
+                )
             bar.set_postfix(dict(tally.kinds), refresh=False)
             bar.update()
     return failures
