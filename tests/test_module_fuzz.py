@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
 import warnings
@@ -21,7 +22,7 @@ from tests.module_fuzz.side import Side, imported
 from tests.module_fuzz.tally import Tally
 from tests.ranks import run_ranks
 
-SEED, PROGRAMS, PARTS = 0, 500, 2
+SEED, PROGRAMS, PARTS = 0, 250, 2  # a program takes 0.1 s
 SHRUNK = 3  # of those that fail: the others are told as they are
 
 
@@ -98,7 +99,7 @@ def test_a_program_as_a_script_runs_by_itself(tmp_path: Path) -> None:
     file = tmp_path / "found.py"
     file.write_text(script(program, "wrong: loss"))
     ran = subprocess.run([sys.executable, file], capture_output=True, text=True, cwd=Path(__file__).parent.parent,
-                         env={**__import__("os").environ, "PYTHONPATH": "."})  # fmt: skip
+                         env={**os.environ, "PYTHONPATH": "."})  # fmt: skip
     assert "on the mesh: loss: float64" in ran.stdout, ran.stdout + ran.stderr
 
 
