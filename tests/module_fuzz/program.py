@@ -15,14 +15,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tests.module_fuzz.buffers import BUFFER_PIECES
-from tests.module_fuzz.functions import ALONE, FUNCTION_PIECES
+from tests.module_fuzz.functions import FUNCTION_PIECES
 from tests.module_fuzz.hooks import HOOK_PIECES
 from tests.module_fuzz.layers import GENERAL, LAYER_PIECES
 from tests.module_fuzz.modes import MODE_PIECES
 from tests.module_fuzz.piece import Piece, lines, numbered
 from tests.module_fuzz.reads import READ_PIECES
+from tests.module_fuzz.special_functions import SPECIAL_PIECES
 
-PIECES = [*ALONE, *FUNCTION_PIECES, *BUFFER_PIECES, *READ_PIECES, *MODE_PIECES, *HOOK_PIECES, *LAYER_PIECES]
+PIECES = [*SPECIAL_PIECES, *FUNCTION_PIECES, *BUFFER_PIECES, *READ_PIECES, *MODE_PIECES, *HOOK_PIECES, *LAYER_PIECES]
 SHARES = {"A": 4, "B": 4, "D": 5, "F": 4, "H": 2, "P": 3}  # how often a piece is of which kind
 _OF_KIND = {kind: [p for p in PIECES if p.kind[0] == kind] for kind in SHARES}
 
