@@ -7,6 +7,6 @@ A program (`program`) is data: pieces (`piece`), each a few lines of Python, and
 is written out as the file of a module, which is imported once for each side (`side`), and what both sides log is
 compared (`check`). A program that fails is made small (`shrink`) and printed as a script that runs by itself (`script`).
 
-A piece is one entry in a list: `functions`, `special_functions` (A: custom autograd Functions), `buffers` (B), `reads` (D: what a
-forward reads and somebody changes), `modes` (F: gradients off, questions to torch), `hooks` (H), `layers` (P: plain).
+A piece is one entry in a list: `functions`, `special_functions` (A: custom autograd Functions), `buffers` (B), `reads`
+(D: what a forward reads and somebody changes), `modes` (F: gradients off, questions to torch), `hooks` (H), `layers` (P).
 """
