@@ -37,6 +37,7 @@ share_derivatives(FOLDER)
 # Files that take longest, in this order: what is started last must not be long.
 DEAR = (
     "tests/test_habits.py",
+    "tests/test_module_fuzz.py",
     "tests/test_pages.py",
     "tests/test_offload.py",
     "tests/test_aux_losses.py",
