@@ -322,4 +322,4 @@ def find_class(module: str, name: str) -> type | None:
         if here is None or not _is_name(part) or part.startswith("__"):
             return None
         here = vars(here).get(part) if hasattr(here, "__dict__") else None
-    return here if isinstance(here, type) else None
+    return here if isinstance(here, type) and (here.__module__, here.__qualname__) == (module, name) else None
