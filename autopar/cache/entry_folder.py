@@ -158,7 +158,9 @@ class EntryFolder:
     def entries(self) -> list[ListedEntry]:
         """All that are there, the last used one first."""
         found, secret = [], user_key(self._files)
-        for path, facts in self._stats(".step") if secret is not None else ():
+        if secret is None:
+            return []
+        for path, facts in self._stats(".step"):
             entry, hits = read_entry(secret, path), 0
             with contextlib.suppress(OSError):
                 hits = path.with_suffix(".hits").stat().st_size
