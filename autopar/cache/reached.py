@@ -137,7 +137,7 @@ class Reached(ReachedValues):
                 self._walk(value)
             elif owner == LIBRARY and name not in _SKIPPED and type(value) in _PLAIN:
                 self._say(name, _plain(value))
-            elif cls.__module__.startswith("torch.") and name not in _SKIPPED:  # people put things there
+            elif cls.__module__.partition(".")[0] == "torch" and name not in _SKIPPED:  # people put things there
                 self._say(name, _plain(value))
                 self._walk(value) if self._is_users(type(value)) else None
 
@@ -232,6 +232,8 @@ class Reached(ReachedValues):
             why = impurity(name, value, read.names) if owner == USER else None
             if why:
                 raise CannotTell(f"{f.__qualname__} reads {name}: {why}")
+            if isinstance(value, types.ModuleType) and self._is_users(type(value)):
+                raise CannotTell(f"{f.__qualname__} reads {name}, a file with a class of its own")
             if not (isinstance(value, types.ModuleType) or value is os.environ or value is sys.modules):
                 self._say(name)
                 self._named(value)

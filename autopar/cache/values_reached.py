@@ -146,7 +146,7 @@ class ReachedValues(abc.ABC):
             self._alias(x, kind)
         elif kind in _LOCKS or isinstance(x, logging.Filterer) or (self._lenient and isinstance(x, _OF_A_LIBRARY)):
             self._opaque(x)
-        elif kind in _NUMPYS:
+        elif kind in _NUMPYS and getattr(numpy, x.__name__, None) is x:
             self._say("function", kind.__module__, getattr(x, "__module__", ""), x.__name__)
         else:
             self._object(x, kind)
@@ -195,6 +195,8 @@ class ReachedValues(abc.ABC):
             self._say(self._contents(x))
         if attributes := x.__dict__:
             self._mapping(attributes)
+        if name is None and x.is_leaf and x.grad is not None:
+            self._walk(x.grad)
 
     def _contents(self, x: Tensor) -> str:
         if x.nbytes > _LARGEST:
@@ -298,15 +300,12 @@ class ReachedValues(abc.ABC):
         elif isinstance(x, _MOMENTS):
             self._moment(x)
         elif isinstance(x, BaseException):
-            self._walk(x.args)
+            self._walk((x.args, x.__cause__, getattr(x, "filename", None)))
         elif base not in _ALL_IN_ATTRIBUTES:
             self._say(repr(base.__repr__(x)))
 
     def _slots(self, x: Any, cls: type) -> None:
-        names = cls.__dict__.get("__slots__", ())
-        for name in (names,) if isinstance(names, str) else names:
-            private = name.startswith("__") and not name.endswith("__")
-            slot = cls.__dict__.get(f"_{cls.__name__.lstrip('_')}{name}" if private else name)
+        for name, slot in list(vars(cls).items()):
             if isinstance(slot, types.MemberDescriptorType):
                 try:
                     value = slot.__get__(x)

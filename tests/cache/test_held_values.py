@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from autopar.cache.reached import Reached
 from autopar.cache.values_reached import CannotTell
@@ -62,6 +64,9 @@ HELD = {  # what stands in the file, and what the function computes
     "a factory": (
         "@dataclasses.dataclass\nclass C:\n    n: Any = dataclasses.field(default_factory=lambda: 2)", "C().n",
     ),
+    "a slot of another name": ("class C:\n    __slots__ = iter(('n',))\nx = C()\nx.n = 2", "x.n"),
+    "an attribute of tensors": ("torch.Tensor.users_n = 2", "torch.Tensor.users_n"),
+    "a gradient": ("x = torch.zeros(1, requires_grad=True)\nx.grad = torch.tensor([2.0])", "x.grad"),
     "an array": ("x = array.array('i', [2])", "x[0]"),
     "memory": ("x = memoryview(bytes([2]))", "x[0]"),
     "objects in an array": ("x = np.array([o, None], dtype=object)", "x[0].n"),
@@ -101,6 +106,8 @@ UNTOLD = {
     "draws of numpy": ("x = np.random.default_rng(2)", "x.random()"),
     "draws of torch": ("x = torch.Generator().manual_seed(2)", "x.initial_seed()"),
     "a proxy": ("x = weakref.proxy(o)", "x.n"),
+    "a function of numpy's kind": ("x = np.frompyfunc(lambda a: 2, 1, 1)", "x(1)"),
+    "a file of a class": ("class M(types.ModuleType):\n    @property\n    def n(s): return 2\nm = M('m')", "m.n"),
     "a context": ("x = contextvars.copy_context()", "x"),
     "the thread": ("", "threading.current_thread().n"),
     "annotations": ("class C:\n    a: 2", "C.__annotations__['a']"),
@@ -117,7 +124,9 @@ def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("USERS_N", "")
     yield
     sys.modules.pop("users_held", None)
-    vars(sys.modules["torch.nn"].Linear).get("users_n") and delattr(sys.modules["torch.nn"].Linear, "users_n")
+    for cls in (nn.Linear, torch.Tensor):
+        if "users_n" in vars(cls):
+            del cls.users_n
 
 
 def digest(before: str, text: str, folder: Path, number: str = "2") -> str:
