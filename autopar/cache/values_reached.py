@@ -146,8 +146,8 @@ class ReachedValues(abc.ABC):
             self._alias(x, kind)
         elif kind in _LOCKS or isinstance(x, logging.Filterer) or (self._lenient and isinstance(x, _OF_A_LIBRARY)):
             self._opaque(x)
-        elif kind in _NUMPYS and getattr(numpy, x.__name__, None) is x:
-            self._say("function", kind.__module__, getattr(x, "__module__", ""), x.__name__)
+        elif kind in _NUMPYS and getattr(numpy, getattr(x, "__name__", ""), None) is x:
+            self._say("function of numpy", getattr(x, "__name__", ""))
         else:
             self._object(x, kind)
 
