@@ -1,18 +1,23 @@
 """`autopar.load`: a run goes on from a checkpoint of `autopar.save`, on any mesh.
 
 rank 0     which checkpoint: the folder itself, or its latest
-together   every rank compares it with what it has; nothing is changed before all agree that it fits
-together   reads what it needs, and puts it in place
+together   every rank compares it with what it has
+together   reads all that is beside the model, and compares the bytes of the model's with their sums
+together   gives their states to schedulers and the user's objects, or their old ones where one of them refuses
+           until now nothing is changed, and all ranks agree that nothing is wrong
+together   fills the model's tensors, and puts the rest in place
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
-import operator
+import math
 import os
+import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +27,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from autopar.runtime.agreement import agree_on_arguments
+from autopar.runtime.arguments import MOST_SEED
 from autopar.runtime.failures import reporting
 from autopar.runtime.host_copies import host_copies_arrived
 from autopar.runtime.in_flight import wait_for_save
@@ -31,10 +37,10 @@ from autopar.runtime.pending import note_step
 from autopar.runtime.run_folder import MARK, SavedStateError, SavedStep, checkpoint_at, newest_in, read_mark
 from autopar.runtime.saved_tensors import SavedTensors
 from autopar.runtime.saving import several
-from autopar.runtime.state import other_kind
+from autopar.runtime.state import MOST_STEPS, other_kind
 from autopar.runtime.stateful import Held
 from autopar.runtime.together import by_first, together
-from autopar.runtime.value_tree import decoded
+from autopar.runtime.value_tree import decoded, names_with_values
 from autopar.values import a_path
 
 _MOST_SHOWN = 8
@@ -71,7 +77,8 @@ def load(
         extra: objects with ``load_state_dict``, such as data loaders, by the names under which they were saved.
 
     Raises ValueError, on all ranks and before anything is changed, where there is no checkpoint, and for one that is
-    damaged, of a newer format, or of another model; SavedStateError where reading fails.
+    damaged, of a newer format, or of another model; SavedStateError where reading fails or bytes have changed, before
+    anything is changed too, unless a disk fails in the last moment: the model has to be loaded then.
     """
     if not isinstance(model, ParallelModule):
         raise ValueError(f"load: needs a model made by autopar.parallelize, found a {type(model).__name__}")
@@ -88,10 +95,16 @@ def load(
         checkpoint = Path(by_first(groups, "load", functools.partial(_chosen, path, newest)))
         make = functools.partial(_Loading, checkpoint, held, optimizers, schedulers, extra or {})
         loading = together(groups, "load", make)
-        model.begin_loading()
         together(groups, "load", loading.read)
+        try:
+            together(groups, "load", loading.give_states)
+        except Exception:
+            loading.take_states_back()
+            raise
+        model.begin_loading()
+        together(groups, "load", loading.fill)
         loading.put()
-        held.line.go_on_from(checkpoint, str(loading.mark.get("run", "")), newest[0] if newest else None)
+        held.line.go_on_from(checkpoint, loading.run, newest[0] if newest else None)
         counts = loading.counts
         model.end_loading(counts["training_steps"], counts["seed"], bool(loading.gradients))
         if not loading.gradients:
@@ -123,8 +136,10 @@ class _Loading:
         self.mark = read_mark(checkpoint)
         self._saved, self._held = SavedTensors(checkpoint, self.mark), held
         self._schedulers, self._stateful = schedulers, stateful
-        try:
-            self.counts = {name: operator.index(self.mark[name]) for name in ("step", "training_steps", "seed")}
+        self._before: list[tuple[Callable[[Any], Any], Any]] = []
+        with _in_words(f"the mark of {checkpoint} is damaged"):
+            self.counts = {name: _whole(self.mark[name], name, *bounds) for name, bounds in _COUNTS.items()}
+            self.run = _matching(r"\w*", self.mark.get("run", ""), "run")
             self._where = self._names()
             self._targets = self._of_model() + self._of_averages()
             self._restored = self._of_optimizers(optimizers)
@@ -135,13 +150,14 @@ class _Loading:
             self._extra_prefix = "extra" if None in self._parts else f"part.{self._part}"
             self._options = [f"optimizer.{i}.group." for i in range(len(optimizers))]
             self.of_run = dict(self.mark["mesh"]), dict(self.mark["plan"])
-        except (KeyError, TypeError, AttributeError, IndexError) as error:
-            raise ValueError(f"load: the mark of {checkpoint} is damaged: {error!r}; load an older one") from error
+            self._updates = [_whole(told["updates"], "updates") for told in self.mark["averages"]]
+            if held.scaler is not None and self.mark["scaler"]:
+                held.scaler.check_state(self.mark["scaler"])
         used = {key for key, _ in self._all_targets()}
         missing = [key for key in used if key not in self._saved]
         if missing:
             raise ValueError(f"load: {checkpoint} has no tensor {missing[0]}: it is damaged; load an older one")
-        self._saved.check_files(
+        self._saved.check(
             [*used, *self._saved.under(f"{self._extra_prefix}.", "scheduler.", "extra_state.", *self._options)]
         )
 
@@ -266,17 +282,49 @@ class _Loading:
 
     @torch.no_grad()
     def read(self) -> None:
-        """Everything from the files: parameters and averages into their places, the rest beside."""
-        try:
-            self._saved.read(self._all_targets())
+        """What lies beside the model, into tensors of its own. Of the model's, whether the files have what was
+        written; they are filled by `fill`."""
+        saved = self._saved
+        with _in_words(f"{saved.folder} is damaged"):
+            saved.read([*self.gradients, *(target for restored in self._restored for target in restored.targets)])
             for restored in self._restored:
                 restored.read_options()
-            self.extra = decoded(self._tree_of_extra(), lambda key: self._saved.tensor(f"{self._extra_prefix}.{key}"))
-            self._states = [decoded(tree, self._saved.tensor) for tree in self._scheduler_states]
-            saved: Mapping[str, Any] = self.mark.get("extra_states", {})
-            self._extra_states = {path: decoded(tree, self._saved.tensor) for path, tree in saved.items()}
-        except (OSError, KeyError) as error:
-            raise SavedStateError(f"load: reading failed: {type(error).__name__}: {error}") from error
+            self.extra = decoded(self._tree_of_extra(), lambda key: saved.tensor(f"{self._extra_prefix}.{key}"))
+            self._states = [names_with_values(decoded(tree, saved.tensor)) for tree in self._scheduler_states]
+            states: Mapping[str, Any] = self.mark.get("extra_states", {})
+            self._extra_states = {path: decoded(tree, saved.tensor) for path, tree in states.items()}
+            self._plans = saved.plans(self._targets)
+            for plan, _ in self._plans:
+                saved.check_data(plan)
+
+    def give_states(self) -> None:
+        """To schedulers, the user's objects and modules with a state beside tensors. Raises whatever they do."""
+        given = self._given()
+        self._before = [(take, copy.deepcopy(tell())) for tell, take, _ in given if callable(tell)]
+        for _, take, state in given:
+            take(state)
+
+    def take_states_back(self) -> None:
+        """They get the states that they had."""
+        for take, state in self._before:
+            with contextlib.suppress(Exception):  # what refuses its own state keeps what it has
+                take(state)
+
+    def _given(self) -> list[tuple[Any, Callable[[Any], Any], Any]]:
+        """(what tells a state, what takes one, the one that it is given)"""
+        given = [*zip(self._schedulers, self._states), *((x, self.extra[name]) for name, x in self._stateful.items())]
+        modules = ((module, self._extra_states.get(path, self)) for path, module in self._held.stateful.items())
+        return [
+            *((getattr(x, "state_dict", None), x.load_state_dict, state) for x, state in given),
+            *((m.get_extra_state, m.set_extra_state, state) for m, state in modules if state is not self),
+        ]
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Parameters, buffers and averages, in place."""
+        with _in_words(f"{self._saved.folder} is damaged"):
+            for plan, planner in self._plans:
+                self._saved.read_data(plan, planner)
 
     def put(self) -> None:
         """What was read beside into its place."""
@@ -286,14 +334,46 @@ class _Loading:
             p.grad = gradients.get(f"gradients.{self._where[name]}")
         for restored in self._restored:
             restored.put()
-        for scheduler, state in zip(self._schedulers, self._states):
-            scheduler.load_state_dict(state)
-        for path, module in held.stateful.items():
-            if path in self._extra_states:
-                module.set_extra_state(self._extra_states[path])
         if held.scaler is not None and self.mark["scaler"]:
             held.scaler.load_state_dict(self.mark["scaler"])
-        for average, told in zip(held.averages, self.mark["averages"]):
-            average.updates = int(told["updates"])
-        for name, x in self._stateful.items():
-            x.load_state_dict(self.extra[name])
+        for average, updates in zip(held.averages, self._updates):
+            average.updates = updates
+
+
+_SAID = ("load: ", "save: ", "optimizer_on_host: ")  # who says so
+_COUNTS = {"step": (0, math.inf), "training_steps": (0, MOST_STEPS), "seed": (0, MOST_SEED)}
+
+
+@contextlib.contextmanager
+def _in_words(what: str) -> Iterator[None]:
+    """What Python and torch say of values that are none of a checkpoint is a ValueError here."""
+    try:
+        yield
+    except (SavedStateError, OSError) as error:
+        if isinstance(error, SavedStateError):
+            raise
+        raise SavedStateError(f"load: reading failed: {type(error).__name__}: {error}") from error
+    except (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, ValueError) as error:
+        if type(error) is ValueError and str(error).startswith(_SAID):
+            raise
+        raise ValueError(f"load: {what}: {_first_line(error)}; load an older one") from error
+
+
+def _first_line(error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return f"it says nothing of {str(error.args[0])[:80]!r}" if error.args else "something is missing"
+    if isinstance(error, (TypeError, AttributeError, IndexError, RecursionError)):
+        return "a value in it is of another kind than it should be"
+    return (str(error).splitlines() or ["it cannot be read"])[0][:200]
+
+
+def _whole(found: Any, name: str, least: int = 0, most: float = math.inf) -> int:
+    if type(found) is not int or not least <= found <= most:
+        raise ValueError(f"{name} is {found!r:.40}, needs a whole number from {least} to {most}")
+    return found
+
+
+def _matching(pattern: str, found: Any, name: str) -> str:
+    if not isinstance(found, str) or re.fullmatch(pattern, found, re.ASCII) is None:
+        raise ValueError(f"{name} is {found!r:.40}, needs a name")
+    return found

@@ -22,7 +22,7 @@ from autopar.runtime.host_states import HostStates
 from autopar.runtime.sharded_tensor import ShardedTensor, shards_of
 from autopar.runtime.state import is_alike
 from autopar.runtime.state_pieces import laid_out
-from autopar.runtime.value_tree import decoded, encoded
+from autopar.runtime.value_tree import decoded, encoded, names_with_values
 from autopar.runtime.whole_matrices import WHOLE
 
 OWN = {"foreach", "fused", "capturable", "differentiable"}  # how an optimizer computes, and not what
@@ -118,7 +118,7 @@ class Restored:
             tree = told["states"].get(where[name])
             if tree is not None and id(p) in groups:
                 group, dtype = groups[id(p)], saved.dtypes[f"model.{where[name]}"]
-                self._states[name] = p, decoded(tree, self._maker(p, group, dtype))
+                self._states[name] = p, names_with_values(decoded(tree, self._maker(p, group, dtype, where[name])))
 
     def _check(self, names: Sequence[Sequence[str]], own: Iterable[str], where: Mapping[str, str]) -> None:
         kind, told = class_of(self._optimizer), self._told
@@ -141,11 +141,15 @@ class Restored:
         if left_out:
             raise ValueError(f"load: {kind} had {left_out[0]} in a group, found it in none; group alike")
 
-    def _maker(self, p: nn.Parameter, group: Mapping[str, Any], dtype: torch.dtype) -> Callable[[Any], Tensor]:
+    def _maker(
+        self, p: nn.Parameter, group: Mapping[str, Any], dtype: torch.dtype, name: str
+    ) -> Callable[[Any], Tensor]:
         """Makes a tensor of the state of a parameter, to be filled."""
 
         def make(told: Any) -> Tensor:
             kind, key = told["kind"], told["note"]
+            if f".state.{name}." not in key:
+                raise ValueError(f"the state of {name} is {key}")
             of_saved = self._saved.dtypes[key]
             chosen = p.dtype if of_saved == dtype else of_saved
             if kind in ("piece", "local"):
@@ -169,8 +173,12 @@ class Restored:
         return make
 
     def read_options(self) -> None:
-        """Those of the groups, tensors among them."""
-        self._options = [decoded(tree, self._saved.tensor) for tree in self._told["options"]]
+        """Those of the groups, tensors among them. Raises ValueError for those of other groups."""
+        self._options = [names_with_values(decoded(tree, self._saved.tensor)) for tree in self._told["options"]]
+        groups = self._optimizer.param_groups
+        for group, options in zip(groups, self._options, strict=True):
+            for name, value in options.items():
+                _check_option(name, group.get(name), value)
 
     @torch.no_grad()
     def put(self) -> None:
@@ -190,3 +198,14 @@ class Restored:
                     now.copy_(torch.as_tensor(value))
                 else:
                     group[name] = value
+
+
+def _check_option(name: str, now: Any, value: Any) -> None:
+    """Raises ValueError for what cannot stand in the place of an option."""
+    if name == "params":
+        raise ValueError("options of a group have no parameters")
+    is_number = isinstance(now, (int, float)) and not isinstance(now, bool)
+    if isinstance(now, Tensor) or is_number:
+        given = value if isinstance(value, Tensor) else torch.as_tensor(value)
+        if given.numel() != 1 if is_number else given.shape != now.shape:
+            raise ValueError(f"the option {name} has shape {tuple(given.shape)}")

@@ -35,11 +35,12 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from autopar.runtime.checkpoint_folder import sync_path
+from autopar.runtime.saved_layout import opened_inside
 from autopar.values import parse
 
 MARK, LATEST, BESIDE = "checkpoint.json", "latest", ".saving-"
 FORMAT = 1
-_NAME = re.compile(r"step-(\d{8,})(-\d+)?")
+_NAME = re.compile(r"step-(\d{8,})(-\d+)?", re.ASCII)
 _BEGIN = re.compile(rb'\{"format": \d+, "order": (\d+)(?:, "run": "(\w*)")?')  # of a mark
 _END = re.compile(rb', "sum": (\d+)\}$')  # of all before it
 _LOCK = ".lock"
@@ -194,11 +195,16 @@ def checkpoints_in(folder: Path) -> list[SavedStep]:
     """The complete checkpoints in a folder, in the order in which they were saved."""
     found = []
     for path in folder.iterdir():
-        if _NAME.fullmatch(path.name) and (path / MARK).is_file():
-            with contextlib.suppress(OSError), (path / MARK).open("rb") as mark:  # which may be large
+        if _NAME.fullmatch(path.name) and _is_complete(path):
+            with contextlib.suppress(OSError), opened_inside(path, MARK) as mark:  # which may be large
                 if said := _BEGIN.match(mark.read(200)):
                     found.append(SavedStep(int(said[1]), path.name, (said[2] or b"").decode()))
     return sorted(found)
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    """Whether a folder, which is no link to another one, has a mark, which is none either."""
+    return not checkpoint.is_symlink() and (checkpoint / MARK).is_file() and not (checkpoint / MARK).is_symlink()
 
 
 def checkpoint_at(folder: Path) -> tuple[Path, str]:
@@ -209,9 +215,9 @@ def checkpoint_at(folder: Path) -> tuple[Path, str]:
     if not folder.is_dir():
         raise ValueError(f"load: needs a folder that autopar.save has written, found no folder {folder}")
     said = ""
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        said = (folder / LATEST).read_text(encoding="utf-8").strip()
-    if _NAME.fullmatch(said) and (folder / said / MARK).is_file():
+    with contextlib.suppress(OSError, UnicodeDecodeError), opened_inside(folder, LATEST) as latest:
+        said = latest.read(200).decode().strip()
+    if _NAME.fullmatch(said) and _is_complete(folder / said):
         return folder / said, ""
     known = checkpoints_in(folder)
     if not known:
@@ -225,7 +231,8 @@ def checkpoint_at(folder: Path) -> tuple[Path, str]:
 def read_mark(checkpoint: Path) -> dict[str, Any]:
     """What a checkpoint says of itself. Raises ValueError for one that is damaged, or of a newer format."""
     try:
-        written = (checkpoint / MARK).read_bytes()
+        with opened_inside(checkpoint, MARK) as file:
+            written = file.read()
         found = parse(written.decode())
     except (OSError, ValueError) as error:
         raise ValueError(f"load: {checkpoint / MARK} cannot be read: {error}; load an older checkpoint") from error

@@ -46,6 +46,10 @@ def _head(folder: Path) -> Path:
         found = [file for file in chosen if file.is_file()]
     except OSError as error:
         raise ValueError(f"load_pretrained: needs a folder that can be read, found {folder}: {error}") from error
+    if found and not _is_own(folder, str(found[0].relative_to(folder))):
+        raise ValueError(
+            f"load_pretrained: {found[0]} leads out of the folder; put the file there, or load the folder that has it"
+        )
     if found:
         return found[0]
     if named is not None:

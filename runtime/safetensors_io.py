@@ -54,6 +54,22 @@ def load_pretrained(
     Raises ValueError for missing, unexpected and truncated tensors, for shapes that differ, for dtypes of another kind
     (integers are not read into floats), for quantized weights, and for an index that names files outside of the folder.
     """
+    with Files() as files:
+        return checked_pretrained(files, folder, specs, groups, buffers, prefix, ignore, into, recipes)()
+
+
+def checked_pretrained(
+    files: Files,
+    folder: str | Path,
+    specs: Iterable[ParameterSpec],
+    groups: Groups,
+    buffers: Mapping[str, Tensor] | None,
+    prefix: str,
+    ignore: Sequence[str],
+    into: Mapping[str, Tensor] | None,
+    recipes: Recipes | None,
+) -> Callable[[], dict[str, Tensor]]:
+    """`load_pretrained`, as far as it changes nothing; the rest is the call that is returned. Raises the same."""
     if method := quantizer(Path(folder)):
         raise ValueError(
             f"load_pretrained: needs plain weights, found quantized ones in {folder} (quantization_config in "
@@ -62,31 +78,34 @@ def load_pretrained(
         )
     specs = list(specs)
     known = [n for s in specs for n in (s.name, *s.aliases)] + list(buffers or {})
-    with Files() as files:
-        stored = stored_in(Path(folder))
-        sources, unknown = _renamed(_made(files, stored, (recipes or as_they_are)(list(stored))), stored, known, prefix)
-        unknown = [n for n in unknown if not any(re.search(pattern, n) for pattern in ignore)]
-        found = {s.name: next((n for n in (s.name, *s.aliases) if n in sources), None) for s in specs}
-        missing = [name for name, source in found.items() if source is None]
-        if missing or unknown:
-            raise ValueError(
-                f"load_pretrained: {folder} does not fit the model: "
-                + "; ".join(filter(None, (_listed("missing", missing), _listed("unexpected", unknown))))
-                + "; use the checkpoint of this architecture, or name what to ignore"
-            )
-        for spec in specs:
-            files.check(spec.name, sources[found[spec.name] or ""], tuple(spec.shape), spec.dtype)
-        held = {name: buffer for name, buffer in (buffers or {}).items() if name in sources}
-        for name, buffer in held.items():
-            files.check(name, sources[name], tuple(buffer.shape), buffer.dtype)
+    stored = stored_in(Path(folder))
+    sources, unknown = _renamed(_made(files, stored, (recipes or as_they_are)(list(stored))), stored, known, prefix)
+    unknown = [n for n in unknown if not any(re.search(pattern, n) for pattern in ignore)]
+    found = {s.name: next((n for n in (s.name, *s.aliases) if n in sources), None) for s in specs}
+    missing = [name for name, source in found.items() if source is None]
+    if missing or unknown:
+        raise ValueError(
+            f"load_pretrained: {folder} does not fit the model: "
+            + "; ".join(filter(None, (_listed("missing", missing), _listed("unexpected", unknown))))
+            + "; use the checkpoint of this architecture, or name what to ignore"
+        )
+    for spec in specs:
+        files.check(spec.name, sources[found[spec.name] or ""], tuple(spec.shape), spec.dtype)
+    held = {name: buffer for name, buffer in (buffers or {}).items() if name in sources}
+    for name, buffer in held.items():
+        files.check(name, sources[name], tuple(buffer.shape), buffer.dtype)
+
+    @torch.no_grad()
+    def fill() -> dict[str, Tensor]:
         out = dict(into) if into is not None else {s.name: _empty(s, groups) for s in specs}
-        with torch.no_grad():
-            for spec in specs:
-                if spec.name in out:
-                    _read_piece(files, sources[found[spec.name] or ""], spec, groups, out[spec.name])
-            for name, buffer in held.items():
-                buffer.copy_(files.read(sources[name], (), buffer.dtype))
-    return out
+        for spec in specs:
+            if spec.name in out:
+                _read_piece(files, sources[found[spec.name] or ""], spec, groups, out[spec.name])
+        for name, buffer in held.items():
+            buffer.copy_(files.read(sources[name], (), buffer.dtype))
+        return out
+
+    return fill
 
 
 def saved_steps(folder: str | Path) -> int | None:

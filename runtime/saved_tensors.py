@@ -15,8 +15,9 @@ import contextlib
 import json
 import math
 import mmap
+import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,13 +41,7 @@ from autopar.adapters.dtensor import local_of
 from autopar.runtime.block_sums import check_blocks
 from autopar.runtime.groups import Groups
 from autopar.runtime.run_folder import SavedStateError
-from autopar.runtime.value_tree import dtype_called
-
-SAFETENSORS = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
-    torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
+from autopar.runtime.saved_layout import SAFETENSORS, SavedPiece, SavedTensor, check_head, opened_inside, piece_name
 
 
 @dataclass(frozen=True)
@@ -127,8 +122,7 @@ def file_layout(pieces: Sequence[Piece], file: str) -> tuple[bytes, dict[str, An
         dtype, shape = SAFETENSORS.get(piece.values.dtype, "U8"), list(piece.values.shape)
         if piece.values.dtype not in SAFETENSORS:  # it has no name for complex numbers
             shape = [piece.values.nbytes]
-        whole = piece.values.shape == piece.shape
-        name = piece.key if whole else f"{piece.key}@{','.join(map(str, piece.start))}"
+        name = piece_name(piece.key, piece.values.shape == piece.shape, piece.start)
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at := at + piece.values.nbytes]}
         ends.append(at)
     text = json.dumps(entries).encode()
@@ -164,28 +158,24 @@ def whole_index(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 # --- reading ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _FilePlace:
-    file: str
-    at: int
-    sizes: tuple[int, ...]
-
-
 class SavedTensors(StorageReader):
     """The tensors of a checkpoint by key, for the planners of distributed checkpoint too. Raises ValueError for a mark
-    that does not say what it should."""
+    that does not say what it should; nothing is read of a tensor before all that is said of it is checked."""
 
     def __init__(self, checkpoint: Path, mark: Mapping[str, Any]) -> None:
-        self._folder, self._right = checkpoint, dict[str, set[int]]()
+        self.folder, self._right = checkpoint, dict[str, set[int]]()
+        self._pieces: dict[str, list[SavedPiece]] = {}  # of what is checked
+        self._places: dict[MetadataIndex, SavedPiece] = {}
+        self._files: dict[str, tuple[int, ...]] = {}  # which ones were checked
         try:
-            self.files: dict[str, int] = {str(name): int(size) for name, size in mark["files"].items()}
-            self._told: dict[str, Any] = dict(mark["tensors"])
-            self.dtypes = {key: dtype_called(told["dtype"]) for key, told in self._told.items()}
-            self.shapes = {key: tuple(map(int, told["shape"])) for key, told in self._told.items()}
+            self.files = {name: _number(size) for name, size in mark["files"].items()}
+            self._told = {key: SavedTensor.of(key, told) for key, told in mark["tensors"].items()}
             sums: Mapping[str, Sequence[int]] = mark.get("sums", {})  # older checkpoints have none
-            self._sums = {str(name): list(map(int, found)) for name, found in sums.items()}
+            self._sums = {str(name): list(map(_number, found)) for name, found in sums.items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"load: the mark of {checkpoint} says nothing of its tensors: {error!r}") from error
+        self.dtypes = {key: told.dtype for key, told in self._told.items()}
+        self.shapes = {key: told.shape for key, told in self._told.items()}
 
     def __contains__(self, key: str) -> bool:
         return key in self._told
@@ -194,20 +184,49 @@ class SavedTensors(StorageReader):
         """The keys that begin with one of these."""
         return [key for key in self._told if key.startswith(prefixes)]
 
-    def check_files(self, keys: Iterable[str]) -> None:
-        """Raises ValueError for files of these tensors that are missing, or of another length than they had."""
-        for name in sorted({str(piece[0]) for key in keys for piece in self._told[key]["pieces"]}):
-            path = self._folder / name
-            if Path(name).name != name or name not in self.files:
-                raise ValueError(f"load: the mark of {self._folder} names {name!r}, which is none of its files")
-            found = path.stat().st_size if path.is_file() else None
-            if found != self.files[name]:
-                what = "is missing" if found is None else f"has {found} bytes, needs {self.files[name]}"
-                raise ValueError(f"load: {path} {what}: the checkpoint is damaged; load an older one")
+    def check(self, keys: Iterable[str]) -> None:
+        """Raises ValueError for pieces of these tensors that do not make them up, for files that are missing or of
+        another length than they had, and SavedStateError for one whose head says something else."""
+        by_file: dict[str, list[tuple[SavedTensor, SavedPiece]]] = {}
+        for key in dict.fromkeys(keys):
+            if key not in self._pieces:
+                told = self._told[key]
+                try:
+                    self._pieces[key] = told.pieces()
+                except ValueError as error:
+                    raise ValueError(
+                        f"load: the mark of {self.folder} is damaged: {error}; load an older one"
+                    ) from error
+                for piece in self._pieces[key]:
+                    by_file.setdefault(piece.file, []).append((told, piece))
+        for name, pieces in sorted(by_file.items()):
+            self._check_file(name, pieces)
+
+    def _check_file(self, name: str, pieces: list[tuple[SavedTensor, SavedPiece]]) -> None:
+        if Path(name).name != name or name not in self.files:
+            raise ValueError(f"load: the mark of {self.folder} names {name!r}, which is none of its files")
+        path, needed = self.folder / name, self.files[name]
+        try:
+            with opened_inside(self.folder, name) as file:
+                facts = os.fstat(file.fileno())
+                self._files.setdefault(name, _identity(facts))
+                what = f"has {facts.st_size} bytes, needs {needed}" if facts.st_size != needed else ""
+                wrong = "" if what else check_head(file, needed, pieces)
+        except OSError as error:
+            what = "is missing" if isinstance(error, FileNotFoundError) else "is no plain file, or cannot be read"
+        if what:
+            raise ValueError(f"load: {path} {what}: the checkpoint is damaged; load an older one")
+        if wrong:
+            raise SavedStateError(f"load: {path} has other bytes than were saved: {wrong}; load an older one")
 
     def read(self, targets: Iterable[tuple[str, Tensor]]) -> None:
         """Fill tensors, DTensors among them, each with what this rank holds of it; floats are cast. Not collective."""
-        left = list(targets)
+        for plan, planner in self.plans(targets):
+            self.read_data(plan, planner)
+
+    def plans(self, targets: Iterable[tuple[str, Tensor]]) -> list[tuple[LoadPlan, LoadPlanner]]:
+        """What `read_data` and `check_data` take, for all of these."""
+        left, found = list(targets), list[tuple[LoadPlan, LoadPlanner]]()
         while left:
             now: dict[str, Tensor] = {}
             again = []
@@ -216,57 +235,70 @@ class SavedTensors(StorageReader):
             left = again
             planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
             planner.set_up_planner(now, self._metadata_of(now), is_coordinator=True)
-            self.read_data(planner.finish_plan(planner.create_local_plan()), planner)
+            found.append((planner.finish_plan(planner.create_local_plan()), planner))
+        return found
 
     def tensor(self, key: str, device: torch.device | str = "cpu") -> Tensor:
         """A whole tensor."""
+        self.check([key])
         found = torch.empty(self.shapes[key], dtype=self.dtypes[key], device=device)
         self.read([(key, found)])
         return found
 
-    def _metadata_of(self, keys: Iterable[str]) -> Metadata:
+    def _metadata_of(self, keys: Collection[str]) -> Metadata:
+        self.check(keys)
         known: dict[str, Any] = {}
-        places: dict[MetadataIndex, _FilePlace] = {}
         for key in keys:
             chunks = []
-            for file, at, start, sizes in self._told[key]["pieces"]:
-                chunks.append(ChunkStorageMetadata(torch.Size(start), torch.Size(sizes)))
-                places[MetadataIndex(key, torch.Size(start))] = _FilePlace(str(file), int(at), tuple(sizes))
+            for piece in self._pieces[key]:
+                if 0 in piece.sizes and 0 not in self.shapes[key]:
+                    continue  # what a rank held nothing of
+                chunks.append(ChunkStorageMetadata(torch.Size(piece.start), torch.Size(piece.sizes)))
+                self._places[MetadataIndex(key, torch.Size(piece.start))] = piece
             properties = TensorProperties(dtype=self.dtypes[key])
             known[key] = TensorStorageMetadata(properties, torch.Size(self.shapes[key]), chunks)
-        self._places = places
-        return Metadata(known, storage_data=places)
+        return Metadata(known, storage_data=self._places)
+
+    def check_data(self, plan: LoadPlan) -> None:
+        """Raises SavedStateError where what a plan asks for is not what was written. Nothing is filled."""
+        for _, place, stored, data in self._stored(plan):
+            self._check(place, data, stored)
+            del stored
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """What a plan asks for, each file opened once."""
+        for item, place, stored, data in self._stored(plan):
+            self._check(place, data, stored)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(stored)
+            planner.commit_tensor(item, target)
+            del stored, target
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _stored(self, plan: LoadPlan) -> Iterator[tuple[Any, SavedPiece, Tensor, mmap.mmap]]:
+        """Each item of a plan, where it lies, and a view of its values in the file."""
         by_file: dict[str, list[Any]] = {}
         for item in plan.items:
             by_file.setdefault(self._places[item.storage_index].file, []).append(item)
         for name, items in by_file.items():
-            with _mapped(self._folder / name) as data:
+            with self._mapped(name) as data:
                 for item in items:
                     place = self._places[item.storage_index]
                     stored = self._view(data, place, self.dtypes[item.storage_index.fqn])
                     for dim, (start, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                         stored = stored.narrow(dim, start, size)
-                    self._check(place, data, stored)
-                    target = planner.resolve_tensor(item).detach()
-                    target.copy_(stored)
-                    planner.commit_tensor(item, target)
-                    del stored, target
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+                    yield item, place, stored, data
+                    del stored
 
-    def _view(self, data: mmap.mmap, place: _FilePlace, dtype: torch.dtype) -> Tensor:
+    def _view(self, data: mmap.mmap, place: SavedPiece, dtype: torch.dtype) -> Tensor:
         count = math.prod(place.sizes) * dtype.itemsize
-        if place.at < 0 or place.at + count > len(data):
-            raise ValueError(f"load: {self._folder / place.file} ends before a tensor that its mark names")
         if count == 0:
             return torch.empty(place.sizes, dtype=dtype)
         return torch.frombuffer(data, dtype=torch.uint8, count=count, offset=place.at).view(dtype).view(place.sizes)
 
-    def _check(self, place: _FilePlace, data: mmap.mmap, part: Tensor) -> None:
+    def _check(self, place: SavedPiece, data: mmap.mmap, part: Tensor) -> None:
         """Raises SavedStateError where what is read of a file is not what was written."""
         if place.file not in self._sums or part.numel() == 0:
             return
@@ -277,9 +309,22 @@ class SavedTensors(StorageReader):
             wrong = check_blocks(whole, start, stop, self._sums[place.file], known)
         if wrong is not None:
             raise SavedStateError(
-                f"load: {self._folder / place.file} has other bytes than were saved, behind byte {wrong}: a disk or a "
+                f"load: {self.folder / place.file} has other bytes than were saved, behind byte {wrong}: a disk or a "
                 "copy of it has changed them; load an older one"
             )
+
+    @contextlib.contextmanager
+    def _mapped(self, name: str) -> Iterator[mmap.mmap]:
+        """The bytes of a file in memory as they are asked for. Views of them must be gone at the end."""
+        with opened_inside(self.folder, name) as file:
+            if self._files[name] != _identity(os.fstat(file.fileno())):
+                raise SavedStateError(f"load: {self.folder / name} was changed while it was read; load it again")
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            try:
+                yield data
+            finally:
+                with contextlib.suppress(BufferError):  # an error holds a view: it goes with the error
+                    data.close()
 
     # --- what a storage reader of torch has, beside -----------------------------------------------------------
 
@@ -288,7 +333,7 @@ class SavedTensors(StorageReader):
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """All tensors, for `torch.distributed.checkpoint.load(state, storage_reader=...)`."""
-        return self._metadata_of(self._told)
+        return self._metadata_of(self._told.keys())
 
     def set_up_storage_reader(self, *_: Any, **__: Any) -> None:
         """Nothing is kept open."""
@@ -305,13 +350,11 @@ class SavedTensors(StorageReader):
         return isinstance(checkpoint_id, (str, Path))
 
 
-@contextlib.contextmanager
-def _mapped(path: Path) -> Iterator[mmap.mmap]:
-    """Its bytes in memory as they are asked for. Views of them must be gone at the end."""
-    with path.open("rb") as file:
-        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        try:
-            yield data
-        finally:
-            with contextlib.suppress(BufferError):  # an error holds a view: it goes with the error
-                data.close()
+def _identity(facts: os.stat_result) -> tuple[int, ...]:
+    return facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns
+
+
+def _number(found: Any) -> int:
+    if type(found) is not int or found < 0:
+        raise ValueError(f"needs a whole number of at least 0, found {found!r:.40}")
+    return found

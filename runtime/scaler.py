@@ -186,6 +186,14 @@ class GradScaler:
         self._growth, self._backoff = state_dict["growth_factor"], state_dict["backoff_factor"]
         self._interval, self._since = state_dict["growth_interval"], state_dict["_growth_tracker"]
 
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError for what is no state of an enabled scaler; changes nothing."""
+        number("scale", state["scale"], 0.0)
+        number("growth_factor", state["growth_factor"], 0.0)
+        number("backoff_factor", state["backoff_factor"], 0.0)
+        whole_number("growth_interval", state["growth_interval"], 1)
+        whole_number("growth_tracker", state["_growth_tracker"])
+
     # --- for the model ------------------------------------------------------------------------------------
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ from autopar.runtime.groups import Groups
 from autopar.runtime.own_loss import of_the_model
 from autopar.runtime.pending import about_to_write, now
 from autopar.runtime.run_folder import RunLine
-from autopar.runtime.safetensors_io import Recipes, load_pretrained, save_pretrained, saved_steps
+from autopar.runtime.safetensors_files import Files
+from autopar.runtime.safetensors_io import Recipes, checked_pretrained, save_pretrained, saved_steps
 from autopar.runtime.save_habits import check_habits
 from autopar.runtime.scaler import GradScaler
 from autopar.runtime.step_cache import StepCache
@@ -231,8 +232,17 @@ class Stateful(nn.Module):
             about_to_write()
             into = {name: state.local_tensor(p) for name, p in own.items()}
             buffers = {name: x for name, x in self._persistent().items() if of_the_model(name)}
-            load_pretrained(folder, specs, self._groups, buffers, prefix, tuple(ignore), into, self._recipes(load=True))
-            if (steps := saved_steps(folder)) is not None:
+            recipes = self._recipes(load=True)
+            with Files() as files:
+
+                def check() -> tuple[Callable[[], Any], int | None]:
+                    given = files, folder, specs, self._groups, buffers, prefix, tuple(ignore), into, recipes
+                    return checked_pretrained(*given), saved_steps(folder)
+
+                fill, steps = together(self._groups, "load_pretrained", check)
+                self.begin_loading()
+                together(self._groups, "load_pretrained", fill)
+            if steps is not None:
                 self.training_steps = steps
             self._finish_loading("load_pretrained")
 

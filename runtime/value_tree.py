@@ -81,7 +81,7 @@ _DECODERS: dict[str, Callable[[Any, Get], Any]] = {
     "tensor": lambda note, get: get(note),
     "array": lambda note, get: get(note).numpy(),
     "complex": lambda pair, get: complex(*pair),
-    "bytes": lambda text, get: base64.b64decode(text),
+    "bytes": lambda text, get: base64.b64decode(text, validate=True),
     "dtype": lambda name, get: dtype_called(name),
     "counter": lambda pairs, get: Counter({decoded(k, get): n for k, n in pairs}),
     "dict": lambda items, get: {k: decoded(x, get) for k, x in items.items()},
@@ -90,6 +90,13 @@ _DECODERS: dict[str, Callable[[Any, Get], Any]] = {
     "set": lambda items, get: {decoded(x, get) for x in items},
     "frozenset": lambda items, get: frozenset(decoded(x, get) for x in items),
 }
+
+
+def names_with_values(found: Any) -> dict[str, Any]:
+    """``found``. Raises ValueError for what is no dict of names."""
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise ValueError(f"needs names with values, found a {type(found).__name__}")
+    return found
 
 
 def dtype_called(name: str) -> torch.dtype:

@@ -10,9 +10,11 @@ import sys
 import types
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 _IMPORTS = dis.opmap["IMPORT_NAME"]
 _ENVIRONMENT = {"environ", "getenv", "environb"}
+_GIVES_ENVIRONMENT = (os.environ, os.environb, os.getenv, os.getenvb)
 _GLOBALS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
 _known_names: dict[types.CodeType, CodeNames] = {}
 _known_globals: dict[types.CodeType, frozenset[str]] = {}
@@ -84,9 +86,12 @@ def package_of(function: types.FunctionType) -> str:
     return str(scope.get("__package__") or scope.get("__name__") or "")
 
 
-def environment_read(names: Collection[str], texts: Iterable[str]) -> dict[str, str | None] | None:
-    """The environment's variables that code may read, those that it names; None where it makes up names."""
-    if _ENVIRONMENT.isdisjoint(names):
+def environment_read(
+    names: Collection[str], texts: Iterable[str], values: Iterable[Any]
+) -> dict[str, str | None] | None:
+    """The environment's variables that code may read, those that it names; None where it makes up names. ``values``:
+    what stands under names that it reads, for those of the environment that go by other names."""
+    if _ENVIRONMENT.isdisjoint(names) and not any(x is given for x in values for given in _GIVES_ENVIRONMENT):
         return {}
     known = sorted({*texts, *names} - _ENVIRONMENT)
     if not any(re.fullmatch("[A-Z][A-Z0-9_]*", text) for text in known):

@@ -214,7 +214,7 @@ class ForwardReads(ReadValues):
             for name in read.imported:
                 for module in imported_modules(name, package_of(f)):
                     self._file(module, attributes, owner)
-            self._read_environment(attributes, [*read.texts, *(x for n in names if isinstance(x := scope.get(n), str))])
+            self._read_environment(attributes, read.texts, [scope.get(name) for name in names])
         for name in sorted(names & scope.keys()):
             value = scope[name]
             if isinstance(value, types.ModuleType):
@@ -222,8 +222,8 @@ class ForwardReads(ReadValues):
             elif isinstance(value, type) and owner == USER:
                 self._called(value)
 
-    def _read_environment(self, names: set[str], texts: Iterable[str]) -> None:
-        found = environment_read(names, texts)
+    def _read_environment(self, names: set[str], texts: Iterable[str], values: list[Any]) -> None:
+        found = environment_read(names, [*texts, *(x for x in values if isinstance(x, str))], values)
         self._whole_environment |= found is None
         self._environment |= dict.fromkeys(found or ())
 

@@ -57,9 +57,9 @@ def parts_of_spec(spec: Any) -> tuple[Any, Any, list[Any]]:
 
 
 def spec_of(kind: Any, context: Any, entries: list[Any]) -> Any:
-    """The inverse of `parts_of_spec`. Raises ValueError for a type that torch cannot flatten."""
+    """The inverse of `parts_of_spec`. Raises ValueError for a type that torch cannot flatten, or uses itself alone."""
     if kind is None:
         return pytree.treespec_leaf()
-    if kind not in pytree.SUPPORTED_NODES:
+    if kind not in pytree.SUPPORTED_NODES or kind.__module__.startswith("torch._higher_order_ops"):
         raise ValueError(f"{kind} is no container that torch knows")
     return pytree.TreeSpec(kind, context, entries)

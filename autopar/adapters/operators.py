@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._decomp import decomposition_table
 from torch._library.custom_ops import OPDEFS
 from torch._ops import OpOverload
 from torch.func import functionalize
@@ -19,14 +20,18 @@ from torch.fx.node import map_arg
 __all__ = [
     "OpOverload",
     "argument_defaults",
+    "argument_types",
     "changes_form",
     "check_factorisation",
     "is_composite",
+    "is_mathematics",
     "kernel_of",
     "makes_tensors",
     "mutates",
     "name_of",
     "overload_of",
+    "overloads_of",
+    "result_types",
     "decomposition_of",
     "returns_alias",
     "writes_to",
@@ -47,6 +52,27 @@ def name_of(op: OpOverload) -> str:
 def overload_of(op: OpOverload) -> str:
     """'Tensor' of aten.add.Tensor"""
     return str(op._overloadname)
+
+
+def overloads_of(name: str) -> list[OpOverload]:
+    """Those of an operator of aten."""
+    packet = getattr(torch.ops.aten, name, None)
+    return [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
+
+
+def argument_types(op: OpOverload) -> list[str]:
+    """'Tensor', 'Optional[int]', 'List[int]' ..., as schemas name them."""
+    return [str(argument.type) for argument in op._schema.arguments]
+
+
+def result_types(op: OpOverload) -> list[str]:
+    """The same of its results."""
+    return [str(result.type) for result in op._schema.returns]
+
+
+def is_mathematics(op: OpOverload) -> bool:
+    """Whether torch counts an operator to its core or to the pointwise ones, or can decompose it."""
+    return not {torch.Tag.core, torch.Tag.pointwise}.isdisjoint(op.tags) or op in decomposition_table
 
 
 def mutates(op: Any) -> bool:

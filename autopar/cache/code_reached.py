@@ -15,18 +15,19 @@ import types
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from autopar.adapters.code_names import CodeNames, imported_modules, package_of
-from autopar.adapters.code_owners import USER, owner_of_module
+from autopar.adapters.code_names import CodeNames, imported_modules, names_in, package_of
+from autopar.adapters.code_owners import USER, owner_of_function, owner_of_module
 
 _BUILTINS = vars(builtins)
 _IMPURE_MODULES = {
     "time", "posix", "nt", "io", "_io", "_socket", "socket", "subprocess", "tempfile", "glob", "shutil", "secrets",
-    "uuid", "platform", "urllib.request", "genericpath",
+    "uuid", "platform", "urllib.request", "genericpath", "threading", "_thread", "sys", "gc", "locale", "resource",
 }  # fmt: skip
 _OF_TEXTS = (eval, exec, compile, __import__, importlib.import_module)
 _PURE = {"getenv", "fspath", "cpu_count"}
 _READS_FILES = {"read_text", "read_bytes", "open", "exists", "is_file", "is_dir", "iterdir", "glob", "stat"}
 _CLOCKS = {"now", "today", "utcnow"}
+ABOUT_CODE = {"__annotations__", "get_type_hints", "get_annotations", "__doc__", "getdoc"}  # what no key has
 _known_codes: dict[types.CodeType, str] = {}
 
 
@@ -92,6 +93,25 @@ def entries_named(module: types.ModuleType, names: Collection[str]) -> Iterator[
         if others and isinstance(entry, types.ModuleType) and entry.__name__.partition(".")[0] != package:
             continue
         yield (name, entry) if name in entries else ("__getattr__", entries["__getattr__"])
+
+
+def reads_data(function: types.FunctionType, seen: set[Any]) -> bool:
+    """Whether a function of the user's, or one that it calls, reads what somebody may change: a value of its file, a
+    class or a file of the user's, attributes of ``self``. ``seen``: those that are looked at already."""
+    seen.add(function)
+    scope, read, code = function.__globals__, names_in(function.__code__), function.__code__
+    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
+    if code.co_argcount and code.co_varnames[0] in ("self", "cls"):
+        return True
+    return any(_is_data(x, seen) for x in [*(scope[name] for name in read.names if name in scope), *cells])
+
+
+def _is_data(x: Any, seen: set[Any]) -> bool:
+    if isinstance(x, types.FunctionType):
+        return owner_of_function(x) == USER and x not in seen and reads_data(x, seen)
+    if isinstance(x, (types.ModuleType, type)):
+        return owner_of_module(x.__name__ if isinstance(x, types.ModuleType) else x.__module__) == USER
+    return not isinstance(x, types.BuiltinFunctionType) and not any(x is y for y in seen)
 
 
 def impurity(name: str, value: Any, names: Collection[str]) -> str | None:

@@ -1,15 +1,16 @@
-"""A file of the cache: a line with the digest of the rest, a line of facts, then sections.
+"""A file of the cache: a line with a signature, a line of facts, then sections.
 
-    autopar cache 1 <digest of all that follows>
+    autopar cache 2 <HMAC-SHA256 of the file's name and of all that follows>
     {"about": {"model": "LlamaForCausalLM", ...}, "sections": [["main", 120, 4096], ...]}
     <compressed bytes>
 
-Read whole, and only as it was written: what is torn, changed, of another format or another person's is none.
+Read whole, and only as it was written: what is torn, changed, renamed, of another format or signed by nobody who has
+the user's key is none.
 """
 
 from __future__ import annotations
 
-import hashlib
+import hmac
 import json
 import os
 import stat
@@ -18,9 +19,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_MAGIC = b"autopar cache 1 "
+_MAGIC = b"autopar cache 2 "
 _LARGEST = 1 << 31  # bytes, packed or not
-_DIGEST = 40  # characters
 
 
 class StoredEntry(NamedTuple):
@@ -45,36 +45,36 @@ class _Sections(dict[str, bytes]):
         unpacker = zlib.decompressobj()
         try:
             made = unpacker.decompress(data, max(size, 1))  # and never more
-        except zlib.error as error:
+        except (zlib.error, MemoryError) as error:
             raise KeyError(name) from error
         if len(made) != size or unpacker.unconsumed_tail or not unpacker.eof:
             raise KeyError(name)
         return made
 
 
-def packed_entry(about: Mapping[str, Any], sections: Mapping[str, bytes]) -> bytes:
-    """The bytes of a file."""
-    bodies = [(name, zlib.compress(data, 1), len(data)) for name, data in sections.items()]
-    head = {"about": dict(about), "sections": [[name, len(body), size] for name, body, size in bodies]}
+def packed_entry(secret: bytes, name: str, about: Mapping[str, Any], sections: Mapping[str, bytes]) -> bytes:
+    """The bytes of a file of this name."""
+    bodies = [(section, zlib.compress(data, 1), len(data)) for section, data in sections.items()]
+    head = {"about": dict(about), "sections": [[section, len(body), size] for section, body, size in bodies]}
     rest = b"".join([json.dumps(head).encode(), b"\n", *(body for _, body, _ in bodies)])
-    return _MAGIC + _digest(rest) + b"\n" + rest
+    return _MAGIC + _signature(secret, name, rest) + b"\n" + rest
 
 
-def unpacked_entry(data: bytes) -> StoredEntry | None:
+def unpacked_entry(secret: bytes, name: str, data: bytes) -> StoredEntry | None:
     """The inverse of `packed_entry`; None for what that never gives."""
     first, line, rest = data.partition(b"\n")
-    if not line or not first.startswith(_MAGIC) or first[len(_MAGIC) :] != _digest(rest):
+    if not line or not hmac.compare_digest(first, _MAGIC + _signature(secret, name, rest)):
         return None
     head = _head(rest)
     if head is None:
         return None
     packed: dict[str, tuple[bytes, int]] = {}
-    at = rest.index(b"\n") + 1
-    for name, length, size in head["sections"]:
-        if not 0 <= length <= len(rest) - at or not 0 <= size <= _LARGEST:
+    at, sizes = rest.index(b"\n") + 1, 0
+    for section, length, size in head["sections"]:
+        if not 0 <= length <= len(rest) - at or not 0 <= size <= _LARGEST - sizes:
             return None
-        packed[name] = rest[at : at + length], size
-        at += length
+        packed[section] = rest[at : at + length], size
+        at, sizes = at + length, sizes + size
     return StoredEntry(head["about"], _Sections(packed)) if at == len(rest) else None
 
 
@@ -93,27 +93,20 @@ def _head(rest: bytes) -> dict[str, Any] | None:
     return head if fits else None
 
 
-def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=_DIGEST // 2).hexdigest().encode()
+def _signature(secret: bytes, name: str, data: bytes) -> bytes:
+    signed = hmac.new(secret, f"{name}\n".encode(), "sha256")
+    signed.update(data)
+    return signed.hexdigest().encode()
 
 
-def read_entry(path: Path) -> StoredEntry | None:
+def read_entry(secret: bytes, path: Path) -> StoredEntry | None:
     """The file's entry; None where there is none of this user's."""
-    data = _bytes_of(path, _LARGEST)
-    return unpacked_entry(data) if data is not None else None
+    data = _bytes_of(path)
+    return unpacked_entry(secret, path.stem, data) if data is not None else None
 
 
-def read_about(path: Path) -> dict[str, Any] | None:
-    """Only the facts, without a look at the rest."""
-    data = _bytes_of(path, 1 << 16)
-    if data is None or not data.startswith(_MAGIC):
-        return None
-    head = _head(data.partition(b"\n")[2])
-    return head["about"] if head is not None else None
-
-
-def _bytes_of(path: Path, most: int) -> bytes | None:
-    """The first bytes of a plain file that belongs to this user; no link is followed."""
+def _bytes_of(path: Path) -> bytes | None:
+    """Those of a plain file that belongs to this user; no link is followed."""
     try:
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
     except (OSError, ValueError):
@@ -124,6 +117,6 @@ def _bytes_of(path: Path, most: int) -> bytes | None:
         return None
     with os.fdopen(handle, "rb") as file:
         try:
-            return file.read(most)
+            return file.read(_LARGEST)
         except (OSError, MemoryError):
             return None

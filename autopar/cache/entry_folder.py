@@ -6,23 +6,27 @@
         folder.write(key, about, sections)
 
 A file is written under another name and renamed, so a reader sees all of it or none. Nothing here is an error of a
-step: a disk that is full or read-only only means that the next one compiles, too.
+step: a disk that is full or read-only only means that the next one compiles, too. Files are signed with a key of the
+user in the folder. Of a folder into which others may write nothing is read, and a warning says so, once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import logging
 import os
 import re
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from autopar.cache.entry_file import StoredEntry, packed_entry, read_about, read_entry
+from autopar.cache.entry_file import StoredEntry, packed_entry, read_entry
+from autopar.cache.own_folder import keep_others_out, user_key, why_no_key, why_not_own, why_unsafe
 
 log = logging.getLogger("autopar.cache")
 
@@ -34,6 +38,7 @@ _POLL = 0.02  # seconds
 _OLD = 3600.0  # seconds after which a file that was never finished goes
 _FORGOTTEN = 30 * 86400.0  # seconds after which notes beside entries go
 _VERSION = "steps-1"
+_BESIDE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # how a file beside an entry is opened
 _KEY = re.compile(r"[0-9a-f]{40}")
 
 
@@ -56,25 +61,36 @@ class EntryFolder:
 
     def read(self, key: str) -> StoredEntry | None:
         """The entry, which is the youngest now; None where there is none that is whole."""
-        path = self._path(key)
-        entry = read_entry(path)
+        path, secret = self._path(key), user_key(self._files)
+        entry = read_entry(secret, path) if secret is not None else None
         if entry is None:
             return None
         with contextlib.suppress(OSError):
-            os.utime(path)
-            with open(path.with_suffix(".hits"), "ab") as file:
-                file.write(b".")
+            os.utime(path, follow_symlinks=False)
+            self._append(key, ".hits", b".")
         return entry
+
+    def _append(self, key: str, suffix: str, data: bytes) -> None:
+        """To a file beside an entry; no link is followed. Raises OSError."""
+        handle = os.open(self._path(key).with_suffix(suffix), _BESIDE | os.O_APPEND, 0o600)
+        try:
+            os.write(handle, data)
+        finally:
+            os.close(handle)
 
     def write(self, key: str, about: Mapping[str, Any], sections: Mapping[str, bytes]) -> bool:
         """Whether the entry is there now. The least recently used ones go where there is no room."""
-        data = packed_entry(about, sections)
-        if len(data) > self.size:
-            log.debug("not stored: %d bytes are more than %s", len(data), SIZE_VARIABLE)
-            return False
         name = None
         try:
             self._make()
+            secret = user_key(self._files, make=True)
+            if secret is None:
+                log.debug("not stored: %s", why_no_key(self._files))
+                return False
+            data = packed_entry(secret, key, about, sections)
+            if len(data) > self.size:
+                log.debug("not stored: %d bytes are more than %s", len(data), SIZE_VARIABLE)
+                return False
             handle, name = tempfile.mkstemp(prefix="unfinished-", dir=self._files)
             with os.fdopen(handle, "wb") as file:
                 file.write(data)
@@ -108,7 +124,7 @@ class EntryFolder:
 
     def _wait(self, handle: int, path: Path) -> bool:
         """Whether another process had the lock. If so, nobody has it through this one."""
-        end, waited = time.monotonic() + PATIENCE, False
+        end, waited, before = time.monotonic() + PATIENCE, False, _file_at(path)
         while True:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -119,14 +135,14 @@ class EntryFolder:
                 waited = True
             except OSError:  # a file system without locks
                 return False
-            if path.exists() or time.monotonic() > end:
+            if _file_at(path) != before or time.monotonic() > end:
                 return True
             time.sleep(_POLL)
 
     def _lock(self, key: str) -> int | None:
         try:
             self._make()
-            return os.open(self._path(key).with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            return os.open(self._path(key).with_suffix(".lock"), _BESIDE, 0o600)
         except OSError:
             return None
 
@@ -134,21 +150,22 @@ class EntryFolder:
         """Note that a compilation could not be stored: the next one waits for nobody."""
         with contextlib.suppress(OSError):
             self._make()
-            self._path(key).with_suffix(".never").touch(0o600)
+            self._append(key, ".never", b"")
 
     def is_refused(self, key: str) -> bool:
         return self._path(key).with_suffix(".never").exists()
 
     def entries(self) -> list[ListedEntry]:
         """All that are there, the last used one first."""
-        found = []
+        found, secret = [], user_key(self._files)
+        if secret is None:
+            return []
         for path, facts in self._stats(".step"):
-            about = read_about(path)
-            hits = 0
+            entry, hits = read_entry(secret, path), 0
             with contextlib.suppress(OSError):
                 hits = path.with_suffix(".hits").stat().st_size
-            if about is not None:
-                found.append(ListedEntry(path.stem, about, facts.st_size, facts.st_mtime, hits))
+            if entry is not None:
+                found.append(ListedEntry(path.stem, entry.about, facts.st_size, facts.st_mtime, hits))
         return sorted(found, key=lambda entry: -entry.used)
 
     def clear(self) -> tuple[int, int]:
@@ -193,11 +210,28 @@ class EntryFolder:
         return self._files / f"{key}.step"
 
     def _make(self) -> None:
-        self._files.mkdir(mode=0o700, parents=True, exist_ok=True)
+        """For this user alone, whatever the umask says."""
+        if not self._files.is_dir():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            for folder in (self.path, self._files):
+                folder.mkdir(mode=0o700, exist_ok=True)
+
+    def why_refused(self) -> str:
+        """What lets others say what is in it, in words; "" where nothing does."""
+        return why_unsafe(self.path) or why_not_own(self._files) or why_no_key(self._files)
+
+
+def _file_at(path: Path) -> int | None:
+    """A number that another file has not."""
+    try:
+        return path.lstat().st_ino
+    except OSError:
+        return None
 
 
 def entry_folder() -> EntryFolder | None:
-    """That of the environment; None where the cache is off. Raises ValueError for a size that is none."""
+    """That of the environment; None where the cache is off, or, with a warning, where others may write to it. Raises
+    ValueError for a size that is none."""
     given = os.environ.get(VARIABLE, "")
     if given.lower() in OFF:
         return None
@@ -209,7 +243,22 @@ def entry_folder() -> EntryFolder | None:
             path = (Path(caches) if caches else Path.home() / ".cache") / "autopar"
         except RuntimeError:  # nobody's home
             return None
-    return EntryFolder(path, _size(os.environ.get(SIZE_VARIABLE, "")))
+        keep_others_out(path)
+    found = EntryFolder(path, _size(os.environ.get(SIZE_VARIABLE, "")))
+    if why := found.why_refused():
+        _refuse(why)
+        return None
+    return found
+
+
+@functools.cache
+def _refuse(why: str) -> None:
+    """Say so, once."""
+    warnings.warn(
+        f"cache: compiled steps are neither read nor kept, since {why}; let nobody else write there (chmod go-w, and "
+        f"remove a key that others know), or set {VARIABLE} to a folder of your own, or to 0",
+        stacklevel=3,
+    )
 
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from autopar.adapters.graph_data import append_node, fake_tensor, is_fake
 from autopar.adapters.lazy import graph_module
@@ -27,7 +28,23 @@ from autopar.cache.value_codec import Damaged, Decoder, Encoder, Tree, Unstorabl
 from autopar.ir.meta import GRAPHS, NODES, note_all
 
 _OPS = {"placeholder": "p", "call_function": "c", "output": "o"}
+_ARGUMENTS: dict[type, str] = {  # of calls: what these print becomes code, and is code of nothing else
+    **dict.fromkeys((type(None), bool, int, str), ""), float: "f", complex: "i", tuple: "t", list: "l",
+    immutable_list: "L", torch.Size: "S", dict: "d", immutable_dict: "M", slice: ":", type(...): "...",
+    **dict.fromkeys((torch.dtype, torch.layout, torch.memory_format), "y"), torch.device: "v",
+}  # fmt: skip
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+
+
+class _ArgumentEncoder(Encoder):
+    """For what calls are given beside nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds = {kind: known for kind, known in self.kinds.items() if kind in _ARGUMENTS}
+
+    def _other(self, value: Any) -> Tree:
+        raise Unstorable(f"a call that is given a {type(value).__qualname__}")
 
 
 class GraphEncoder(Encoder):
@@ -43,7 +60,8 @@ class GraphEncoder(Encoder):
         self._fakes: dict[Any, int] = {}
         self._kept: list[Any] = []  # whose ids are keys
         self._owner: Node | None = None  # of the fakes that are encoded, where they are its own
-        self.kinds[Node] = lambda x: ["n", self._places[x]]
+        self._arguments = _ArgumentEncoder()
+        self.kinds[Node] = self._arguments.kinds[Node] = lambda x: ["n", self._places[x]]
 
     def graph(self, gm: GraphModule) -> Tree:
         """Raises Unstorable."""
@@ -62,8 +80,8 @@ class GraphEncoder(Encoder):
         self._places[node] = i
         called = node.op == "call_function"
         target = self._targets.setdefault(node.target, len(self._targets)) if called else node.target
-        kwargs = self.encode(node.kwargs) if node.kwargs else 0
-        args = self.encode(node.args) if node.args else 0
+        kwargs = self._arguments.encode(node.kwargs) if node.kwargs else 0
+        args = self._arguments.encode(node.args) if node.args else 0
         notes = [self._note(node, key, value) for key, value in node.meta.items() if key in NODES]
         return [_OPS[node.op], node.name, target, args, kwargs, notes]
 
@@ -102,7 +120,10 @@ class GraphDecoder(Decoder):
         self._mode = mode
         self._nodes: list[Node] = []
         self._fakes: list[Tensor] = []
-        self.kinds["n"] = lambda x: self._nodes[_place(x[1])]
+        self._arguments = Decoder()
+        known = self._arguments.kinds
+        self._arguments.kinds = {kind: known[kind] for kind in _ARGUMENTS.values() if kind}
+        self.kinds["n"] = self._arguments.kinds["n"] = lambda x: self._nodes[_place(x[1])]
         self.kinds["k"] = lambda x: self._fakes[_place(x[1])]
 
     def graph(self, tree: Tree) -> GraphModule:
@@ -113,7 +134,7 @@ class GraphDecoder(Decoder):
             raise error if isinstance(error, Damaged) else Damaged(f"no graph: {error}") from error
 
     def _graph(self, tree: Mapping[str, Any]) -> GraphModule:
-        decode, nodes = self.decode, self._nodes
+        decode, argument, nodes = self.decode, self._arguments.decode, self._nodes
         self._fakes = [self._fake(*facts) for facts in tree["fakes"]]
         if any(target[0] not in ("O", "F") for target in tree["targets"]):
             raise Damaged("a target that steps do not call")
@@ -121,16 +142,17 @@ class GraphDecoder(Decoder):
         notes = [(key, decode(value)) for key, value in tree["notes"]]
         if not {key for key, _ in notes} <= NODES.keys():
             raise Damaged("a note that nobody reads")
-        graph, taken, ended = Graph(), set[str](), False
+        graph, taken, given, ended = Graph(), set[str](), set[str](), False
         for kind, name, target, args, kwargs, noted in tree["nodes"]:
             if ended or not is_name(name) or name in taken:
                 raise Damaged(f"a node {name!r}")
             taken.add(name)
-            args, kwargs = decode(args) if args else (), decode(kwargs) if kwargs else {}
+            args, kwargs = argument(args) if args else (), argument(kwargs) if kwargs else {}
             if kind == "c":
                 _check_keywords(kwargs)
                 node = append_node(graph, "call_function", name, targets[_place(target)], args, kwargs)
-            elif kind == "p" and is_name(target):
+            elif kind == "p" and is_name(target) and target not in given:
+                given.add(target)
                 node = append_node(graph, "placeholder", name, target, args, kwargs)
             elif kind == "o" and target == "output":
                 node, ended = append_node(graph, "output", name, target, args, kwargs), True

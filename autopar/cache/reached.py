@@ -14,7 +14,6 @@ Raises `CannotTell` for what has no content that can be told: an object of a cla
 
 from __future__ import annotations
 
-import contextvars
 import functools
 import hashlib
 import itertools
@@ -23,13 +22,14 @@ import os
 import re
 import sys
 import types
+import weakref
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from autopar.adapters.code_names import environment_read, names_in
+from autopar.adapters.code_names import CodeNames, environment_read, names_in
 from autopar.adapters.code_owners import LIBRARY, TRUSTED, USER, owner_of_function, owner_of_module
 from autopar.adapters.fake import Owned
-from autopar.cache.code_reached import code_digest, entries_named, globals_read, impurity
+from autopar.cache.code_reached import ABOUT_CODE, code_digest, entries_named, globals_read, impurity, reads_data
 from autopar.cache.libraries import version_of_package
 from autopar.cache.values_reached import CACHED, FINDERS, CannotTell, ReachedValues
 
@@ -43,6 +43,7 @@ _SKIPPED = {"__dict__", "__weakref__", "__doc__", "__module__", "__qualname__", 
             "__annotations__", "__parameters__", "__orig_bases__", "__static_attributes__", "__firstlineno__",
             "__match_args__", "__slots__", "__slotnames__", "__annotations_cache__"}  # fmt: skip
 _SESSION = re.compile(r"[0-9a-f]{32}")  # what a library calls a process
+_EMPTY: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # of what a cached function read then
 _PLAIN = (bool, int, float, str, type(None), list, tuple)
 
 
@@ -52,6 +53,7 @@ class Reached(ReachedValues):
 
     def __init__(self, owned: Owned | None = None, classes: Collection[type] = ()) -> None:
         super().__init__(owned, classes)
+        self._of_modules = classes
         self._own_packages = {cls.__module__.partition(".")[0] for cls in classes}
         self._names: set[str] = set()
         self._methods: dict[str, list[types.FunctionType]] = {}  # not named yet
@@ -95,6 +97,10 @@ class Reached(ReachedValues):
             return LIBRARY if package in self._own_packages else TRUSTED
         return owner
 
+    def _is_users(self, value: object) -> bool:
+        """Whether it is a function or a class of the user's."""
+        return isinstance(value, (types.FunctionType, type)) and self._owner(value) == USER
+
     def _class(self, cls: type) -> None:
         owner = self._owner(cls)
         self._say("class", owner, cls.__module__, cls.__qualname__, len(cls.__mro__))
@@ -110,11 +116,15 @@ class Reached(ReachedValues):
                 self._method(name, function)
                 if value is not function and owner == USER:
                     self._say(type(value).__name__)
+                    self._check_kept(value) if type(value) is CACHED else None
             elif owner == USER and name not in _SKIPPED and not isinstance(value, types.MemberDescriptorType):
                 self._say(name)
                 self._walk(value)
             elif owner == LIBRARY and name not in _SKIPPED and type(value) in _PLAIN:
                 self._say(name, _plain(value))
+            elif cls.__module__.partition(".")[0] == "torch" and name not in _SKIPPED:  # people put things there
+                self._say(name, _plain(value))
+                self._walk(value) if self._is_users(type(value)) else None
 
     def _method(self, name: str, function: types.FunctionType) -> None:
         """A function that runs if its name is named: its code counts in any case, what it reads only then."""
@@ -147,6 +157,26 @@ class Reached(ReachedValues):
         if owner != TRUSTED and f not in self._followed:
             self._followed.add(f)
             self._functions.append(f)
+
+    def _cached(self, x: Any) -> None:
+        super()._cached(x)
+        self._check_kept(x)
+
+    def _check_kept(self, x: Any) -> None:
+        """What a cached function has kept cannot be looked at. It is what the function would find now, if nothing that
+        it reads has changed since it kept nothing; of what a method reads of its objects nobody knows. Raises
+        CannotTell."""
+        function = x.__wrapped__
+        if self._lenient or not self._is_users(function) or not reads_data(function, {x}):
+            return
+        inside = Reached(self._owned, self._of_modules)
+        inside._skip(x)
+        inside.add("cached", function)
+        now, is_method = inside.digest(), function.__code__.co_varnames[:1] == ("self",)
+        if not x.cache_info().currsize:
+            _EMPTY[x] = now
+        elif is_method or _EMPTY.get(x) != now:
+            raise CannotTell(f"{function.__qualname__}, which keeps results that it found with what it read before")
 
     def _file(self, x: types.ModuleType) -> None:
         self._say("python module", x.__name__)
@@ -187,10 +217,14 @@ class Reached(ReachedValues):
             why = impurity(name, value, read.names) if owner == USER else None
             if why:
                 raise CannotTell(f"{f.__qualname__} reads {name}: {why}")
+            if isinstance(value, types.ModuleType) and self._is_users(type(value)):
+                raise CannotTell(f"{f.__qualname__} reads {name}, a file with a class of its own")
             if not (isinstance(value, types.ModuleType) or value is os.environ or value is sys.modules):
                 self._say(name)
                 self._named(value)
-        self._read_environment(f, read.names, [*read.texts, *(x for _, x in values if isinstance(x, str))])
+        if owner == USER and (about := ABOUT_CODE.intersection(read.names)):
+            raise CannotTell(f"{f.__qualname__} reads {about.pop()}")
+        self._read_environment(f, read, [x for _, x in values])
         self._lenient = before
         self._name_all(read.names)
         by_text = "__dict__" in read.names or any(x is finder for _, x in values for finder in FINDERS)
@@ -198,8 +232,9 @@ class Reached(ReachedValues):
             self._finds_by_text |= by_text
             self._search(f, [x for _, x in values])
 
-    def _read_environment(self, f: types.FunctionType, names: Collection[str], texts: list[str]) -> None:
-        variables = environment_read(names, texts)
+    def _read_environment(self, f: types.FunctionType, read: CodeNames, values: list[Any]) -> None:
+        texts = [*read.texts, *(x for x in values if isinstance(x, str))]
+        variables = environment_read(read.names, texts, values)
         if variables is None and self._owner(f) == USER:
             raise CannotTell(f"{f.__qualname__} reads variables of the environment whose names it makes up")
         for variable, text in (variables or {}).items():
@@ -219,10 +254,6 @@ class Reached(ReachedValues):
 
     def _named(self, value: Any) -> None:
         """What code reads by name. A class may be called."""
-        if isinstance(value, contextvars.ContextVar):
-            self._say("context variable")
-            self._walk(value.get(None))
-            return
         self._walk(value)
         if isinstance(value, type) and self._owner(value) != TRUSTED:
             for cls in value.__mro__:

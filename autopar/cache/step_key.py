@@ -10,6 +10,7 @@ A rank's coordinate is no part of it: compiling makes the same on all ranks.
 
 from __future__ import annotations
 
+import decimal
 import functools
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -33,6 +34,8 @@ from autopar.rules.core import CORE
 from autopar.rules.table import RULES
 from autopar.schedule.request import SCHEDULES
 
+_DECIMAL = ("prec", "rounding", "Emin", "Emax", "clamp", "capitals")
+
 
 def step_key(kind: str, model: nn.Module, batch: Mapping[str, Any], mesh: Mesh, **how: Any) -> str:
     """Raises CannotTell where something that may decide cannot be told."""
@@ -52,6 +55,9 @@ def _reached(kind: str, model: nn.Module, batch: Mapping[str, Any], mesh: Mesh, 
     reached.add("versions", versions())
     reached.add("torch", [*torch_flags(), *default_devices()])
     reached.add("processor", torch.backends.cpu.get_cpu_capability())  # whose kernels rules were derived from
+    reached.add(
+        "decimal", [getattr(decimal.getcontext(), name) for name in ("prec", "rounding", "Emin", "Emax", "clamp")]
+    )
     reached.add("names", tuple(renamed()))
     for where, function in replaced():
         reached.add(where, function)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import os
 import time
 import warnings
@@ -35,6 +36,7 @@ from autopar.plan import Plan
 from autopar.steps.graphs import Compiled
 
 CHECK = "AUTOPAR_CACHE_CHECK"
+_told: set[str] = set()  # what has been said of models that are compiled each time
 T = TypeVar("T")
 
 
@@ -214,7 +216,10 @@ class _Wanted(Generic[T]):
 
     def _log(self, what: str, why: Exception) -> None:
         expected = isinstance(why, (CannotTell, Unstorable, Damaged))
-        log.debug("%s of %s is %s: %s", self.about["kind"], self.about["model"], what, why, exc_info=not expected)
+        said = f"{self.about['kind']} of {self.about['model']} is {what}: {why}"
+        level = logging.DEBUG if said in _told else logging.INFO
+        _told.add(said)
+        log.log(level, "%s; docs/cache.md says what is kept", said, exc_info=not expected)
 
 
 def _difference(sections: Sections, name: str, data: bytes) -> str:

@@ -3,8 +3,8 @@
     (1, 2.0, torch.float32)   -->   ["t", 1, ["f", "0x1.0p+1"], ["y", "float32"]]
 
 Reading runs nothing: no pickle, no text that becomes code, no import. A class is looked up among those that are loaded
-and must be a dataclass, a named tuple or an enum of autopar (any class, where it stands for the type of a container);
-a call target must be one that steps call. Whatever else a value is made of cannot be stored: `Unstorable`.
+and must be a dataclass, a named tuple or an enum of autopar (any class, where it is only named); an operator must be
+one that steps call (`stored_operators`). Whatever else a value is made of cannot be stored: `Unstorable`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import math
 import operator
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -28,11 +28,11 @@ from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from autopar.adapters.graph_data import TreeSpec, parts_of_spec, spec_of
 from autopar.adapters.operators import OpOverload, argument_defaults, name_of, overload_of
+from autopar.cache.stored_operators import SPACES, may_be_stored
 from autopar.rules.core import CORE
 from autopar.rules.table import RULES
 
 Tree = Any  # what json takes
-NAMESPACES = ("aten", "prims", "autopar")  # of operators whose meaning the versions of torch and autopar tell
 _OPERATORS = (
     "getitem", "add", "sub", "mul", "floordiv", "truediv", "mod", "neg", "pow", "eq", "ne", "lt", "le", "gt", "ge",
 )  # fmt: skip
@@ -42,6 +42,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "math.ceil": math.ceil, "math.floor": math.floor, "max": max, "min": min,
 }  # fmt: skip
 _NAMES = {function: name for name, function in _FUNCTIONS.items()}
+_DEFAULTS = (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset)  # what a defaultdict may make
 _LARGEST = 1 << 26  # bytes of a constant
 
 
@@ -99,6 +100,8 @@ class Encoder:
         kind = type(value)
         if isinstance(value, TreeSpec):
             container, context, entries = parts_of_spec(value)
+            if not _is_plain_context(container, context):
+                raise Unstorable(f"a container {container} that is made by {context}")
             kept = "namedtuple" if container is collections.namedtuple else self.encode(container)
             return ["T", kept, self.encode(context), *map(self.encode, entries)]
         if isinstance(value, type):
@@ -118,10 +121,12 @@ class Encoder:
         raise Unstorable(f"a {kind.__module__}.{kind.__qualname__}")
 
     def _constant(self, x: Tensor) -> Tree:
-        """A real tensor, by its bytes; one on the meta device by what it is."""
-        if x.layout != torch.strided or x.requires_grad or x.nbytes > _LARGEST or x.device.type not in ("cpu", "meta"):
+        """A real tensor, by the bytes of its first to its last entry; one on the meta device by what it is."""
+        reach = _reach(x.shape, x.stride()) if x.layout == torch.strided else 0
+        nbytes = 0 if x.is_meta else reach * x.itemsize
+        if x.layout != torch.strided or x.requires_grad or nbytes > _LARGEST or x.device.type not in ("cpu", "meta"):
             raise Unstorable(f"a constant {tuple(x.shape)} on {x.device}")
-        data = None if x.is_meta else _bytes_of(x.contiguous())
+        data = None if x.is_meta else _bytes_of(x.as_strided((reach,), (1,)))
         kind = str(x.dtype).removeprefix("torch.")
         return ["x", kind, list(x.shape), list(x.stride()), None if data is None else base64.b64encode(data).decode()]
 
@@ -131,7 +136,12 @@ def _is_cached(x: object) -> bool:
 
 
 def _bytes_of(x: Tensor) -> bytes:
-    return bytes(x.reshape(-1).view(torch.uint8).numpy()) if x.numel() else b""
+    return bytes(x.view(torch.uint8).numpy()) if x.numel() else b""
+
+
+def _reach(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """From the first to the last entry."""
+    return 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) if math.prod(shape) else 0
 
 
 def operator_name(op: OpOverload) -> tuple[str, str, str]:
@@ -139,7 +149,7 @@ def operator_name(op: OpOverload) -> tuple[str, str, str]:
     space, _, name = name_of(op).partition("::")
     known = find_operator(space, name, overload_of(op))
     if known is None or argument_defaults(known) != argument_defaults(op):
-        raise Unstorable(f"the operator {op}, which is neither torch's nor autopar's")
+        raise Unstorable(f"the operator {op}, which is none that steps may call")
     return space, name, overload_of(op)
 
 
@@ -148,6 +158,20 @@ def class_name(cls: type) -> tuple[str, str]:
     if find_class(cls.__module__, cls.__qualname__) is not cls:
         raise Unstorable(f"the class {cls.__qualname__}, which its module does not have under this name")
     return cls.__module__, cls.__qualname__
+
+
+def _is_plain_context(kind: Any, context: Any) -> bool:
+    """Whether classes that torch calls when it puts a container together are themselves containers or plain values."""
+    if kind is collections.namedtuple:
+        return _is_named_tuple(context)
+    if isinstance(context, type):
+        return context in _DEFAULTS or _is_named_tuple(context)
+    inner = [*context, *context.values()] if isinstance(context, dict) else context
+    return not isinstance(inner, (list, tuple)) or all(_is_plain_context(None, x) for x in inner)
+
+
+def _is_named_tuple(x: object) -> bool:
+    return isinstance(x, type) and issubclass(x, tuple) and hasattr(x, "_fields")
 
 
 def _own_class(cls: type) -> tuple[str, str]:
@@ -221,7 +245,10 @@ class Decoder:
 
     def _spec(self, x: list[Tree]) -> Any:
         kind: Any = collections.namedtuple if x[1] == "namedtuple" else self.decode(x[1])
-        return spec_of(kind, self.decode(x[2]), [self.decode(y) for y in x[3:]])
+        context = self.decode(x[2])
+        if not _is_plain_context(kind, context):
+            raise Damaged(f"a container that is made by {context}")
+        return spec_of(kind, context, [self.decode(y) for y in x[3:]])
 
     def _class(self, x: list[Tree], kind: type | None = None) -> Any:
         cls: Any = found(find_class(x[1], x[2]) if _is_ours(x[1]) else None, x)
@@ -242,11 +269,10 @@ class Decoder:
         if x[4] is None:
             return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         data = base64.b64decode(x[4], validate=True)
-        if len(data) != math.prod(shape) * dtype.itemsize or len(data) > _LARGEST:
+        if len(data) != _reach(shape, stride) * dtype.itemsize or len(data) > _LARGEST:
             raise Damaged("a constant of another size")
         flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
-        made = torch.empty_strided(shape, stride, dtype=dtype)
-        return made.copy_(flat.reshape(shape))
+        return flat.as_strided(shape, stride)
 
 
 def filled_dataclass(cls: Any, values: list[Any]) -> Any:
@@ -280,12 +306,13 @@ def _is_name(text: object) -> bool:
 
 
 def find_operator(space: str, name: str, overload: str) -> OpOverload | None:
-    """An operator of torch or autopar."""
-    if space not in NAMESPACES or not (_is_name(name) and _is_name(overload)):
+    """An operator of torch or autopar that steps may call."""
+    if space not in SPACES or not (_is_name(name) and _is_name(overload)):
         return None
     packet = getattr(getattr(torch.ops, space), name, None)
     op = getattr(packet, overload, None)
-    return op if isinstance(op, OpOverload) and overload_of(op) == overload else None
+    found = isinstance(op, OpOverload) and overload_of(op) == overload and may_be_stored(op)
+    return op if found else None
 
 
 def find_class(module: str, name: str) -> type | None:
@@ -295,4 +322,4 @@ def find_class(module: str, name: str) -> type | None:
         if here is None or not _is_name(part) or part.startswith("__"):
             return None
         here = vars(here).get(part) if hasattr(here, "__dict__") else None
-    return here if isinstance(here, type) else None
+    return here if isinstance(here, type) and (here.__module__, here.__qualname__) == (module, name) else None

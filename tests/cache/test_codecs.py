@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import json
 import math
+import re
 from fractions import Fraction
 from typing import Any
 
@@ -13,17 +14,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
+from torch.utils._pytree import tree_flatten
 
 from autopar.adapters.fake import fake_like, new_mode
+from autopar.adapters.operators import argument_types, mutates, name_of
 from autopar.cache.graph_codec import GraphDecoder, GraphEncoder
 from autopar.cache.step_codec import StoredStep, plan_of_sections, plan_sections, step_of_sections, step_sections
-from autopar.cache.value_codec import Damaged, Decoder, Encoder, Unstorable
+from autopar.cache.value_codec import Damaged, Decoder, Encoder, Unstorable, find_operator
 from autopar.compile.model import compile_graph, plan_model
 from autopar.ir.graph import placeholders
 from autopar.ir.mesh import Mesh, TokenSlice
 from autopar.ir.meta import NODES
 from autopar.ir.placement import PARTIAL, Shard
 from autopar.options import Options
+from autopar.rules.core import CORE
 from autopar.schedule.order import Action
 from autopar.steps.of_rank import GRAPHS, graphs_of_all
 from tests.subjects import subject
@@ -59,6 +63,7 @@ def test_not_a_number_comes_back() -> None:
     [
         torch.arange(6).reshape(2, 3), torch.randn(4, 2).t(), torch.tensor(True), torch.empty(0, 3),
         torch.tensor([float("nan"), -0.0, math.inf]).bfloat16(), torch.randn(2, dtype=torch.complex64),
+        torch.randn(3, 1).expand(3, 4), torch.arange(40.0)[3:20:4], torch.randn(2, 3)[:, 1:].t(),
     ],
     ids=lambda x: f"{x.dtype} {list(x.shape)}",
 )  # fmt: skip
@@ -75,12 +80,38 @@ class Foreign:
     x: int = 0
 
 
+def spec(value: Any) -> Any:
+    return tree_flatten(value)[1]
+
+
+def test_operators_that_reach_beyond_their_operands() -> None:
+    """No operator of torch that a stored step may call takes a file, a device or a storage, or writes to anything."""
+    allowed = []
+    for name in torch._C._dispatch_get_all_op_names():
+        space, _, rest = name.partition("::")
+        packet, _, overload = rest.partition(".")
+        op = getattr(getattr(getattr(torch.ops, space), packet, None), overload or "default", None)
+        known = op is not None and find_operator(space, packet, overload or "default") is not None
+        allowed += [op] if known else []
+    assert {space for space in (name_of(op).partition("::")[0] for op in allowed)} == {"aten", "autopar"}
+    assert len(allowed) > 500 and not any(map(mutates, allowed))
+    beyond = [op for op in allowed if op not in CORE and name_of(op).startswith("aten")]
+    taken = {kind for op in beyond for kind in argument_types(op)}
+    assert not [kind for kind in taken if re.search("str|Device|Storage|Stream|Generator|Any|Class", kind)]
+    assert not [op for op in allowed if re.search("file|pin_memory|storage|stream|data_ptr", str(op))]
+    aten = torch.ops.aten
+    for op in (aten.upsample_bilinear2d_backward.default, aten.native_group_norm.default, aten.diagonal.default):
+        assert op in allowed
+
+
 @pytest.mark.parametrize(
     "value",
     [
         object(), Foreign(), lambda: 0, print, torch.ops.quantized.add.default, nn.Parameter(torch.zeros(2)),
         torch.zeros(2).to_sparse(), range(3), iter([]), Exception(),
-        type("Local", (), {}), [1, {2: object()}],
+        type("Local", (), {}), [1, {2: object()}], torch.ops.aten.from_file.default, torch.ops.aten.fill_.Scalar,
+        torch.ops.aten.set_.source_Tensor, torch.ops.aten._pin_memory.default, torch.ops.aten._reshape_alias.default,
+        spec(collections.defaultdict(Foreign)),
     ],
     ids=lambda x: type(x).__name__,
 )  # fmt: skip
@@ -104,7 +135,14 @@ def test_other_things_cannot_be_stored(value: Any) -> None:
         ["x", "float32", [-1], [1], None], ["y", "nn"], ["y", "_dynamo"], ["y", "__loader__"], ["v", "the moon"],
         ["f", "1.0.0"],
         ["f", []], ["b", "?"], ["/", 1, 0], ["d", 1], ["d", ["l"], 1], ["s", ["l"]], ["?"], [], [["l"]], ["l", ["?"]],
-        ["n", 0], ["k", 0], ["i", 1],
+        ["n", 0], ["k", 0], ["i", 1], ["O", "aten", "from_file", "default"], ["O", "aten", "fill_", "Scalar"],
+        ["O", "aten", "set", "source_Tensor"], ["O", "prims", "device_put", "default"],
+        ["T", "namedtuple", ["c", "pathlib", "PosixPath"], ["T", None, None]],
+        ["T", ["c", "collections", "defaultdict"], ["l", ["c", "subprocess", "Popen"], ["l"]]],
+        ["T", ["c", "torch._higher_order_ops.flat_apply", "_ConstantFunction"], ["t"]],
+        ["D", "autopar.cache.entry_folder", "Path"], ["c", "autopar.cache.ahead", "subprocess.Popen"],
+        ["x", "float32", [2], [1 << 40], "AAAAAAAAAAA="], ["x", "float32", [2], [-1], "AAAAAAAAAAA="],
+        ["x", "float32", [2, 2], [1], "AAAAAAAAAAA="], ["x", "float32", [2.5], [1], "AAAA"],
     ],
     ids=str,
 )  # fmt: skip
@@ -208,6 +246,12 @@ def damaged(change: Any) -> Any:
         lambda t: t["targets"].__setitem__(0, "print"),
         lambda t: t["targets"].__setitem__(0, ["c", "subprocess", "Popen"]),
         lambda t: t["notes"].append(["forward", 1]),
+        lambda t: t["nodes"][1].__setitem__(2, "a"),
+        lambda t: t["nodes"][2].__setitem__(3, ["t", ["n", 0], ["D", "autopar.ir.mesh", "Mesh", "a", "b"]]),
+        lambda t: t["nodes"][2].__setitem__(3, ["t", ["n", 0], ["c", "subprocess", "Popen"]]),
+        lambda t: t["nodes"][2].__setitem__(3, ["t", ["n", 0], ["O", "aten", "add", "Tensor"]]),
+        lambda t: t["nodes"][2].__setitem__(4, ["M", "alpha", ["C", "x", 1]]),
+        lambda t: t["nodes"][3].__setitem__(3, ["t", ["F", "max"]]),
         lambda t: t["fakes"][0].__setitem__(3, "nn"),
         lambda t: t["fakes"][0].__setitem__(0, [-5]),
         lambda t: t.pop("meta"),
@@ -218,6 +262,15 @@ def test_damaged_graphs_are_refused(change: Any) -> None:
     tree = damaged(change)
     with pytest.raises(Damaged):
         GraphDecoder(new_mode()).graph(tree)
+
+
+def test_arguments_that_code_cannot_have_are_not_stored() -> None:
+    for argument in (Shard(0), torch.ops.aten.add.Tensor, nn.Linear, Fraction(1, 2), {1, 2}):
+        graph = small_graph()
+        (call,) = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)
+        call.args = (call.args[0], [argument])
+        with pytest.raises(Unstorable, match="a call that is given a"):
+            GraphEncoder().graph(graph)
 
 
 def test_graphs_with_attributes_cannot_be_stored() -> None:

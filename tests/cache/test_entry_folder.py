@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import os
 import random
 import signal
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,12 @@ import pytest
 
 from autopar.cache import entry_file
 from autopar.cache import entry_folder as module
-from autopar.cache.entry_file import packed_entry, read_about, read_entry, unpacked_entry
+from autopar.cache.entry_file import packed_entry, read_entry, unpacked_entry
 from autopar.cache.entry_folder import DEFAULT_SIZE, EntryFolder, entry_folder
+from autopar.cache.own_folder import user_key, why_unsafe
 
 KEY, OTHER = "ab" * 20, "cd" * 20
+SECRET = b"s" * 32
 SECTIONS = {"main": b"x" * 1000, "graph 0": b"", "graph 1": bytes(range(256))}
 ABOUT = {"model": "Net", "mesh": "dp=2", "kind": "train"}
 FORK = multiprocessing.get_context("fork")
@@ -60,19 +64,121 @@ def test_no_torn_or_changed_file_is_read(folder: EntryFolder) -> None:
         assert folder.read(KEY) is None, (place, bit)
     path.write_bytes(data + b"\0")
     assert folder.read(KEY) is None
-    path.write_bytes(data.replace(b"autopar cache 1", b"autopar cache 0"))
+    path.write_bytes(data.replace(b"autopar cache 2", b"autopar cache 1"))
     assert folder.read(KEY) is None
     path.write_bytes(data)
     assert folder.read(KEY) is not None
 
 
+def test_what_nobody_signed_is_not_read_and_replaced(folder: EntryFolder) -> None:
+    """Files from before there were signatures, of another key, of another name; a key that is lost."""
+    folder.write(KEY, ABOUT, SECTIONS)
+    path, good = file_of(folder), file_of(folder).read_bytes()
+    digest, _, rest = good.partition(b"\n")
+    old = b"autopar cache 1 " + hashlib.blake2b(rest, digest_size=20).hexdigest().encode() + b"\n" + rest
+    foreign = packed_entry(SECRET, KEY, ABOUT, SECTIONS)
+    for bad in (old, foreign, digest[:-1] + b"0\n" + rest, digest.upper() + b"\n" + rest, b"autopar cache 2 \n" + rest):
+        path.write_bytes(bad)
+        assert folder.read(KEY) is None and folder.entries() == []
+        assert folder.write(KEY, ABOUT, SECTIONS) and folder.read(KEY) is not None
+    file_of(folder, OTHER).write_bytes(good)
+    assert folder.read(OTHER) is None
+    (path.parent / "key").unlink()
+    assert folder.read(KEY) is None and folder.write(KEY, ABOUT, SECTIONS) and folder.read(KEY) is not None
+
+
+def test_a_key_that_others_know_is_none(folder: EntryFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.write(KEY, ABOUT, SECTIONS)
+    key = file_of(folder).parent / "key"
+    assert key.stat().st_mode & 0o777 == 0o600 and len(key.read_bytes()) == 32
+    for mode in (0o640, 0o604, 0o620, 0o602):
+        key.chmod(mode)
+        assert folder.read(KEY) is None and not folder.write(OTHER, ABOUT, SECTIONS)
+        assert f"others may read or write {key} (mode 0{mode:o})" in folder.why_refused()
+    key.chmod(0o600)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "getuid", lambda: 12345)
+        assert user_key(key.parent) is None
+    key.rename(tmp_path / "elsewhere")
+    key.symlink_to(tmp_path / "elsewhere")
+    assert folder.read(KEY) is None and "cannot be read" in folder.why_refused()
+    key.unlink()
+    for content in (b"", b"short", b"x" * 33):
+        key.write_bytes(content)
+        key.chmod(0o600)
+        assert folder.read(KEY) is None and "is no key" in folder.why_refused()
+
+
+def test_folders_that_others_may_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = EntryFolder(tmp_path / "a" / "cache")
+    folder.write(KEY, ABOUT, SECTIONS)
+    assert folder.why_refused() == ""
+    for path in (folder.path, file_of(folder).parent):
+        for mode in (0o770, 0o707, 0o720, 0o1777):
+            path.chmod(mode)
+            assert f"others may write to {path} (mode" in folder.why_refused()
+        path.chmod(0o755)
+        assert folder.why_refused() == ""
+    (tmp_path / "a").chmod(0o777)
+    assert "everybody may write to" in folder.why_refused()
+    (tmp_path / "a").chmod(0o1777)
+    assert folder.why_refused() == ""
+    (tmp_path / "link").symlink_to("a/../a/cache")
+    (tmp_path / "around").symlink_to("around")
+    assert why_unsafe(tmp_path / "link") == "" and "leads nowhere" in why_unsafe(tmp_path / "around" / "cache")
+    assert why_unsafe(tmp_path / "not there" / "yet") == ""
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "getuid", lambda: 12345)
+        assert "belongs to another user" in folder.why_refused()
+    for given in (folder.path, tmp_path / "link"):
+        folder.path.chmod(0o777)
+        monkeypatch.setenv("AUTOPAR_CACHE", str(given))
+        module._refuse.cache_clear()
+        with pytest.warns(UserWarning, match="cache: compiled steps are neither read nor kept, since others may write"):
+            assert entry_folder() is None
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert entry_folder() is None  # said once
+        folder.path.chmod(0o700)
+        assert entry_folder() is not None
+
+
+def test_files_beside_entries_are_no_links(folder: EntryFolder, tmp_path: Path) -> None:
+    folder.write(KEY, ABOUT, SECTIONS)
+    victim, path = tmp_path / "victim", file_of(folder)
+    victim.write_text("mine")
+    for suffix in (".hits", ".lock", ".never"):
+        path.with_suffix(suffix).unlink(missing_ok=True)
+        path.with_suffix(suffix).symlink_to(victim if suffix != ".never" else tmp_path / "made")
+    assert folder.read(KEY) is not None
+    with folder.turn(KEY):
+        folder.refuse(KEY)
+    assert victim.read_text() == "mine" and not (tmp_path / "made").exists()
+
+
+def _first_key(folder: EntryFolder, found: Any) -> None:
+    found.put(user_key(file_of(folder).parent, make=True))
+
+
+def test_processes_that_make_a_key_at_once_get_one(folder: EntryFolder) -> None:
+    file_of(folder).parent.mkdir(mode=0o700)
+    found = FORK.SimpleQueue()
+    processes = [FORK.Process(target=_first_key, args=(folder, found)) for _ in range(8)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(10)
+    assert len({found.get() for _ in processes}) == 1
+    assert [p.name for p in file_of(folder).parent.iterdir()] == ["key"]
+
+
 def test_sections_that_lie_about_their_size(folder: EntryFolder) -> None:
     """A small file that would unpack to gigabytes, and lengths that reach beyond the file."""
-    good = packed_entry(ABOUT, {"main": b"x" * 100})
+    good = packed_entry(SECRET, KEY, ABOUT, {"main": b"x" * 100})
     rest = good.partition(b"\n")[2]
 
     def sealed(text: bytes) -> bytes:
-        return b"autopar cache 1 " + entry_file._digest(text) + b"\n" + text
+        return b"autopar cache 2 " + entry_file._signature(SECRET, KEY, text) + b"\n" + text
 
     for old, new in (
         (b", 100]", b", 5]"),
@@ -80,36 +186,38 @@ def test_sections_that_lie_about_their_size(folder: EntryFolder) -> None:
         (b'["main", ', b'["main", 9'),
         (b", 100]", b', "a"]'),
     ):
-        entry = unpacked_entry(sealed(rest.replace(old, new, 1)))
+        entry = unpacked_entry(SECRET, KEY, sealed(rest.replace(old, new, 1)))
         if entry is not None:
             with pytest.raises(KeyError):
                 entry.sections["main"]
-    assert unpacked_entry(sealed(b"[" * 100000)) is None and unpacked_entry(sealed(b"{}\n")) is None
+    for text in (b"[" * 100000, b"{}\n", b'{"about": {}, "sections": [["a", 0, 2000000000], ["b", 0, 2000000000]]}\n'):
+        assert unpacked_entry(SECRET, KEY, sealed(text)) is None
 
 
 def test_files_of_others_and_links_are_none(
     folder: EntryFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     folder.write(KEY, ABOUT, SECTIONS)
-    path = file_of(folder)
+    path, secret = file_of(folder), user_key(file_of(folder).parent)
+    assert secret is not None
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
-    assert read_entry(path) is None
+    assert read_entry(secret, path) is None
     path.unlink()
     os.mkfifo(path)
-    assert read_entry(path) is None and read_about(path) is None
+    assert read_entry(secret, path) is None
     path.unlink()
     path.mkdir()
-    assert read_entry(path) is None and not folder.write(KEY, ABOUT, SECTIONS)
+    assert read_entry(secret, path) is None and not folder.write(KEY, ABOUT, SECTIONS)
     path.rmdir()
     (tmp_path / "elsewhere").rename(path)
-    assert read_entry(path) is not None
+    assert read_entry(secret, path) is not None
     monkeypatch.setattr(os, "getuid", lambda: 12345)
-    assert read_entry(path) is None
+    assert read_entry(secret, path) is None
 
 
 def test_the_least_recently_used_go(folder: EntryFolder) -> None:
-    size = len(packed_entry(ABOUT, SECTIONS))
+    size = len(packed_entry(SECRET, KEY, ABOUT, SECTIONS))
     small = EntryFolder(folder.path, 3 * size + 10)
     keys = [f"{i:040x}" for i in range(4)]
     for i, key in enumerate(keys[:3]):
@@ -128,7 +236,7 @@ def test_clear_takes_what_is_ours_alone(folder: EntryFolder, tmp_path: Path) -> 
     (tmp_path / "other").write_text("mine")
     assert folder.clear()[0] == 1
     assert folder.entries() == [] and not folder.is_refused(OTHER)
-    assert {p.name for p in tmp_path.rglob("*")} == {"steps-1", "notes.txt", "other"}
+    assert {p.name for p in tmp_path.rglob("*")} == {"steps-1", "key", "notes.txt", "other"}
 
 
 def test_no_room_and_no_right_are_no_errors(
@@ -172,7 +280,11 @@ def _start(folder: EntryFolder, count: int, seconds: float, store: bool = True) 
     return started, made
 
 
-def test_eight_at_once_make_it_once(folder: EntryFolder) -> None:
+@pytest.mark.parametrize("before", [b"", b"autopar cache 1 of another key"])
+def test_eight_at_once_make_it_once(folder: EntryFolder, before: bytes) -> None:
+    if before:
+        file_of(folder).parent.mkdir(mode=0o700)
+        file_of(folder).write_bytes(before)
     processes, made = _start(folder, 8, 0.3)
     for process in processes:
         process.join(20)
@@ -235,8 +347,10 @@ def test_readers_see_whole_files_whoever_writes_or_dies(folder: EntryFolder) -> 
         while not file_of(folder).exists():
             time.sleep(0.001)
         reads = 0
+        secret = user_key(file_of(folder).parent)
+        assert secret is not None
         while any(process.is_alive() for process in writers) or reads < 10:
-            assert unpacked_entry(file_of(folder).read_bytes()) is not None
+            assert unpacked_entry(secret, KEY, file_of(folder).read_bytes()) is not None
             reads += 1
             if reads == 10:
                 for process in killed:

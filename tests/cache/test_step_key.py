@@ -354,7 +354,7 @@ def test_reads_that_are_no_part_of_a_model(name: str, tmp_path: Path) -> None:
 
 
 OPAQUE = (
-    iter([1]), socket.socket(), random.Random(0), (i for i in range(3)), {object()}, torch.Generator(), memoryview(b""),
+    iter([1]), socket.socket(), random.Random(0), (i for i in range(3)), {object()}, torch.Generator(), zip([1]),
 )  # fmt: skip
 
 

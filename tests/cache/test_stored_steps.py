@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -175,13 +176,14 @@ def test_off_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_damaged_file_is_made_again(folder: Path) -> None:
     step("mlp", "dp=2", {}, {})
     (path,) = folder.rglob("*.step")
-    good = path.read_bytes()
-    entry = read_entry(path)
+    good, secret = path.read_bytes(), (path.parent / "key").read_bytes()
+    entry = read_entry(secret, path)
     assert entry is not None
+    packed = partial(packed_entry, secret, path.stem)
     main = entry.sections["main"]
     others = {name: entry.sections[name] for name in ("graph 0", "graph 1")}
-    for bad in (b"", good[:-7], packed_entry({}, {"main": b"[]"}), packed_entry({}, {"main": main}), b"\x80\x04." * 9,
-                packed_entry({}, {"main": main.replace(b"autopar.plan", b"os"), **others})):  # fmt: skip
+    for bad in (b"", good[:-7], packed({}, {"main": b"[]"}), packed({}, {"main": main}), b"\x80\x04." * 9,
+                packed({}, {"main": main.replace(b"autopar.plan", b"os"), **others})):  # fmt: skip
         path.write_bytes(bad)
         assert not isinstance(step("mlp", "dp=2", {}, {}), StoredStep)
         assert isinstance(step("mlp", "dp=2", {}, {}), StoredStep)
@@ -192,11 +194,12 @@ def test_a_check_finds_another_step(folder: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("AUTOPAR_CACHE_CHECK", "1")
     assert type(step("mlp", "dp=2", {}, {})) is Compiled
     (path,) = folder.rglob("*.step")
-    entry = read_entry(path)
+    secret = (path.parent / "key").read_bytes()
+    entry = read_entry(secret, path)
     assert entry is not None
     sections = {name: entry.sections[name] for name in ("main", "graph 0", "graph 1", "graph 2")}
     sections["graph 1"] = sections["graph 1"].replace(b"tanh", b"sinh", 1).replace(b"relu", b"silu", 1)
-    path.write_bytes(packed_entry(entry.about, sections))
+    path.write_bytes(packed_entry(secret, path.stem, entry.about, sections))
     with pytest.raises(ValueError, match=r"cache: AUTOPAR_CACHE_CHECK: the train step of .* in graph 1"):
         step("mlp", "dp=2", {}, {})
 

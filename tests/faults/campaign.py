@@ -149,7 +149,7 @@ class World:
         try:
             checkpoint, _ = checkpoint_at(self.folder / "run")
             saved = SavedTensors(checkpoint, read_mark(checkpoint))
-            saved.check_files(saved.under(""))
+            saved.check(saved.under(""))
         except ValueError as error:
             return [str(error)]
         return []

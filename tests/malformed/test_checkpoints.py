@@ -143,8 +143,11 @@ def folders(root: Path) -> dict[str, Path]:
     (root / "broken link" / "model.safetensors").symlink_to("gone")
     (root / "cycle" / "model.safetensors").symlink_to("model.safetensors")
     (root / "bytes" / "model.safetensors.index.json").write_bytes(b"\xff\xfe{}")
+    (root / "outside").write_bytes(content(scale=torch.tensor(4.0, dtype=torch.bfloat16)))
+    (root / "link out").mkdir()
+    (root / "link out" / "model.safetensors").symlink_to(root / "outside")
     (root / "file").write_bytes(GOOD)
-    names = ("empty", "is a folder", "broken link", "cycle", "bytes", "file", "gone", "a" * 300)
+    names = ("link out", "empty", "is a folder", "broken link", "cycle", "bytes", "file", "gone", "a" * 300)
     return {name: root / name for name in names}
 
 
@@ -158,3 +161,12 @@ def test_checkpoints(tmp_path: Path) -> None:
     assert right(load(in_one_file(tmp_path / "good", GOOD))) and len(cases) >= 150
     found = failures(cases)
     assert not found, "\n".join(found)
+
+
+def test_the_cache_of_hugging_face_is_links(tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    (blobs / "123").write_bytes(GOOD)
+    (snapshot / "model.safetensors").symlink_to("../../blobs/123")
+    assert right(load(snapshot))
