@@ -96,13 +96,24 @@ def _version(x: ShardedTensor) -> int:
     return 0 if local.is_inference() else version_of(local)
 
 
+class _Mesh:
+    """A mesh, equal to itself alone: one of the same sizes may have groups that are gone."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Mesh) and other.mesh is self.mesh
+
+    def __hash__(self) -> int:
+        return id(self.mesh)
+
+
 @functools.lru_cache(1024)
-def _record(
-    mesh: DeviceMesh, cuts: Cuts, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype
-) -> LayoutRecord:
+def _record(of: _Mesh, cuts: Cuts, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> LayoutRecord:
     """One for all tensors that lie alike, whose cuts are the same then."""
     dims = {axis: shard.dim for axis, shard in cuts}
-    return layout_record(mesh, tuple(dims.get(axis) for axis in mesh.mesh_dim_names or ()), shape, strides, dtype)
+    return layout_record(of.mesh, tuple(dims.get(axis) for axis in of.mesh.mesh_dim_names or ()), shape, strides, dtype)
 
 
 _GRAD: Any = Tensor.grad
@@ -127,7 +138,7 @@ class ShardedTensor(DTensor):
     @staticmethod
     def make(local: Tensor, mesh: DeviceMesh, cuts: Cuts, shape: torch.Size) -> ShardedTensor:
         """From this rank's piece. Not collective. No gradient flows through it."""
-        out = made_as(ShardedTensor, local, _record(mesh, cuts, shape, local.stride(), local.dtype))
+        out = made_as(ShardedTensor, local, _record(_Mesh(mesh), cuts, shape, local.stride(), local.dtype))
         out.cuts = cuts
         return out
 
@@ -273,6 +284,8 @@ class ShardedTensor(DTensor):
         return self.fresh()
 
     def redistribute(self, *_: Any, **__: Any) -> DTensor:
+        if not self.cuts:  # torch asks for the whole
+            return self
         raise ValueError(f"{_name(self)}: cannot be redistributed; take full_tensor() and distribute that")
 
     # --- distributed checkpoint: one chunk per run of consecutive positions ----------------------------

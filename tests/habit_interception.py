@@ -312,7 +312,7 @@ def replaced(m: Any, h: Tensor) -> Any:
 MADE = "the forward makes the parameter late"
 forward("self.late = nn.Parameter(...) in the forward", late, MADE)
 forward("register_parameter in the forward", registered, MADE)
-forward("self.scale = nn.Parameter(...) in place of another", replaced, "must train what torch trains.*scale")
+forward("self.scale = nn.Parameter(...) in place of another", replaced, "the forward replaces the parameter scale")
 forward("a gradient penalty of a detached value", penalty)
 forward("y.detach_()", lambda m, h: h + m.mid(h).tanh().detach_())
 forward("h.detach().requires_grad_()", lambda m, h: h + h.detach().requires_grad_() * m.scale)

@@ -20,11 +20,11 @@ KINDS = (Tensor, nn.Parameter, nn.Buffer)
 
 
 def _inner() -> frozenset[str]:
-    """What torch keeps there of its own, and we of ours."""
+    """What torch keeps there of its own."""
     with FakeTensorMode():
         fake = torch.empty(())
     assert isinstance(fake, FakeTensor)
-    return frozenset({*vars(fake), "_is_param", "share_memory_", "cuts"})
+    return frozenset({*vars(fake), "_is_param", "share_memory_"})
 
 
 _INNER = _inner()
@@ -35,7 +35,8 @@ def tags_of(x: Tensor) -> dict[str, Any]:
     entries = x.__dict__
     if len(entries) - ("_is_param" in entries) - ("share_memory_" in entries) == 0:  # most have none
         return {}
-    return {name: value for name, value in entries.items() if name not in _INNER}
+    declared = getattr(type(x), "__annotations__", {})  # what a subclass keeps there of its own
+    return {name: value for name, value in entries.items() if name not in _INNER and name not in declared}
 
 
 def check_tags(model: nn.Module) -> None:

@@ -77,7 +77,8 @@ def test_what_nobody_signed_is_not_read_and_replaced(folder: EntryFolder) -> Non
     digest, _, rest = good.partition(b"\n")
     old = b"autopar cache 1 " + hashlib.blake2b(rest, digest_size=20).hexdigest().encode() + b"\n" + rest
     foreign = packed_entry(SECRET, KEY, ABOUT, SECTIONS)
-    for bad in (old, foreign, digest[:-1] + b"0\n" + rest, digest.upper() + b"\n" + rest, b"autopar cache 2 \n" + rest):
+    other = digest[:-1] + (b"1" if digest.endswith(b"0") else b"0") + b"\n" + rest
+    for bad in (old, foreign, other, digest.upper() + b"\n" + rest, b"autopar cache 2 \n" + rest):
         path.write_bytes(bad)
         assert folder.read(KEY) is None and folder.entries() == []
         assert folder.write(KEY, ABOUT, SECTIONS) and folder.read(KEY) is not None
