@@ -39,7 +39,7 @@ from autopar.adapters.lazy import graph_module, lazy_code
 from autopar.adapters.leftovers import Leftovers, nothing_left
 from autopar.adapters.module_changes import changes_as_values
 from autopar.adapters.program_checks import refuse_overlaps, refuse_running_values
-from autopar.adapters.questions import noticed_grad_mode
+from autopar.adapters.questions import eager_types, noticed_grad_mode
 from autopar.adapters.repeated import found_again
 from autopar.adapters.roomy_stack import roomy
 from autopar.adapters.set_order import sets_in_order
@@ -226,6 +226,7 @@ def _captured(
         stack.enter_context(changes_as_values(lambda: watch.running, watch.said))
         stack.enter_context(seen_effects(watch.refuse))
         stack.enter_context(noticed_grad_mode(watch.asked_grad_mode))
+        stack.enter_context(eager_types(replica))
         stack.enter_context(followed_paths())
         changed = stack.enter_context(frozen_facts(replica))
         buffers = BufferWatch(replica)

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard as TorchShard
 
 from autopar.adapters.autograd import version_of
-from autopar.adapters.dtensor import LayoutRecord, layout_record, local_of, made_as, put_local, record_of
+from autopar.adapters.dtensor import LayoutRecord, OneMesh, layout_record, local_of, made_as, put_local, record_of
 from autopar.adapters.foreach import take_part
 from autopar.ir.placement import Shard
 from autopar.runtime.boxes import Box, Cuts, boxes, cuts_of
@@ -96,21 +96,8 @@ def _version(x: ShardedTensor) -> int:
     return 0 if local.is_inference() else version_of(local)
 
 
-class _Mesh:
-    """A mesh, equal to itself alone: one of the same sizes may have groups that are gone."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Mesh) and other.mesh is self.mesh
-
-    def __hash__(self) -> int:
-        return id(self.mesh)
-
-
 @functools.lru_cache(1024)
-def _record(of: _Mesh, cuts: Cuts, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> LayoutRecord:
+def _record(of: OneMesh, cuts: Cuts, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> LayoutRecord:
     """One for all tensors that lie alike, whose cuts are the same then."""
     dims = {axis: shard.dim for axis, shard in cuts}
     return layout_record(of.mesh, tuple(dims.get(axis) for axis in of.mesh.mesh_dim_names or ()), shape, strides, dtype)
@@ -138,7 +125,7 @@ class ShardedTensor(DTensor):
     @staticmethod
     def make(local: Tensor, mesh: DeviceMesh, cuts: Cuts, shape: torch.Size) -> ShardedTensor:
         """From this rank's piece. Not collective. No gradient flows through it."""
-        out = made_as(ShardedTensor, local, _record(_Mesh(mesh), cuts, shape, local.stride(), local.dtype))
+        out = made_as(ShardedTensor, local, _record(OneMesh(mesh), cuts, shape, local.stride(), local.dtype))
         out.cuts = cuts
         return out
 

@@ -279,7 +279,7 @@ SHORT = (  # what is taken together is short if each is
 LONG = (
     narrower, of_a_view, perhaps_itself, norms, buffers_given_back, a_view_of_a_buffer, a_view_made_in_no_grad,
     a_view_used_later, a_view_of_a_view_used_later, a_view_written_and_used, a_mixed_view,
-    a_view_given_back, views_in_no_grad,
+    a_view_given_back,
 )  # fmt: skip
 
 
@@ -312,6 +312,12 @@ def test_habits(monkeypatch: pytest.MonkeyPatch, habits: tuple[Callable[[nn.Modu
     assert short == (habits in SHORT)
     for a, b in zip(run(found), run(whole), strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_write_under_no_grad_to_a_value_with_a_gradient_is_refused() -> None:
+    """In torch the gradient flows on as if nothing had been written."""
+    with pytest.raises(ValueError, match="the backward of 0 does not reach weight.*writes under no_grad"):
+        capture(Habit(views_in_no_grad), {"x": torch.rand(4, 3, dtype=torch.float64)})
 
 
 def run(gm: GraphModule) -> list[Tensor]:

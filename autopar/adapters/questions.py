@@ -2,6 +2,7 @@
 
     if torch.compiler.is_compiling(): ...       False in a forward; torch and transformers see that an export goes on
     if torch.is_grad_enabled(): ...             that the forward has asked is noted: under no_grad it has another graph
+    if type(x) is torch.Tensor: ...             of a tensor that stands for one, too
 
 Functions of Python may have been imported under any name, so their code is what is replaced. One of C is looked for
 under its names in torch and in what is not torch.
@@ -17,8 +18,12 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from autopar.adapters.code_names import names_in
+from autopar.adapters.code_owners import USER, owner_of_function, owner_of_module
 from autopar.adapters.function_watch import is_outside
+from autopar.adapters.known_values import REAL
 
 _OF_COMPILERS = (
     ("torch.compiler", "is_compiling"),
@@ -97,3 +102,64 @@ def _names_of_grad_mode() -> list[tuple[dict[str, Any], str]]:
 
 _LENGTHS: dict[str, int] = {}
 _HOLDERS: dict[str, list[str]] = {}
+
+
+# --- type(x) ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def eager_types(model: nn.Module) -> Iterator[None]:
+    """Within: in the user's files that the model's classes lead to, ``type`` of a tensor that stands for one is what
+    it would be without autopar."""
+    scopes = [scope for scope in _files_of(model) if "type" not in scope and _names_type(scope)]
+    for scope in scopes:
+        scope["type"] = _EagerType
+    try:
+        yield
+    finally:
+        for scope in scopes:
+            scope.pop("type", None)
+
+
+class _AsksEager(type):
+    """Of a class that is used like ``type``."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and isinstance(args[0], Tensor) and type(args[0]) not in REAL and not kwargs:
+            return nn.Parameter if isinstance(args[0], nn.Parameter) else Tensor
+        return type(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, type)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, type)
+
+
+class _EagerType(type, metaclass=_AsksEager):
+    """``type``, to the user's code."""
+
+
+def _files_of(model: nn.Module) -> list[dict[str, Any]]:
+    """The names of the user's files that classes of modules are of, and of those that these name."""
+    classes = {cls for module in model.modules() for cls in type(module).__mro__}
+    left = [f.__globals__ for cls in classes for f in vars(cls).values() if _is_users(f)]
+    found: dict[int, dict[str, Any]] = {}
+    while left:
+        scope = left.pop()
+        if id(scope) not in found:
+            found[id(scope)] = scope
+            values = list(scope.values())
+            left += [f.__globals__ for f in values if _is_users(f)]
+            left += [vars(x) for x in values if isinstance(x, types.ModuleType) and owner_of_module(x.__name__) == USER]
+    return list(found.values())
+
+
+def _is_users(x: Any) -> bool:
+    return isinstance(x, types.FunctionType) and owner_of_function(x) == USER
+
+
+def _names_type(scope: dict[str, Any]) -> bool:
+    classes = [vars(x).values() for x in scope.values() if isinstance(x, type)]
+    functions = (x for values in (scope.values(), *classes) for x in list(values) if isinstance(x, types.FunctionType))
+    return any("type" in names_in(f.__code__).names for f in functions)

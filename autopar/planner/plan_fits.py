@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from torch.fx import GraphModule
 
@@ -48,7 +48,7 @@ def check_fits(plan: Plan, gm: GraphModule, train: bool = False) -> None:
     for name, axes in plan.parameters.items():
         _check_cuts(plan, f"parameter {name}", parameters[name], {a: p.stored for a, p in axes.items()})
         _check_cuts(plan, f"parameter {name}, as it is used,", parameters[name], {a: p.used for a, p in axes.items()})
-        _check_ways(name, axes)
+        _check_ways(name, axes, {e.axis for e in plan.experts.values()})
     for name, placed in plan.inputs.items():
         if name in inputs:
             _check_cuts(plan, f"input {name}", inputs[name], placed)
@@ -56,10 +56,12 @@ def check_fits(plan: Plan, gm: GraphModule, train: bool = False) -> None:
         check_lengths(plan.pipeline.slices, token_count(gm), slice_unit(plan.options, plan.mesh))
 
 
-def _check_ways(name: str, axes: Mapping[str, ParameterPlan]) -> None:
-    """A piece of a weight is used as it is, or the weight is gathered: always, where the batch is cut."""
+def _check_ways(name: str, axes: Mapping[str, ParameterPlan], of_experts: Collection[str]) -> None:
+    """A piece of a weight is used as it is, or the weight is gathered: always, where the batch is cut. ``of_experts``:
+    the axes that cut experts."""
     for axis, way in axes.items():
-        if isinstance(way.used, Shard) and (axis in WHOLE_WEIGHTS or way.stored != way.used):
+        whole = axis in WHOLE_WEIGHTS and axis not in of_experts
+        if isinstance(way.used, Shard) and (whole or way.stored != way.used):
             raise ValueError(
                 f"plan: parameter {name} is stored as {way.stored} and used as {way.used} on axis {axis!r}; use it as "
                 "it is stored, which only tp and ep can, or whole (R)"
