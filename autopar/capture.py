@@ -49,7 +49,7 @@ from autopar.exact import LiftFloat32
 from autopar.ir.batch import constants_of
 from autopar.ir.compute_dtypes import Dtypes, cast_around, dtypes_of, stored_by_name
 from autopar.ir.dtype_checks import check_dtypes
-from autopar.ir.exported import Made, buffers_differentiated, specs_of_inputs
+from autopar.ir.exported import Made, buffers_differentiated, recomputed_with_others, specs_of_inputs
 from autopar.ir.gradient_paths import refuse_other_gradients
 from autopar.ir.own_backward import check_contained
 from autopar.ir.recipe import Recipe
@@ -324,6 +324,11 @@ def _finish(
         raise ValueError(
             f"capture: the forward writes into buffer {again} what depends on parameters, and computes with it in the "
             "next step, whose backward would go on into this one's; write detached values (.detach(), torch.no_grad())"
+        )
+    if others := recomputed_with_others(graph, kept, made.outputs):
+        raise ValueError(
+            f"capture: the forward computes with buffer {others} within torch.utils.checkpoint and writes to it, so "
+            "that torch's backward would compute with the new value; read it before the checkpoint, and pass it in"
         )
     gm.meta["signature"] = Signature(
         kept,

@@ -44,6 +44,8 @@ def _refuse(name: str, *_: Any, **__: Any) -> Any:
 class ModelOnMesh(Stateful):
     """The model as a module."""
 
+    _sizes: tuple[int, int]  # of its own entries, and of those of its class
+
     @property
     def mesh(self) -> Any:
         """The torch DeviceMesh."""
@@ -126,6 +128,20 @@ class ModelOnMesh(Stateful):
             )
         else:
             setattr(tree.root, name, value)
+
+    def _take_entries(self) -> None:
+        """What somebody has put into ``vars(model)`` belongs to the outermost module. Raises ValueError for what was
+        put on the class."""
+        entries, kind = self.__dict__, type(self)
+        if len(entries) != self._sizes[0]:
+            for name in [name for name in entries if not name.startswith("_")]:
+                self._tree.root.__dict__[name] = entries.pop(name)
+            self._sizes = len(entries), self._sizes[1]
+        if len(vars(kind)) != self._sizes[1]:
+            raise ValueError(
+                f"parallelize: {list(vars(kind))[-1]} was set on the class of the parallel model; set it on "
+                f"{type(self._tree.root).__qualname__}, the class of the model"
+            )
 
     def __delattr__(self, name: str) -> None:
         delattr(self._tree.root, name)

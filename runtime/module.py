@@ -111,6 +111,7 @@ class ParallelModule(ModelOnMesh):
         watch_steps()
         if outputs_with_grad and (reason := self._cannot_differentiate()):
             raise ValueError(f"outputs_with_grad: {reason}; a loss of one's own is loss=fn, traced with the model")
+        self._sizes = len(self.__dict__) + 1, len(vars(type(self)))
 
     def watch_originals(self, models: Mapping[str, nn.Module]) -> None:
         """What it was made of, by paths: what is done to them afterwards is refused, see `original.Original`."""
@@ -272,6 +273,7 @@ class ParallelModule(ModelOnMesh):
                 "parallelize: the model came without weights (meta device); load them first with "
                 "load_pretrained(folder), load_state_dict(state) or autopar.load(folder, model)"
             )
+        self._take_entries()
         if self._original is not None and self._shared is not None:
             self._original.check(kind, kind.train)
             self._shared.check()

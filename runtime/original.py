@@ -28,6 +28,7 @@ from autopar.adapters.dtensor import local_of
 from autopar.adapters.first_words import place_of, sampled_words, value_of
 from autopar.adapters.hooks import HOOKS_OF_MODULES, has_gradient_hooks, hooks_so_far
 from autopar.adapters.named_in_code import names_written
+from autopar.adapters.rebuild import walk_attributes
 from autopar.adapters.tags import tags_of
 from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import nested_piece
@@ -69,8 +70,12 @@ def _state_of(x: Tensor) -> tuple[Any, ...]:
 class _Observed:
     """Modules and tensors as they are when this is made, by name and weakly."""
 
-    def __init__(self, modules: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, modules: Mapping[str, nn.Module], tensors: Mapping[str, Tensor], hooks: Sequence[Hooks] | None = None
+    ) -> None:
         self._gone = False
+        self._held_hooks = list(_hooks_of(modules)) if hooks is None else hooks
+        self._held_hooks_then = [tuple(held) for *_, held in self._held_hooks]
         self._paths, self._names = list(modules), list(tensors)
         self._modules = [weakref.ref(m, self._left) for m in modules.values()]
         self._tensors = [weakref.ref(x, self._left) for x in tensors.values()]
@@ -95,7 +100,11 @@ class _Observed:
         self._gone = True
 
     def __bool__(self) -> bool:
-        return bool(self._modules or self._tensors)
+        return bool(self._modules or self._tensors or self._held_hooks)
+
+    def has_module(self, path: str) -> bool:
+        """Whether the module is still there."""
+        return any(known == path and ref() is not None for known, ref in zip(self._paths, self._modules))
 
     def _now(self, modules: Sequence[nn.Module]) -> tuple[list[Any], ...]:
         entries = list(map(_ENTRIES, modules))
@@ -136,8 +145,10 @@ class _Observed:
         try:
             modules: list[Any] = list(map(operator.call, self._modules))
             tensors: list[Any] = list(map(operator.call, self._tensors))
-            return (self._now(modules), self._now_of_tensors(tensors)) == self._then and self._flat_contents == list(
-                map(value_of, self._flat)
+            return (
+                (self._now(modules), self._now_of_tensors(tensors)) == self._then
+                and self._flat_contents == list(map(value_of, self._flat))
+                and [tuple(held) for *_, held in self._held_hooks] == self._held_hooks_then
             )
         except Exception:  # an attribute is gone, or has no plain ==
             return False
@@ -150,6 +161,9 @@ class _Observed:
             for fact in dict.fromkeys((*then, *now)):
                 if not _equal(now.get(fact, _MISSING), then.get(fact, _MISSING)):
                     yield path, module, *fact
+        for (path, name, hooks), before in zip(self._held_hooks, self._held_hooks_then, strict=True):
+            if tuple(hooks) != before:
+                yield path, hooks, "hooks", name
         held = zip(self._names, self._tensors, self._states, self._tags, self._words, self._contents, strict=True)
         for name, of_tensor, state, tags, words, contents in held:
             x = of_tensor()
@@ -169,7 +183,19 @@ class _Observed:
         """As it is now: of what is still there."""
         modules = {p: m for p, ref in zip(self._paths, self._modules, strict=True) if (m := ref()) is not None}
         tensors = {n: x for n, ref in zip(self._names, self._tensors, strict=True) if (x := ref()) is not None}
-        return _Observed(modules, tensors)
+        return _Observed(modules, tensors, self._held_hooks)
+
+
+Hooks = tuple[str, str, dict[Any, Any]]  # (path of a module, name of the table, the hooks)
+
+
+def _hooks_of(modules: Mapping[str, nn.Module]) -> Iterator[Hooks]:
+    """Tables with hooks, which a handle may remove when the module is gone; not such as would keep the model alive."""
+    for path, module in modules.items():
+        for name in HOOKS_OF_MODULES:
+            hooks = module.__dict__.get(name)
+            if hooks and not any(isinstance(x, (nn.Module, Tensor)) for _, x in walk_attributes(hooks)):
+                yield path, name, hooks
 
 
 _GET_TABLES = [operator.itemgetter(name) for name in _TABLES]
@@ -229,7 +255,9 @@ class Original:
         return {path: _facts_of(module) for path, module in self._tree.root.named_modules(remove_duplicate=False)}
 
     def _judge(self, path: str, x: Any, kind: str, name: str) -> None:
-        if isinstance(x, nn.Module):
+        if isinstance(x, dict):
+            self._judge_hooks(path, x, name)
+        elif isinstance(x, nn.Module):
             self._judge_module(path, x, kind, name)
         elif kind == "values":
             self._judge_values(path, x)
@@ -250,8 +278,7 @@ class Original:
             return
         at = f"{path}.{name}" if path else name
         if kind == "hooks":
-            if len(vars(module)[name]) != len(vars(twin)[name]):
-                self._refuse(f"hooks of {path or 'the model'} were registered or removed", path)
+            self._judge_hooks(path, vars(module)[name], name)
             return
         if kind == "attribute":
             now, mine = (
@@ -270,6 +297,11 @@ class Original:
         how = "removed" if now is None else "added" if mine is None else "replaced"
         self._refuse(f"{kind} {at} was {how}", path)
 
+    def _judge_hooks(self, path: str, hooks: dict[Any, Any], name: str) -> None:
+        twin = self._module(path)
+        if twin is not None and len(hooks) != len(vars(twin)[name]):
+            self._refuse(f"hooks of {path or 'the model'} were registered or removed", path)
+
     def _judge_values(self, name: str, x: Tensor) -> None:
         if x.is_meta or version_of(x) == version_after_step(x):
             return
@@ -282,7 +314,7 @@ class Original:
                 self._refuse(f"values of {name} were written", name)
             return
         path = name.rpartition(".")[0]
-        ran = (
+        ran = self._seen.has_module(path) and (  # its own forward
             self._seen.has_only_run(path)
             if isinstance(self._module(path), BATCH_NORMS)
             else name in (self._written() or ())

@@ -198,7 +198,12 @@ def _holders(replica: nn.Module, model: nn.Module) -> Iterator[tuple[str, Any]]:
             if home is not None and home not in own:
                 own.append(home)
     theirs = {id(x) for m in model.modules() for x in m.__dict__.values() if _holds(x)}
-    queue = deque((file.__name__, file, 0) for file in own)
+    queue: deque[tuple[str, Any, int]] = deque((file.__name__, file, 0) for file in own)
+    queue.extend(
+        (x.__qualname__, x, 0)
+        for x in (*classes, *own_functions)
+        if isinstance(x, (type, types.FunctionType)) and _holds(x)
+    )
     for path, module in replica.named_modules():
         shared = ((name, x) for name, x in module.__dict__.items() if id(x) in theirs)
         queue.extend((f"{path}.{name}" if path else name, x, 1) for name, x in shared)

@@ -89,14 +89,27 @@ def keep_tags(module: nn.Module) -> None:
     kind = type(module)
 
     def applied(fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
-        held = [(x, dict(x.__dict__)) for x in module._parameters.values() if x is not None]
+        parameters, entries_of = module._parameters, dict(module._parameters)
+        held = [(x, dict(x.__dict__)) for x in parameters.values() if x is not None]
+        for name in [name for name, x in parameters.items() if x is not None and _stays(x, fn)]:
+            del parameters[name]  # torch would swap it with a copy, and no backward goes through a swapped one
         try:
             return getattr(kind, _APPLY)(module, fn, *args, **kwargs)
         finally:
+            if len(parameters) < len(entries_of):
+                changed = dict(parameters)
+                parameters.clear()
+                parameters.update({name: changed.get(name, x) for name, x in entries_of.items()})
             for x, entries in held:
                 x.__dict__.update({name: value for name, value in entries.items() if name not in x.__dict__})
 
     module.__dict__[_APPLY] = applied
+
+
+def _stays(x: Tensor, fn: Callable[[Tensor], Tensor]) -> bool:
+    """Whether a cast or a move leaves a parameter and its gradient as they are."""
+    with torch.no_grad():
+        return fn(x) is x and (x.grad is None or fn(x.grad) is x.grad)
 
 
 def free_tags(module: nn.Module) -> None:
