@@ -22,7 +22,7 @@ from tests.module_fuzz.side import Side, imported
 from tests.module_fuzz.tally import Tally
 from tests.ranks import run_ranks
 
-SEED, PROGRAMS, PARTS = 0, 250, 2  # a program takes 0.1 s
+SEED, PROGRAMS, PARTS = 0, 500, 4  # a program takes 0.1 s
 SHRUNK = 3  # of those that fail: the others are told as they are
 
 
