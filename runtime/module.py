@@ -92,7 +92,7 @@ class ParallelModule(ModelOnMesh):
         self._original: Original | None = None
         self._shared: SharedWeights | None = None
         self._line = RunLine()
-        self._last_use = 0
+        self._last_use, self._sizes = 0, (0, 0)
         self._weight = torch.ones((), dtype=torch.float64, device=groups.device)
         self._fitter: BatchFitter | None = None
         self._tangents: tuple[str, ...] = ()  # outputs beside the losses that somebody has differentiated
@@ -111,7 +111,7 @@ class ParallelModule(ModelOnMesh):
         watch_steps()
         if outputs_with_grad and (reason := self._cannot_differentiate()):
             raise ValueError(f"outputs_with_grad: {reason}; a loss of one's own is loss=fn, traced with the model")
-        self._sizes = len(self.__dict__) + 1, len(vars(type(self)))
+        self._sizes = len(self.__dict__), len(vars(type(self)))
 
     def watch_originals(self, models: Mapping[str, nn.Module]) -> None:
         """What it was made of, by paths: what is done to them afterwards is refused, see `original.Original`."""

@@ -138,9 +138,9 @@ def shared_and_recursive(m: Net) -> None:
     def again(x: Tensor, n: int) -> Tensor:
         return x if n == 0 else again(torch.tanh(m.up(x)) @ m.up.weight, n - 1)
 
-    scaled = functools.lru_cache(maxsize=2)(lambda k: me().scale * k)  # type: ignore[union-attr]
+    scaled = functools.lru_cache(maxsize=2)(lambda k: k / me().up.out_features)  # type: ignore[union-attr]
     m.again, m.up.again, m.lock = again, again, threading.Lock()  # type: ignore[assignment]
-    m.body = lambda x: m.down(m.up(m.up.again(x, 2)) * scaled(3)) + m.again(x, 1)  # type: ignore[operator, method-assign]
+    m.body = lambda x: m.down(m.up(m.up.again(x, 2)) * (m.scale * scaled(3))) + m.again(x, 1)  # type: ignore[operator, method-assign]
 
 
 @case
