@@ -150,9 +150,9 @@ def _call(node: Node, to: _Bodies, known: _Known, table: Mapping[Any, Any]) -> A
         return copied_node(to.graph, node, known.__getitem__)
     if not isinstance(node.target, OpOverload) or node.target in table:
         raise _NotKnown
-    if node.target in _LIFTS:
+    if node.target in LIFTS:
         return _traced(torch.ops.aten.clone.default, node, to, known)
-    if node.target is torch.ops.aten.detach_.default and node.all_input_nodes[0].target in _LIFTS:
+    if node.target is torch.ops.aten.detach_.default and node.all_input_nodes[0].target in LIFTS:
         known[node.args[0]] = known[node.all_input_nodes[0]]
         return known[node.all_input_nodes[0]]
     if mutates(node.target):
@@ -344,5 +344,5 @@ _SCATTERS: dict[Any, OpOverload] = {
     torch.ops.aten.select.int: torch.ops.aten.select_scatter.default,
 }
 _FRESH = {torch.ops.aten.matmul.default, torch.ops.aten.linear.default}  # composite, and never an operand itself
-_LIFTS = (torch.ops.aten.lift_fresh_copy.default,)
+LIFTS = (torch.ops.aten.lift_fresh_copy.default,)
 _RENAMED = {torch.ops.aten.bernoulli_.float: "p"}

@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 from autopar.adapters.asked_regions import noted_regions
 from autopar.adapters.autograd_function import captured_backwards
 from autopar.adapters.block_memo import BlockMemo, TraceAnew
-from autopar.adapters.decompose import decompose
+from autopar.adapters.decompose import LIFTS, decompose
 from autopar.adapters.decompositions import DECOMPOSITIONS
 from autopar.adapters.fake import silent_fakes
 from autopar.adapters.function_watch import Refused
@@ -206,6 +206,8 @@ def _prepare(program: ExportedProgram) -> None:
         for node in list(graph.nodes):
             if node.target in _NOISE:
                 graph.erase_node(node)
+            elif node.target is torch.ops.aten.detach_.default and node.all_input_nodes[0].target not in LIFTS:
+                _cut_from(node)
             elif node.op == "call_function":
                 _write_dtype(node)
     _detach_no_grad(program.graph_module.graph, _parameter_nodes(program))
@@ -226,6 +228,19 @@ def _merge_tied_buffers(program: ExportedProgram) -> None:
             node.replace_all_uses_with(known)
             program.graph.erase_node(node)
             signature.input_specs.remove(spec)
+
+
+def _cut_from(node: Node) -> None:
+    """h.detach_(); f(h)   -->   f(h.detach()): what comes later takes the value without its gradient."""
+    x = node.args[0]
+    assert isinstance(x, Node)
+    with node.graph.inserting_before(node):
+        detached = node.graph.call_function(torch.ops.aten.detach.default, (x,))
+    detached.meta = dict(node.meta)
+    for user in [user for user in x.users if user > node]:
+        user.replace_input_with(x, detached)
+    node.replace_all_uses_with(detached)
+    node.graph.erase_node(node)
 
 
 def _write_dtype(node: Node) -> None:
