@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from autopar.adapters.block_facts import Same
 from autopar.adapters.export import paths
+from autopar.adapters.keys import Same
 
 CONSTANTS = (int, float, complex, bool, str, type(None), torch.device)
 _MOST_NAMES = 8

@@ -34,8 +34,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard as TorchShard
 
 from autopar.adapters.autograd import version_of
-from autopar.adapters.dtensor import LayoutRecord, OneMesh, layout_record, local_of, made_as, put_local, record_of
+from autopar.adapters.dtensor import LayoutRecord, layout_record, local_of, made_as, put_local, record_of
 from autopar.adapters.foreach import take_part
+from autopar.adapters.keys import Same
 from autopar.ir.placement import Shard
 from autopar.runtime.boxes import Box, Cuts, boxes, cuts_of
 from autopar.runtime.pieces import gather, piece_of
@@ -97,15 +98,14 @@ def _version(x: ShardedTensor) -> int:
 
 
 @functools.lru_cache(1024)
-def _record(of: OneMesh, cuts: Cuts, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> LayoutRecord:
-    """One for all tensors that lie alike, whose cuts are the same then."""
-    dims = {axis: shard.dim for axis, shard in cuts}
-    return layout_record(of.mesh, tuple(dims.get(axis) for axis in of.mesh.mesh_dim_names or ()), shape, strides, dtype)
+def _record(of: Same, cuts: Cuts, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> LayoutRecord:
+    """One for all tensors of a mesh that lie alike. (Another mesh that is equal may have groups that are gone.)"""
+    dims, mesh = {axis: shard.dim for axis, shard in cuts}, of.held
+    return layout_record(mesh, tuple(dims.get(axis) for axis in mesh.mesh_dim_names or ()), shape, strides, dtype)
 
 
-_GRAD: Any = Tensor.grad
-_DATA: Any = Tensor.data
-_get_grad, _set_grad = _GRAD.__get__, _GRAD.__set__
+_ATTRIBUTES: Any = Tensor  # whose attributes are descriptors
+_get_grad, _set_grad = _ATTRIBUTES.grad.__get__, _ATTRIBUTES.grad.__set__
 
 
 class ShardedTensor(DTensor):
@@ -125,7 +125,7 @@ class ShardedTensor(DTensor):
     @staticmethod
     def make(local: Tensor, mesh: DeviceMesh, cuts: Cuts, shape: torch.Size) -> ShardedTensor:
         """From this rank's piece. Not collective. No gradient flows through it."""
-        out = made_as(ShardedTensor, local, _record(OneMesh(mesh), cuts, shape, local.stride(), local.dtype))
+        out = made_as(ShardedTensor, local, _record(Same(mesh), cuts, shape, local.stride(), local.dtype))
         out.cuts = cuts
         return out
 
@@ -197,7 +197,7 @@ class ShardedTensor(DTensor):
         self.source = None
 
     grad = property(_gradient, _set_gradient)
-    data = property(_DATA.__get__, _set_data)
+    data = property(_ATTRIBUTES.data.__get__, _set_data)
 
     # --- as numbers -----------------------------------------------------------------------------------
 

@@ -208,10 +208,10 @@ forward("with torch.inference_mode() in the forward", inferred)
 forward("@torch.inference_mode() of a function", lambda m, h: h + decorated(m, h).clone())
 forward("with torch.inference_mode(False) within no_grad", inferred_off)
 forward("torch.set_grad_enabled(False) as a statement", switched)
-forward("a context of one's own around torch._C._set_grad_enabled", of_its_own)
+forward("a custom context around torch._C._set_grad_enabled", of_its_own)
 forward("with saved_tensors_hooks(pack, unpack)", packed, "saved_tensors_hooks in the forward would not be called")
 forward("with save_on_cpu()", on_cpu)
-forward("with a TorchFunctionMode of one's own", functools.partial(within, Doubled))
+forward("with a custom TorchFunctionMode", functools.partial(within, Doubled))
 forward("with a TorchDispatchMode of one's own", functools.partial(within, Below), "Below, a TorchDispatchMode")
 
 # --- hooks on nodes of autograd -----------------------------------------------------------------------------------

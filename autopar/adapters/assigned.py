@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autopar.adapters.block_facts import memory_of
+from autopar.adapters.fake import extent_of
 
 
 class Lying(NamedTuple):
@@ -161,7 +162,7 @@ class _Memories:
             return None
         name, new, base = found
         start = int(x.storage_offset()) - int(base.storage_offset())
-        if base.dtype != x.dtype or start < 0 or start + _extent(x) > _extent(base):
+        if base.dtype != x.dtype or start < 0 or start + extent_of(x) > extent_of(base):
             return None
         return Lying(name, new, (tuple(x.shape), tuple(x.stride()), start))
 
@@ -179,10 +180,3 @@ class _Memories:
                 "another dtype, or beyond its end; assign a copy: .clone()"
             )
         return ""
-
-
-def _extent(x: Tensor) -> int:
-    """Elements from the first to the last."""
-    if not x.numel():
-        return 0
-    return 1 + sum((int(size) - 1) * int(stride) for size, stride in zip(x.shape, x.stride(), strict=True))

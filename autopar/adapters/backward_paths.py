@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
+from autopar.adapters.keys import Same
+
 Continuations = dict[Any, Sequence[Tensor] | None]  # start of a tensor -> where its path goes on; None: unknown
 UNKNOWN = 1  # the bit of a path whose end is not known
 
@@ -55,20 +57,7 @@ def lose_paths() -> None:
 def start_of(x: Tensor) -> Any:
     """Where the backward of a tensor starts: its node, or a leaf itself; None if it needs no gradient."""
     with torch._C.DisableTorchFunction():
-        return (x.grad_fn or _Leaf(x)) if x.requires_grad else None
-
-
-class _Leaf:
-    """A tensor, equal to itself."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Leaf) and other.x is self.x
-
-    def __hash__(self) -> int:
-        return id(self.x)
+        return (x.grad_fn or Same(x)) if x.requires_grad else None
 
 
 class BackwardPaths:
@@ -106,13 +95,13 @@ class BackwardPaths:
             tensors = self._continuations[place]
             starts = map(start_of, tensors or ())
             return (UNKNOWN if tensors is None else 0), [x for x in starts if x is not None]
-        if isinstance(place, _Leaf):  # of nobody's
+        if isinstance(place, Same):  # of nobody's
             return 0, []
         self._nodes.append(place)
         if _HOLE in place.name():  # stands for a gradient, and passes none on
             return 0, []
         nodes = (x for x, _ in place.next_functions if x is not None)
-        return 0, [_Leaf(x.variable) if x.name() == _LEAF else x for x in nodes]
+        return 0, [Same(x.variable) if x.name() == _LEAF else x for x in nodes]
 
     def out_of_sight(self) -> str:
         """What is wrong with a node on the paths that is of no operator of the graph; "" if there is none."""

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
 from autopar.adapters.frozen import state_of
-from autopar.adapters.keys import told_apart
+from autopar.adapters.keys import Same, told_apart
 from autopar.adapters.names_read import names_read
 from autopar.adapters.rebuild import children
 from autopar.adapters.tags import tags_of
@@ -44,21 +44,6 @@ _GLOBAL_HOOKS = tuple(name for name in vars(torch_module) if re.fullmatch("_glob
 
 class NotComparable(Exception):
     """Something of which it is not known what it does."""
-
-
-class Same:
-    """Equal to itself, kept alive."""
-
-    __slots__ = ("held",)
-
-    def __init__(self, held: object) -> None:
-        self.held = held
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self.held is other.held
-
-    def __hash__(self) -> int:
-        return id(self.held)
 
 
 class Tensors:

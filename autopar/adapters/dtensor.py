@@ -16,7 +16,6 @@ from torch.utils._mode_utils import no_dispatch
 
 __all__ = [
     "LayoutRecord",
-    "OneMesh",
     "layout_record",
     "local_of",
     "made_as",
@@ -29,19 +28,6 @@ __all__ = [
 
 D = TypeVar("D", bound=DTensor)
 no_torch_function = torch._C._disabled_torch_function_impl  # of a subclass whose results are plain tensors
-
-
-class OneMesh:
-    """A mesh, equal to itself alone: one of the same sizes may have groups that are gone."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, OneMesh) and other.mesh is self.mesh
-
-    def __hash__(self) -> int:
-        return id(self.mesh)
 
 
 def layout_record(

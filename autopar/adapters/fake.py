@@ -172,6 +172,13 @@ class Owned:
         return self._names.get(StorageWeakRef(x.untyped_storage())) if _has_storage(x) else None
 
 
+def extent_of(x: Tensor) -> int:
+    """Elements of its storage from its first to its last."""
+    if not x.numel():
+        return 0
+    return 1 + sum((int(size) - 1) * int(stride) for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
 def geometry_of(x: Tensor) -> tuple[Any, ...]:
     """How a tensor lies in its storage."""
     return x.dtype, x.shape, x.stride(), x.storage_offset()
@@ -189,9 +196,8 @@ def _overlaps(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
     for name, x in tensors.items():
         if _has_storage(x) and x.numel():
             start = int(x.storage_offset()) * x.itemsize
-            extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
             found = places.setdefault(StorageWeakRef(x.untyped_storage()), [])
-            found.append((start, start + int(extent) * x.itemsize, name))
+            found.append((start, start + extent_of(x) * x.itemsize, name))
     for found in places.values():
         reached, last = 0, ""
         for start, end, name in sorted(found):
