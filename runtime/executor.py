@@ -126,6 +126,7 @@ class Executor:
         self.channels = Channels(groups)
         self.channels.connect({*links(self.order), *links_ahead(pipeline, self.order)})
         self._exchange = StageExchange(compiled, self.order, groups)
+        self.trained = self._exchange.trained
         groups.warm_up({*axes, *self._exchange.axes})
         self.program: Program = make_program(
             pipeline, self.order, groups.coordinate.get(AXIS, 0), self._bind, self.feed, self.channels, groups.device,

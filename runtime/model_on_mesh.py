@@ -57,9 +57,8 @@ class ModelOnMesh(Stateful):
 
     def __repr__(self) -> str:
         """The user's modules, and how their parameters lie on the mesh."""
-        specs, own = self.parameter_specs, self._tree.own
-        with self._tree.complete():
-            return module_text(self._tree.root, specs, self._groups.mesh, own)
+        specs, here = self.parameter_specs, self._tree.here
+        return module_text(self._tree.root, specs, self._groups.mesh, here)
 
     def compiled(self) -> list[Compiled]:
         """Everything compiled so far, oldest first."""

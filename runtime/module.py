@@ -38,6 +38,7 @@ from autopar.runtime.note_watch import NoteWatch
 from autopar.runtime.optimizer_steps import watch_optimizers
 from autopar.runtime.original import Original
 from autopar.runtime.pending import now, watch_steps
+from autopar.runtime.pieces import STAGES
 from autopar.runtime.results import rebuild_outputs
 from autopar.runtime.run_folder import RunLine
 from autopar.runtime.scaler import GradScaler
@@ -97,7 +98,7 @@ class ParallelModule(ModelOnMesh):
         self._fitter: BatchFitter | None = None
         self._tangents: tuple[str, ...] = ()  # outputs beside the losses that somebody has differentiated
         self._loaded = sync or all(values.get(s.name) is not None for s in specs)
-        # with pipeline stages: what this rank's stages use; steps write to buffers
+        # steps write to buffers
         own, written = state.make_parameters(specs, values, groups, sync), state.own_buffers(buffers, groups, sync)
         tree = Tree(skeleton, specs, own, written)
         for name in SHARED:
@@ -105,7 +106,7 @@ class ParallelModule(ModelOnMesh):
         self._cache = StepCache(compiler, tree, plan, groups, backend, micro_batches, check_batches)
         self.__class__ = face_of(type(self), tree.root)
         self._tree = tree
-        watch_optimizers(state.parameter_mesh(groups), groups.mesh.size("pp"))
+        watch_optimizers(groups.device_mesh)
         if plan.options.optimizer_on_host:
             keep_on_host(self, plan.options.bucket_bytes)
         watch_steps()
@@ -241,8 +242,8 @@ class ParallelModule(ModelOnMesh):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """`torch.nn.utils.clip_grad_norm_` over all ranks, pipeline stages included; returns the norm before.
 
-        The function of torch sees the parameters of this rank's stages alone, and would clip every stage by its own
-        norm. A tied weight that several stages hold counts once. Collective.
+        The same as the function of torch, with one exchange, and for `autopar.GradScaler`. A tied weight that several
+        stages hold counts once. Collective.
         """
         with reporting("clip_grad_norm_"):
             scale = self._scaler.scale_to_take_off() if self._scaler is not None else None
@@ -305,6 +306,9 @@ class ParallelModule(ModelOnMesh):
     def _store_gradients(self, executor: Executor, gradients: Mapping[str, Tensor]) -> None:
         own, specs = self._tree.held, executor.specs
         found = [(own[specs[node].name], x.contiguous()) for node, x in gradients.items()]
+        if self._groups.mesh.size(STAGES) > 1:  # in the order of the model on all stages, since hooks may communicate
+            here, trained = dict(found), [own[specs[node].name] for node in executor.trained]
+            found = [(p, here[p] if p in here else state.no_elements(p)) for p in trained]
         state.set_gradients(found, self._observers)
 
     @contextlib.contextmanager

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from autopar.adapters.dtensor import local_of
 from autopar.runtime.host_states import HostStates
-from autopar.runtime.sharded_tensor import ShardedTensor, shards_of
+from autopar.runtime.sharded_tensor import ShardedTensor, is_apart
 from autopar.runtime.state import is_alike
 from autopar.runtime.state_pieces import laid_out
 from autopar.runtime.value_tree import decoded, encoded, names_with_values
@@ -81,7 +81,7 @@ def _layout(x: Tensor, p: nn.Parameter, whole: bool, key: str) -> tuple[str, Ten
     if isinstance(x, DTensor):
         if is_alike(x, p):
             return "piece", x
-        if not shards_of(x):
+        if not is_apart(x):
             return "mesh", local_of(x)
         raise ValueError(
             f"save: {key} is cut over the mesh in another way than its parameter, which no other mesh could read; keep "

@@ -27,21 +27,19 @@ from autopar.runtime.host_states import HostStates, step_buckets
 from autopar.runtime.piece_steps import step_pieces, steps_elements
 from autopar.runtime.whole_matrices import WHOLE, step_each
 
-_TOGETHER = {"LBFGS"}  # one problem of all parameters
-
-_STAGES: dict[DeviceMesh, int] = {}  # meshes of our parameters -> how many stages there are
+_MESHES: set[DeviceMesh] = set()  # of our parameters
 
 
-def watch_optimizers(mesh: DeviceMesh, stages: int) -> None:
+def watch_optimizers(mesh: DeviceMesh) -> None:
     """Of the optimizers of parameters on a mesh those that need it are stepped in parts from now on. (Nothing is kept
     of the parameters: torch exchanges no tensor in place that somebody has a weak reference to, as ``model.to``
     does.)"""
-    _STAGES[mesh] = stages
+    _MESHES.add(mesh)
     _watching()
 
 
 def _is_ours(p: Tensor) -> bool:
-    return isinstance(p, DTensor) and p.device_mesh in _STAGES
+    return isinstance(p, DTensor) and p.device_mesh in _MESHES
 
 
 @functools.cache
@@ -54,8 +52,6 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
     if not ours:
         return None
     names = {cls.__name__ for cls in type(optimizer).__mro__}
-    if names & _TOGETHER:
-        _check_together(optimizer, ours)
     hosts = HostStates.of(optimizer, ours)
     step: Callable[[], None]
     if names & WHOLE:
@@ -104,12 +100,3 @@ class _Others(dict[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         super().__setitem__(name, value)
         self._group[name] = value
-
-
-def _check_together(optimizer: Optimizer, ours: list[Any]) -> None:
-    name = type(optimizer).__name__
-    if any(_STAGES[p.device_mesh] > 1 for p in ours):
-        raise ValueError(
-            f"optimizer: {name} solves one problem of all parameters, found stages that hold a part of them each; "
-            "use a mesh without pp, or an optimizer that steps each parameter by itself"
-        )

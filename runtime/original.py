@@ -35,6 +35,7 @@ from autopar.ir.placement import nested_piece
 from autopar.runtime.buckets import BATCH_NORMS
 from autopar.runtime.groups import Groups
 from autopar.runtime.old_optimizers import version_after_step
+from autopar.runtime.sharded_tensor import is_here
 from autopar.runtime.tree import Tree
 
 OFTEN, EVERY = 64, 16  # steps: the same ones on all ranks
@@ -310,7 +311,7 @@ class Original:
             return
         spec = next((s for s in self._tree.specs if name in (s.name, *s.aliases)), None)
         if spec is not None:
-            if not self._is_piece(x, twin, spec):
+            if is_here(twin) and not self._is_piece(x, twin, spec):
                 self._refuse(f"values of {name} were written", name)
             return
         path = name.rpartition(".")[0]

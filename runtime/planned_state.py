@@ -13,8 +13,8 @@ class PlannedState:
     """``PlannedState(tree).holds()``: whether a capture would see the same modules as when this was made."""
 
     def __init__(self, tree: Tree) -> None:
-        self._tree, self._watch, self._flags = tree, ModuleWatch(tree.root), tree.flags_elsewhere()
+        self._watch = ModuleWatch(tree.root)
 
     def holds(self) -> bool:
         """Whether nothing is known to differ."""
-        return self._tree.flags_elsewhere() == self._flags and self._watch.holds()
+        return self._watch.holds()

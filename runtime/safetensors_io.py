@@ -262,7 +262,7 @@ def _whole(
 ) -> Tensor:
     if name in buffers:
         return buffers[name].detach()
-    return fetch_whole(specs[name], parameters.get(name), groups)
+    return fetch_whole(specs[name], parameters.get(name))
 
 
 def _parse_size(size: int | str) -> int:

@@ -15,17 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from autopar.ir.parameter import ParameterSpec
-from autopar.ir.placement import nested_piece
-from autopar.runtime.groups import Groups
 from autopar.runtime.sharded_tensor import whole_tensor
-from autopar.runtime.state import check_tensors, local_tensor
+from autopar.runtime.state import check_tensors, local_tensor, piece_like
 
 _SAID = {"safe_serialization": True, "push_to_hub": False, "variant": None, "token": None}  # what holds anyway
 
 
-def check_habits(
-    how: Mapping[str, Any], own: Mapping[str, nn.Parameter], specs: tuple[ParameterSpec, ...], groups: Groups
-) -> None:
+def check_habits(how: Mapping[str, Any], own: Mapping[str, nn.Parameter], specs: tuple[ParameterSpec, ...]) -> None:
     """``own``: this rank's pieces by name. Raises ValueError for what would be another folder."""
     for name, value in how.items():
         if name == "is_main_process":
@@ -34,7 +30,7 @@ def check_habits(
             _check_function(value)
         elif name == "state_dict":
             if value is not None:
-                _check_weights(value, own, specs, groups)
+                _check_weights(value, own, specs)
         elif name not in _SAID:
             raise ValueError(f"save_pretrained: of a model on a mesh knows no {name}, found {value!r}; leave it out")
         elif value != _SAID[name]:
@@ -53,14 +49,12 @@ def _check_function(function: Any) -> None:
         )
 
 
-def _check_weights(
-    state: Mapping[str, Any], own: Mapping[str, nn.Parameter], specs: tuple[ParameterSpec, ...], groups: Groups
-) -> None:
+def _check_weights(state: Mapping[str, Any], own: Mapping[str, nn.Parameter], specs: tuple[ParameterSpec, ...]) -> None:
     """Those that the model has. An empty one is that of a rank which does not write."""
     check_tensors(state)
     for spec in specs if state else ():
         name = next((n for n in (spec.name, *spec.aliases) if n in state), None)
-        if name is not None and (spec.name not in own or _same(own[spec.name], state[name], spec, groups)):
+        if name is not None and (spec.name not in own or _same(own[spec.name], state[name], spec)):
             continue
         raise ValueError(
             f"save_pretrained: writes the weights that the model has, found a state_dict with another {spec.name}, or "
@@ -68,9 +62,9 @@ def _check_weights(
         )
 
 
-def _same(parameter: nn.Parameter, whole: Tensor, spec: ParameterSpec, groups: Groups) -> bool:
+def _same(parameter: nn.Parameter, whole: Tensor, spec: ParameterSpec) -> bool:
     if tuple(whole.shape) != tuple(spec.shape):
         return False
     piece = local_tensor(parameter)
-    given = nested_piece(whole_tensor(whole), spec.placements, groups.mesh.cut_order, groups.coordinate)
+    given = piece_like(parameter, whole_tensor(whole))
     return torch.equal(piece, given.to(piece.device, piece.dtype))

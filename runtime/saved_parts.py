@@ -26,7 +26,7 @@ from autopar.runtime.contents import words_of
 from autopar.runtime.optimizer_state import class_of, names_by_group, options_of, states_of
 from autopar.runtime.pending import is_pending
 from autopar.runtime.saved_tensors import ToSave
-from autopar.runtime.sharded_tensor import shards_of
+from autopar.runtime.sharded_tensor import is_here, shards_of
 from autopar.runtime.state import local_tensor
 from autopar.runtime.stateful import Held
 from autopar.runtime.value_tree import encoded
@@ -63,6 +63,7 @@ def parts_of_run(
     """Everything of a run that is to be saved. Not collective. Raises ValueError for what cannot be."""
     parts = Parts()
     own, owner = held.own, {s.name: s.ranks[0] for s in held.specs}
+    here = {name for name, p in own.items() if is_here(p)}
 
     def add(key: str, x: Tensor, name: str) -> None:
         cut = frozenset(axis for axis, _ in shards_of(x)) if isinstance(x, DTensor) else frozenset[str]()
@@ -87,7 +88,7 @@ def parts_of_run(
         _copy_of_all(parts, key, x)
         return key
 
-    told, here = [], []
+    told, of_stage = [], []
     for i, optimizer in enumerate(optimizers):
 
         def put(key: str, x: Tensor, name: str, laid_out: bool) -> str:
@@ -99,9 +100,9 @@ def parts_of_run(
         at = f"optimizer.{i}"
         names = names_by_group(optimizer, own)
         told.append({"kind": class_of(optimizer), "options": options_of(optimizer, put_common, at)})
-        states = states_of(optimizer, {n: own[n] for group in names for n in group}, put, at)
-        here.append({"names": names, "states": states})
-    parts.of_stage = {"optimizers": here}
+        states = states_of(optimizer, {n: own[n] for group in names for n in group if n in here}, put, at)
+        of_stage.append({"names": names, "states": states})
+    parts.of_stage = {"optimizers": of_stage}
 
     parts.common = {
         "step": step,

@@ -95,7 +95,7 @@ class GradScaler:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
         given = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         with reporting("unscale_"):
-            agree_on_arguments(self._groups, "unscale_", {"gradients": len(given)} if self._alone else {})
+            agree_on_arguments(self._groups, "unscale_", {"gradients": len(given)})
             found = torch.zeros((), device=self._groups.device)
             unscale_all(list(map(local_tensor, given)), found, self._scale.double().reciprocal().float())
             self._found[id(optimizer)] = over_world(found, self._groups)
@@ -213,10 +213,6 @@ class GradScaler:
     def taken_off(self, norm: Tensor) -> None:
         """All gradients of the model are without scale now, and had this norm."""
         self._found[None] = (~torch.isfinite(norm)).float()
-
-    @property
-    def _alone(self) -> bool:
-        return self._groups.mesh.size("pp") == 1
 
     def _of(self, optimizer: Optimizer) -> Tensor | None:
         return self._found.get(None, self._found.get(id(optimizer)))

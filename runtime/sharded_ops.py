@@ -75,7 +75,7 @@ def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if isinstance(args[0], ShardedTensor):
         if (found := reduced(func, args, kwargs)) is not None:
             return found
-        if (view := _view_of_piece(func, args)) is not None:
+        if (view := _view_of_piece(func, args, kwargs)) is not None:
             return view
     if (name.startswith("_foreach_") and packet not in BY_LISTS) or name in FUSED:
         return _foreach(func, args, kwargs)
@@ -99,7 +99,7 @@ def _reformed(func: OpOverload, x: ShardedTensor, *how: Any) -> ShardedTensor:
 def _number(x: ShardedTensor) -> Any:
     if x.cuts:
         raise RuntimeError(f"a Tensor with {x.numel()} elements cannot be converted to Scalar")
-    return x.fresh().item()
+    return x.whole().item()
 
 
 def _local(x: Any) -> Any:
@@ -130,11 +130,13 @@ def _leaves_mesh(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) 
     return device is not None and torch.device(device).type != args[0].device_mesh.device_type
 
 
-def _view_of_piece(func: OpOverload, args: Sequence[Any]) -> ShardedTensor | None:
+def _view_of_piece(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The result of a view that leaves the cut dims alone."""
     x: ShardedTensor = args[0]
-    if not x.cuts or not is_view(func):
+    if not x.is_apart or not is_view(func):
         return None
+    if not x.cuts:
+        return _view_on_stage(func, x, args[1:], kwargs)
     places: list[int]  # of the dims of x in the view
     if func in PERMUTED:
         order = _order(func, x.dim(), *args[1:])
@@ -151,12 +153,21 @@ def _view_of_piece(func: OpOverload, args: Sequence[Any]) -> ShardedTensor | Non
         return None
     shape = func(torch.empty(x.shape, device="meta"), *args[1:]).shape
     cuts = tuple((axis, replace(shard, dim=places[shard.dim])) for axis, shard in x.cuts)
-    return _over_piece(x, func(local_of(x), *args[1:]), cuts, shape)
+    return _over_piece(x, func(local_of(x), *args[1:]) if x.is_here else local_of(x).view(0), cuts, shape)
+
+
+def _view_on_stage(func: OpOverload, x: ShardedTensor, how: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Any view of what only some stages hold, who have it whole."""
+    outlines = func(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"), *how, **kwargs)
+    found = func(local_of(x), *how, **kwargs) if x.is_here else mapped(outlines, lambda o: local_of(x).view(o.dtype))
+    views = [_over_piece(x, local, (), o.shape) for local, o in zip(leaves(found), leaves(outlines), strict=True)]
+    made = iter(views)
+    return mapped(outlines, lambda _: next(made))
 
 
 def _over_piece(x: ShardedTensor, local: Tensor, cuts: Cuts, shape: torch.Size) -> ShardedTensor:
     """A view of ``x``."""
-    out = ShardedTensor.make(local, x.device_mesh, cuts, shape)
+    out = ShardedTensor.make(local, x.device_mesh, cuts, shape, x.holders)
     out.piece = local_of(x) if x.piece is None else x.piece
     return out
 
@@ -177,6 +188,8 @@ def _viewed(x: ShardedTensor, shape: Sequence[int]) -> ShardedTensor | None:
     kept = max(shard.dim for _, shard in x.cuts) + 1
     whole = torch.empty(x.shape, device="meta").view(shape).shape
     local = local_of(x)
+    if x.holders is not None:
+        return None  # other stages don't know how the piece lies
     if whole[:kept] != x.shape[:kept] or not local.is_contiguous():
         return None
     return _over_piece(x, local.view([*local.shape[:kept], *whole[kept:]]), x.cuts, whole)
@@ -200,7 +213,7 @@ class _Target:
         if written is not None:
             return cls(func, written, written.cuts, written.shape) if isinstance(written, ShardedTensor) else None
         ours = [x for x in tensors if isinstance(x, ShardedTensor)]
-        model = max(ours, key=lambda x: (bool(x.cuts), x.dim(), x.numel()))
+        model = max(ours, key=lambda x: (x.is_apart, x.dim(), x.numel()))
         shape = _broadcast([x.shape for x in tensors])
         if shape is None:
             if not model.cuts:
@@ -220,10 +233,13 @@ class _Target:
                 cuts.append((axis, replace(shard, dim=shard.dim - ahead)))
             elif size != 1 or (shard.dim >= ahead and not isinstance(x, DTensor) and not (ahead and x.numel() == 1)):
                 raise _unlike(self.func, self.shape, x)
-        mesh = self.model.device_mesh
-        if isinstance(x, ShardedTensor) and x.cuts == tuple(cuts) and (not cuts or x.device_mesh == mesh):
-            return x.fresh()
-        return piece_of(whole_tensor(x) if isinstance(x, DTensor) else x, mesh, tuple(cuts))
+        mesh, holders = self.model.device_mesh, self.model.holders
+        alike = isinstance(x, ShardedTensor) and x.cuts == tuple(cuts) and x.holders == holders
+        if alike and (not cuts or x.device_mesh == mesh):
+            piece = x.fresh()
+            return piece if x.is_here or x.dim() or not self.shape else piece.new_zeros(())  # for torch's dtypes
+        x = whole_tensor(x) if isinstance(x, DTensor) else x
+        return piece_of(x, mesh, tuple(cuts), holders) if x.dim() or not self.shape else x
 
     def made(self, local: Any) -> Any:
         """A result, of this rank's piece of it."""
@@ -231,7 +247,7 @@ class _Target:
             return local
         if self.cuts == self.model.cuts and self.shape == self.model.shape:
             return self.model.like(local)
-        return ShardedTensor.make(local, self.model.device_mesh, self.cuts, self.shape)
+        return ShardedTensor.make(local, self.model.device_mesh, self.cuts, self.shape, self.model.holders)
 
 
 def _broadcast(shapes: Sequence[torch.Size]) -> torch.Size | None:
@@ -309,7 +325,10 @@ def _plain(x: Any) -> Any:
 def _check_in_place(func: OpOverload, written: Sequence[Any], targets: Sequence[Any]) -> None:
     """What a fused optimizer writes beside parameters must lie as they do, but for counts: no copy is written."""
     for x, target in zip(written, targets):
-        if target is not None and x.dim() and not (isinstance(x, ShardedTensor) and x.cuts == target.cuts):
+        if target is None or not x.dim():
+            continue
+        alike = isinstance(x, ShardedTensor) and (x.cuts, x.holders) == (target.cuts, target.model.holders)
+        if not alike:
             raise ValueError(
                 f"optimizer: {func} needs states that are cut like their parameters, found one of shape "
                 f"{tuple(x.shape)} that is not; make it with zeros_like or full_like of the parameter"

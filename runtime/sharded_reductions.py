@@ -4,7 +4,8 @@
                                         w.norm(dim=1)       of the piece: cut by tp along dim 0
                                         w.amax(0)           of the piece, then over tp: whole
 
-So a number is that of the whole tensor as soon as it is there, and reading it needs no communication.
+So a number is that of the whole tensor as soon as it is there, and reading it needs no communication. Numbers of what
+only some pipeline stages hold come from there at once, too.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from autopar.adapters.foreach import norms
 from autopar.adapters.operators import OpOverload, argument_defaults
 from autopar.runtime.boxes import Cuts
 from autopar.runtime.failures import explained
-from autopar.runtime.pieces import gathered_rows
+from autopar.runtime.pieces import STAGES, from_holder, gathered_rows, nothing_of
 from autopar.runtime.scalar_tensor import ScalarTensor
-from autopar.runtime.sharded_tensor import ShardedTensor, reduction_groups
+from autopar.runtime.sharded_tensor import ShardedTensor
 
 aten = torch.ops.aten
 
@@ -62,7 +63,22 @@ class _Of:
         if not self.keeps:
             shape = [n for d, n in enumerate(shape) if d not in self.dims]
             cuts = tuple((a, replace(s, dim=s.dim - sum(d < s.dim for d in self.dims))) for a, s in cuts)
-        return ShardedTensor.make(local, self.x.device_mesh, cuts, torch.Size(shape))
+        return ShardedTensor.make(local, self.x.device_mesh, cuts, torch.Size(shape), self.x.holders)
+
+    def nothing(self) -> Tensor:
+        """In the place of `local` and the rest, on a stage that does not hold the tensor: the result's kind."""
+        outline = self.func(torch.empty(self.x.shape, dtype=self.x.dtype, device="meta"), **self.given)
+        local = local_of(self.x)
+        if outline.dim():
+            return self.made(nothing_of(local, outline.dtype))
+        return local.new_empty((), dtype=outline.dtype)
+
+    def over_stages(self, result: Tensor) -> Tensor:
+        """A number comes from the stage that holds the tensor; other results lie there."""
+        if self.x.holders is None or isinstance(result, ShardedTensor):
+            return result
+        plain = result.as_subclass(Tensor)
+        return from_holder(plain, self.x.device_mesh, self.x.holders, ()).as_subclass(ScalarTensor)
 
 
 def _sum(call: _Of) -> Tensor:
@@ -112,9 +128,10 @@ def reduced(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Te
     """The result, if it is a reduction that is known here of a tensor that is cut. Collective then, over the axes that
     cut what is reduced."""
     kind = _KINDS.get(func.overloadpacket)
-    if kind is None or func in _PLACES or "out" in kwargs or not args[0].cuts:
+    if kind is None or func in _PLACES or "out" in kwargs or not args[0].is_apart:
         return None
-    return kind(_Of(func, args, kwargs))
+    call = _Of(func, args, kwargs)
+    return call.over_stages(kind(call) if args[0].is_here else call.nothing())
 
 
 # --- over ranks -----------------------------------------------------------------------------------------
@@ -167,10 +184,28 @@ def foreach_norm(tensors: Sequence[Tensor], ord: float = 2, dtype: torch.dtype |
     by_axes: dict[tuple[str, ...], list[int]] = {}
     for i, x in enumerate(tensors):
         if isinstance(x, ShardedTensor) and x.cuts:
-            by_axes.setdefault(tuple(g.group_name for g in reduction_groups(x)), []).append(i)
+            by_axes.setdefault(tuple(g.group_name for g in _groups_that_cut(x)), []).append(i)
     for members in by_axes.values():
-        groups = reduction_groups(tensors[members[0]])  # type: ignore[arg-type]
+        groups = _groups_that_cut(tensors[members[0]])
         together = _norm_over(torch.stack([parts[i] for i in members]), p, groups)
         for i, value in zip(members, together.unbind(), strict=True):
             parts[i] = value
+    _take_from_holders(tensors, parts)
     return [part.to(kind).as_subclass(ScalarTensor) for part, kind in zip(parts, kinds, strict=True)]
+
+
+def _groups_that_cut(x: Any) -> list[dist.ProcessGroup]:
+    return [x.device_mesh.get_group(axis) for axis, _ in x.cuts]
+
+
+def _take_from_holders(tensors: Sequence[Tensor], numbers: list[Tensor]) -> None:
+    """Of each tensor that only some stages hold the number of the first of them, in place: one exchange for all."""
+    by_group: dict[dist.ProcessGroup, list[int]] = {}
+    for i, x in enumerate(tensors):
+        if isinstance(x, ShardedTensor) and x.holders is not None:
+            by_group.setdefault(x.device_mesh.get_group(STAGES), []).append(i)
+    for group, members in by_group.items():
+        first = [tensors[i].holders.stages[0] == group.rank() for i in members]  # type: ignore[attr-defined]
+        own = [numbers[i] if mine else torch.zeros_like(numbers[i]) for i, mine in zip(members, first, strict=True)]
+        for i, value in zip(members, _summed(torch.stack(own), [group]).unbind(), strict=True):
+            numbers[i] = value

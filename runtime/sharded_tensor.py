@@ -10,6 +10,8 @@ A ShardedTensor is the whole tensor to whoever computes with it (`autopar.runtim
     communication;
   - everything else is computed of the gathered tensor on every rank, and what is written into that, or into a view of
     it, is written into the pieces;
+  - a tensor that only some pipeline stages hold is one on all of them: elsewhere its piece has no elements, operators
+    on pieces do nothing there, and its numbers come from the stage that has it;
   - `full_tensor` gathers; distributed checkpoint writes and reads each run of rows as a chunk of its own.
 
 Whatever communicates is collective: every rank of the mesh calls it, in the same order.
@@ -34,12 +36,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard as TorchShard
 
 from autopar.adapters.autograd import version_of
-from autopar.adapters.dtensor import LayoutRecord, layout_record, local_of, made_as, put_local, record_of
+from autopar.adapters.dtensor import LayoutRecord, layout_record, local_of, made_as, put_local, record_of, storage_of
 from autopar.adapters.foreach import take_part
 from autopar.adapters.keys import Same
 from autopar.ir.placement import Shard
 from autopar.runtime.boxes import Box, Cuts, boxes, cuts_of
-from autopar.runtime.pieces import gather, piece_of
+from autopar.runtime.pieces import STAGES, Holders, from_holder, gather, piece_of, shape_of_piece
 
 
 @dataclass(eq=False)
@@ -68,7 +70,7 @@ class Source:
 
     def write(self) -> None:
         """What the whole now holds, into the piece."""
-        local_of(self.of).copy_(piece_of(self.whole, self.of.device_mesh, self.of.cuts))
+        local_of(self.of).copy_(piece_of(self.whole, self.of.device_mesh, self.of.cuts, self.of.holders))
         _make_stale(self.of)
         self.seen, self.stale = _version(self.of), False
 
@@ -87,9 +89,15 @@ def written(x: Any) -> None:
 
 
 def _make_stale(x: ShardedTensor) -> None:
-    place = x.untyped_storage().data_ptr()
+    place = storage_of(local_of(x))
     for source in _live:
-        source.stale |= source.of.untyped_storage().data_ptr() == place
+        source.stale |= storage_of(local_of(source.of)) == place
+
+
+def all_written() -> None:
+    """Pieces of any tensors may have been written to, on some ranks."""
+    for source in _live:
+        source.stale = True
 
 
 def _version(x: ShardedTensor) -> int:
@@ -98,8 +106,12 @@ def _version(x: ShardedTensor) -> int:
 
 
 @functools.lru_cache(1024)
-def _record(of: Same, cuts: Cuts, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> LayoutRecord:
+def _record(
+    of: Same, cuts: Cuts, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, holders: Holders | None
+) -> LayoutRecord:
     """One for all tensors of a mesh that lie alike. (Another mesh that is equal may have groups that are gone.)"""
+    if holders is not None and not holders.here:
+        strides = torch.empty(shape, device="meta").stride()
     dims, mesh = {axis: shard.dim for axis, shard in cuts}, of.held
     return layout_record(mesh, tuple(dims.get(axis) for axis in mesh.mesh_dim_names or ()), shape, strides, dtype)
 
@@ -112,34 +124,52 @@ class ShardedTensor(DTensor):
     """``ShardedTensor.make(local, mesh, cuts, shape)``; see the module's docstring. ``cuts`` says which axes cut which
     dims in which blocks; on every other axis of the mesh the tensor is the same.
 
+    holders: the pipeline stages that hold it; None: all do.
     source: what a view is written back to that does not lie in the pieces.
     piece: of a view that lies in a piece, that piece: torch counts what is written to it.
     run_operator: runs an operator of which an operand is a ShardedTensor; `autopar.runtime.sharded_ops` provides it.
     """
 
     cuts: Cuts
+    holders: Holders | None = None
     source: Source | None = None
     piece: Tensor | None = None
     run_operator: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
 
     @staticmethod
-    def make(local: Tensor, mesh: DeviceMesh, cuts: Cuts, shape: torch.Size) -> ShardedTensor:
+    def make(
+        local: Tensor, mesh: DeviceMesh, cuts: Cuts, shape: torch.Size, holders: Holders | None = None
+    ) -> ShardedTensor:
         """From this rank's piece. Not collective. No gradient flows through it."""
-        out = made_as(ShardedTensor, local, _record(Same(mesh), cuts, shape, local.stride(), local.dtype))
+        out = made_as(ShardedTensor, local, _record(Same(mesh), cuts, shape, local.stride(), local.dtype, holders))
         out.cuts = cuts
+        if holders is not None:
+            out.holders = holders
         return out
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether some rank does not hold all of it."""
+        return bool(self.cuts) or self.holders is not None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this rank's stage holds it."""
+        return self.holders is None or self.holders.here
 
     def like(self, local: Tensor) -> ShardedTensor:
         """Another tensor of this layout."""
         mine = local_of(self)
         if local.dtype != mine.dtype or local.stride() != mine.stride():
-            return ShardedTensor.make(local, self.device_mesh, self.cuts, self.shape)
+            return ShardedTensor.make(local, self.device_mesh, self.cuts, self.shape, self.holders)
         return self.alike(local)
 
     def alike(self, local: Tensor) -> ShardedTensor:
         """`like`, for a piece of the same dtype and strides."""
         out = made_as(ShardedTensor, local, record_of(self))
         out.cuts = self.cuts
+        if self.holders is not None:
+            out.holders = self.holders
         return out
 
     def same(self) -> ShardedTensor:
@@ -158,7 +188,7 @@ class ShardedTensor(DTensor):
             return False
         if record_of(x) is record_of(self):
             return True
-        return x.cuts == self.cuts and x.shape == self.shape and x.device_mesh == self.device_mesh
+        return x.shape == self.shape and _lies(x, self.device_mesh, self.cuts, self.holders)
 
     def laid_as(self, x: Tensor, what: str) -> Tensor:
         """This rank's piece of a tensor of the whole shape, laid out as this one. Where no axis cuts it, or it is cut
@@ -170,7 +200,7 @@ class ShardedTensor(DTensor):
                 f"{what}: needs a tensor of the whole shape {tuple(self.shape)}, found one of {tuple(x.shape)}{local}; "
                 "pass the whole, or a tensor made with zeros_like or full_like of the parameter"
             )
-        return piece_in(x, self.device_mesh, self.cuts)
+        return piece_in(x, self.device_mesh, self.cuts, self.holders)
 
     # --- what torch keeps beside the values -----------------------------------------------------------
 
@@ -202,10 +232,9 @@ class ShardedTensor(DTensor):
     # --- as numbers -----------------------------------------------------------------------------------
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        if not self.cuts and self.source is None:
+        if not self.cuts and self.source is None and self.is_here:
             return repr(local_of(self).detach().requires_grad_(self.requires_grad))
-        shown = ", ".join(f"{axis}: {shard}" for axis, shard in self.cuts)
-        return f"ShardedTensor(shape={tuple(self.shape)}, {shown or 'whole'}, local={local_of(self)})"
+        return f"ShardedTensor(shape={tuple(self.shape)}, {_layout(self) or 'whole'}, local={local_of(self)})"
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
@@ -218,7 +247,7 @@ class ShardedTensor(DTensor):
         """The whole tensor, as of torch; what was gathered can only be read. Collective where it is cut."""
         plain = whole_tensor(self).detach()
         found = (plain.requires_grad_() if self.requires_grad else plain).numpy(force=force)
-        if self.cuts or self.source is not None:
+        if self.is_apart or self.source is not None:
             found.flags.writeable = False
         return found
 
@@ -253,6 +282,16 @@ class ShardedTensor(DTensor):
     def whole(self) -> Tensor:
         """`full_tensor` without autograd; shares storage with the tensor where no axis cuts it. Collective."""
         value = self.fresh().detach()
+        if self.holders is not None:
+            shape = shape_of_piece(self.shape, self.device_mesh, self.cuts)
+            value = from_holder(value, self.device_mesh, self.holders, shape)
+        return self._joined(value)
+
+    def on_stage(self) -> Tensor:
+        """`whole`, of a tensor that this rank's stage holds. Collective within the stage."""
+        return self._joined(self.fresh().detach())
+
+    def _joined(self, value: Tensor) -> Tensor:
         for axis, shard in reversed(self.cuts):
             value = gather(value, self.device_mesh.get_group(axis), shard)
         return value
@@ -271,7 +310,7 @@ class ShardedTensor(DTensor):
         return self.fresh()
 
     def redistribute(self, *_: Any, **__: Any) -> DTensor:
-        if not self.cuts:  # torch asks for the whole
+        if not self.is_apart:  # torch asks for the whole
             return self
         raise ValueError(f"{_name(self)}: cannot be redistributed; take full_tensor() and distribute that")
 
@@ -279,6 +318,8 @@ class ShardedTensor(DTensor):
 
     def chunks(self) -> list[Box]:
         """What this rank holds, as boxes of the whole tensor."""
+        if not self.is_here:
+            return []
         coordinate = dict(zip(self.device_mesh.mesh_dim_names or (), self.device_mesh.get_coordinate() or ()))
         sizes = {axis: self.device_mesh.get_group(axis).size() for axis, _ in self.cuts}
         return boxes(self.shape, self.cuts, sizes, coordinate)
@@ -322,7 +363,7 @@ take_part(ShardedTensor)
 class _FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, mesh: DeviceMesh, cuts: Cuts, shape: torch.Size) -> ShardedTensor:
-        ctx.layout = (mesh, cuts)
+        ctx.layout = (mesh, cuts, None)
         return ShardedTensor.make(local.detach(), mesh, cuts, shape)
 
     @staticmethod
@@ -339,7 +380,7 @@ def from_local(local: Tensor, mesh: DeviceMesh, cuts: Cuts, shape: torch.Size) -
 class _ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: ShardedTensor) -> Tensor:
-        ctx.layout = (x.device_mesh, x.cuts, x.shape)
+        ctx.layout = (x.device_mesh, x.cuts, x.shape, x.holders)
         local = local_of(x)
         return local.view_as(local)
 
@@ -351,23 +392,27 @@ class _ToLocal(torch.autograd.Function):
 class _FullTensor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: ShardedTensor) -> Tensor:
-        ctx.layout = (x.device_mesh, x.cuts, x.shape)
+        ctx.layout = (x.device_mesh, x.cuts, x.shape, x.holders)
         whole = x.whole()
         return whole.view_as(whole)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> ShardedTensor:
-        mesh, cuts, _ = ctx.layout
-        return ShardedTensor.make(piece_in(grad, mesh, cuts), *ctx.layout)
+        mesh, cuts, _, holders = ctx.layout
+        return ShardedTensor.make(piece_in(grad, mesh, cuts, holders), *ctx.layout)
 
 
-def piece_in(x: Tensor, mesh: DeviceMesh, cuts: Cuts) -> Tensor:
+def piece_in(x: Tensor, mesh: DeviceMesh, cuts: Cuts, holders: Holders | None) -> Tensor:
     """This rank's piece of any tensor. Where no axis cuts it, or it is cut alike, it shares storage with ``x``.
     Collective for one that is cut otherwise."""
-    if isinstance(x, ShardedTensor) and x.cuts == cuts and x.device_mesh == mesh:
+    if isinstance(x, ShardedTensor) and _lies(x, mesh, cuts, holders):
         return x.fresh()
-    found = piece_of(whole_tensor(x), mesh, cuts)
+    found = piece_of(whole_tensor(x), mesh, cuts, holders)
     return found.clone(memory_format=torch.contiguous_format) if cuts else found
+
+
+def _lies(x: ShardedTensor, mesh: DeviceMesh, cuts: Cuts, holders: Holders | None) -> bool:
+    return x.cuts == cuts and x.holders == holders and x.device_mesh == mesh
 
 
 def whole_tensor(x: Tensor) -> Tensor:
@@ -380,8 +425,22 @@ def whole_tensor(x: Tensor) -> Tensor:
 
 
 def _name(x: ShardedTensor) -> str:
-    shown = ", ".join(f"{axis}: {shard}" for axis, shard in x.cuts)
-    return f"a ShardedTensor of shape {tuple(x.shape)} cut by {shown or 'nothing'}"
+    return f"a ShardedTensor of shape {tuple(x.shape)} cut by {_layout(x) or 'nothing'}"
+
+
+def _layout(x: ShardedTensor) -> str:
+    stages = [f"{STAGES}: {' and '.join(map(str, x.holders.stages))} alone"] if x.holders is not None else []
+    return ", ".join([*stages, *(f"{axis}: {shard}" for axis, shard in x.cuts)])
+
+
+def is_here(x: Tensor) -> bool:
+    """Whether this rank's pipeline stage holds a tensor."""
+    return not isinstance(x, ShardedTensor) or x.is_here
+
+
+def is_apart(x: DTensor) -> bool:
+    """Whether some rank does not hold all of it."""
+    return x.is_apart if isinstance(x, ShardedTensor) else bool(shards_of(x))
 
 
 def shards_of(x: DTensor) -> Cuts:
@@ -396,5 +455,6 @@ def shards_of(x: DTensor) -> Cuts:
 def reduction_groups(x: DTensor) -> Sequence[dist.ProcessGroup]:
     """The groups over which the pieces of a DTensor differ."""
     if isinstance(x, ShardedTensor):
-        return [x.device_mesh.get_group(axis) for axis, _ in x.cuts]
+        stages = [STAGES] if x.holders is not None else []
+        return [x.device_mesh.get_group(axis) for axis in (*stages, *(axis for axis, _ in x.cuts))]
     return [x.device_mesh.get_group(i) for i, p in enumerate(x.placements) if p.is_shard()]

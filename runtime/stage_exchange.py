@@ -32,7 +32,8 @@ from autopar.steps.of_rank import recorded_facts, results_of
 
 class StageExchange:
     """The exchange of one compiled step. ``results``: names of the outputs of F that a rank keeps for it. ``traffic``:
-    what this rank has sent so far. ``axes``: over which it exchanges."""
+    what this rank has sent so far. ``axes``: over which it exchanges. ``trained``: placeholders of the stored
+    parameters of which some stage makes gradients, in the order of the model."""
 
     def __init__(self, compiled: Compiled, order: Order, groups: Groups) -> None:
         self._groups, self._alone = groups, groups.mesh.size(AXIS) == 1
@@ -43,6 +44,7 @@ class StageExchange:
             name: kind for part in pipeline.parts for name, (_, kind) in recorded_facts(part, part.losses).items()
         }
         self.results: Collection[str] = self._results
+        self.trained = self._gradients.trained
         self.axes = {AXIS, *self._gradients.axes} if not self._alone else set[str]()
         self.traffic: Ledger = {}
 
@@ -103,6 +105,7 @@ class SharedGradients:
         nodes = {s.name: s.node for s in compiled.signature.inputs if s.kind == "parameter"}
         parts, routes = compiled.pipeline.parts, Routes(compiled.pipeline)
         made = {name for i in range(len(parts)) for name, _, _ in routes.stored_gradients(i)}
+        self.trained = [nodes[name] for name in self._specs if nodes[name] in made]
         self._buckets: list[tuple[str, list[tuple[str, ParameterSpec]]]] = []
         together: dict[tuple[tuple[int, ...], torch.dtype], list[tuple[str, ParameterSpec]]] = {}
         for name, spec in self._specs.items():

@@ -5,7 +5,8 @@
     full_state_dict({name: p}, specs, groups)           original name -> whole tensor
 
 Every parameter lies on one mesh of all axes, whole (Replicate) where an axis does not cut it: so the foreach paths of
-torch.optim and clip_grad_norm_ see one kind of thing.
+torch.optim and clip_grad_norm_ see one kind of thing. Every rank has all parameters of the model, in its order: those
+of other pipeline stages as pieces of no elements (`sharded_tensor.ShardedTensor.holders`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.adapters.autograd import version_of
@@ -30,16 +30,9 @@ from autopar.ir.placement import nested_piece
 from autopar.runtime import sharded_ops as sharded_ops  # what a ShardedTensor does with operators
 from autopar.runtime.boxes import cuts_of
 from autopar.runtime.groups import Groups
+from autopar.runtime.pieces import STAGES, Holders, nothing_of, piece_of
 from autopar.runtime.sharded_tensor import ShardedTensor, from_local, whole_tensor
 from autopar.values import whole_number
-
-
-def parameter_mesh(groups: Groups) -> DeviceMesh:
-    """The mesh of this rank's parameters: all axes but pp, since a stage's parameters live on its own ranks only."""
-    names = tuple(axis for axis in groups.mesh.sizes if axis != "pp")
-    if groups.mesh.size("pp") == 1 or not names:
-        return groups.device_mesh
-    return groups.device_mesh[names]
 
 
 def local_piece(whole: Tensor, spec: ParameterSpec, groups: Groups) -> Tensor:
@@ -60,20 +53,28 @@ def of_first_rank(mine: Tensor | None, shape: Iterable[int], dtype: torch.dtype,
     return out
 
 
-def wrap(local: Tensor, spec: ParameterSpec, groups: Groups) -> ShardedTensor:
+def holders_of(spec: ParameterSpec, groups: Groups) -> Holders | None:
+    """The pipeline stages that hold a parameter; None where all do."""
+    if len(spec.ranks) >= groups.mesh.size(STAGES):
+        return None
+    return Holders(spec.ranks, groups.coordinate[STAGES] in spec.ranks)
+
+
+def wrap(local: Tensor, spec: ParameterSpec, groups: Groups, holders: Holders | None = None) -> ShardedTensor:
     """This rank's piece (of a parameter or of an output) as a DTensor; shares the storage, passes gradients on."""
-    expected = spec.local_shape(groups.mesh)
+    expected = spec.local_shape(groups.mesh) if holders is None or holders.here else (0,)
     assert tuple(local.shape) == expected, f"{spec.name}: a piece has shape {expected}, found {tuple(local.shape)}"
     cuts = cuts_of(spec.placements, groups.mesh.sizes)
-    mesh, shape = parameter_mesh(groups), torch.Size(spec.shape)
+    mesh, shape = groups.device_mesh, torch.Size(spec.shape)
     if local.requires_grad and torch.is_grad_enabled():
         return from_local(local, mesh, cuts, shape)
-    return ShardedTensor.make(local.detach(), mesh, cuts, shape)
+    return ShardedTensor.make(local.detach(), mesh, cuts, shape, holders)
 
 
 def make_parameter(local: Tensor, spec: ParameterSpec, groups: Groups) -> nn.Parameter:
     """A parameter that optimizers and checkpoints see whole, over this rank's piece (same storage)."""
-    parameter = nn.Parameter(wrap(local, spec, groups), requires_grad=spec.requires_grad)
+    laid = wrap(local, spec, groups, holders_of(spec, groups))
+    parameter = nn.Parameter(laid, requires_grad=spec.requires_grad)
     parameter.share_memory_ = _not_shared  # type: ignore[method-assign] # torch's own crashes the interpreter
     return parameter
 
@@ -88,16 +89,17 @@ def _not_shared() -> Any:
 def make_parameters(
     specs: Iterable[ParameterSpec], values: Mapping[str, Tensor | None], groups: Groups, sync: bool = False
 ) -> dict[str, nn.Parameter]:
-    """The parameters that this rank's stages use, by name: pieces of whole ``values``, or empty ones where there is
-    none. ``sync``: of the values of rank 0; collective then, and one of them is whole at a time."""
+    """All parameters, by name: pieces of whole ``values``, or empty ones where there is none. ``sync``: of the values
+    of rank 0; collective then, and one of them is whole at a time."""
     out = {}
     for spec in specs:
         whole = values.get(spec.name)
         if sync:
             whole = of_first_rank(whole, spec.shape, spec.dtype, groups)
-        if groups.coordinate.get("pp", 0) not in spec.ranks:
-            continue
-        if whole is None:
+        holders = holders_of(spec, groups)
+        if holders is not None and not holders.here:
+            local = torch.empty(0, dtype=spec.dtype, device=groups.device)
+        elif whole is None:
             local = torch.empty(spec.local_shape(groups.mesh), dtype=spec.dtype, device=groups.device)
         else:
             local = local_piece(whole, spec, groups)
@@ -126,6 +128,12 @@ def local_gradient(parameter: Any, local: Tensor) -> ShardedTensor:
     return made
 
 
+def no_elements(parameter: Any) -> Tensor:
+    """What a stage has of a gradient, or another tensor, of a parameter that it does not hold."""
+    assert not parameter.is_here, "a stage has gradients of what it holds"
+    return nothing_of(local_of(parameter))
+
+
 def set_gradients(found: Sequence[tuple[nn.Parameter, Tensor]], observers: Observers) -> None:
     """Accumulate this rank's pieces of the gradients of a step into ``.grad`` of (parameter, piece), in the parameter's
     own layout. Hooks of the parameters, and of the nodes that add up their gradients, are called, as by one backward,
@@ -149,6 +157,11 @@ def set_gradients(found: Sequence[tuple[nn.Parameter, Tensor]], observers: Obser
     if len(plain) < len(found):
         hooked = [pair for pair, someone in zip(found, watched, strict=True) if someone]
         accumulate_gradient([p for p, _ in hooked], [local_gradient(p, local) for p, local in hooked])
+
+
+def piece_like(parameter: Any, whole: Tensor) -> Tensor:
+    """This rank's piece of a whole tensor, laid out as a parameter."""
+    return piece_of(whole, parameter.device_mesh, parameter.cuts, parameter.holders)
 
 
 def is_alike(a: Tensor, b: Tensor) -> bool:
@@ -226,7 +239,7 @@ def full_state_dict(
     """
     out: OrderedDict[str, Tensor] = OrderedDict()
     for spec in specs:
-        value = fetch_whole(spec, parameters.get(spec.name), groups)
+        value = fetch_whole(spec, parameters.get(spec.name))
         if not rank0_only or groups.rank == 0:
             out.update(dict.fromkeys((spec.name, *spec.aliases), _own_copy(value, parameters.get(spec.name))))
     if not rank0_only or groups.rank == 0:
@@ -244,10 +257,10 @@ def full_gradients(
     out = {}
     for spec in specs:
         gradient = parameters[spec.name].grad if spec.name in parameters else None
-        if groups.mesh.size("pp") == 1 and gradient is None:
+        if gradient is None:
             continue
-        value = fetch_whole(spec, gradient, groups)
-        if value.numel() == torch.Size(spec.shape).numel() and (not rank0_only or groups.rank == 0):
+        value = fetch_whole(spec, gradient)
+        if not rank0_only or groups.rank == 0:
             out[spec.name] = _own_copy(value, gradient)
     return out
 
@@ -259,23 +272,11 @@ def _own_copy(value: Tensor, source: Tensor | None) -> Tensor:
     return out.clone() if shared else out
 
 
-def fetch_whole(spec: ParameterSpec, x: Tensor | None, groups: Groups) -> Tensor:
-    """The whole of a tensor that this rank's stage, or another stage, holds."""
-    if groups.mesh.size("pp") == 1:
-        if x is None:
-            raise ValueError(f"state: no tensor for {spec.name}; pass every parameter")
-        return whole_tensor(x)
-    value = whole_tensor(x) if x is not None else None
-    source = groups.ranks("pp")[spec.ranks[0]]
-    there = torch.full((), int(value is not None), device=groups.device)
-    dist.broadcast(there, source, group=groups.group("pp"))
-    if not there.item():
-        return torch.empty(0, dtype=spec.dtype)
-    if value is None or groups.rank != source:
-        value = torch.empty(tuple(spec.shape), dtype=spec.dtype, device=groups.device)
-    value = value.contiguous()
-    dist.broadcast(value, source, group=groups.group("pp"))
-    return value
+def fetch_whole(spec: ParameterSpec, x: Tensor | None) -> Tensor:
+    """The whole of a tensor of a parameter. Collective. Raises ValueError where there is none."""
+    if x is None:
+        raise ValueError(f"state: no tensor for {spec.name}; pass every parameter")
+    return whole_tensor(x)
 
 
 def check_tensors(state: Any) -> None:
@@ -351,8 +352,7 @@ def load_state_dict(
         raise ValueError(f"load_state_dict: {listed}; pass a state of the same model, or strict=False for a part of it")
     with torch.no_grad():
         for spec, whole in found:
-            piece = nested_piece(whole_tensor(whole), spec.placements, groups.mesh.cut_order, groups.coordinate)
-            local_tensor(parameters[spec.name]).copy_(piece)
+            local_tensor(parameters[spec.name]).copy_(piece_like(parameters[spec.name], whole_tensor(whole)))
         for name, buffer in buffers.items():
             if name in state:
                 buffer.copy_(whole_tensor(state[name]))

@@ -33,6 +33,7 @@ from autopar.runtime.safetensors_files import Files
 from autopar.runtime.safetensors_io import Recipes, checked_pretrained, save_pretrained, saved_steps
 from autopar.runtime.save_habits import check_habits
 from autopar.runtime.scaler import GradScaler
+from autopar.runtime.sharded_tensor import all_written, is_here
 from autopar.runtime.step_cache import StepCache
 from autopar.runtime.together import together
 from autopar.runtime.tree import Tree
@@ -198,7 +199,8 @@ class Stateful(nn.Module):
 
     def _finish_loading(self, who: str) -> None:
         """Ranks that hold the same piece must hold the same contents."""
-        own = {name: state.local_tensor(p) for name, p in self._tree.own.items()}
+        all_written()
+        own = {name: state.local_tensor(p) for name, p in self._tree.here.items()}
         shared = {**self._persistent(), "the count of training steps": state.local_tensor(self._steps.tensor)}
         agree_on_pieces(self._groups, own, self._tree.specs, shared, who)
         self._loaded = True
@@ -230,7 +232,7 @@ class Stateful(nn.Module):
                 self.load_state_dict(given, strict=False)
                 return
             about_to_write()
-            into = {name: state.local_tensor(p) for name, p in own.items()}
+            into = {name: state.local_tensor(p) for name, p in own.items() if is_here(p)}
             buffers = {name: x for name, x in self._persistent().items() if of_the_model(name)}
             recipes = self._recipes(load=True)
             with Files() as files:
@@ -257,7 +259,7 @@ class Stateful(nn.Module):
             same = {"folder": str(folder), "max_shard_size": max_shard_size, "further": sorted(how)}
             agree_on_arguments(self._groups, "save_pretrained", same, owed=self._cache.owed())
             if how:
-                together(self._groups, "save_pretrained", lambda: check_habits(how, own, specs, self._groups))
+                together(self._groups, "save_pretrained", lambda: check_habits(how, own, specs))
             if (of_library := self._own_folder()) is not None:
                 mine = [s for s in specs if of_library.names & {s.name, *s.aliases}]
                 held = {n: x for n, x in self._persistent().items() if n in of_library.names}

@@ -5,7 +5,6 @@ runner = cache.runner(Kind(train=True, outputs=()), batch, surroundings)      co
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from torch import nn
 
 from autopar.ir.batch import facts_of
 from autopar.plan import Plan
-from autopar.runtime.agreement import Claim, OtherSteps, agree_on, all_alike, compare_claims, everywhere, exchange_texts
+from autopar.runtime.agreement import Claim, agree_on, all_alike, compare_claims, everywhere
 from autopar.runtime.ambient import Surroundings
 from autopar.runtime.batch_watch import BatchWatch
 from autopar.runtime.batches import check_unclear, claim_shapes, shapes_of
@@ -59,7 +58,6 @@ class _CachedStep:
 
     runner: Executor
     watch: ModuleWatch
-    flags: tuple[tuple[bool, str], ...]  # of parameters that only other ranks hold
     structure: nn.Module
     batch: dict[str, Any]
     how: dict[str, Any]
@@ -83,7 +81,6 @@ class StepCache:
         self._batches, self.load = BatchWatch(groups), ExpertLoad(groups)
         self._steps: dict[tuple[Any, ...], _CachedStep] = {}
         self._past = add_ledgers()  # traffic of steps that are no longer kept
-        self._told_last: list[str] = []  # by rank
         self.last: Executor | None = None  # that was asked for
         self._alone = groups.mesh.world_size == 1
         self._number = 0  # of training steps so far
@@ -118,25 +115,7 @@ class StepCache:
         """
         facts = kind, facts_of(batch), surroundings
         with self._batches.agreeing():
-            try:
-                return self._agreed(facts, batch, number)
-            except OtherSteps:  # a rank is in no step
-                raise
-            except ValueError:
-                if not self._told():
-                    raise
-                return self._agreed(facts, batch, number)
-
-    def _told(self) -> bool:
-        """With pipeline stages: what each rank tells of its parameters, which others may hold no part of. Whether
-        something was new to any of them."""
-        if self._groups.mesh.size("pp") == 1:
-            return False
-        told = exchange_texts(self._groups, json.dumps(self._tree.flags()), "parameters", "pp")
-        self._tree.take({name: (wants, dtype) for text in told for name, (wants, dtype) in json.loads(text).items()})
-        self._told_last, before = told, self._told_last
-        changed = told != before
-        return not all_alike(self._groups, "what ranks told of their parameters", str(changed)) or changed
+            return self._agreed(facts, batch, number)
 
     def _agreed(self, facts: tuple[Any, ...], batch: dict[str, Any], number: int | None) -> Executor:
         key = self._key(facts)
@@ -195,9 +174,8 @@ class StepCache:
     def _key(self, facts: tuple[Any, ...]) -> tuple[Any, ...]:
         """The facts, and a number for the state that the modules are in: the same on all ranks that did the same."""
         numbers = [k[-1] for k in self._steps if k[:-1] == facts]
-        flags = self._tree.flags_elsewhere()
         steps = {n: self._steps[*facts, n] for n in reversed(numbers)}
-        held = (n for n, step in steps.items() if step.flags == flags and step.watch.holds())
+        held = (n for n, step in steps.items() if step.watch.holds())
         return (*facts, next(held, max(numbers, default=-1) + 1))
 
     def _make_room(self, key: tuple[Any, ...]) -> None:
@@ -215,7 +193,6 @@ class StepCache:
 
     def _compiled(self, kind: Kind, batch: dict[str, Any], surroundings: Surroundings) -> _CachedStep:
         self._tree.refresh()
-        self._told()
         watch, structure = ModuleWatch(self._tree.root, modes=kind.train), self._tree.structure()
         if not kind.train:
             structure.eval()
@@ -240,7 +217,7 @@ class StepCache:
             watch = ModuleWatch(self._tree.root, modes=kind.train)
         if kind.train and self.ahead is not None:
             self.ahead(structure, shapes_of(batch), how)
-        return _CachedStep(runner, watch, self._tree.flags_elsewhere(), structure, shapes_of(batch), how)
+        return _CachedStep(runner, watch, structure, shapes_of(batch), how)
 
     def _contents(self, batch: dict[str, Any], compiled: Compiled, at_once: bool = False) -> list[Claim]:
         """What must be equal of a batch on several ranks."""

@@ -1,7 +1,7 @@
 """The user's modules on the mesh: their classes, attributes and modes as they are, this rank's pieces as parameters.
 
     tree = Tree(skeleton, specs, {name: piece}, {name: buffer})
-    tree.root                    the modules; parameters that only other ranks hold (pp) are missing
+    tree.root                    the modules, with all parameters of the model
     tree.structure()             a copy with whole parameters on the meta device: what is compiled
     tree.refresh()               after changes: takes what can take effect, refuses the rest
 
@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from autopar.adapters.module_calls import allow_calls, refuse_calls
 from autopar.adapters.module_reads import allow_reads, refuse_reads
 from autopar.adapters.tags import free_tags, keep_tags
 from autopar.ir.parameter import ParameterSpec
+from autopar.runtime.sharded_tensor import is_here
 from autopar.runtime.state import is_alike
 
 
@@ -52,7 +53,7 @@ _WANTS_GRADIENT = operator.attrgetter("requires_grad")
 
 
 class Tree:
-    """``own``: name of each parameter that this rank holds a piece of -> the piece."""
+    """``own``: name of each parameter -> this rank's piece of it."""
 
     def __init__(
         self,
@@ -66,38 +67,15 @@ class Tree:
         tied = {name: s.name for s in self._specs for name in (s.name, *s.aliases)}
         memo: dict[int, Tensor] = {}  # whatever refers to a parameter, such as a list of them, gets its piece
         for name, parameter in skeleton.named_parameters(remove_duplicate=False):
-            if tied[name] in own:
-                memo[id(parameter)] = own[tied[name]]
+            memo[id(parameter)] = own[tied[name]]
         for name, buffer in skeleton.named_buffers(remove_duplicate=False):
             memo[id(buffer)] = buffers[name]
         self.root = copy_with(skeleton, memo, shared=True)
-        # Whole dicts, since the order of parameters must be the same on all ranks.
-        self._elsewhere = [
-            (m, dict(m._parameters))
-            for m in self.root.modules()
-            if any(p is not None and p.is_meta for p in m._parameters.values())
-        ]
-        self._meta = {
-            tied[n]: p for n, p in self.root.named_parameters(remove_duplicate=False) if tied[n] not in self._own
-        }
-        for module, parameters in self._elsewhere:
-            for key in [k for k, p in parameters.items() if p is not None and p.is_meta]:
-                del module._parameters[key]
-            vars(module)["extra_repr"] = self._told_whole(module)
         for path, module in self.root.named_modules():
             refuse_calls(module, functools.partial(_no_call, path, type(module).__name__))
             keep_tags(module)
         self._devices = {name: p.device.type for name, p in self._own.items()}
         self._remember()
-
-    def _told_whole(self, module: nn.Module) -> Callable[[], str]:
-        """What the class says of a module, which may look for parameters that are missing."""
-
-        def extra_repr() -> str:
-            with self.complete():
-                return module.extra_repr()
-
-        return extra_repr
 
     @property
     def own(self) -> dict[str, nn.Parameter]:
@@ -105,6 +83,11 @@ class Tree:
         if self._moved():
             self.refresh()
         return self._own
+
+    @property
+    def here(self) -> dict[str, nn.Parameter]:
+        """`own` without the parameters that other pipeline stages hold."""
+        return {name: p for name, p in self.own.items() if is_here(p)}
 
     @property
     def held(self) -> Mapping[str, nn.Parameter]:
@@ -140,7 +123,7 @@ class Tree:
 
     @property
     def specs(self) -> tuple[ParameterSpec, ...]:
-        """All parameters of the model. Raises ValueError as `refresh`."""
+        """What is to be known of the parameters. Raises ValueError as `refresh`."""
         if self._moved():
             self.refresh()
         return self._specs
@@ -161,60 +144,39 @@ class Tree:
 
     def structure(self) -> nn.Module:
         """A copy with everything as it is now, parameters (whole) and buffers on the meta device."""
-        with self.complete():
-            memo: dict[int, Tensor] = {}
-            for _, parameter in self.root.named_parameters():
-                meta = torch.empty(tuple(parameter.shape), dtype=parameter.dtype, device="meta")
-                memo[id(parameter)] = nn.Parameter(meta, parameter.requires_grad)
-            tied: dict[Any, tuple[str, Tensor, Tensor]] = {}  # by memory: two tensors may be one buffer's
-            for name, buffer in self.root.named_buffers():
-                key = (storage_of(buffer), *geometry_of(buffer)) if buffer.numel() else id(buffer)
-                made = torch.empty_like(buffer, device="meta") if key not in tied else tied[key][2]
-                memo[id(buffer)] = tied.setdefault(key, (name, buffer, made))[2]
-            copy = copy_with(self.root, memo)
-            note_overlaps(copy, {name: buffer for name, buffer, _ in tied.values()})
-            for module in copy.modules():
-                allow_calls(module)
-                allow_reads(module)
-                free_tags(module)
-            return copy
-
-    @contextlib.contextmanager
-    def complete(self) -> Iterator[None]:
-        """With the parameters that only other ranks hold."""
-        held = [dict(m._parameters) for m, _ in self._elsewhere]
-        texts = [vars(m).pop("extra_repr", None) for m, _ in self._elsewhere]
-        try:
-            for module, parameters in self._elsewhere:
-                mine = dict(module._parameters)
-                module._parameters.clear()
-                module._parameters.update({k: mine.get(k, p) for k, p in parameters.items()} | mine)
-            yield
-        finally:
-            for (module, _), parameters in zip(self._elsewhere, held, strict=True):
-                module._parameters.clear()
-                module._parameters.update(parameters)
-            for (module, _), text in zip(self._elsewhere, texts, strict=True):
-                if text is not None:
-                    vars(module)["extra_repr"] = text
+        memo: dict[int, Tensor] = {}
+        for _, parameter in self.root.named_parameters():
+            meta = torch.empty(tuple(parameter.shape), dtype=parameter.dtype, device="meta")
+            memo[id(parameter)] = nn.Parameter(meta, parameter.requires_grad)
+        tied: dict[Any, tuple[str, Tensor, Tensor]] = {}  # by memory: two tensors may be one buffer's
+        for name, buffer in self.root.named_buffers():
+            key = (storage_of(buffer), *geometry_of(buffer)) if buffer.numel() else id(buffer)
+            made = torch.empty_like(buffer, device="meta") if key not in tied else tied[key][2]
+            memo[id(buffer)] = tied.setdefault(key, (name, buffer, made))[2]
+        copy = copy_with(self.root, memo)
+        note_overlaps(copy, {name: buffer for name, buffer, _ in tied.values()})
+        for module in copy.modules():
+            allow_calls(module)
+            allow_reads(module)
+            free_tags(module)
+        return copy
 
     @contextlib.contextmanager
     def whole(self, values: Mapping[str, Tensor]) -> Iterator[nn.Module]:
         """The modules with whole parameters, of these values by name; within, and then with the pieces again."""
-        with self.complete():
-            held = [(m._parameters, dict(m._parameters)) for m in self.root.modules()]
-            made: dict[int, nn.Parameter] = {}
-            for name, parameter in self.root.named_parameters(remove_duplicate=False):
-                if id(parameter) not in made:
-                    made[id(parameter)] = nn.Parameter(values[name], requires_grad=parameter.requires_grad)
-            try:
-                for entries, _ in held:
-                    entries.update({key: made[id(p)] for key, p in entries.items() if p is not None})
-                yield self.root
-            finally:
-                for entries, before in held:
-                    entries.clear()
-                    entries.update(before)
+        held = [(m._parameters, dict(m._parameters)) for m in self.root.modules()]
+        made: dict[int, nn.Parameter] = {}
+        for name, parameter in self.root.named_parameters(remove_duplicate=False):
+            if id(parameter) not in made:
+                made[id(parameter)] = nn.Parameter(values[name], requires_grad=parameter.requires_grad)
+        try:
+            for entries, _ in held:
+                entries.update({key: made[id(p)] for key, p in entries.items() if p is not None})
+            yield self.root
+        finally:
+            for entries, before in held:
+                entries.clear()
+                entries.update(before)
 
     def refresh(self) -> None:
         """Look at the parameters again. Another DTensor of the same layout takes the place of the old one, other dtypes
@@ -225,9 +187,6 @@ class Tree:
         now = dict(self.root.named_parameters(remove_duplicate=False))
         left = []
         for spec in self._specs:
-            if spec.name not in self._own:  # it lives on other ranks
-                left.append(spec)
-                continue
             found = {name: now.pop(name) for name in (spec.name, *spec.aliases) if name in now}
             if not found:
                 del self._own[spec.name]
@@ -241,29 +200,6 @@ class Tree:
         self._specs = tuple(left)
         self._check_ties()
         self._remember()
-
-    def flags(self) -> dict[str, tuple[bool, str]]:
-        """Of the parameters that this rank holds: whether they want a gradient, and their dtypes."""
-        return {n: (p.requires_grad, str(p.dtype)) for n, p in self.own.items()}
-
-    def flags_elsewhere(self) -> tuple[tuple[bool, str], ...]:
-        """Of those that only other ranks hold, as far as they told."""
-        return tuple((p.requires_grad, str(p.dtype)) for p in self._meta.values())
-
-    def take(self, flags: Mapping[str, tuple[bool, str]]) -> None:
-        """What all ranks told of theirs; what none has is gone."""
-        self._meta = {name: p for name, p in self._meta.items() if name in flags}
-        for name, parameter in self._meta.items():
-            wants, dtype = flags[name]
-            parameter.data = parameter.data.to(getattr(torch, dtype.removeprefix("torch.")))
-            parameter.requires_grad_(wants)
-        self._specs = tuple(
-            dataclasses.replace(s, dtype=m.dtype, requires_grad=m.requires_grad)
-            if (m := self._meta.get(s.name)) is not None
-            else s
-            for s in self._specs
-            if s.name in flags
-        )
 
     def _check_ties(self) -> None:
         names: dict[int, str] = {}

@@ -7,7 +7,7 @@
 
 So the update is that of one process, bit for bit, and no more than one matrix is whole at a time. (On DTensors as such
 Muon's products round in another order, in bfloat16, and Adafactor stops.) States of other shapes, such as Adafactor's
-rows and columns, are whole on every rank.
+rows and columns, are whole on every rank of the pipeline stage that holds the parameter; other stages have none.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from autopar.adapters.dtensor import local_of
 from autopar.runtime.host_states import HostStates
 from autopar.runtime.piece_steps import own_step
-from autopar.runtime.sharded_tensor import shards_of
+from autopar.runtime.sharded_tensor import ShardedTensor, is_here, shards_of
 from autopar.runtime.state_pieces import laid_out, write_piece
 
 # By the name of the class, whichever library it is of: what they do with a matrix is no function of its elements alone.
@@ -50,7 +50,9 @@ def step_each(optimizer: Optimizer, is_ours: Callable[[Tensor], bool], hosts: Ho
         for group in groups:
             before = {name: value for name, value in group.items() if name != "params"}
             for p in group["params"]:
-                if is_ours(p) and p.grad is not None:
+                if is_ours(p) and p.grad is not None and not is_here(p):
+                    local_of(p).zero_()  # nothing, which counts as written on all stages
+                elif is_ours(p) and p.grad is not None:
                     only = {**before, "params": [_whole(p, p)]}
                     optimizer.param_groups = [only]
                     if hosts is not None:
@@ -84,6 +86,8 @@ def _is_like(x: Any, p: Tensor) -> bool:
 
 def _whole(p: nn.Parameter, x: Any) -> nn.Parameter:
     """A value laid out as a parameter as a plain tensor, which shares its storage where it is whole here."""
-    if isinstance(x, DTensor):
+    if isinstance(x, ShardedTensor):
+        x = x.on_stage()
+    elif isinstance(x, DTensor):
         x = x.full_tensor() if shards_of(x) else local_of(x)
     return nn.Parameter(x.detach(), requires_grad=p.requires_grad)

@@ -90,12 +90,12 @@ def on_whole(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def _source(x: ShardedTensor) -> Source | None:
     """What a view of it, or of its whole, is written back to."""
-    return Source.gathered(x) if x.cuts else x.source
+    return Source.gathered(x) if x.is_apart else x.source
 
 
 def _whole(x: Tensor, source: Source | None) -> Tensor:
     if isinstance(x, ShardedTensor):
-        return source.whole if source is not None and x.cuts else x.fresh()
+        return source.whole if source is not None and x.is_apart else x.fresh()
     return whole_tensor(x) if isinstance(x, DTensor) else x
 
 

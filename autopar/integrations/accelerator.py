@@ -166,11 +166,6 @@ class Accelerator(accelerate.Accelerator):
         for model in self._models:
             if set(map(id, given)) == set(map(id, model.parameters())):
                 return model.clip_grad_norm_(max_norm, norm_type)
-        if mesh_of(self.mesh).size("pp") > 1:
-            raise ValueError(
-                "clip_grad_norm_: on a mesh with pp a rank has the parameters of its own stages only, found some of "
-                "them; clip all, with model.parameters()"
-            )
         found: Tensor = super().clip_grad_norm_(given, max_norm, norm_type)
         return found
 
