@@ -56,8 +56,9 @@ class ParallelModule(ModelOnMesh):
     ``train_step(**batch)``: forward and backward of all micro-batches; returns the loss of the whole batch.
     ``model(**batch)``: the model's own output structure, a part of autograd's graph. Scalars are plain tensors; other
     outputs are DTensors over the mesh, as they are cut, which compute as the whole tensors that they stand for:
-    ``float(out.logits.mean())`` is that of the whole batch. So do parameters and gradients. What reduces or gathers
-    pieces is collective: all ranks of the mesh call it, even where only one prints the number.
+    ``float(out.logits.mean())`` is that of the whole batch. So do parameters and gradients, those of other pipeline
+    stages included, which every rank has. What reduces or gathers pieces is collective: all ranks of the mesh call it,
+    even where only one prints the number.
     ``eval_step(**batch)``: the same with all modules in eval mode, without gradients.
 
     Its submodules are copies of the model's own: modes, attributes and ``requires_grad`` of parameters may be changed

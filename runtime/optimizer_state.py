@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autopar.adapters.dtensor import local_of
+from autopar.runtime.dtensor_layout import is_apart
 from autopar.runtime.host_states import HostStates
-from autopar.runtime.sharded_tensor import ShardedTensor, is_apart
+from autopar.runtime.sharded_tensor import ShardedTensor
 from autopar.runtime.state import is_alike
 from autopar.runtime.state_pieces import laid_out
 from autopar.runtime.value_tree import decoded, encoded, names_with_values

@@ -33,9 +33,9 @@ from autopar.adapters.tags import tags_of
 from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import nested_piece
 from autopar.runtime.buckets import BATCH_NORMS
+from autopar.runtime.dtensor_layout import is_here
 from autopar.runtime.groups import Groups
 from autopar.runtime.old_optimizers import version_after_step
-from autopar.runtime.sharded_tensor import is_here
 from autopar.runtime.tree import Tree
 
 OFTEN, EVERY = 64, 16  # steps: the same ones on all ranks

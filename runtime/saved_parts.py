@@ -23,10 +23,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autopar.runtime.contents import words_of
+from autopar.runtime.dtensor_layout import is_here, shards_of
 from autopar.runtime.optimizer_state import class_of, names_by_group, options_of, states_of
 from autopar.runtime.pending import is_pending
 from autopar.runtime.saved_tensors import ToSave
-from autopar.runtime.sharded_tensor import is_here, shards_of
 from autopar.runtime.state import local_tensor
 from autopar.runtime.stateful import Held
 from autopar.runtime.value_tree import encoded

@@ -24,9 +24,10 @@ from autopar.adapters.dtensor import local_of, reform
 from autopar.adapters.operators import OpOverload, changes_form, writes_to
 from autopar.ops.traits import PERMUTED, is_elementwise, is_random, is_view
 from autopar.runtime.boxes import Cuts
+from autopar.runtime.dtensor_layout import reduction_groups
 from autopar.runtime.pieces import piece_of
 from autopar.runtime.sharded_reductions import foreach_norm, reduce_over, reduced
-from autopar.runtime.sharded_tensor import ShardedTensor, reduction_groups, whole_tensor, written
+from autopar.runtime.sharded_tensor import ShardedTensor, whole_tensor, written
 from autopar.runtime.whole_ops import leaves, mapped, on_whole
 
 aten = torch.ops.aten

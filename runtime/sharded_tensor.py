@@ -21,61 +21,22 @@ from __future__ import annotations
 
 import copy
 import functools
-import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Shard as TorchShard
 
-from autopar.adapters.autograd import version_of
 from autopar.adapters.dtensor import LayoutRecord, layout_record, local_of, made_as, put_local, record_of, storage_of
 from autopar.adapters.foreach import take_part
 from autopar.adapters.keys import Same
-from autopar.ir.placement import Shard
-from autopar.runtime.boxes import Box, Cuts, boxes, cuts_of
+from autopar.runtime.boxes import Box, Cuts, boxes
 from autopar.runtime.pieces import STAGES, Holders, from_holder, gather, piece_of, shape_of_piece
-
-
-@dataclass(eq=False)
-class Source:
-    """The piece that a view is of which does not lie in a piece alone: the view is one of ``whole``, which was gathered
-    when the piece was at version ``seen``; ``stale``: an operator on pieces has written to it since."""
-
-    of: ShardedTensor
-    whole: Tensor
-    seen: int
-    stale: bool = False
-
-    @classmethod
-    def gathered(cls, x: ShardedTensor) -> Source:
-        """Collective."""
-        of = x.same()  # the piece as it lies now: `.data` of x may be set
-        found = cls(of, of.whole(), _version(of))
-        _live.add(found)
-        return found
-
-    def refresh(self) -> None:
-        """Gather again if the piece was written to. Collective then."""
-        if self.stale or _version(self.of) != self.seen:
-            self.whole.copy_(self.of.whole())
-            self.seen, self.stale = _version(self.of), False
-
-    def write(self) -> None:
-        """What the whole now holds, into the piece."""
-        local_of(self.of).copy_(piece_of(self.whole, self.of.device_mesh, self.of.cuts, self.of.holders))
-        _make_stale(self.of)
-        self.seen, self.stale = _version(self.of), False
-
-
-_live: weakref.WeakSet[Source] = weakref.WeakSet()
+from autopar.runtime.view_sources import Source, make_stale
 
 
 def written(x: Any) -> None:
@@ -84,25 +45,8 @@ def written(x: Any) -> None:
     if isinstance(x, ShardedTensor):
         if x.source is not None:
             x.source.write()
-        elif _live:
-            _make_stale(x)
-
-
-def _make_stale(x: ShardedTensor) -> None:
-    place = storage_of(local_of(x))
-    for source in _live:
-        source.stale |= storage_of(local_of(source.of)) == place
-
-
-def all_written() -> None:
-    """Pieces of any tensors may have been written to, on some ranks."""
-    for source in _live:
-        source.stale = True
-
-
-def _version(x: ShardedTensor) -> int:
-    local = local_of(x) if x.piece is None else x.piece
-    return 0 if local.is_inference() else version_of(local)
+        else:
+            make_stale(x)
 
 
 @functools.lru_cache(1024)
@@ -262,8 +206,8 @@ class ShardedTensor(DTensor):
         return out
 
     def data_ptr(self) -> int:
-        """Of this rank's piece."""
-        return local_of(self).data_ptr()
+        """Of this rank's piece; of one without elements a number that no other tensor has."""
+        return local_of(self).data_ptr() if self.is_here else storage_of(local_of(self))
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Of this rank's piece."""
@@ -431,30 +375,3 @@ def _name(x: ShardedTensor) -> str:
 def _layout(x: ShardedTensor) -> str:
     stages = [f"{STAGES}: {' and '.join(map(str, x.holders.stages))} alone"] if x.holders is not None else []
     return ", ".join([*stages, *(f"{axis}: {shard}" for axis, shard in x.cuts)])
-
-
-def is_here(x: Tensor) -> bool:
-    """Whether this rank's pipeline stage holds a tensor."""
-    return not isinstance(x, ShardedTensor) or x.is_here
-
-
-def is_apart(x: DTensor) -> bool:
-    """Whether some rank does not hold all of it."""
-    return x.is_apart if isinstance(x, ShardedTensor) else bool(shards_of(x))
-
-
-def shards_of(x: DTensor) -> Cuts:
-    """The shards of a DTensor, in cut order (inner axes first)."""
-    if isinstance(x, ShardedTensor):
-        return x.cuts
-    named = zip(x.device_mesh.mesh_dim_names or (), x.placements, strict=True)
-    cut = {axis: Shard(p.dim) for axis, p in named if isinstance(p, TorchShard)}
-    return cuts_of(cut, {axis: x.device_mesh.get_group(axis).size() for axis in cut})
-
-
-def reduction_groups(x: DTensor) -> Sequence[dist.ProcessGroup]:
-    """The groups over which the pieces of a DTensor differ."""
-    if isinstance(x, ShardedTensor):
-        stages = [STAGES] if x.holders is not None else []
-        return [x.device_mesh.get_group(axis) for axis in (*stages, *(axis for axis, _ in x.cuts))]
-    return [x.device_mesh.get_group(i) for i, p in enumerate(x.placements) if p.is_shard()]

@@ -98,7 +98,7 @@ def make_parameters(
             whole = of_first_rank(whole, spec.shape, spec.dtype, groups)
         holders = holders_of(spec, groups)
         if holders is not None and not holders.here:
-            local = torch.empty(0, dtype=spec.dtype, device=groups.device)
+            local = torch.empty(1, dtype=spec.dtype, device=groups.device)[:0]  # storages tell tied weights
         elif whole is None:
             local = torch.empty(spec.local_shape(groups.mesh), dtype=spec.dtype, device=groups.device)
         else:

@@ -23,6 +23,7 @@ from autopar.ir.parameter import ParameterSpec
 from autopar.plan import Plan
 from autopar.runtime import own_states, state
 from autopar.runtime.agreement import Claim, agree_on_arguments, agree_on_pieces
+from autopar.runtime.dtensor_layout import is_here
 from autopar.runtime.face import overrides
 from autopar.runtime.failures import reporting
 from autopar.runtime.groups import Groups
@@ -33,10 +34,10 @@ from autopar.runtime.safetensors_files import Files
 from autopar.runtime.safetensors_io import Recipes, checked_pretrained, save_pretrained, saved_steps
 from autopar.runtime.save_habits import check_habits
 from autopar.runtime.scaler import GradScaler
-from autopar.runtime.sharded_tensor import all_written, is_here
 from autopar.runtime.step_cache import StepCache
 from autopar.runtime.together import together
 from autopar.runtime.tree import Tree
+from autopar.runtime.view_sources import all_written
 from autopar.values import a_path, yes_or_no
 
 

@@ -29,7 +29,7 @@ from autopar.adapters.module_calls import allow_calls, refuse_calls
 from autopar.adapters.module_reads import allow_reads, refuse_reads
 from autopar.adapters.tags import free_tags, keep_tags
 from autopar.ir.parameter import ParameterSpec
-from autopar.runtime.sharded_tensor import is_here
+from autopar.runtime.dtensor_layout import is_here
 from autopar.runtime.state import is_alike
 
 

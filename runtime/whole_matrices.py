@@ -21,9 +21,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autopar.adapters.dtensor import local_of
+from autopar.runtime.dtensor_layout import is_here, shards_of
 from autopar.runtime.host_states import HostStates
 from autopar.runtime.piece_steps import own_step
-from autopar.runtime.sharded_tensor import ShardedTensor, is_here, shards_of
+from autopar.runtime.sharded_tensor import ShardedTensor
 from autopar.runtime.state_pieces import laid_out, write_piece
 
 # By the name of the class, whichever library it is of: what they do with a matrix is no function of its elements alone.

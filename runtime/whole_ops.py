@@ -23,7 +23,8 @@ from autopar.adapters.operators import OpOverload, writes_to
 from autopar.ops.traits import is_random, is_view
 from autopar.runtime.failures import explained
 from autopar.runtime.scalar_tensor import ScalarTensor
-from autopar.runtime.sharded_tensor import ShardedTensor, Source, whole_tensor
+from autopar.runtime.sharded_tensor import ShardedTensor, whole_tensor
+from autopar.runtime.view_sources import Source
 
 
 def leaves(value: Any) -> list[Any]:

@@ -1,4 +1,5 @@
-"""The lines of `tests.habit_numbers` on real ranks, where parameters are cut: by tp, in blocks of unlike rows, by zero.
+"""The lines of `tests.habit_numbers` on real ranks, where parameters are cut: by tp, in blocks of unlike rows, by zero;
+and where pipeline stages hold some of them each.
 
 Numbers are compared as they are read; parameters, gradients and a further loss as wholes, behind the line.
 """
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
+from autopar.runtime.dtensor_layout import is_here
 from tests.habit_numbers import LINES, rounded
 from tests.ranks import refusal, run_ranks
 
@@ -58,7 +60,8 @@ def outcome(model: Any, batch: dict[str, Tensor], start: dict[str, Tensor], what
     with torch.no_grad():
         for p in model.parameters():
             p.sub_(p.grad, alpha=LR)
-    return [found, {n: x.clone() for n, x in gradients.items()}, state, float(model(**batch)["loss"].detach())]
+    further = model.train_step(**batch) if on_mesh and not phases else model(**batch)["loss"].detach()
+    return [found, {n: x.clone() for n, x in gradients.items()}, state, float(further)]
 
 
 def unlike(a: Any, b: Any) -> bool:
@@ -80,7 +83,9 @@ def wrong_lines(sizes: dict[str, int], zero: int, phases: bool) -> list[str]:
     mine = {k: v.chunk(parts)[part] for k, v in batch.items()}
     parallel = autopar.parallelize(plain()[0], mesh, example_batch=mine, zero=zero, exact=True)
     cuts = [p.cuts for p in parallel.parameters()]  # type: ignore[attr-defined]
-    assert any(cuts) and any(s.blocks for cut in cuts for _, s in cut) == ("tp" in sizes), cuts
+    assert any(cuts) == (len({*sizes} - {"pp"}) > 0)
+    assert any(s.blocks for cut in cuts for _, s in cut) == ("tp" in sizes), cuts
+    assert len({is_here(p) for p in parallel.parameters()}) == sizes.get("pp", 1)
     wrong = []
     for what in LINES:
         expected = outcome(model, batch, start, what, phases)
@@ -102,9 +107,12 @@ def wrong_lines(sizes: dict[str, int], zero: int, phases: bool) -> list[str]:
         ({"tp": 2}, 0, False),
         ({"dp": 2}, 3, False),
         ({"dp": 2}, 1, True),
+        ({"pp": 2}, 0, False),
+        pytest.param({"pp": 2, "tp": 2}, 0, False, marks=pytest.mark.full),
+        pytest.param({"pp": 2, "dp": 2}, 3, False, marks=pytest.mark.full),
         pytest.param({"dp": 2, "tp": 2}, 3, True, marks=pytest.mark.full),
     ],
-    ids=["tp", "zero 3", "zero 1", "both"],
+    ids=["tp", "zero 3", "zero 1", "stages", "stages and tp", "stages and zero 3", "both"],
 )
 def test_lines_are_as_in_torch_where_parameters_are_cut(sizes: dict[str, int], zero: int, phases: bool) -> None:
     for found in run_ranks(torch.Size(sizes.values()).numel(), wrong_lines, sizes, zero, phases):

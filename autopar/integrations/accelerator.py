@@ -282,14 +282,13 @@ class _ScheduleOnMesh(AcceleratedScheduler):
                     self.scheduler.step(*args, **kwargs)
 
 
-def _moved(parallel: ParallelModule, names: Mapping[str, int]) -> dict[int, nn.Parameter | None]:
-    """By id of the parameter that was: the one on the mesh, or None for one that only other stages have."""
-    own = dict(parallel.named_parameters(remove_duplicate=False))
-    held: dict[int, nn.Parameter | None] = dict.fromkeys(names.values())
-    return held | {names[name]: p for name, p in own.items() if name in names}
+def _moved(parallel: ParallelModule, names: Mapping[str, int]) -> dict[int, nn.Parameter]:
+    """By id of the parameter that was: the one on the mesh."""
+    own = parallel.named_parameters(remove_duplicate=False)
+    return {names[name]: p for name, p in own if name in names}
 
 
-def _take_parameters(optimizer: Optimizer, moved: Mapping[int, nn.Parameter | None]) -> None:
+def _take_parameters(optimizer: Optimizer, moved: Mapping[int, nn.Parameter]) -> None:
     """An optimizer of the parameters before gets those on the mesh. Raises ValueError for one that has made steps."""
     ids = [id(p) for group in optimizer.param_groups for p in group["params"]]
     if not any(i in moved for i in ids):
@@ -300,5 +299,4 @@ def _take_parameters(optimizer: Optimizer, moved: Mapping[int, nn.Parameter | No
             "prepare it before the first step"
         )
     for group in optimizer.param_groups:
-        new = [moved.get(id(p), p) for p in group["params"]]
-        group["params"] = [p for p in new if p is not None]
+        group["params"] = [moved.get(id(p), p) for p in group["params"]]

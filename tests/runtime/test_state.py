@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autopar.adapters.hooks import Observers
 from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import INVARIANT, Placement, Shard
+from autopar.runtime.dtensor_layout import is_here
 from autopar.runtime.groups import Groups, init_mesh
 from autopar.runtime.scalar_tensor import ScalarTensor
 from autopar.runtime.sharded_tensor import ShardedTensor
@@ -30,6 +31,8 @@ from autopar.runtime.state import (
     local_piece,
     local_tensor,
     make_parameter,
+    make_parameters,
+    no_elements,
     set_gradients,
     wrap,
 )
@@ -210,16 +213,18 @@ def test_whole_state_both_ways() -> None:
 
 def staged() -> None:
     groups = Groups(init_mesh(pp=2, tp=2))
-    stage, specs = groups.coordinate["pp"], [replace(s, ranks=(i % 2,)) for i, s in enumerate(make_specs())]
-    values = wholes(0)
-    params = {
-        s.name: make_parameter(local_piece(values[s.name], s, groups), s, groups) for s in specs if stage in s.ranks
-    }
+    specs = [replace(s, ranks=(i % 2,)) for i, s in enumerate(make_specs())]
+    values: Any = wholes(0)
+    params = make_parameters(specs, values, groups)
+    held = [name for name, p in params.items() if is_here(p)]
+    assert held == [s.name for s in specs if groups.coordinate["pp"] in s.ranks]
     state = full_state_dict(params, specs, groups)
     torch.testing.assert_close(state, values, rtol=0, atol=0)
     for spec in specs:
-        if spec.name in params and spec.name != "row":
-            set_gradients([(params[spec.name], local_piece(wholes(7)[spec.name], spec, groups))], Observers())
+        p = params[spec.name]
+        if spec.name != "row":
+            local = local_piece(wholes(7)[spec.name], spec, groups) if is_here(p) else no_elements(p)
+            set_gradients([(p, local)], Observers())
     found = full_gradients(params, specs, groups)
     assert found.keys() == values.keys() - {"row"}
     torch.testing.assert_close(found["qkv"], wholes(7)["qkv"], rtol=0, atol=0)

@@ -1,0 +1,42 @@
+"""How any DTensor lies on its mesh: a ShardedTensor, or one of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Shard as TorchShard
+
+from autopar.ir.placement import Shard
+from autopar.runtime.boxes import Cuts, cuts_of
+from autopar.runtime.pieces import STAGES
+from autopar.runtime.sharded_tensor import ShardedTensor
+
+
+def is_here(x: Tensor) -> bool:
+    """Whether this rank's pipeline stage holds a tensor."""
+    return not isinstance(x, ShardedTensor) or x.is_here
+
+
+def is_apart(x: DTensor) -> bool:
+    """Whether some rank does not hold all of it."""
+    return x.is_apart if isinstance(x, ShardedTensor) else bool(shards_of(x))
+
+
+def shards_of(x: DTensor) -> Cuts:
+    """The shards of a DTensor, in cut order (inner axes first)."""
+    if isinstance(x, ShardedTensor):
+        return x.cuts
+    named = zip(x.device_mesh.mesh_dim_names or (), x.placements, strict=True)
+    cut = {axis: Shard(p.dim) for axis, p in named if isinstance(p, TorchShard)}
+    return cuts_of(cut, {axis: x.device_mesh.get_group(axis).size() for axis in cut})
+
+
+def reduction_groups(x: DTensor) -> Sequence[dist.ProcessGroup]:
+    """The groups over which the pieces of a DTensor differ."""
+    if isinstance(x, ShardedTensor):
+        stages = [STAGES] if x.holders is not None else []
+        return [x.device_mesh.get_group(axis) for axis in (*stages, *(axis for axis, _ in x.cuts))]
+    return [x.device_mesh.get_group(i) for i, p in enumerate(x.placements) if p.is_shard()]
