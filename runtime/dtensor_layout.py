@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -11,13 +12,20 @@ from torch.distributed.tensor.placement_types import Shard as TorchShard
 
 from autopar.ir.placement import Shard
 from autopar.runtime.boxes import Cuts, cuts_of
-from autopar.runtime.pieces import STAGES
+from autopar.runtime.pieces import STAGES, from_holder
 from autopar.runtime.sharded_tensor import ShardedTensor
 
 
 def is_here(x: Tensor) -> bool:
     """Whether this rank's pipeline stage holds a tensor."""
     return not isinstance(x, ShardedTensor) or x.is_here
+
+
+def told_by_holder(x: Tensor, said: bool) -> bool:
+    """What is said of a tensor by the pipeline stage that holds it. Collective over stages, where not all hold it."""
+    if not isinstance(x, ShardedTensor) or x.holders is None:
+        return said
+    return bool(from_holder(torch.tensor(said, device=x.device), x.device_mesh, x.holders, ()))
 
 
 def is_apart(x: DTensor) -> bool:

@@ -33,7 +33,7 @@ from autopar.adapters.tags import tags_of
 from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import nested_piece
 from autopar.runtime.buckets import BATCH_NORMS
-from autopar.runtime.dtensor_layout import is_here
+from autopar.runtime.dtensor_layout import is_here, told_by_holder
 from autopar.runtime.groups import Groups
 from autopar.runtime.old_optimizers import version_after_step
 from autopar.runtime.tree import Tree
@@ -311,7 +311,7 @@ class Original:
             return
         spec = next((s for s in self._tree.specs if name in (s.name, *s.aliases)), None)
         if spec is not None:
-            if is_here(twin) and not self._is_piece(x, twin, spec):
+            if not told_by_holder(twin, not is_here(twin) or self._is_piece(x, twin, spec)):
                 self._refuse(f"values of {name} were written", name)
             return
         path = name.rpartition(".")[0]

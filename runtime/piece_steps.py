@@ -4,6 +4,8 @@
 
         pieces of all parameters  ->  one step of torch's own  ->  states, laid out as their parameters
 
+Parameters that other pipeline stages hold have no elements here: once they have states, only the counts of these go on.
+
 The numbers are those of a step on DTensors. But no operator is dispatched for each of them by torch's DTensor, and
 kernels run that it does not know: fused SGD and Adagrad, Rprop's indexing.
 """
@@ -21,8 +23,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autopar.adapters.dtensor import local_of
+from autopar.adapters.foreach import add_one
+from autopar.runtime.dtensor_layout import is_here
+from autopar.runtime.sharded_tensor import ShardedTensor
 from autopar.runtime.state import is_alike
 from autopar.runtime.state_pieces import laid_out
+from autopar.runtime.view_sources import all_written
 
 _ELEMENTWISE = {  # of torch.optim, by where `step` is defined
     "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
@@ -55,7 +61,9 @@ def on_pieces(optimizer: Optimizer, is_ours: Callable[[Tensor], bool]) -> Iterat
     """Within, groups and states are of pieces of our parameters. What a step makes of options stays."""
     groups, states = optimizer.param_groups, optimizer.state
     found = [(p, p.grad) for group in groups for p in group["params"] if is_ours(p)]
-    pieces = {p: _piece(p, gradient) for p, gradient in found if gradient is not None}
+    elsewhere = [p for p, gradient in found if gradient is not None and not is_here(p)]
+    counted = {p for p in elsewhere if _only_counts(optimizer, states.get(p, {}))}
+    pieces = {p: _piece(p, gradient) for p, gradient in found if gradient is not None and p not in counted}
     ours = list(pieces)
     made: defaultdict[Tensor, Any] = defaultdict(dict)
     for p in (p for p in ours if p in states):
@@ -64,12 +72,22 @@ def on_pieces(optimizer: Optimizer, is_ours: Callable[[Tensor], bool]) -> Iterat
     optimizer.state = made
     try:
         yield
+        add_one([states[p]["step"] for p in counted if "step" in states[p]])
     finally:
         for group, stepped in zip(groups, optimizer.param_groups, strict=True):
             group.update({name: value for name, value in stepped.items() if name != "params"})
         optimizer.param_groups, optimizer.state = groups, states
         for p in (p for p in ours if pieces[p] in made):
             states[p].update(_laid_out(p, made[pieces[p]], states[p]))
+        if any(isinstance(p, ShardedTensor) and p.holders is not None for p, _ in found):  # the same on all stages
+            all_written()
+
+
+def _only_counts(optimizer: Optimizer, state: Mapping[str, Any]) -> bool:
+    """Whether a step of a parameter without elements adds one to its count of steps, and no more. (A scaler may tell
+    the step itself that a gradient is not finite.)"""
+    scaled = getattr(optimizer, "found_inf", None) is not None
+    return bool(state) and not scaled and not (_COUNTS - {"step"}) & state.keys()
 
 
 def _piece(p: nn.Parameter, gradient: Tensor) -> nn.Parameter:

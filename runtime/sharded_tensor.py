@@ -253,9 +253,11 @@ class ShardedTensor(DTensor):
             return out
         return self.fresh()
 
-    def redistribute(self, *_: Any, **__: Any) -> DTensor:
+    def redistribute(self, device_mesh: Any = None, placements: Any = None, **_: Any) -> DTensor:
         if not self.is_apart:  # torch asks for the whole
             return self
+        if placements and all(p.is_replicate() for p in placements) and not torch.is_grad_enabled():
+            return ShardedTensor.make(self.whole(), self.device_mesh, (), self.shape)
         raise ValueError(f"{_name(self)}: cannot be redistributed; take full_tensor() and distribute that")
 
     # --- distributed checkpoint: one chunk per run of consecutive positions ----------------------------

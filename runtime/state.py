@@ -53,7 +53,7 @@ def of_first_rank(mine: Tensor | None, shape: Iterable[int], dtype: torch.dtype,
     return out
 
 
-def holders_of(spec: ParameterSpec, groups: Groups) -> Holders | None:
+def stages_with(spec: ParameterSpec, groups: Groups) -> Holders | None:
     """The pipeline stages that hold a parameter; None where all do."""
     if len(spec.ranks) >= groups.mesh.size(STAGES):
         return None
@@ -73,7 +73,7 @@ def wrap(local: Tensor, spec: ParameterSpec, groups: Groups, holders: Holders | 
 
 def make_parameter(local: Tensor, spec: ParameterSpec, groups: Groups) -> nn.Parameter:
     """A parameter that optimizers and checkpoints see whole, over this rank's piece (same storage)."""
-    laid = wrap(local, spec, groups, holders_of(spec, groups))
+    laid = wrap(local, spec, groups, stages_with(spec, groups))
     parameter = nn.Parameter(laid, requires_grad=spec.requires_grad)
     parameter.share_memory_ = _not_shared  # type: ignore[method-assign] # torch's own crashes the interpreter
     return parameter
@@ -96,7 +96,7 @@ def make_parameters(
         whole = values.get(spec.name)
         if sync:
             whole = of_first_rank(whole, spec.shape, spec.dtype, groups)
-        holders = holders_of(spec, groups)
+        holders = stages_with(spec, groups)
         if holders is not None and not holders.here:
             local = torch.empty(1, dtype=spec.dtype, device=groups.device)[:0]  # storages tell tied weights
         elif whole is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import Tensor
 
@@ -17,22 +17,19 @@ from autopar.adapters.autograd import version_of
 from autopar.adapters.dtensor import local_of, storage_of
 from autopar.runtime.pieces import piece_of
 
-if TYPE_CHECKING:
-    from autopar.runtime.sharded_tensor import ShardedTensor
-
 
 @dataclass(eq=False)
 class Source:
     """The piece that a view is of which does not lie in a piece alone: the view is one of ``whole``, which was gathered
     when the piece was at version ``seen``; ``stale``: an operator on pieces has written to it since."""
 
-    of: ShardedTensor
+    of: Any  # a ShardedTensor
     whole: Tensor
     seen: int
     stale: bool = False
 
     @classmethod
-    def gathered(cls, x: ShardedTensor) -> Source:
+    def gathered(cls, x: Any) -> Source:
         """Collective."""
         of = x.same()  # the piece as it lies now: `.data` of x may be set
         whole = of.whole()
@@ -58,7 +55,7 @@ class Source:
 _live: weakref.WeakSet[Source] = weakref.WeakSet()
 
 
-def make_stale(x: ShardedTensor) -> None:
+def make_stale(x: Any) -> None:
     """The piece of a tensor was written to."""
     if not _live:
         return
@@ -73,6 +70,6 @@ def all_written() -> None:
         source.stale = True
 
 
-def _version(x: ShardedTensor) -> int:
+def _version(x: Any) -> int:
     local = local_of(x) if x.piece is None else x.piece
     return 0 if local.is_inference() else version_of(local)

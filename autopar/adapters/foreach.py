@@ -24,6 +24,12 @@ def add_all(sums: Sequence[Tensor], addends: Sequence[Tensor]) -> None:
     torch._foreach_add_(list(sums), list(addends))
 
 
+def add_one(counts: Sequence[Tensor]) -> None:
+    """counts[i] += 1, in place."""
+    if counts:
+        torch._foreach_add_(list(counts), 1)
+
+
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """targets[i] = sources[i], in place."""
     for members in _by_dtype(sources).values():
