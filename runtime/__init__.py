@@ -7,6 +7,7 @@ pausing, cells                                           and take turns
 module, tree, module_watch, note_watch, step_cache, step_facts, agreement      the user's module, and its steps
 batches, batch_watch, last_words, inputs, arguments, contents, feed, results, ambient      what users pass and get
 state, stateful, sharded_tensor, sharded_ops, layout, checkpoint_folder, clipping      weights
+dtensor_layout, view_sources, pieces, boxes              and how they lie
 safetensors_io, safetensors_files, windows               files of weights, in and out
 saving, in_flight, loading, together, saved_parts, optimizer_state, value_tree, pending      a run, saved and going on
 saved_tensors, staging, run_folder                       the files of that

@@ -73,6 +73,8 @@ def on_pieces(optimizer: Optimizer, is_ours: Callable[[Tensor], bool]) -> Iterat
     try:
         yield
         add_one([states[p]["step"] for p in counted if "step" in states[p]])
+        for p in counted:
+            _local(p).zero_()  # nothing, which counts as written on all stages
     finally:
         for group, stepped in zip(groups, optimizer.param_groups, strict=True):
             group.update({name: value for name, value in stepped.items() if name != "params"})

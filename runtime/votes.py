@@ -3,8 +3,8 @@
     as_expected(groups, call)        whether this rank goes on with a call that all expect (`call_order`)
     hold(groups, claims)             whether all claims hold, the same answer on all ranks
 
-Along pp ranks hold different parameters: what one of them is told (a parameter that is frozen) others cannot see. So
-they say each other, with one number, whether their next call is the expected one. That goes over a group of its own: a
+Along pp ranks run different graphs, and one that was told something else than the others (a parameter that is frozen)
+would leave them waiting. So they say each other, with one number, whether their next call is the expected one. That goes over a group of its own: a
 rank that makes another call must not be taken at its word for something else.
 """
 

@@ -131,7 +131,7 @@ def _copied(
 
 def _put_back(model: nn.Module, made: nn.Module, tensors: Mapping[int, Tensor]) -> None:
     """A module may say itself how it is copied, and then its copy has tensors of its own: the wanted ones go there.
-    (Those that are not wanted are copies, such as parameters that only other ranks hold.)
+    (Those that are not wanted are copies.)
 
     Raises ValueError where the copy is the original, or has other names.
     """
