@@ -234,13 +234,18 @@ class _Target:
                 cuts.append((axis, replace(shard, dim=shard.dim - ahead)))
             elif size != 1 or (shard.dim >= ahead and not isinstance(x, DTensor) and not (ahead and x.numel() == 1)):
                 raise _unlike(self.func, self.shape, x)
-        mesh, holders = self.model.device_mesh, self.model.holders
-        alike = isinstance(x, ShardedTensor) and x.cuts == tuple(cuts) and x.holders == holders
-        if alike and (not cuts or x.device_mesh == mesh):
+        if isinstance(x, ShardedTensor) and self._has_pieces(x, tuple(cuts)):
             piece = x.fresh()
             return piece if x.is_here or x.dim() or not self.shape else piece.new_zeros(())  # for torch's dtypes
         x = whole_tensor(x) if isinstance(x, DTensor) else x
-        return piece_of(x, mesh, tuple(cuts), holders) if x.dim() or not self.shape else x
+        if self.shape and not x.dim():
+            return x
+        return piece_of(x, self.model.device_mesh, tuple(cuts), self.model.holders)
+
+    def _has_pieces(self, x: ShardedTensor, cuts: Cuts) -> bool:
+        """Whether those of an operand, which should lie so, are what goes into the operator."""
+        model = self.model
+        return x.cuts == cuts and x.holders == model.holders and (not cuts or x.device_mesh == model.device_mesh)
 
     def made(self, local: Any) -> Any:
         """A result, of this rank's piece of it."""

@@ -4,8 +4,8 @@
     hold(groups, claims)             whether all claims hold, the same answer on all ranks
 
 Along pp ranks run different graphs, and one that was told something else than the others (a parameter that is frozen)
-would leave them waiting. So they say each other, with one number, whether their next call is the expected one. That goes over a group of its own: a
-rank that makes another call must not be taken at its word for something else.
+would leave them waiting. So they say each other, with one number, whether their next call is the expected one. That
+goes over a group of its own: a rank that makes another call must not be taken at its word for something else.
 """
 
 from __future__ import annotations
