@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from autopar.adapters.dtensor import storage_of
+from autopar.adapters.dtensor import as_plain, storage_of
 from autopar.adapters.fake import geometry_of
 from autopar.adapters.forward_reads import HOOKS, NOT_PERSISTENT, ForwardReads
 from autopar.adapters.hooks import hooks_of_all, hooks_so_far
@@ -87,7 +87,8 @@ class ModuleWatch:
 
     def _facts_now(self) -> list[Any]:
         parameters = [p for p in chain.from_iterable(map(dict.values, self._owners)) if p is not None]
-        return [list(map(fact, parameters)) for fact in _FACTS]
+        with as_plain():
+            return [list(map(fact, parameters)) for fact in _FACTS]
 
     def _buffers_now(self) -> list[Any]:
         found = list(chain.from_iterable(map(dict.items, self._buffers)))

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard as TorchShard
 
 from autopar.adapters.autograd import version_of
-from autopar.adapters.dtensor import LayoutRecord, layout_record, local_of, made_as, put_local, record_of
+from autopar.adapters.dtensor import LayoutRecord, as_plain, layout_record, local_of, made_as, put_local, record_of
 from autopar.adapters.foreach import take_part
 from autopar.adapters.keys import Same
 from autopar.ir.placement import Shard
@@ -125,7 +125,8 @@ class ShardedTensor(DTensor):
     @staticmethod
     def make(local: Tensor, mesh: DeviceMesh, cuts: Cuts, shape: torch.Size) -> ShardedTensor:
         """From this rank's piece. Not collective. No gradient flows through it."""
-        out = made_as(ShardedTensor, local, _record(Same(mesh), cuts, shape, local.stride(), local.dtype))
+        record = _record(Same(mesh), cuts, shape, local.stride(), local.dtype)
+        out: ShardedTensor = made_as(ShardedTensor, local, record)
         out.cuts = cuts
         return out
 
@@ -138,7 +139,7 @@ class ShardedTensor(DTensor):
 
     def alike(self, local: Tensor) -> ShardedTensor:
         """`like`, for a piece of the same dtype and strides."""
-        out = made_as(ShardedTensor, local, record_of(self))
+        out: ShardedTensor = made_as(ShardedTensor, local, record_of(self))
         out.cuts = self.cuts
         return out
 
@@ -175,8 +176,10 @@ class ShardedTensor(DTensor):
     # --- what torch keeps beside the values -----------------------------------------------------------
 
     def _gradient(self) -> Tensor | None:
-        found: Tensor | None = _get_grad(self)
-        if found is None or self.lies_as(found):
+        found: Any = _get_grad(self)
+        if found is None or (type(found) is ShardedTensor and record_of(found) is record_of(self)):  # as most do
+            return found
+        if self.lies_as(found):
             return found
         self.grad = found  # autograd's own, of an operator on whole tensors
         return self._gradient()
@@ -317,6 +320,12 @@ class ShardedTensor(DTensor):
 
 
 take_part(ShardedTensor)
+
+
+def have_gradients(tensors: Sequence[Tensor]) -> list[bool]:
+    """Whether ``.grad`` of each is set, however that lies."""
+    with as_plain():
+        return [_get_grad(x) is not None for x in tensors]
 
 
 class _FromLocal(torch.autograd.Function):

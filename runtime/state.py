@@ -30,7 +30,7 @@ from autopar.ir.placement import nested_piece
 from autopar.runtime import sharded_ops as sharded_ops  # what a ShardedTensor does with operators
 from autopar.runtime.boxes import cuts_of
 from autopar.runtime.groups import Groups
-from autopar.runtime.sharded_tensor import ShardedTensor, from_local, whole_tensor
+from autopar.runtime.sharded_tensor import ShardedTensor, from_local, have_gradients, whole_tensor
 from autopar.values import whole_number
 
 
@@ -135,15 +135,15 @@ def set_gradients(found: Sequence[tuple[nn.Parameter, Tensor]], observers: Obser
     sums: list[Tensor] = []
     addends: list[Tensor] = []
     fresh: list[tuple[nn.Parameter, Tensor]] = []
-    for parameter, local in plain:
-        gradient = parameter.grad
-        if gradient is None:
-            fresh.append((parameter, local))
-        else:
-            sums.append(local_tensor(gradient))
+    for (parameter, local), old in zip(plain, have_gradients([p for p, _ in plain]), strict=True):
+        if old:
+            sums.append(local_of(parameter.grad))  # type: ignore[arg-type]
             addends.append(local)
+        else:
+            fresh.append((parameter, local))
     if sums:
-        add_all(sums, addends)
+        with torch.no_grad():
+            add_all(sums, addends)
     for parameter, local in fresh:
         parameter.give_gradient(local)  # type: ignore[attr-defined]
     if len(plain) < len(found):
