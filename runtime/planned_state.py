@@ -10,11 +10,12 @@ from autopar.runtime.tree import Tree
 
 
 class PlannedState:
-    """``PlannedState(tree).holds()``: whether a capture would see the same modules as when this was made."""
+    """``PlannedState(tree).holds()``: whether a capture would see the same modules as when this was made, which
+    ``watch`` then goes on to tell."""
 
     def __init__(self, tree: Tree) -> None:
-        self._tree, self._watch, self._flags = tree, ModuleWatch(tree.root), tree.flags_elsewhere()
+        self._tree, self.watch, self._flags = tree, ModuleWatch(tree.root), tree.flags_elsewhere()
 
     def holds(self) -> bool:
         """Whether nothing is known to differ."""
-        return self._tree.flags_elsewhere() == self._flags and self._watch.holds()
+        return self._tree.flags_elsewhere() == self._flags and self.watch.holds()

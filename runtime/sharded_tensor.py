@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard as TorchShard
 
 from autopar.adapters.autograd import version_of
-from autopar.adapters.dtensor import LayoutRecord, as_plain, layout_record, local_of, made_as, put_local, record_of
+from autopar.adapters.dtensor import LayoutRecord, layout_record, local_of, made_as, put_local, record_of
 from autopar.adapters.foreach import take_part
 from autopar.adapters.keys import Same
 from autopar.ir.placement import Shard
@@ -77,8 +77,7 @@ _live: weakref.WeakSet[Source] = weakref.WeakSet()
 
 
 def written(x: Any) -> None:
-    """An operator has written to the local tensor: what follows from that elsewhere. (Within a dispatch torch counts no
-    versions.)"""
+    """An operator has written to the local tensor: what follows elsewhere. (Torch counts no versions in a dispatch.)"""
     if isinstance(x, ShardedTensor):
         if x.source is not None:
             x.source.write()
@@ -176,10 +175,8 @@ class ShardedTensor(DTensor):
     # --- what torch keeps beside the values -----------------------------------------------------------
 
     def _gradient(self) -> Tensor | None:
-        found: Any = _get_grad(self)
-        if found is None or (type(found) is ShardedTensor and record_of(found) is record_of(self)):  # as most do
-            return found
-        if self.lies_as(found):
+        found: Tensor | None = _get_grad(self)
+        if found is None or self.lies_as(found):
             return found
         self.grad = found  # autograd's own, of an operator on whole tensors
         return self._gradient()
@@ -320,12 +317,6 @@ class ShardedTensor(DTensor):
 
 
 take_part(ShardedTensor)
-
-
-def have_gradients(tensors: Sequence[Tensor]) -> list[bool]:
-    """Whether ``.grad`` of each is set, however that lies."""
-    with as_plain():
-        return [_get_grad(x) is not None for x in tensors]
 
 
 class _FromLocal(torch.autograd.Function):

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.adapters.autograd import version_of
-from autopar.adapters.dtensor import local_of
+from autopar.adapters.dtensor import have_gradients, local_of
 from autopar.adapters.foreach import add_all
 from autopar.adapters.hooks import Observers, accumulate_gradient
 from autopar.adapters.state_dict import EXTRA, IncompatibleKeys, add_note, noted, with_notes_of
@@ -30,7 +30,7 @@ from autopar.ir.placement import nested_piece
 from autopar.runtime import sharded_ops as sharded_ops  # what a ShardedTensor does with operators
 from autopar.runtime.boxes import cuts_of
 from autopar.runtime.groups import Groups
-from autopar.runtime.sharded_tensor import ShardedTensor, from_local, have_gradients, whole_tensor
+from autopar.runtime.sharded_tensor import ShardedTensor, from_local, whole_tensor
 from autopar.values import whole_number
 
 

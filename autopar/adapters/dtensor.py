@@ -19,6 +19,7 @@ from torch.utils._mode_utils import no_dispatch
 __all__ = [
     "LayoutRecord",
     "as_plain",
+    "have_gradients",
     "layout_record",
     "local_of",
     "made_as",
@@ -56,6 +57,13 @@ local_of: Callable[[DTensor], Tensor] = operator.attrgetter("_local_tensor")
 
 # a DTensor of a subclass over a local tensor, of a record, without a check
 made_as: Callable[[Any, Tensor, LayoutRecord], Any] = functools.partial(DTensor.__new__, requires_grad=False)
+
+
+def have_gradients(tensors: Sequence[Tensor]) -> list[bool]:
+    """Whether ``.grad`` of each is set, however that lies."""
+    of: Any = Tensor.grad  # the descriptor
+    with as_plain():
+        return [x is not None for x in map(of.__get__, tensors)]
 
 
 def put_local(x: DTensor, local: Tensor) -> None:

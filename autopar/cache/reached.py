@@ -99,6 +99,8 @@ class Reached(ReachedValues):
 
     def _is_users(self, value: object) -> bool:
         """Whether it is a function or a class of the user's."""
+        if isinstance(value, type) and value.__module__ == "builtins":  # as most that are asked for
+            return False
         return isinstance(value, (types.FunctionType, type)) and self._owner(value) == USER
 
     def _class(self, cls: type) -> None:
