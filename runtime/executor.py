@@ -132,6 +132,9 @@ class Executor:
             pipeline, self.order, groups.coordinate.get(AXIS, 0), self._bind, self.feed, self.channels, groups.device,
             compiled.prologue, self._exchange.results, compiled.plan.options.precision, self._exchange.totals,
         )  # fmt: skip
+        whole = {name: self.feed.taken_whole(name) for _, name, _ in self.program.loads}
+        self._whole_loads = [(slot, whole[name]) for slot, name, _ in self.program.loads if whole[name]]
+        self._made_loads = [load for load in self.program.loads if not whole[load[1]]]
         entries = self.program.entries
         kinds = [entry.action.kind if entry.action is not None else "" for entry in entries]
         first = next((i for i, kind in enumerate(kinds) if kind in BACKWARD), len(entries))
@@ -256,8 +259,10 @@ class Executor:
         """In the dtypes of their parameters, whatever they were summed in."""
         found = {}
         for name, i in self.program.gradients.items():
-            if slots[i] is not None:
-                found[name] = slots[i] = slots[i].to(self._stored.get(name, slots[i].dtype))
+            x = slots[i]
+            if x is not None:
+                dtype = self._stored.get(name)
+                found[name] = slots[i] = x if dtype in (None, x.dtype) else x.to(dtype)
         return found
 
     def _kept(self, slots: list[Any]) -> dict[str, Any]:
@@ -295,7 +300,9 @@ class Executor:
         slots: list[Any] = [None] * self.program.size
         for slot, constant in self.program.constants.items():
             slots[slot] = constant
-        for slot, name, micro_batch in self.program.loads:
+        for slot, name in self._whole_loads:
+            slots[slot] = values[name]
+        for slot, name, micro_batch in self._made_loads:
             slots[slot] = self.feed.value(name, values, micro_batch)
         self.channels.clear()
         return slots

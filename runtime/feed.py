@@ -45,6 +45,13 @@ class Feed:
         """How micro-batches cut an input."""
         return self._inputs.get(name, {}).get("mb")
 
+    def taken_whole(self, name: str) -> str:
+        """The name under which a placeholder's value is among ``values``; "" for one that is made of them, or may be
+        of none."""
+        spec = self.specs.get(name)
+        made = spec is None or spec.kind in ("total", "micro_batch") or isinstance(self._cut(spec.name), Shard)
+        return "" if made or spec is None else spec.name
+
     def value(self, name: str, values: Mapping[str, Tensor], micro_batch: int) -> Any:
         """``values`` holds state by original name, inputs by path, and what the step made by node."""
         if name.startswith(SCALE):

@@ -2,7 +2,7 @@
 
 A step is compiled from the modules as they are: their modes, attributes, hooks, the code of their classes, and which
 parameters want a gradient; and from what their forwards read elsewhere, such as a global variable of their file. A
-`ModuleWatch` remembers all of it and compares at each step, mostly by identity and within C: about 1 us per module.
+`ModuleWatch` remembers all of it and compares at each step, mostly by identity and within C: about 0.5 us per module.
 Which parameters these are is for `tree.Tree` to see: a step takes any of the same layout.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from autopar.adapters.dtensor import storage_of
+from autopar.adapters.dtensor import as_plain, storage_of
 from autopar.adapters.fake import geometry_of
 from autopar.adapters.forward_reads import HOOKS, NOT_PERSISTENT, ForwardReads
 from autopar.adapters.hooks import hooks_of_all, hooks_so_far
@@ -87,7 +87,8 @@ class ModuleWatch:
 
     def _facts_now(self) -> list[Any]:
         parameters = [p for p in chain.from_iterable(map(dict.values, self._owners)) if p is not None]
-        return [list(map(fact, parameters)) for fact in _FACTS]
+        with as_plain():
+            return [list(map(fact, parameters)) for fact in _FACTS]
 
     def _buffers_now(self) -> list[Any]:
         found = list(chain.from_iterable(map(dict.items, self._buffers)))

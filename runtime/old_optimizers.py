@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -43,7 +44,7 @@ def version_after_step(parameter: Tensor) -> int:
 def _note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
         for p in group["params"]:
-            if p in _PLACED and p.grad is not None:
+            if not isinstance(p, DTensor) and p in _PLACED and p.grad is not None:  # no piece is among them
                 _PLACED[p] = version_of(p)
 
 

@@ -10,11 +10,12 @@ from autopar.runtime.tree import Tree
 
 
 class PlannedState:
-    """``PlannedState(tree).holds()``: whether a capture would see the same modules as when this was made."""
+    """``PlannedState(tree).holds()``: whether a capture would see the same modules as when this was made, which
+    ``watch`` then goes on to tell."""
 
     def __init__(self, tree: Tree) -> None:
-        self._watch = ModuleWatch(tree.root)
+        self.watch = ModuleWatch(tree.root)
 
     def holds(self) -> bool:
         """Whether nothing is known to differ."""
-        return self._watch.holds()
+        return self.watch.holds()

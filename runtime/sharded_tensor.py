@@ -40,8 +40,7 @@ from autopar.runtime.view_sources import Source, make_stale
 
 
 def written(x: Any) -> None:
-    """An operator has written to the local tensor: what follows from that elsewhere. (Within a dispatch torch counts no
-    versions.)"""
+    """An operator has written to the local tensor: what follows elsewhere. (Torch counts no versions in a dispatch.)"""
     if isinstance(x, ShardedTensor):
         if x.source is not None:
             x.source.write()
@@ -85,7 +84,8 @@ class ShardedTensor(DTensor):
         local: Tensor, mesh: DeviceMesh, cuts: Cuts, shape: torch.Size, holders: Holders | None = None
     ) -> ShardedTensor:
         """From this rank's piece. Not collective. No gradient flows through it."""
-        out = made_as(ShardedTensor, local, _record(Same(mesh), cuts, shape, local.stride(), local.dtype, holders))
+        record = _record(Same(mesh), cuts, shape, local.stride(), local.dtype, holders)
+        out: ShardedTensor = made_as(ShardedTensor, local, record)
         out.cuts = cuts
         if holders is not None:
             out.holders = holders
@@ -110,7 +110,7 @@ class ShardedTensor(DTensor):
 
     def alike(self, local: Tensor) -> ShardedTensor:
         """`like`, for a piece of the same dtype and strides."""
-        out = made_as(ShardedTensor, local, record_of(self))
+        out: ShardedTensor = made_as(ShardedTensor, local, record_of(self))
         out.cuts = self.cuts
         if self.holders is not None:
             out.holders = self.holders

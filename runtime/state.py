@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.adapters.autograd import version_of
-from autopar.adapters.dtensor import local_of
+from autopar.adapters.dtensor import have_gradients, local_of
 from autopar.adapters.foreach import add_all
 from autopar.adapters.hooks import Observers, accumulate_gradient
 from autopar.adapters.state_dict import EXTRA, IncompatibleKeys, add_note, noted, with_notes_of
@@ -143,15 +143,15 @@ def set_gradients(found: Sequence[tuple[nn.Parameter, Tensor]], observers: Obser
     sums: list[Tensor] = []
     addends: list[Tensor] = []
     fresh: list[tuple[nn.Parameter, Tensor]] = []
-    for parameter, local in plain:
-        gradient = parameter.grad
-        if gradient is None:
-            fresh.append((parameter, local))
-        else:
-            sums.append(local_tensor(gradient))
+    for (parameter, local), old in zip(plain, have_gradients([p for p, _ in plain]), strict=True):
+        if old:
+            sums.append(local_of(parameter.grad))  # type: ignore[arg-type]
             addends.append(local)
+        else:
+            fresh.append((parameter, local))
     if sums:
-        add_all(sums, addends)
+        with torch.no_grad():
+            add_all(sums, addends)
     for parameter, local in fresh:
         parameter.give_gradient(local)  # type: ignore[attr-defined]
     if len(plain) < len(found):

@@ -78,14 +78,16 @@ class StepBuffers:
             slots[i] = apart.copy(slots[i])
         return {name: apart.copy(values[name]) for name in self._again}
 
-    @torch.no_grad()
     def store(self, tree: Tree, made: list[Any], differentiated: bool) -> None:
         """The buffers of the modules are as the forward left them. ``made``: the outputs of the step; those that lie in
         the memory of a buffer are put there. ``differentiated``: the forward made a graph of autograd."""
         if self._unkept:
             tree.leave_out(self._unkept)
-        if not self.written and not self.bound:
-            return
+        if self.written or self.bound:
+            self._store(tree, made, differentiated)
+
+    @torch.no_grad()
+    def _store(self, tree: Tree, made: list[Any], differentiated: bool) -> None:
         before = tree.buffers()
         values = {i: made[i].clone() if i in self._copied else made[i] for i in (*self.written, *self._places.values())}
         copy_all([before[name] for name in self.written.values()], [values[i] for i in self.written])

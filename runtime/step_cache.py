@@ -193,13 +193,14 @@ class StepCache:
 
     def _compiled(self, kind: Kind, batch: dict[str, Any], surroundings: Surroundings) -> _CachedStep:
         self._tree.refresh()
-        watch, structure = ModuleWatch(self._tree.root, modes=kind.train), self._tree.structure()
+        planned, self._planned = self._planned, None
+        unchanged = kind.train and planned is not None and planned.holds()
+        watch = planned.watch if planned is not None and unchanged else ModuleWatch(self._tree.root, modes=kind.train)
+        structure = self._tree.structure()
         if not kind.train:
             structure.eval()
         fixed = self.plan.of_parameters({spec.name for spec in self._tree.specs})
         how = {**kind._asdict(), "fixed": fixed, "autocast": surroundings.autocast}
-        unchanged = kind.train and self._planned is not None and self._planned.holds()
-        self._planned = None
         with torch.inference_mode(False), torch.enable_grad():  # a backward may be what asks for this step
             compiled = self._compiler(structure, batch, unchanged=unchanged, **how)
         same = Claim(

@@ -140,7 +140,7 @@ class Tree:
 
     def _ids_now(self) -> list[Any]:
         parameters = [p for p in itertools.chain.from_iterable(map(dict.values, self._owners)) if p is not None]
-        return [*map(id, parameters), *map(storage_of, parameters)]
+        return [*map(id, parameters), *map(id, map(local_of, parameters))]  # type: ignore[arg-type]
 
     def structure(self) -> nn.Module:
         """A copy with everything as it is now, parameters (whole) and buffers on the meta device."""

@@ -115,6 +115,52 @@ def test_a_change_is_seen_and_named(x: Any, change: Callable[[Any], Any]) -> Non
     assert str(guards.changed()[0]).startswith("CFG") and str(guards.changed()[0]).endswith(" of a.py")
 
 
+class Held:
+    """An object with attributes."""
+
+    gain: Any = 1.0
+
+    def __init__(self) -> None:
+        self.factor: Any = 1.0
+
+
+def _put_attribute(x: Any, value: Any) -> None:
+    x.factor = value  # one instruction for all calls, which Python specializes
+
+
+@pytest.mark.parametrize("write", [_put_attribute, lambda x, v: vars(x).update(factor=v), object.__setattr__])
+def test_every_write_to_an_attribute_is_seen(write: Callable[..., Any]) -> None:
+    held, watch = Held(), ReadGuards()
+    put = functools.partial(write, held, "factor") if write is object.__setattr__ else functools.partial(write, held)
+    for number in range(20):
+        put(float(number))
+    watch.attributes(vars(held), ["factor"], Where("held", "here"))
+    watch.done()
+    for number in range(100, 120):
+        put(float(number))
+        assert not watch.holds()
+    put(19.0)
+    assert watch.holds()
+
+
+def test_writes_to_classes_and_files_are_seen_and_writes_beside_are_none() -> None:
+    kind, names = type("Kind", (Held,), {"gain": 1.0}), {"gain": 1.0, "loss": 0}
+    watch = ReadGuards()
+    watch.attributes(vars(kind), ["gain"], Where("Kind", "here"), new={"bias"})
+    watch.attributes(names, ["gain"], Where("", "here"), new={"bias"})
+    watch.done()
+    for put in (functools.partial(setattr, kind), names.__setitem__):
+        for value in range(20):
+            put("loss", value)
+            assert watch.holds()
+            put("gain", True)
+            assert not watch.holds()
+            put("gain", 1.0)
+            assert watch.holds()
+    names["bias"] = names.pop("loss")  # as many names as before
+    assert not watch.holds()
+
+
 def test_what_is_equal_holds() -> None:
     held = types.SimpleNamespace(number=1000.5, text="ab", nothing=float("nan"), pair=(1.5, "ab"), item=numpy.int64(3))
     guards = guarded(held)

@@ -14,7 +14,7 @@ from typing import Any
 
 _IMPORTS = dis.opmap["IMPORT_NAME"]
 _ENVIRONMENT = {"environ", "getenv", "environb"}
-_GIVES_ENVIRONMENT = (os.environ, os.environb, os.getenv, os.getenvb)
+_GIVES_ENVIRONMENT = frozenset(map(id, (os.environ, os.environb, os.getenv, os.getenvb)))
 _GLOBALS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
 _known_names: dict[types.CodeType, CodeNames] = {}
 _known_globals: dict[types.CodeType, frozenset[str]] = {}
@@ -91,7 +91,7 @@ def environment_read(
 ) -> dict[str, str | None] | None:
     """The environment's variables that code may read, those that it names; None where it makes up names. ``values``:
     what stands under names that it reads, for those of the environment that go by other names."""
-    if _ENVIRONMENT.isdisjoint(names) and not any(x is given for x in values for given in _GIVES_ENVIRONMENT):
+    if _ENVIRONMENT.isdisjoint(names) and _GIVES_ENVIRONMENT.isdisjoint(map(id, values)):
         return {}
     known = sorted({*texts, *names} - _ENVIRONMENT)
     if not any(re.fullmatch("[A-Z][A-Z0-9_]*", text) for text in known):

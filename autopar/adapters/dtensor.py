@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeVar
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +18,8 @@ from torch.utils._mode_utils import no_dispatch
 
 __all__ = [
     "LayoutRecord",
+    "as_plain",
+    "have_gradients",
     "layout_record",
     "local_of",
     "made_as",
@@ -26,8 +30,8 @@ __all__ = [
     "storage_of",
 ]
 
-D = TypeVar("D", bound=DTensor)
 no_torch_function = torch._C._disabled_torch_function_impl  # of a subclass whose results are plain tensors
+as_plain = torch._C.DisableTorchFunctionSubclass  # within: reading an attribute of a subclass takes half as long
 
 
 def layout_record(
@@ -45,20 +49,21 @@ def layout_record(
     return LayoutRecord(mesh, placements, tensor_meta=TensorMeta(shape, strides, dtype))
 
 
-def record_of(x: DTensor) -> LayoutRecord:
-    """Mesh, placements, shape and strides of a DTensor."""
-    return x._spec
+# mesh, placements, shape and strides of a DTensor
+record_of: Callable[[DTensor], LayoutRecord] = operator.attrgetter("_spec")
+
+# the local tensor itself, without a view and without autograd
+local_of: Callable[[DTensor], Tensor] = operator.attrgetter("_local_tensor")
+
+# a DTensor of a subclass over a local tensor, of a record, without a check
+made_as: Callable[[Any, Tensor, LayoutRecord], Any] = functools.partial(DTensor.__new__, requires_grad=False)
 
 
-def local_of(x: DTensor) -> Tensor:
-    """The local tensor itself, without a view and without autograd."""
-    return x._local_tensor
-
-
-def made_as(kind: type[D], local: Tensor, record: LayoutRecord) -> D:
-    """A DTensor of a subclass over ``local``, without a check."""
-    out: D = DTensor.__new__(kind, local, record, requires_grad=False)  # type: ignore[assignment]
-    return out
+def have_gradients(tensors: Sequence[Tensor]) -> list[bool]:
+    """Whether ``.grad`` of each is set, however that lies."""
+    of: Any = Tensor.grad  # the descriptor
+    with as_plain():
+        return [x is not None for x in map(of.__get__, tensors)]
 
 
 def put_local(x: DTensor, local: Tensor) -> None:

@@ -2,7 +2,9 @@
 
     watch.attributes(vars(config), ["gain"], where)       each value that the forward may read is a guard
     watch.container([1.0, 2.0], where)
-    watch.holds()                                          about 40 ns per guard
+    watch.holds()                                          about 40 ns per dict, and per other guard
+
+CPython counts the writes to a dict: what is in one is looked at only where it was written to.
 
 What is another object now is compared by content: a number by type and bits, a container by its entries (1 is not True,
 0.0 is not -0.0). An object of which nothing is known is equal to itself alone.
@@ -11,7 +13,9 @@ What is another object now is compared by content: a number by type and bits, a 
 from __future__ import annotations
 
 import contextlib
+import gc
 import operator
+import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence, Set, ValuesView
 from dataclasses import dataclass
@@ -21,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import dict_version
 
 from autopar.adapters.autograd import version_of
 from autopar.adapters.dtensor import storage_of
@@ -53,7 +58,7 @@ class Where(NamedTuple):
 class _Guarded:
     """Values that are read together. ``read``: of the holder, in one order; ``names``: of each, where they have some;
     ``keys``: of a holder that may grow, those that it had; ``new``: which others matter (None: all); ``equal``: values
-    without an identity, such as bytes."""
+    without an identity, such as bytes; ``within``: the dict that all of it is in."""
 
     read: Callable[[Any], Iterable[Any]]
     holder: Any
@@ -63,6 +68,13 @@ class _Guarded:
     keys: frozenset[Any] | None = None
     new: Set[str] | None = frozenset()
     equal: bool = False
+    within: dict[Any, Any] | None = None
+    writes: int = 0  # to it, when ``then`` was noted
+
+    def note(self) -> None:
+        """What is there now counts."""
+        self.writes = dict_version(self.within) if self.within is not None else 0
+        self.then = list(self.read(self.holder))
 
     def word(self, i: int) -> Where:
         if self.names is None:
@@ -91,7 +103,8 @@ class ReadGuards:
         if names or new is None or new:
             read = operator.itemgetter(*names, names[0]) if names else _nothing
             keys = frozenset(holder) if new is None or new else None
-            self._add(_Guarded(read, holder, [], where, [*names, *names[:1]], keys, new))
+            within = gc.get_referents(holder)[0] if isinstance(holder, types.MappingProxyType) else holder
+            self._add(_Guarded(read, holder, [], where, [*names, *names[:1]], keys, new, within=within))
 
     def slots(self, holder: Any, names: Sequence[str], where: Where) -> None:
         """Attributes that are in no dict."""
@@ -101,8 +114,10 @@ class ReadGuards:
         """The entries of a list, dict, set or deque, in their order."""
         if isinstance(x, dict):
             keys, values = views_of(x)
-            self._add(_Guarded(iter, keys, [], where))
-            self._contents[id(x)] = self._add(_Guarded(iter, values, [], where, list(map(_Key, keys))))
+            within = None if isinstance(x, OrderedDict) else x  # another order is no write
+            self._add(_Guarded(iter, keys, [], where, within=within))
+            names = list(map(_Key, keys))
+            self._contents[id(x)] = self._add(_Guarded(iter, values, [], where, names, within=within))
         else:
             self._contents[id(x)] = self._add(_Guarded(iter, x, [], where))
 
@@ -121,23 +136,23 @@ class ReadGuards:
             self._tensors_at.append(where)
 
     def _add(self, place: _Guarded) -> _Guarded:
-        place.then = list(place.read(place.holder))
+        place.note()
         self._places.append(place)
         return place
 
     def done(self) -> None:
         """All is added: from now on it is compared."""
-        exact = [p for p in self._places if not p.equal]
-        entries = [p for p in exact if p.read is iter]
-        self._entries = [p.holder for p in entries]
-        read = [p for p in exact if p.read is not iter and not _by_identity(p.then)]
+        self._in_dicts = [p for p in self._places if p.within is not None]
+        self._dicts = [p.within for p in self._places if p.within is not None]
+        self._writes = [p.writes for p in self._in_dicts]
+        left = [p for p in self._places if p.within is None]
+        entries, equal = [p for p in left if p.read is iter], [p for p in left if p.equal]
+        read = [p for p in left if p.read is not iter and not p.equal]
+        self._entries, self._sizes = [p.holder for p in entries], [len(p.then) for p in entries]
         self._getters, self._holders = [p.read for p in read], [p.holder for p in read]
         self._then = list(chain.from_iterable(p.then for p in (*entries, *read)))
-        others = [p for p in self._places if p.equal or (p.read is not iter and _by_identity(p.then))]
-        self._other_getters, self._other_holders = [p.read for p in others], [p.holder for p in others]
-        self._others = [tuple(p.then) for p in others]
-        self._sized = [*self._entries, *(p.holder for p in self._places if p.keys is not None)]
-        self._sizes = list(map(len, self._sized))
+        self._equal_getters, self._equal_holders = [p.read for p in equal], [p.holder for p in equal]
+        self._equal = [tuple(p.then) for p in equal]
         self._versions = self._versions_now()
 
     def _versions_now(self) -> list[Any]:
@@ -164,8 +179,9 @@ class ReadGuards:
         if self._tensors and self._versions_now() != self._versions:
             return False
         if (
-            list(map(len, self._sized)) == self._sizes
-            and list(map(operator.call, self._other_getters, self._other_holders)) == self._others
+            self._same_dicts()
+            and list(map(len, self._entries)) == self._sizes
+            and list(map(operator.call, self._equal_getters, self._equal_holders)) == self._equal
             and all(
                 map(
                     operator.is_,
@@ -180,13 +196,24 @@ class ReadGuards:
             return True
         return self._holds_by_content()
 
+    def _same_dicts(self) -> bool:
+        """Whether the dicts that somebody has written to have what they had where it is read."""
+        now = list(map(dict_version, self._dicts))
+        if now == self._writes:
+            return True
+        for place, version, then in zip(self._in_dicts, now, self._writes):
+            if version != then and (not _is_same(place.read(place.holder), place.then) or self._grown(place)):
+                return False
+        self._writes = now
+        return True
+
     def _holds_by_content(self) -> bool:
         """As `holds`; what is equal and another object is taken for the one that was there."""
         self.replaced = False
         if not all(map(self._is_alike, self._places)):
             return False
         for place in self._places:
-            place.then = list(place.read(place.holder))
+            place.note()
             place.keys = None if place.keys is None else frozenset(place.holder)
         self.done()
         return True
@@ -197,7 +224,7 @@ class ReadGuards:
 
     def _grown(self, place: _Guarded) -> set[Any]:
         """Names that are new in a holder and may be read."""
-        if place.keys is None or len(place.holder) == len(place.keys):
+        if place.keys is None:
             return set()
         new = {*place.holder} - place.keys
         return new if place.new is None else new & place.new
@@ -302,13 +329,10 @@ def _nothing(_: Any) -> tuple[()]:
     return ()
 
 
-_SAFE: tuple[type, ...] = (str, type(None))
-_EQUALITY = operator.attrgetter("__eq__")
-
-
-def _by_identity(values: Iterable[Any]) -> bool:
-    """Whether == of these values asks for identity, or compares texts."""
-    return all(isinstance(x, (*_SAFE, type)) or _EQUALITY(type(x)) is _EQUALITY(object) for x in values)
+def _is_same(now: Iterable[Any], then: Sequence[Any]) -> bool:
+    """Whether these are the very objects."""
+    now = list(now)
+    return len(now) == len(then) and all(map(operator.is_, now, then))
 
 
 CONTAINERS = (list, dict, set, deque)

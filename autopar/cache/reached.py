@@ -99,10 +99,12 @@ class Reached(ReachedValues):
 
     def _is_users(self, value: object) -> bool:
         """Whether it is a function or a class of the user's."""
+        if isinstance(value, type) and value.__module__ == "builtins":  # as most that are asked for
+            return False
         return isinstance(value, (types.FunctionType, type)) and self._owner(value) == USER
 
     def _class(self, cls: type) -> None:
-        owner = self._owner(cls)
+        owner, of_torch = self._owner(cls), cls.__module__.partition(".")[0] == "torch"
         self._say("class", owner, cls.__module__, cls.__qualname__, len(cls.__mro__))
         if type(cls) is not type:
             self._walk(type(cls))
@@ -122,7 +124,7 @@ class Reached(ReachedValues):
                 self._walk(value)
             elif owner == LIBRARY and name not in _SKIPPED and type(value) in _PLAIN:
                 self._say(name, _plain(value))
-            elif cls.__module__.partition(".")[0] == "torch" and name not in _SKIPPED:  # people put things there
+            elif of_torch and name not in _SKIPPED:  # people put things there
                 self._say(name, _plain(value))
                 self._walk(value) if self._is_users(type(value)) else None
 
