@@ -232,6 +232,19 @@ class ShardedTensor(DTensor):
         memo[id(self)] = out
         return out
 
+    def __copy__(self) -> ShardedTensor:
+        """Another tensor over the same piece."""
+        out: ShardedTensor = self.detach().requires_grad_(self.requires_grad)  # type: ignore[assignment]
+        vars(out).update({name: x for name, x in vars(self).items() if name == "_is_param"})
+        return out
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As the whole tensor, so that ``torch.save`` writes what plain torch reads. Collective where it is cut."""
+        plain = whole_tensor(self)
+        if isinstance(self, nn.Parameter):
+            return nn.Parameter(plain, self.requires_grad).__reduce_ex__(protocol)
+        return plain.requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+
     def data_ptr(self) -> int:
         """Of this rank's piece."""
         return local_of(self).data_ptr()
