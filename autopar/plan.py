@@ -128,7 +128,7 @@ class Plan:
     cuts, and what stands in the way; FLOPs once a batch is compiled.
     ``checkpoints``: once a batch is compiled, the layers whose backward makes something again. ``loss_chunks``: in how
     many chunks losses are computed; 0 until a batch is compiled. ``loss_gradients``: what makes the gradients of these
-    chunks, the "forward" or, with their logits once more, the "backward".
+    chunks, the "forward" or, with their logits once more, the "backward". ``draws``: whether a step draws random numbers.
     """
 
     mesh: Mesh
@@ -148,6 +148,7 @@ class Plan:
     checkpoints: tuple[LayerCheckpoint, ...] = ()
     loss_chunks: int = 0
     loss_gradients: str = ""
+    draws: bool = False
 
     def parameter(self, name: str, axis: str) -> ParameterPlan:
         return self.parameters.get(name, {}).get(axis, ParameterPlan())
@@ -286,6 +287,7 @@ class Plan:
                 "checkpoints": [dataclasses.asdict(layer) for layer in self.checkpoints],
                 "loss_chunks": self.loss_chunks,
                 "loss_gradients": self.loss_gradients,
+                "draws": self.draws,
                 "shares": [dataclasses.asdict(share) for share in self.shares],
                 "pipeline": dataclasses.asdict(self.pipeline) if self.pipeline is not None else None,
             },
@@ -310,7 +312,8 @@ def _renamed(value: Any) -> Any:
         return value
     if "slices" in value and "weight_pieces" not in value:
         value = {"weight_pieces" if name == "slices" else name: v for name, v in value.items()}
-    return {"experts": {}, "shares": [], "checkpoints": [], "loss_chunks": 0, "loss_gradients": "", **value}
+    added = {"experts": {}, "shares": [], "checkpoints": [], "loss_chunks": 0, "loss_gradients": "", "draws": False}
+    return added | value
 
 
 def _placement(value: Any, at: str) -> Placement:

@@ -218,12 +218,17 @@ class _Target:
             size = x.shape[shard.dim - ahead] if shard.dim >= ahead else 1
             if size == self.shape[shard.dim]:
                 cuts.append((axis, replace(shard, dim=shard.dim - ahead)))
-            elif size != 1 or (shard.dim >= ahead and not isinstance(x, DTensor) and not (ahead and x.numel() == 1)):
+            elif size != 1 or (shard.dim >= ahead and not isinstance(x, DTensor) and self._is_row(shard.dim, x, ahead)):
                 raise _unlike(self.func, self.shape, x)
         mesh = self.model.device_mesh
         if isinstance(x, ShardedTensor) and x.cuts == tuple(cuts) and (not cuts or x.device_mesh == mesh):
             return x.fresh()
         return piece_of(whole_tensor(x) if isinstance(x, DTensor) else x, mesh, tuple(cuts))
+
+    def _is_row(self, dim: int, x: Tensor, ahead: int) -> bool:
+        """Whether one row of a plain tensor may be this rank's: where a piece has one."""
+        row = local_of(self.model).shape[dim - len(self.shape) + self.model.dim()] == 1
+        return row and not (ahead and x.numel() == 1)
 
     def made(self, local: Any) -> Any:
         """A result, of this rank's piece of it."""

@@ -222,6 +222,11 @@ class ShardedTensor(DTensor):
             found.flags.writeable = False
         return found
 
+    def __dlpack__(self, **how: Any) -> Any:
+        """Of the whole tensor. Collective where it is cut."""
+        plain = whole_tensor(self)
+        return plain.requires_grad_(self.requires_grad).__dlpack__(**how)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
         if not self.is_leaf:
             raise RuntimeError("only tensors that the user made can be deep copied; copy x.detach()")
