@@ -128,7 +128,7 @@ class Plan:
     cuts, and what stands in the way; FLOPs once a batch is compiled.
     ``checkpoints``: once a batch is compiled, the layers whose backward makes something again. ``loss_chunks``: in how
     many chunks losses are computed; 0 until a batch is compiled. ``loss_gradients``: what makes the gradients of these
-    chunks, the "forward" or, with their logits once more, the "backward". ``draws``: whether a step draws random numbers.
+    chunks, the "forward" or, with their logits once more, the "backward". ``draws``: whether steps draw random numbers.
     """
 
     mesh: Mesh

@@ -53,9 +53,8 @@ def outcome(habit: Habit, place: Place | None, way: str) -> tuple[list[float], A
 
     if place:
         model = autopar.parallelize(model, place.mesh, example_batch=part(batch()), zero=place.zero)
-    run = Run(
-        model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), part, on_mesh=bool(place), phases=way == PHASES
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    run = Run(model, optimizer, part, on_mesh=bool(place), phases=way == PHASES)
     run.train_step(0)
     if habit.when == "between":
         returned = habit.do(model)
