@@ -130,9 +130,9 @@ def in_turns() -> dict[int, list[Habit]]:
     return {1: once + WHOLE[LOOP][::2], 2: WHOLE[LOOP][1::2]}
 
 
-def wrong_habits(place: Place, times: tuple[str, ...] | None = None) -> list[str]:
-    """Those of some times, or those that are in turn on as many ranks, that are not as their line says."""
-    habits = WHOLE[times] if times else in_turns()[place.ranks]
+def wrong_habits(place: Place, which: tuple[str, ...] | str = "") -> list[str]:
+    """Those of some times, of a section, or in turn on as many ranks, that are not as their line says."""
+    habits = WHOLE[which] if isinstance(which, tuple) else SECTIONS[which] if which else in_turns()[place.ranks]
     with compiled_once(), bound_once(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = [(h, way, differences(h, place, way)) for h in habits for way in h.ways]
@@ -142,6 +142,12 @@ def wrong_habits(place: Place, times: tuple[str, ...] | None = None) -> list[str
 @pytest.mark.parametrize("place", [ALONE, DATA], ids=str)
 def test_habits(place: Place) -> None:
     for found in run_ranks(place.ranks, wrong_habits, place, timeout=500):
+        assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("place", [TENSOR, pytest.param(ZERO, marks=pytest.mark.full)], ids=str)
+def test_states_where_parameters_are_cut(place: Place) -> None:
+    for found in run_ranks(place.ranks, wrong_habits, place, "States, in files and in plain models", timeout=500):
         assert not found, "\n".join(found)
 
 
