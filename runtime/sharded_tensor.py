@@ -17,7 +17,6 @@ Whatever communicates is collective: every rank of the mesh calls it, in the sam
 
 from __future__ import annotations
 
-import copy
 import functools
 import weakref
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
@@ -37,9 +36,11 @@ from autopar.adapters.autograd import version_of
 from autopar.adapters.dtensor import LayoutRecord, layout_record, local_of, made_as, put_local, record_of
 from autopar.adapters.foreach import take_part
 from autopar.adapters.keys import Same
+from autopar.adapters.parameter_data import refuse_as_data
 from autopar.ir.placement import Shard
 from autopar.runtime.boxes import Box, Cuts, boxes, cuts_of
 from autopar.runtime.pieces import gather, piece_of
+from autopar.runtime.whole_values import WholeValues
 
 
 @dataclass(eq=False)
@@ -108,7 +109,7 @@ _ATTRIBUTES: Any = Tensor  # whose attributes are descriptors
 _get_grad, _set_grad = _ATTRIBUTES.grad.__get__, _ATTRIBUTES.grad.__set__
 
 
-class ShardedTensor(DTensor):
+class ShardedTensor(WholeValues, DTensor):
     """``ShardedTensor.make(local, mesh, cuts, shape)``; see the module's docstring. ``cuts`` says which axes cut which
     dims in which blocks; on every other axis of the mesh the tensor is the same.
 
@@ -210,46 +211,6 @@ class ShardedTensor(DTensor):
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
 
-    def tolist(self) -> Any:
-        """Of the whole tensor. Collective where it is cut."""
-        return whole_tensor(self).tolist()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """The whole tensor, as of torch; what was gathered can only be read. Collective where it is cut."""
-        plain = whole_tensor(self).detach()
-        found = (plain.requires_grad_() if self.requires_grad else plain).numpy(force=force)
-        if self.cuts or self.source is not None:
-            found.flags.writeable = False
-        return found
-
-    def __dlpack__(self, **how: Any) -> Any:
-        """Of the whole tensor. Collective where it is cut."""
-        plain = whole_tensor(self)
-        return plain.requires_grad_(self.requires_grad).__dlpack__(**how)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
-        if not self.is_leaf:
-            raise RuntimeError("only tensors that the user made can be deep copied; copy x.detach()")
-        out: ShardedTensor = self.detach().clone().requires_grad_(self.requires_grad)  # type: ignore[assignment]
-        vars(out).update({name: copy.deepcopy(x, memo) for name, x in vars(self).items() if name == "_is_param"})
-        if not isinstance(self, nn.Parameter):  # of which torch copies none
-            out.grad = copy.deepcopy(self.grad, memo)
-        memo[id(self)] = out
-        return out
-
-    def __copy__(self) -> ShardedTensor:
-        """Another tensor over the same piece."""
-        out: ShardedTensor = self.detach().requires_grad_(self.requires_grad)  # type: ignore[assignment]
-        vars(out).update({name: x for name, x in vars(self).items() if name == "_is_param"})
-        return out
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """As the whole tensor, so that ``torch.save`` writes what plain torch reads. Collective where it is cut."""
-        plain = whole_tensor(self)
-        if isinstance(self, nn.Parameter):
-            return nn.Parameter(plain, self.requires_grad).__reduce_ex__(protocol)
-        return plain.requires_grad_(self.requires_grad).__reduce_ex__(protocol)
-
     def data_ptr(self) -> int:
         """Of this rank's piece."""
         return local_of(self).data_ptr()
@@ -335,6 +296,11 @@ class ShardedTensor(DTensor):
 
 
 take_part(ShardedTensor)
+refuse_as_data(
+    ShardedTensor,
+    "p.data = x: needs a plain tensor for a parameter that is on no mesh, found one of a model on a mesh; copy it, "
+    "p.data.copy_(x), or take the whole of it, p.data = x.full_tensor()",
+)
 
 
 class _FromLocal(torch.autograd.Function):

@@ -59,6 +59,11 @@ between("len(model.state_dict()), names", lambda m: [len(m.state_dict()), *m.sta
 between("plain.load_state_dict(model.state_dict())", of_plain(lambda p, m: p.load_state_dict(m.state_dict())))
 between("the same with assign=True", of_plain(lambda p, m: p.load_state_dict(m.state_dict(), assign=True)))
 between("zip(plain.state_dict().values(), model.state_dict().values())", of_plain(zipped))
+between("plain parameters: w.data = p.data.clone()", of_plain(lambda p, m: [
+    setattr(w, "data", x.data.clone()) for w, x in zip(p.parameters(), m.parameters())]),
+    "needs a plain tensor for a parameter that is on no mesh")  # fmt: skip
+between("plain parameters: w.data.copy_(p.data)", of_plain(lambda p, m: [
+    w.data.copy_(x.data) for w, x in zip(p.parameters(), m.parameters())]))  # fmt: skip
 between("plain parameters: w.lerp_(p, 0.3)", of_plain(lambda p, m: [
     w.lerp_(x, 0.3) for w, x in zip(p.parameters(), m.parameters())]))  # fmt: skip
 between("plain.load_state_dict(torch.load(torch.save(model.state_dict())))", of_plain(
