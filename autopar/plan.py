@@ -102,8 +102,7 @@ class WholePart:
 
 @dataclass(frozen=True)
 class AxisShare:
-    """How much an axis cuts: of the bytes of all parameters, and of the FLOPs of the forward (None: not counted yet,
-    or pipeline stages); ``whole``: what it does not cut, the largest first."""
+    """What an axis cuts: of the parameters' bytes, of FLOPs (None: not counted); ``whole``: what not, largest first."""
 
     axis: str
     parameters: float
@@ -125,10 +124,10 @@ class Plan:
     on tp, by node. ``pipeline``: with an axis pp, its parts. ``attention``: with an axis cp, how each attention runs,
     by node. ``experts``: how those of a layer are cut, by the node that dispatches. ``batch_dims``: input -> its batch
     dim, None for one that is no part of the batch; empty where nothing cuts the batch. ``shares``: what each axis
-    cuts, and what stands in the way; FLOPs once a batch is compiled.
-    ``checkpoints``: once a batch is compiled, the layers whose backward makes something again. ``loss_chunks``: in how
-    many chunks losses are computed; 0 until a batch is compiled. ``loss_gradients``: what makes the gradients of these
-    chunks, the "forward" or, with their logits once more, the "backward".
+    cuts, and what stands in the way. ``checkpoints``: the layers whose backward makes something again. ``loss_chunks``:
+    in how many chunks losses are computed. ``loss_gradients``: what makes the gradients of these chunks, the "forward"
+    or, with their logits once more, the "backward". ``draws``: whether steps draw random numbers. (FLOPs of shares,
+    checkpoints and loss chunks are known once a batch is compiled.)
     """
 
     mesh: Mesh
@@ -148,6 +147,7 @@ class Plan:
     checkpoints: tuple[LayerCheckpoint, ...] = ()
     loss_chunks: int = 0
     loss_gradients: str = ""
+    draws: bool = False
 
     def parameter(self, name: str, axis: str) -> ParameterPlan:
         return self.parameters.get(name, {}).get(axis, ParameterPlan())
@@ -187,10 +187,8 @@ class Plan:
         names or axes that the plan does not know.
         """
         if not isinstance(changes, Mapping) or not all(isinstance(axes, Mapping) for axes in changes.values()):
-            raise ValueError(
-                f'plan: changes are placements by name and axis, such as {{"lm_head.weight": {{"tp": "I"}}}}, '
-                f"found {changes!r}; give them so"
-            )
+            need = 'plan: changes are placements by name and axis, such as {"lm_head.weight": {"tp": "I"}}'
+            raise ValueError(f"{need}, found {changes!r}; give them so")
         parameters = {name: dict(axes) for name, axes in self.parameters.items()}
         inputs = {name: dict(axes) for name, axes in self.inputs.items()}
         dims = dict(self.batch_dims)
@@ -286,6 +284,7 @@ class Plan:
                 "checkpoints": [dataclasses.asdict(layer) for layer in self.checkpoints],
                 "loss_chunks": self.loss_chunks,
                 "loss_gradients": self.loss_gradients,
+                "draws": self.draws,
                 "shares": [dataclasses.asdict(share) for share in self.shares],
                 "pipeline": dataclasses.asdict(self.pipeline) if self.pipeline is not None else None,
             },
@@ -304,13 +303,13 @@ class Plan:
 
 
 def _renamed(value: Any) -> Any:
-    """Plans that were saved when ``weight_pieces`` were called slices, as token slices are, or before they said what
-    axes cut, can still be read."""
+    """Plans that were saved when ``weight_pieces`` were slices, or before they said more, can still be read."""
     if not isinstance(value, dict):
         return value
     if "slices" in value and "weight_pieces" not in value:
         value = {"weight_pieces" if name == "slices" else name: v for name, v in value.items()}
-    return {"experts": {}, "shares": [], "checkpoints": [], "loss_chunks": 0, "loss_gradients": "", **value}
+    added = {"loss_gradients": "", "draws": False}
+    return {"experts": {}, "shares": [], "checkpoints": [], "loss_chunks": 0, **added, **value}
 
 
 def _placement(value: Any, at: str) -> Placement:

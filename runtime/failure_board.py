@@ -53,6 +53,7 @@ class FailureBoard:
     def __init__(self, store: dist.Store, rank: int, world: int, keys: str, timeout: float) -> None:
         self.rank, self._keys, self._world = rank, keys, range(world)
         self._told: dict[str, tuple[int, str]] = {}  # what we say, by kind: about which rank, and what
+        self._own = ""  # the error of this rank's last call: all ranks may have had it, and some still say so
         self._notices = Notices(f"{keys}/notices")
         self.doing = ""  # the call of autopar that this rank is in, unless it waits for others there
         self.calls = Places()
@@ -112,13 +113,18 @@ class FailureBoard:
             self._tell("heard", error.why)
         else:
             first = (str(error).splitlines() or [""])[0]
-            self._tell("error", f"{type(error).__name__}: {first}"[:500])
+            self._own = f"{type(error).__name__}: {first}"[:500]
+            self._tell("error", self._own)
 
     def clear(self) -> None:
         """Take back what this rank told: its error was handled, and it waits no longer."""
         self._noticed.clear()
         for kind in list(self._told):
             self._tell(kind, "")
+
+    def succeeded(self) -> None:
+        """A call has ended without an error."""
+        self._own = ""
 
     def _tell(self, kind: str, text: str, about: int | None = None) -> None:
         """This rank's word of a kind, for those that look at it; and for all, unless it is about one collective."""
@@ -246,7 +252,8 @@ class FailureBoard:
 
     def _known(self, store: dist.Store, failing: Sequence[int], needed: Sequence[int]) -> str:
         told = self._notices.read(store)
-        errors = {r: text for r, text in told["error"].items() if r in failing and r != self.rank}
+        others = {r: text for r, text in told["error"].items() if r in failing and r != self.rank}
+        errors = {r: text for r, text in others.items() if text != self._own}
         if errors:
             return "; ".join(f"rank {r} failed: {text}" for r, text in sorted(errors.items()))
         if verdict := said_by_launcher(store) or self._verdict():

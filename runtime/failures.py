@@ -118,6 +118,7 @@ def reporting(action: str = "a collective") -> Iterator[None]:
     try:
         with mine.at(mine.doing or action):
             yield
+        mine.succeeded()
     except BaseException as error:
         found = mine.translated(error, action)
         mine.report(found)

@@ -67,7 +67,7 @@ def on_pieces(optimizer: Optimizer, is_ours: Callable[[Tensor], bool]) -> Iterat
     ours = list(pieces)
     made: defaultdict[Tensor, Any] = defaultdict(dict)
     for p in (p for p in ours if p in states):
-        made[pieces[p]] = {n: _local(x) for n, x in states[p].items()}
+        made[pieces[p]] = {n: _piece_of_state(p, x) for n, x in states[p].items()}
     optimizer.param_groups = [{**g, "params": [pieces[p] for p in g["params"] if p in pieces]} for g in groups]
     optimizer.state = made
     try:
@@ -96,6 +96,13 @@ def _piece(p: nn.Parameter, gradient: Tensor) -> nn.Parameter:
     piece = nn.Parameter(_local(p).detach(), requires_grad=p.requires_grad)
     piece.grad = _local(gradient).detach()
     return piece
+
+
+def _piece_of_state(p: nn.Parameter, x: Any) -> Any:
+    """What is whole, such as a state that ``load_state_dict`` has read from a file, is cut as the parameter is."""
+    if isinstance(x, Tensor) and x.shape == p.shape and p.cuts and not p.lies_as(x):  # type: ignore[attr-defined]
+        return p.laid_as(x.detach(), "optimizer")  # type: ignore[attr-defined]
+    return _local(x)
 
 
 def _local(x: Any) -> Any:

@@ -13,6 +13,7 @@ from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import PARTIAL, Placement, Placements, Shard
 from autopar.rules import result_placements
 from autopar.runtime import state
+from autopar.runtime.batch_output import batch_output
 from autopar.runtime.groups import Groups
 from autopar.steps.graphs import Compiled
 
@@ -29,7 +30,7 @@ def rebuild_outputs(
     flat = []
     for i, (spec, value) in enumerate(zip(compiled.signature.outputs, values, strict=True)):
         if spec.kind == "output":
-            flat.append(_wrapped(compiled, i, value, groups) if value.dim() else value)
+            flat.append(batch_output(_wrapped(compiled, i, value, groups)) if value.dim() else value)
             if watch is not None and value.dim():
                 watch(spec.name, flat[-1])
     if whole:

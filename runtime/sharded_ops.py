@@ -232,7 +232,7 @@ class _Target:
             size = x.shape[shard.dim - ahead] if shard.dim >= ahead else 1
             if size == self.shape[shard.dim]:
                 cuts.append((axis, replace(shard, dim=shard.dim - ahead)))
-            elif size != 1 or (shard.dim >= ahead and not isinstance(x, DTensor) and not (ahead and x.numel() == 1)):
+            elif size != 1 or (shard.dim >= ahead and not isinstance(x, DTensor) and self._is_row(shard.dim, x, ahead)):
                 raise _unlike(self.func, self.shape, x)
         if isinstance(x, ShardedTensor) and self._has_pieces(x, tuple(cuts)):
             piece = x.fresh()
@@ -246,6 +246,11 @@ class _Target:
         """Whether those of an operand, which should lie so, are what goes into the operator."""
         model = self.model
         return x.cuts == cuts and x.holders == model.holders and (not cuts or x.device_mesh == model.device_mesh)
+
+    def _is_row(self, dim: int, x: Tensor, ahead: int) -> bool:
+        """Whether one row of a plain tensor may be this rank's: where a piece has one."""
+        row = local_of(self.model).shape[dim - len(self.shape) + self.model.dim()] == 1
+        return row and not (ahead and x.numel() == 1)
 
     def made(self, local: Any) -> Any:
         """A result, of this rank's piece of it."""

@@ -19,13 +19,12 @@ Whatever communicates is collective: every rank of the mesh calls it, in the sam
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
@@ -34,9 +33,11 @@ from torch.distributed.tensor import DTensor
 from autopar.adapters.dtensor import LayoutRecord, layout_record, local_of, made_as, put_local, record_of, storage_of
 from autopar.adapters.foreach import take_part
 from autopar.adapters.keys import Same
+from autopar.adapters.parameter_data import refuse_as_data
 from autopar.runtime.boxes import Box, Cuts, boxes
 from autopar.runtime.pieces import STAGES, Holders, from_holder, gather, piece_of, shape_of_piece
 from autopar.runtime.view_sources import Source, make_stale
+from autopar.runtime.whole_values import WholeValues
 
 
 def written(x: Any) -> None:
@@ -63,7 +64,7 @@ _ATTRIBUTES: Any = Tensor  # whose attributes are descriptors
 _get_grad, _set_grad = _ATTRIBUTES.grad.__get__, _ATTRIBUTES.grad.__set__
 
 
-class ShardedTensor(DTensor):
+class ShardedTensor(WholeValues, DTensor):
     """``ShardedTensor.make(local, mesh, cuts, shape)``; see the module's docstring. ``cuts`` says which axes cut which
     dims in which blocks; on every other axis of the mesh the tensor is the same.
 
@@ -183,28 +184,6 @@ class ShardedTensor(DTensor):
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
 
-    def tolist(self) -> Any:
-        """Of the whole tensor. Collective where it is cut."""
-        return whole_tensor(self).tolist()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """The whole tensor, as of torch; what was gathered can only be read. Collective where it is cut."""
-        plain = whole_tensor(self).detach()
-        found = (plain.requires_grad_() if self.requires_grad else plain).numpy(force=force)
-        if self.is_apart or self.source is not None:
-            found.flags.writeable = False
-        return found
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
-        if not self.is_leaf:
-            raise RuntimeError("only tensors that the user made can be deep copied; copy x.detach()")
-        out: ShardedTensor = self.detach().clone().requires_grad_(self.requires_grad)  # type: ignore[assignment]
-        vars(out).update({name: copy.deepcopy(x, memo) for name, x in vars(self).items() if name == "_is_param"})
-        if not isinstance(self, nn.Parameter):  # of which torch copies none
-            out.grad = copy.deepcopy(self.grad, memo)
-        memo[id(self)] = out
-        return out
-
     def data_ptr(self) -> int:
         """Of this rank's piece; of one without elements a number that no other tensor has."""
         return local_of(self).data_ptr() if self.is_here else storage_of(local_of(self))
@@ -304,6 +283,11 @@ class ShardedTensor(DTensor):
 
 
 take_part(ShardedTensor)
+refuse_as_data(
+    ShardedTensor,
+    "p.data = x: needs a plain tensor for a parameter that is on no mesh, found one of a model on a mesh; copy it, "
+    "p.data.copy_(x), or take the whole of it, p.data = x.full_tensor()",
+)
 
 
 class _FromLocal(torch.autograd.Function):

@@ -215,10 +215,13 @@ def note_steps(state: OrderedDict[str, Tensor], steps: int) -> OrderedDict[str, 
 
 
 def split_steps(state: Any, name: str = EXTRA) -> tuple[Any, Any]:
-    """(the tensors of a state, the training steps that it has behind it or None). ``name``: of the count among them."""
+    """(the tensors of a state, the training steps that it has behind it or None). ``name``: of the count among them.
+    A float is no count but what arithmetic has made of one: an average of states, say."""
     if not isinstance(state, Mapping):  # what only a model's own `load_state_dict` knows to read
         return state, None
     steps = state.get(name, noted(state, STEPS))
+    if isinstance(steps, Tensor) and steps.is_floating_point():
+        steps = None
     return with_notes_of(state, {key: value for key, value in state.items() if key != name}), steps
 
 

@@ -186,12 +186,12 @@ class Stateful(nn.Module):
         return found
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own, with DTensors for parameters, and the count of steps."""
+        """The model's own, with DTensors for parameters; of a model that draws random numbers with the count of steps
+        behind them."""
         found = self._tree.root.state_dict(*args, **kwargs)
-        if isinstance(found, OrderedDict):
+        if isinstance(found, OrderedDict) and self._cache.plan.draws:
             prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
-            found[name := f"{prefix}{self._files_steps()}"] = self._steps.tensor
-            found.move_to_end(name, last=False)
+            found[f"{prefix}{self._files_steps()}"] = self._steps.tensor
         return found
 
     def _files_steps(self) -> str:
@@ -208,8 +208,9 @@ class Stateful(nn.Module):
 
     @property
     def training_steps(self) -> int:
-        """Training steps run so far. Dropout masks depend on it, so it is part of every state: of `state_dict` (as the
-        module's extra state), beside the tensors of `full_state_dict`, in the files of `save_pretrained`."""
+        """Training steps run so far. Dropout masks depend on it, so it is part of every state: of the `state_dict` of
+        a model that draws (as the module's extra state), beside the tensors of `full_state_dict`, in the files of
+        `save_pretrained`."""
         return self._steps.get()
 
     @training_steps.setter

@@ -378,3 +378,12 @@ def copied(ps: list[nn.Parameter]) -> Any:
     copies = [copy.deepcopy(p) for p in ps]
     same = [int(p.data_ptr() == q.data_ptr()) for p in ps for q in ps]
     return [(c.sum().item(), int(c.requires_grad), round(p.float().sum().item(), 4)) for c, p in zip(copies, ps)], same
+
+
+@line("torch.from_dlpack(p.detach())")
+def from_dlpack(ps: list[nn.Parameter]) -> Any:
+    return [torch.from_dlpack(p.detach()).sum().item() for p in ps]
+
+
+written("w.add_(one row for all), w.mul_(one column for all)", lambda w: (
+    w.add_(torch.arange(w.shape[1]).to(w.dtype)[None]), w.mul_(torch.arange(w.shape[0]).to(w.dtype)[:, None])))  # fmt: skip

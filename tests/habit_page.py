@@ -13,6 +13,7 @@ from tests.habit_interception import FORWARDS
 from tests.habit_kept import KEPT
 from tests.habit_loops import LOOPS
 from tests.habit_numbers import NUMBERS
+from tests.habit_states import STATES
 from tests.habits import HABITS, Habit
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "habits.md"
@@ -22,6 +23,7 @@ SECTIONS = {
     "The loop": LOOPS,
     "Hooks, casts, copies": OTHERS,
     "Numbers of parameters and gradients, and what is written into them": NUMBERS,
+    "States, in files and in plain models": STATES,
     "What a forward does to autograd": FORWARDS,
     "Methods, attributes of parameters, states, old handles": FACES,
     "Buffers": BUFFERS,

@@ -17,6 +17,9 @@ import autopar
 from autopar import Plan
 from autopar.models.tiny import TINY
 from autopar.runtime import failures
+from autopar.runtime.agreement import agree
+from autopar.runtime.groups import Groups
+from autopar.runtime.heartbeat import BEAT
 from tests.ranks import Outcome, close_pools, rank_outcomes, refusal, run_ranks
 from tests.subjects import tiny
 
@@ -326,6 +329,22 @@ def test_a_rank_that_stalls_is_named_within_the_timeout() -> None:
     for seconds, text in others:
         assert "rank 1 did not respond: alive, but never joined" in text, text
         assert TIMEOUT - 2 < seconds < TIMEOUT + 5
+
+
+def refused_and_gone_on() -> str:
+    """All ranks are refused the same; one of them is late for the next call, and still says why."""
+    groups = Groups(autopar.init_mesh("cpu", 30.0, dp=2))
+    with pytest.raises(ValueError), failures.reporting("a call"):
+        raise ValueError("refused everywhere")
+    if dist.get_rank() == 1:
+        time.sleep(1.6 * BEAT)
+    with failures.reporting("the next call"):
+        agree(groups, "", "the next call")
+    return "agreed"
+
+
+def test_a_refusal_that_all_ranks_have_had_is_no_failure_of_a_late_one() -> None:
+    assert run_ranks(2, refused_and_gone_on) == ["agreed"] * 2
 
 
 # --- processes of ranks --------------------------------------------------------------------------------

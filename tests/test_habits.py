@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import re
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import autopar
@@ -24,27 +24,37 @@ from tests.ranks import run_ranks
 ALL = [h for habits in SECTIONS.values() for h in habits]
 
 
-@functools.cache
-def mesh_of_all() -> Any:
-    """One for all habits, which share what is bound to it."""
-    return autopar.init_mesh("cpu", 30.0, dp=dist.get_world_size())
+@dataclass(frozen=True)
+class Place:
+    """Where habits are tried: a mesh, of one axis, and how parameters lie on it."""
+
+    axis: str
+    ranks: int
+    zero: int = 0
+
+    @functools.cached_property
+    def mesh(self) -> Any:
+        """One for all habits, which share what is bound to it."""
+        return autopar.init_mesh("cpu", 30.0, **{self.axis: self.ranks})
 
 
-def outcome(habit: Habit, on_mesh: bool, way: str) -> tuple[list[float], Any, dict[str, Tensor], list[Any]]:
-    """(losses, what the habit gave back, state after two steps, state of the optimizer)"""
+ALONE, DATA, TENSOR, ZERO = Place("dp", 1), Place("dp", 2), Place("tp", 2), Place("dp", 2, zero=3)
+
+
+def outcome(habit: Habit, place: Place | None, way: str) -> tuple[list[float], Any, dict[str, Tensor], list[Any]]:
+    """(losses, what the habit gave back, state after two steps, state of the optimizer); on no mesh: of plain torch"""
     torch.manual_seed(0)
     model: Any = habit.make()
     returned = habit.do(model) if habit.when == "before" else None
-    ranks, place = (dist.get_world_size(), dist.get_rank()) if on_mesh else (1, 0)
+    number, parts = autopar.data_part(place.mesh) if place else (0, 1)
 
     def part(whole: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {k: v.to(next(model.parameters()).dtype).chunk(ranks)[place] for k, v in whole.items()}
+        return {k: v.to(next(model.parameters()).dtype).chunk(parts)[number] for k, v in whole.items()}
 
-    if on_mesh:
-        model = autopar.parallelize(model, mesh_of_all(), example_batch=part(batch()))
-    run = Run(
-        model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), part, on_mesh=on_mesh, phases=way == PHASES
-    )
+    if place:
+        model = autopar.parallelize(model, place.mesh, example_batch=part(batch()), zero=place.zero)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    run = Run(model, optimizer, part, on_mesh=bool(place), phases=way == PHASES)
     run.train_step(0)
     if habit.when == "between":
         returned = habit.do(model)
@@ -52,15 +62,15 @@ def outcome(habit: Habit, on_mesh: bool, way: str) -> tuple[list[float], Any, di
         returned = habit.do(run)
     else:
         run.train_step(1)
-    state = model.full_state_dict() if on_mesh else {k: detached(v) for k, v in model.state_dict().items()}
+    state = model.full_state_dict() if place else {k: detached(v) for k, v in model.state_dict().items()}
     moments = [run.whole(v) for s in run.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
     return run.losses, returned, state, moments
 
 
-def differences(habit: Habit, way: str) -> str:
+def differences(habit: Habit, place: Place, way: str) -> str:
     """What is not as the habit says in one way to step; "" if all is."""
     try:
-        expected = outcome(habit, False, way)
+        expected = outcome(habit, None, way)
     except (RuntimeError, AttributeError, TypeError) as error:
         if habit.refused and not isinstance(error, RuntimeError):
             error = AttributeError(habit.refused)  # torch's own way to fail
@@ -68,7 +78,7 @@ def differences(habit: Habit, way: str) -> str:
             return f"torch: {error}"
         expected = None
     try:
-        found = outcome(habit, True, way)
+        found = outcome(habit, place, way)
     except (ValueError, RuntimeError, AttributeError) as error:
         return "" if habit.refused and re.search(habit.refused, str(error)) else f"{type(error).__name__}: {error}"
     if habit.refused:
@@ -120,18 +130,24 @@ def in_turns() -> dict[int, list[Habit]]:
     return {1: once + WHOLE[LOOP][::2], 2: WHOLE[LOOP][1::2]}
 
 
-def wrong_habits(which: tuple[str, ...] | int) -> list[str]:
-    """Those of some times, or of a number of ranks in turns, that are not as their line says."""
-    habits = in_turns()[which] if isinstance(which, int) else WHOLE[which]
+def wrong_habits(place: Place, which: tuple[str, ...] | str = "") -> list[str]:
+    """Those of some times, of a section, or in turn on as many ranks, that are not as their line says."""
+    habits = WHOLE[which] if isinstance(which, tuple) else SECTIONS[which] if which else in_turns()[place.ranks]
     with compiled_once(), bound_once(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = [(h, way, differences(h, way)) for h in habits for way in h.ways]
+        found = [(h, way, differences(h, place, way)) for h in habits for way in h.ways]
     return [f"{h.when}, {h.what}, {way}: {wrong}" for h, way, wrong in found if wrong]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_habits(ranks: int) -> None:
-    for found in run_ranks(ranks, wrong_habits, ranks, timeout=500):
+@pytest.mark.parametrize("place", [ALONE, DATA], ids=str)
+def test_habits(place: Place) -> None:
+    for found in run_ranks(place.ranks, wrong_habits, place, timeout=500):
+        assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("place", [TENSOR, pytest.param(ZERO, marks=pytest.mark.full)], ids=str)
+def test_states_where_parameters_are_cut(place: Place) -> None:
+    for found in run_ranks(place.ranks, wrong_habits, place, "States, in files and in plain models", timeout=500):
         assert not found, "\n".join(found)
 
 
@@ -142,10 +158,10 @@ def test_in_turns_there_is_every_habit() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("place", [ALONE, DATA, TENSOR, ZERO], ids=str)
 @pytest.mark.parametrize("times", [MODEL, LOOP])
-def test_all_habits(times: tuple[str, ...], ranks: int) -> None:
-    for found in run_ranks(ranks, wrong_habits, times, timeout=500):
+def test_all_habits(times: tuple[str, ...], place: Place) -> None:
+    for found in run_ranks(place.ranks, wrong_habits, place, times, timeout=500):
         assert not found, "\n".join(found)
 
 

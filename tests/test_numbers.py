@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import autopar
+from autopar.ir.placement import Shard
 from autopar.runtime.dtensor_layout import is_here
+from autopar.runtime.sharded_tensor import ShardedTensor
 from tests.habit_numbers import LINES, rounded
 from tests.ranks import refusal, run_ranks
 
@@ -132,12 +134,14 @@ def alone() -> dict[str, Any]:
     nn.init.normal_(p)
     drawn = p.full_tensor().detach()
     local = p.to_local().detach()
+    rows = ShardedTensor.make(local[:1].clone(), p.device_mesh, (("tp", Shard(0)),), torch.Size((2, 8)))
+    assert torch.equal((p.detach() + drawn[:1]).full_tensor(), drawn + drawn[:1])  # one row, and pieces have several
     said = [
         refusal(lambda: p.grad.set_(local)),  # type: ignore[union-attr]
         refusal(lambda: p.detach().resize_(2, 2)),
         refusal(lambda: setattr(p, "grad", local)),
         refusal(lambda: setattr(p, "data", p.detach().float())),
-        refusal(lambda: p.detach().add_(drawn[:1])),
+        refusal(lambda: rows.add_(drawn[:1])),
     ]
     return {"texts": texts, "drawn": drawn, "said": said, "shown": repr(p)}
 

@@ -15,6 +15,7 @@ from transformers import LlamaForCausalLM
 
 import autopar
 from autopar.exact import LiftFloat32
+from tests import habit_models
 from tests.integrations.loops import llama, rows
 from tests.ranks import refusal, run_ranks
 
@@ -145,6 +146,28 @@ def test_outputs_with_grad(sizes: Sizes, options: dict[str, Any]) -> None:
     for found in run_ranks(ranks_of(sizes), outputs, sizes, options, timeout=200):
         worst = {n: float((found[n] - p.grad).abs().max()) for n, p in model.named_parameters()}
         assert max(worst.values()) < EXACT, worst
+
+
+def met_by_parts() -> tuple[list[str], float, float]:
+    mesh = autopar.init_mesh("cpu", dp=2)
+    whole = habit_models.batch()
+    part = {name: x.chunk(2)[mesh.get_local_rank()] for name, x in whole.items()}
+    out = autopar.parallelize(habit_models.make(), mesh, example_batch=part)(**part)
+    logits, target = out["logits"], part["target"]
+    calls: list[Callable[[], Any]] = [
+        lambda: F.mse_loss(logits, target),
+        lambda: logits - target,
+        lambda: F.nll_loss(logits.log_softmax(-1), target.argmax(-1)),
+        lambda: (logits.argmax(-1) == target.argmax(-1)).double().mean(),
+        lambda: nn.CrossEntropyLoss()(logits * 2, target.softmax(-1)),
+    ]
+    return [refusal(call) for call in calls], float(F.mse_loss(logits, whole["target"]).detach()), float(out["loss"])
+
+
+def test_outputs_that_meet_a_part_of_the_batch_say_so() -> None:
+    for said, found, loss in run_ranks(2, met_by_parts):
+        assert all("of the whole batch, here of 8 rows, found a tensor of the 4" in text for text in said), said
+        assert found == pytest.approx(loss, abs=EXACT)
 
 
 def said() -> list[str]:

@@ -17,7 +17,7 @@ from autopar.planner.expert_axis import cuts_tokens, exchange_costs
 
 LEVELS = "two_level"
 ours = torch.ops.autopar
-_DRAWS = (ours.dropout.default, ours.random.default)
+DRAWS = (ours.dropout.default, ours.random.default)
 
 
 def plan_experts(gm: GraphModule, mesh: Mesh, options: Options, axis: str) -> dict[str, ExpertPlan]:
@@ -84,7 +84,7 @@ def check_draws(gm: GraphModule, mesh: Mesh, micro_batches: int) -> None:
     for node in dispatches(gm):
         rows = [x for x in node.users if is_call(x, operator.getitem) and x.args[1] == 0]
         between = set(reach(rows, lambda x: [] if is_call(x, ours.moe_combine.default) else list(x.users)))
-        drawn = next((x for x in gm.graph.nodes if x in between and is_call(x, *_DRAWS)), None)
+        drawn = next((x for x in gm.graph.nodes if x in between and is_call(x, *DRAWS)), None)
         if drawn is not None:
             raise ValueError(
                 f"experts: {describe(drawn)} draws a random number for each row in the order of experts, and that "

@@ -25,7 +25,7 @@ from autopar.planner.context_parallel import ContextPlan, plan_context
 from autopar.planner.derived_notes import derived_notes
 from autopar.planner.expert_axis import expert_axis, kept_axis
 from autopar.planner.expert_notes import capacity_notes, expert_notes
-from autopar.planner.experts import check_draws, expert_parameters, plan_experts
+from autopar.planner.experts import DRAWS, check_draws, expert_parameters, plan_experts
 from autopar.planner.kernel_notes import kernel_notes
 from autopar.planner.option_checks import check_names, check_used
 from autopar.planner.plan_fits import check_fits
@@ -96,6 +96,7 @@ def make_plan(
     plan = Plan(
         mesh, digest, options, parameters, inputs, streams, tuple(notes), weight_pieces=pieces,
         attention=context.attention, experts=experts, batch_dims=dims,
+        draws=any(n.target in DRAWS for n in gm.graph.nodes),
     )  # fmt: skip
     if fixed is not None and fixed.overrides:
         known = {n: axes for n, axes in fixed.overrides.items() if n in plan.parameters or n in plan.inputs}
