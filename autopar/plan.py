@@ -73,7 +73,7 @@ class PipelinePlan:
     """How the model is cut over the axis pp.
 
     schedule: by name. cuts: the layer with which each part but the first begins. chunks: parts per rank. slices:
-    lengths of the token slices (empty: none). holders: parameter -> the parts that use it.
+    lengths of the token slices (empty: none). holders: parameter -> the parts that use it, or did when ranks got it.
     """
 
     schedule: str

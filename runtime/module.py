@@ -276,9 +276,7 @@ class ParallelModule(ModelOnMesh):
                 "load_pretrained(folder), load_state_dict(state) or autopar.load(folder, model)"
             )
         self._take_entries()
-        if self._original is not None and self._shared is not None:
-            self._original.check(kind, kind.train)
-            self._shared.check()
+        refused = self._refused(kind)
         named = by_name(self._tree.root, args, batch)
         check_values(named, differentiated=kind.train)
         if self._fitter is not None:
@@ -286,7 +284,7 @@ class ParallelModule(ModelOnMesh):
         named = with_constants(named, self._cache.plan.options.constants)
         # masks depend on the number of the step
         number = self.training_steps + 1 if kind.train else None
-        executor = self._cache.runner(kind, named, surroundings, number)
+        executor = self._cache.runner(kind, named, surroundings, number, refused)
         if executor.compiled.signature.asks_grad_mode and kind.grad_mode != torch.is_grad_enabled():
             kind = kind._replace(grad_mode=torch.is_grad_enabled())
             executor = self._cache.runner(kind, named, surroundings, number)
@@ -303,6 +301,16 @@ class ParallelModule(ModelOnMesh):
         values[SCALE] = self._weight if self._scaler is None else self._scaler.seed * self._weight
         values |= {name: torch.full((), seed, device=self._groups.device) for name in executor.seeds}  # without a copy
         return executor, values
+
+    def _refused(self, kind: Kind) -> str:
+        """What was done to the model it is made of, or to another one of it, so that it cannot go on; "" if it can."""
+        try:
+            if self._original is not None and self._shared is not None:
+                self._original.check(kind, kind.train)
+                self._shared.check()
+        except ValueError as error:
+            return str(error)
+        return ""
 
     def _store_gradients(self, executor: Executor, gradients: Mapping[str, Tensor]) -> None:
         own, specs = self._tree.held, executor.specs

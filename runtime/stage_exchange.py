@@ -5,7 +5,7 @@ All ranks of the pp axis call it at the same point. A rank that is alone on it h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ class StageExchange:
         self._groups, self._alone = groups, groups.mesh.size(AXIS) == 1
         pipeline = compiled.pipeline
         self._results = results_of(pipeline, order, compiled.train and not self._alone)
-        self._gradients = SharedGradients(compiled, groups, order.rank_of, order.chains)
+        self._gradients = SharedGradients(compiled, groups)
         self._losses = {
             name: kind for part in pipeline.parts for name, (_, kind) in recorded_facts(part, part.losses).items()
         }
@@ -95,11 +95,10 @@ class StageExchange:
 
 class SharedGradients:
     """Sums the gradients of parameters that several ranks of the pp axis hold, over exactly these: tied weights of
-    several parts, and both copies of a part under dual_pipe."""
+    several parts, and both copies of a part under dual_pipe. A rank that holds one takes part, whether its parts use
+    it in this step or not: all copies have the same gradient."""
 
-    def __init__(
-        self, compiled: Compiled, groups: Groups, rank_of: Sequence[int], chains: Sequence[Sequence[int]]
-    ) -> None:
+    def __init__(self, compiled: Compiled, groups: Groups) -> None:
         self._groups = groups
         self._specs = {p.name: p for p in compiled.parameters}
         nodes = {s.name: s.node for s in compiled.signature.inputs if s.kind == "parameter"}
@@ -109,9 +108,8 @@ class SharedGradients:
         self._buckets: list[tuple[str, list[tuple[str, ParameterSpec]]]] = []
         together: dict[tuple[tuple[int, ...], torch.dtype], list[tuple[str, ParameterSpec]]] = {}
         for name, spec in self._specs.items():
-            holders = {rank_of[chain[i]] for i, p in enumerate(parts) if name in p.parameters for chain in chains}
-            if len(holders) > 1 and nodes[name] in made:
-                together.setdefault((tuple(sorted(holders)), spec.dtype), []).append((nodes[name], spec))
+            if len(spec.ranks) > 1 and nodes[name] in made:
+                together.setdefault((spec.ranks, spec.dtype), []).append((nodes[name], spec))
         for (coordinates, _), members in together.items():
             axis = groups.subset(AXIS, coordinates)  # on all ranks
             if groups.coordinate[AXIS] in coordinates:

@@ -107,29 +107,37 @@ class StepCache:
         return self._batches.owed()
 
     def runner(
-        self, kind: Kind, batch: dict[str, Any], surroundings: Surroundings, number: int | None = None
+        self,
+        kind: Kind,
+        batch: dict[str, Any],
+        surroundings: Surroundings,
+        number: int | None = None,
+        refused: str = "",
     ) -> Executor:
         """The step for a batch (this rank's part); ``number``: how many training steps there are with this one.
+        ``refused``: why this rank will not run it; one that holds no part of a weight sees nothing that is done to it.
 
-        Raises ValueError, on all ranks, when they are to run different ones.
+        Raises ValueError, on all ranks, when they are to run different ones, or one of them none.
         """
         facts = kind, facts_of(batch), surroundings
         with self._batches.agreeing():
-            return self._agreed(facts, batch, number)
+            return self._agreed(facts, batch, number, refused)
 
-    def _agreed(self, facts: tuple[Any, ...], batch: dict[str, Any], number: int | None) -> Executor:
+    def _agreed(self, facts: tuple[Any, ...], batch: dict[str, Any], number: int | None, refused: str) -> Executor:
         key = self._key(facts)
         known = self._steps.get(key)
-        call = (key, None if number is None else number - self._number, self.unchanged)
+        call = (key, None if number is None else number - self._number, self.unchanged, refused)
         expected = self._alone or as_expected(self._groups, call)  # asked of all ranks, whatever they know
-        if known is not None and expected:
+        if known is not None and expected and not refused:
             if not self._alone:
                 compare_claims(self._groups, self._contents(batch, known.runner.compiled), "the batch")
         else:
             # a rank with another batch would otherwise end in a hang
-            claims = [self._claim(facts, key, batch, number, self.unchanged)]
+            claims = [self._claim(facts, key, batch, number, self.unchanged, refused)]
             contents = self._contents(batch, known.runner.compiled) if known is not None else []
             agree_on(self._groups, claims + contents, "the batch", lambda: self._expected(number))
+            if refused:
+                raise ValueError(refused)
             if known is None:
                 self._make_room(key)
                 self._steps[key] = self._compiled(facts[0], batch, facts[2])
@@ -157,10 +165,12 @@ class StepCache:
         batch: Mapping[str, Any],
         number: int | None,
         unchanged: bool,
+        refused: str = "",
     ) -> Claim:
         """What must be the same on all ranks of a call."""
         kind, described, surroundings = facts
-        told = {"the call": kind, "the number of the step": number, **surroundings._asdict(), "the batch": described}
+        told = {"what forbids the call": refused or "nothing", "the call": kind}
+        told |= {"the number of the step": number, **surroundings._asdict(), "the batch": described}
         told["being within unchanged()"] = unchanged
         return claim_shapes(self._groups, batch, told | {"the state that the modules are in": key[-1]})
 

@@ -7,6 +7,8 @@ import math
 from collections import Counter
 
 import pytest
+import torch
+from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from autopar.capture import capture
@@ -20,6 +22,7 @@ from autopar.plan import Plan
 from autopar.report.graph_text import format_graph
 from autopar.rewrite.compilation import Compilation
 from autopar.steps.graphs import Compiled
+from autopar.testing.harness import check_model
 from tests.cells import Cell, compiled, step_graphs
 from tests.subject_models import Small, small_batch
 from tests.subjects import subject
@@ -206,3 +209,28 @@ def test_zero_cuts_parameters_over_cp_too() -> None:
     assert forward == {"all_gather": cut / 2, "all_reduce": 8}
     assert 0 < backward.pop("all_gather") <= cut / 2
     assert backward == {"reduce_scatter": cut / 2, "all_reduce": rest}
+
+
+class Prefixed(nn.Module):
+    """Tokens of a table before those of the batch, in front of an attention; and the batch twice, behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.last = nn.Parameter(torch.randn(2, 4, 8)), nn.Linear(8, 8)
+        self.register_buffer("memory", torch.randn(2, 4, 8))
+        self.memory: Tensor
+        self.double()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = torch.cat([self.table, self.memory, torch.tanh(self.last(x))], 1)
+        q = h.unflatten(2, (2, 4)).transpose(1, 2)
+        h = nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
+        return ((torch.cat([h, h.sin()], 1)[:, 12:20] - y) ** 2).mean()
+
+
+@pytest.mark.parametrize("attention", ["zigzag_ring", "ring", "ulysses"])
+def test_sequences_that_are_dealt_otherwise_are_concatenated(attention: str) -> None:
+    """Each part of the result is dealt as it was: a table in one piece, the batch in chunks."""
+    batch = {k: torch.randn(2, 8, 8).double() for k in ("x", "y")}
+    assert check_model(Prefixed(), batch, Mesh.of(cp=2), Options(attention=attention)).worst < 1e-10

@@ -194,3 +194,21 @@ def names_of_tags() -> list[str]:
 def test_a_tag_under_a_name_that_a_dtensor_has() -> None:
     for said in run_ranks(1, names_of_tags)[0]:
         assert "found .placements on parameter scale, which a DTensor or torch.export has for itself" in said
+
+
+def seen_by_one_stage() -> None:
+    model = make()
+    parallel = placed(model, pp=2)
+    assert not step(parallel)
+    before = model.first.weight.detach().clone()
+    with torch.no_grad():
+        model.first.weight.mul_(2)
+    assert "values of first.weight were written on the original model" in step(parallel)
+    with torch.no_grad():
+        model.first.weight.copy_(before)
+    assert not step(parallel)
+
+
+def test_what_one_stage_sees_both_ranks_say() -> None:
+    with compiled_once():
+        run_ranks(2, seen_by_one_stage)

@@ -3,7 +3,7 @@
 make_plan                     the plan, from what the others decide
 batch_dims, tensor_parallel, closure, streams, context_parallel      what is cut along which dim
 attention_choice              algorithms and layouts of attention over ranks
-stages, units, balance        where a pipeline is cut, and by which schedule (schedule_choice)
+stages, units, balance        where a pipeline is cut, and by which schedule (schedule_choice); kept_cuts: once it runs
 slice_lengths, tera_pipe_slices      lengths of token slices
 step_order                    the order of actions, and who holds which parameter
 kernel_notes                  attentions that GPUs have no fused kernel for

@@ -103,7 +103,7 @@ def make_plan(
         plan = plan.override(known)
         check_fits(plan, gm)
     if mesh.size("pp") > 1:
-        plan = _with_pipeline(plan, gm, asked, fixed, sliced=train and not example)
+        plan = _with_pipeline(plan, gm, asked, fixed, sliced=train and not example, placed=not example)
     unclear = gm.meta.get("unclear_batch_dims", []) if example and mesh.data_size > 1 else []
     plan = _with_notes(plan, [(f"input {name}", UNCLEAR) for name in unclear])
     return dataclasses.replace(plan, shares=axis_shares(gm, plan))
@@ -132,10 +132,13 @@ def _over_tp(
     return chosen
 
 
-def _with_pipeline(plan: Plan, gm: GraphModule, options: Options, fixed: Plan | None, sliced: bool) -> Plan:
-    """The plan with the parts of a pipeline; ``sliced``: and with token slices, where its schedule runs them."""
+def _with_pipeline(
+    plan: Plan, gm: GraphModule, options: Options, fixed: Plan | None, sliced: bool, placed: bool
+) -> Plan:
+    """The plan with the parts of a pipeline; ``sliced``: and with token slices, where its schedule runs them.
+    ``placed``: parameters lie where ``fixed`` says."""
     known = fixed.pipeline if fixed is not None else None
-    pipeline, notes = plan_pipeline(gm, plan.mesh, options, parameter_specs(gm, plan), known)
+    pipeline, notes = plan_pipeline(gm, plan.mesh, options, parameter_specs(gm, plan), known, placed)
     if sliced and SCHEDULES[pipeline.schedule].sliced:
         total, unit = token_count(gm), slice_unit(options, plan.mesh)
 

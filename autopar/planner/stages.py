@@ -28,6 +28,7 @@ from autopar.ir.storages import shares_storage
 from autopar.options import Options
 from autopar.plan import PipelinePlan
 from autopar.planner.balance import UnitCosts, balance
+from autopar.planner.kept_cuts import kept_cuts
 from autopar.planner.schedule_choice import chosen
 from autopar.planner.units import Unit, parts_by_node, resolve, units_of
 from autopar.schedule.request import SCHEDULES, Costs, Request, Schedule
@@ -36,16 +37,23 @@ MOST_CHUNKS = 2  # parts per rank that the plan considers when it chooses the sc
 
 
 def plan_pipeline(
-    gm: GraphModule, mesh: Mesh, options: Options, specs: Sequence[ParameterSpec], fixed: PipelinePlan | None = None
+    gm: GraphModule,
+    mesh: Mesh,
+    options: Options,
+    specs: Sequence[ParameterSpec],
+    fixed: PipelinePlan | None = None,
+    placed: bool = False,
 ) -> tuple[PipelinePlan, list[tuple[str, str]]]:
     """(plan, notes) for a normalised global graph on a mesh with pp. ``fixed``: an earlier plan of the same model; its
-    cuts and schedule are kept, so that every rank keeps its parameters.
+    cuts and schedule are kept. ``placed``: ranks hold parameters as it says, and go on to.
 
-    Raises ValueError for unknown schedules and cuts, and more parts than layers.
+    Raises ValueError for unknown schedules and cuts, more parts than layers, and parameters that would have to move.
     """
     planner = _Planner(gm, mesh, options, specs)
     if fixed is not None:
-        return replace(fixed, holders=planner.holders(fixed.cuts)), []
+        cuts = kept_cuts(planner.main, planner.weights, fixed, mesh) if placed else fixed.cuts
+        holders = planner.holders(cuts) | (dict(fixed.holders) if placed else {})
+        return replace(fixed, cuts=cuts, holders=holders), []
     name, notes = planner.schedule()
     entry = SCHEDULES[name]
     if entry.sliced and mesh.size("cp") > 1:
@@ -70,6 +78,7 @@ class _Planner:
         self.specs = {s.name: s for s in specs}
         self.names = names_of_parameters(gm)
         self.main = [n for n in self.flow.main if not is_conversion(n)]
+        self.weights = functools.cache(self._parameters_behind)
         # Of a node: it is asked for each number of parts.
         self.seconds = functools.cache(functools.partial(node_seconds, device=device_of(options)))
 
@@ -160,7 +169,7 @@ class _Planner:
         out = []
         shares = self.mesh.data_size * self.options.micro_batches
         for unit in units:
-            names = {self.names[x.name] for n in unit.nodes for x in self._parameters_behind(n)} - seen
+            names = {name for n in unit.nodes for name in self.weights(n)} - seen
             seen |= names
             made = sum(nbytes(n) for n in unit.nodes if not shares_storage(n))
             static = static_bytes(self.specs, sorted(names), self.mesh, self.options)
@@ -185,14 +194,14 @@ class _Planner:
         part_of = parts_by_node(*resolve(self.main, cuts))
         found: dict[str, set[int]] = {name: set() for name in self.names.values()}
         for node, part in part_of.items():
-            for x in self._parameters_behind(node):
-                found[self.names[x.name]].add(part)
+            for name in self.weights(node):
+                found[name].add(part)
         return {name: tuple(sorted(parts)) for name, parts in found.items()}
 
-    def _parameters_behind(self, node: Node) -> list[Node]:
+    def _parameters_behind(self, node: Node) -> list[str]:
         """Parameters that a main node takes, directly or through values that depend on parameters alone."""
         sources = [x for x in node.all_input_nodes if x in self.flow.parameter_only]
-        return [x for x in ancestors(sources) if x.name in self.names]
+        return [self.names[x.name] for x in ancestors(sources) if x.name in self.names]
 
 
 def main_parts(gm: GraphModule, cuts: tuple[str, ...]) -> list[list[Node]]:

@@ -88,11 +88,14 @@ def least_micro_batches(pipeline: PipelinePlan, mesh: Mesh) -> int:
 
 def owners(plan: Plan) -> dict[str, tuple[int, ...]]:
     """Parameter -> the coordinates on pp that hold it, its owner first. One that no part uses lives on the first."""
-    if plan.pipeline is None:
-        return {}
-    order = layout(plan.pipeline, plan.mesh)
+    return owners_of(plan.pipeline, plan.mesh) if plan.pipeline is not None else {}
+
+
+def owners_of(pipeline: PipelinePlan, mesh: Mesh) -> dict[str, tuple[int, ...]]:
+    """As `owners`, of the stages of a plan."""
+    order = layout(pipeline, mesh)
     found = {}
-    for name, parts in plan.pipeline.holders.items():
+    for name, parts in pipeline.holders.items():
         ranks = {order.rank_of[chain[k]] for chain in order.chains for k in parts}
         found[name] = tuple(sorted(ranks)) or (0,)
     return found

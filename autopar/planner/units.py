@@ -35,7 +35,7 @@ def units_of(main: Sequence[Node], least: int = 1) -> list[Unit]:
     """
     found: list[Unit] = []
     for level in LEVELS:
-        found = _runs(main, level)
+        found = units_at(main, level)
         if len(found) >= least:
             return found
     raise ValueError(
@@ -44,7 +44,8 @@ def units_of(main: Sequence[Node], least: int = 1) -> list[Unit]:
     )
 
 
-def _runs(main: Sequence[Node], label: Callable[[Node], str]) -> list[Unit]:
+def units_at(main: Sequence[Node], label: Callable[[Node], str]) -> list[Unit]:
+    """The units of one of the `LEVELS`."""
     units: list[Unit] = []
     last, together = None, glued(main)
     for node in main:
@@ -78,7 +79,7 @@ def resolve(main: Sequence[Node], cuts: Sequence[str]) -> tuple[list[Unit], list
     """
     _check_known(main, cuts)
     for level in LEVELS:
-        units = _runs(main, level)
+        units = units_at(main, level)
         try:
             return units, _starts(units, cuts)
         except ValueError as error:
@@ -89,12 +90,12 @@ def resolve(main: Sequence[Node], cuts: Sequence[str]) -> tuple[list[Unit], list
 def _check_known(main: Sequence[Node], cuts: Sequence[str]) -> None:
     unknown = set(cuts)
     for level in LEVELS if unknown else ():
-        unknown -= {unit.name for unit in _runs(main, level)}
+        unknown -= {unit.name for unit in units_at(main, level)}
         if not unknown:
             return
     for cut in cuts:
         if cut in unknown and not any(_inside(n, cut) for n in main):
-            known = ", ".join(unit.name for unit in _runs(main, layer_of))
+            known = ", ".join(unit.name for unit in units_at(main, layer_of))
             raise ValueError(
                 f"pipeline: no operation belongs to {cut!r}, where a cut was asked for (several modules may "
                 f"share one operation); layers are {known}"

@@ -107,6 +107,12 @@ class Rule:
         """A cut of some parts of a concatenation cuts its other parts too, each as one block."""
         return self._with_rows(cut | {part: (self.sizes[part],) for part in self._beside(cut)})
 
+    def joined(self, cut: Cut, other: Cut) -> Cut | None:
+        """Both of two cuts, if they agree on all but parts of a concatenation that one of them does not name."""
+        left, right, unnamed = self.completed(cut), self.completed(other), {*self._beside(cut), *self._beside(other)}
+        agree = left.keys() == right.keys() and all(left[f] == right[f] for f in left.keys() - unnamed)
+        return cut | other if agree else None
+
     @property
     def imposed_cut(self) -> Cut | None:
         """What the plan asks for."""
@@ -211,9 +217,10 @@ def apply(rule: Rule, operands: Sequence[Placement], gradients: Sequence[bool], 
             dims = rule.operands[i]
             assert dims is not None
             mine = rule.cut_of(dims, p, ranks)
-            if cut is not None and rule.completed(mine) != rule.completed(cut):
-                raise RuleError(f"operands are cut along different factors: {sorted(cut)} and {sorted(mine)}")
-            cut = mine
+            both = mine if cut is None else rule.joined(cut, mine)
+            if both is None:
+                raise RuleError(f"operands are cut along different factors: {sorted(cut or ())} and {sorted(mine)}")
+            cut = both
     if cut is not None:
         cut = rule.completed(cut)
         for (i, p, g), need in zip(used, [n for n in rule.required(cut) if n is not None], strict=True):
