@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.adapters.backward_paths import UNKNOWN, BackwardPaths, start_of
 from autopar.adapters.fake import MARKS, Owned
+from autopar.adapters.grad_mode import told_inference
 from autopar.adapters.guards import answered
 from autopar.adapters.known_values import REAL, KnownValues, is_real
 from autopar.adapters.rebuild import path_of
@@ -92,6 +93,8 @@ class FunctionWatch(TorchFunctionMode):
             self.refuse(_REFUSED[func])
         if func in _TELLS_GRAD_MODE and (frame := caller()) is not None and is_outside(frame):
             self.asked_grad_mode()
+        if func is Tensor.is_inference and (frame := caller()) is not None and is_outside(frame):
+            self.asked_inference()
         if func == _DATA and type(args[0]) not in REAL:
             return args[0].detach()
         if known := self.known.answer(func, args, kwargs):
@@ -196,6 +199,15 @@ class FunctionWatch(TorchFunctionMode):
     def asked_grad_mode(self) -> None:
         """The forward has asked whether there are gradients."""
         self.asks_grad_mode = True
+
+    def asked_inference(self) -> None:
+        """The forward has asked that of a tensor."""
+        self.asked_grad_mode()
+        if told_inference():
+            self.refuse(
+                "x.is_inference() under inference_mode: which values are of that mode is not known; ask "
+                "torch.is_inference_mode_enabled(), or call the model under torch.no_grad()"
+            )
 
     def refuse(self, text: str) -> None:
         """Raises Refused, in the line that runs."""
