@@ -365,6 +365,12 @@ def penalty(m: Any, h: Tensor) -> Any:
     return h + found
 
 
+def frozen(m: Any, h: Tensor, around: Any = contextlib.nullcontext) -> Any:
+    with around():
+        m.mid.weight.requires_grad_(False)
+        return m.mid(h) + h
+
+
 def replaced(m: Any, h: Tensor) -> Any:
     m.scale = nn.Parameter(m.scale.detach() * 2)
     return h * m.scale
@@ -374,6 +380,14 @@ MADE = "the forward makes the parameter late"
 forward("self.late = nn.Parameter(...) in the forward", late, MADE)
 forward("register_parameter in the forward", registered, MADE)
 forward("self.scale = nn.Parameter(...) in place of another", replaced, "the forward replaces the parameter scale")
+FROZEN = "the forward changes requires_grad of mid.weight"
+forward("p.requires_grad_(False) in the forward", frozen, FROZEN)
+forward("p.requires_grad_(False) in the forward, under no_grad", lambda m, h: h + frozen(m, h, torch.no_grad), FROZEN)
+forward("p.requires_grad_(False) in the forward, under inference_mode",
+        lambda m, h: h + frozen(m, h, torch.inference_mode).clone(), FROZEN)  # fmt: skip
+forward(
+    "p.requires_grad_(False) in the forward, frozen before", frozen, change=lambda m: m.mid.weight.requires_grad_(False)
+)
 forward("a gradient penalty of a detached value", penalty)
 forward("y.detach_()", lambda m, h: h + m.mid(h).tanh().detach_())
 forward("h.detach().requires_grad_()", lambda m, h: h + h.detach().requires_grad_() * m.scale)

@@ -67,7 +67,7 @@ class FunctionWatch(TorchFunctionMode):
         self._instead, self._noted = instead, noted
         self._replica, self._owned = replica, owned
         self._places, self._tags = dict(_places(replica)), ReplacedTensors(replica)
-        self._names = {name for name, _ in replica.named_parameters()}
+        self._trained: dict[str, bool] = {}  # parameter -> whether it has a gradient, before the forward
         self.known = KnownValues()
         self.rows = SelectedRows(self.refuse)
         self.refused: Refused | None = None
@@ -118,6 +118,7 @@ class FunctionWatch(TorchFunctionMode):
 
     def _begins(self) -> None:
         self._tags.tag()
+        self._trained = {name: x.requires_grad for name, x in self._replica.named_parameters()}
         self.running = True
 
     def _ends(self) -> None:
@@ -141,11 +142,16 @@ class FunctionWatch(TorchFunctionMode):
     def _gradients(self, made: Any) -> list[frozenset[str] | None]:
         """See `gradients`."""
         named = dict(self._replica.named_parameters())
-        new = [name for name in named if name not in self._names]
+        new = [name for name in named if name not in self._trained]
         if new:
             self._refuse_later(
                 f"the forward makes the parameter {new[0]}, which has no place on the mesh and no step would train; "
                 "make it in __init__, or call the model once before parallelize"
+            )
+        switched = [name for name, x in named.items() if self._trained.get(name, x.requires_grad) != x.requires_grad]
+        if switched:
+            self._refuse_later(
+                f"the forward changes requires_grad of {switched[0]}, which a step has when it begins; change it before"
             )
         trained = [(name, x) for name, x in named.items() if x.requires_grad]
         paths = BackwardPaths({start_of(x): 2 << i for i, (_, x) in enumerate(trained)})
