@@ -49,7 +49,7 @@ from autopar.exact import LiftFloat32
 from autopar.ir.batch import constants_of
 from autopar.ir.compute_dtypes import Dtypes, cast_around, dtypes_of, stored_by_name
 from autopar.ir.dtype_checks import check_dtypes
-from autopar.ir.exported import Made, buffers_differentiated, recomputed_with_others, specs_of_inputs
+from autopar.ir.exported import Made, buffers_differentiated, specs_of_inputs, written_when_recomputed
 from autopar.ir.gradient_paths import refuse_other_gradients
 from autopar.ir.own_backward import check_contained
 from autopar.ir.recipe import Recipe
@@ -153,7 +153,7 @@ def capture(
     exact: bool = False,
     autocast: torch.dtype | None = None,
     precision: Precision | None = None,
-    grad_mode: bool = True,
+    grad_mode: str = "grad",
     memo: bool = True,
 ) -> GraphModule:
     """The global graph of ``model(**batch)``.
@@ -165,7 +165,7 @@ def capture(
     ``exact`` lifts float32 islands to float64, see `autopar.exact`; give it a float64 model and batch. ``autocast`` is
     the dtype of a `torch.autocast` around the forward; its casts become part of the graph. ``precision``: the
     dtypes to compute in; parameters are taken in these, and ``meta["stored_dtypes"]`` says how they are held.
-    ``grad_mode``: what the forward is told when it asks whether there are gradients, as under no_grad it is False.
+    ``grad_mode``: what the forward is told when it asks whether there are gradients: "grad", "no_grad", "inference".
     Modules that are called alike are traced once, unless ``memo`` is False (`autopar.adapters.block_memo`): the graph
     is the same.
 
@@ -202,7 +202,7 @@ def _captured(
     exact: bool,
     autocast: torch.dtype | None,
     precision: Precision,
-    grad_mode: bool,
+    grad_mode: str,
     memo: bool,
     left: Leftovers,
 ) -> GraphModule:
@@ -225,7 +225,7 @@ def _captured(
         watch = stack.enter_context(FunctionWatch(replica, owned_by(model), _INSTEAD, left.note))
         stack.enter_context(changes_as_values(lambda: watch.running, watch.said))
         stack.enter_context(seen_effects(watch.refuse))
-        stack.enter_context(noticed_grad_mode(watch.asked_grad_mode))
+        stack.enter_context(noticed_grad_mode(watch.asked_grad_mode, grad_mode, watch.asked_inference))
         stack.enter_context(eager_types(replica))
         stack.enter_context(followed_paths())
         changed = stack.enter_context(frozen_facts(replica))
@@ -242,13 +242,24 @@ def _captured(
     if names := [*changed, *left.changed()]:
         _refuse_running_state(*_prepared(model, batch, train, precision, mode), mode, names)
     gm = _finish(program, replica, arguments, buffers, attributes_of(replica, changed), watch.asks_grad_mode)
-    if grad_mode:
+    if grad_mode == "grad":
         refuse_other_gradients(gm, watch.gradients)
+        _refuse_writes_again(gm)
     stored = stored_by_name(model, model_dtypes(model, precision))
     held = (s for s in gm.meta["signature"].inputs if s.kind == "parameter" and s.name in stored)
     gm.meta["stored_dtypes"] = {s.node: stored[s.name] for s in held}
     gm.meta["batch_dims"] = adapter.batch_dims(replica, arguments) if adapter is not None else {}
     return gm
+
+
+def _refuse_writes_again(gm: GraphModule) -> None:
+    signature = gm.meta["signature"]
+    if buffer := written_when_recomputed(gm.graph, signature.inputs, signature.outputs):
+        raise ValueError(
+            f"capture: the forward writes to buffer {buffer} and reads it within torch.utils.checkpoint, which torch "
+            "runs again in the backward, with what was written; turn the model's checkpoints off, and let "
+            'parallelize(..., checkpoint="full") or memory_limit= make values again, which write once'
+        )
 
 
 @contextlib.contextmanager
@@ -324,11 +335,6 @@ def _finish(
         raise ValueError(
             f"capture: the forward writes into buffer {again} what depends on parameters, and computes with it in the "
             "next step, whose backward would go on into this one's; write detached values (.detach(), torch.no_grad())"
-        )
-    if others := recomputed_with_others(graph, kept, made.outputs):
-        raise ValueError(
-            f"capture: the forward computes with buffer {others} within torch.utils.checkpoint and writes to it, so "
-            "that torch's backward would compute with the new value; read it before the checkpoint, and pass it in"
         )
     gm.meta["signature"] = Signature(
         kept,

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.adapters.grad_mode import grad_mode
 from autopar.adapters.hooks import Observers, has_forward_hooks
 from autopar.ir.batch import tensors_of, with_constants
 from autopar.ir.parameter import ParameterSpec
@@ -222,7 +223,7 @@ class ParallelModule(ModelOnMesh):
 
     def _evaluated(self, args: tuple[Any, ...], batch: dict[str, Any]) -> Any:
         with reporting("the evaluation"), outside(self._groups.device) as surroundings:
-            executor, values = self._prepare(args, batch, Kind(False, None, grad_mode=False), surroundings)
+            executor, values = self._prepare(args, batch, Kind(False, None, grad_mode="no_grad"), surroundings)
             with self._watch.step(self.training_steps):
                 outputs = executor.run_step(values).outputs
             executor.buffers.store(self._tree, outputs, differentiated=False)
@@ -285,8 +286,8 @@ class ParallelModule(ModelOnMesh):
         # masks depend on the number of the step
         number = self.training_steps + 1 if kind.train else None
         executor = self._cache.runner(kind, named, surroundings, number, refused)
-        if executor.compiled.signature.asks_grad_mode and kind.grad_mode != torch.is_grad_enabled():
-            kind = kind._replace(grad_mode=torch.is_grad_enabled())
+        if executor.compiled.signature.asks_grad_mode and kind.grad_mode != grad_mode():
+            kind = kind._replace(grad_mode=grad_mode())
             executor = self._cache.runner(kind, named, surroundings, number)
         pieces, buffers = self._tree.pieces(), plain_buffers(self._tree, executor.compiled, kind.train)
         values = {**pieces, **buffers, **executor.constants}

@@ -45,7 +45,7 @@ class Kind(NamedTuple):
     train: bool
     outputs: tuple[str, ...] | None
     tangents: tuple[str, ...] = ()
-    grad_mode: bool = True
+    grad_mode: str = "grad"
 
     def __str__(self) -> str:
         call = "train_step" if self.outputs is not None else "model(**batch)"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, is_grad_enabled, nn
+from torch import Tensor, is_grad_enabled, is_inference_mode_enabled, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import register_multi_grad_hook, save_on_cpu, saved_tensors_hooks
@@ -283,6 +283,67 @@ for what, question_of in (
             ways=((STEP, PHASES)[mode],),
         ))  # fmt: skip
 
+
+def inferred_from(run: Run, training: bool) -> None:
+    """Under inference_mode, under no_grad, then as before."""
+    run.model.train(training)
+    with torch.inference_mode():
+        run.forward(1)
+    evaluated(run, training)
+
+
+def told_within(m: Any, h: Tensor) -> Tensor:
+    with torch.inference_mode():
+        asked = torch.is_inference_mode_enabled()
+    return m.mid(h) * (3 if asked and not torch.is_inference_mode_enabled() else 2)
+
+
+for what, asked, refused in (
+    ("torch.is_inference_mode_enabled()", lambda h: torch.is_inference_mode_enabled(), ""),
+    ("from torch import is_inference_mode_enabled", lambda h: is_inference_mode_enabled(), ""),
+    ("h.is_inference()", lambda h: h.is_inference(), "is_inference.. under inference_mode"),
+    ("torch.is_inference(h)", lambda h: torch.is_inference(h), "is_inference.. under inference_mode"),
+):
+    for mode in (True, False):
+        FORWARDS.append(Habit(
+            f"if {what}: inference_mode, no_grad, {'train' if mode else 'eval'}()", "loop",
+            functools.partial(inferred_from, training=mode), refused,
+            make=functools.partial(made, lambda m, h, q=asked: h * 3 if q(h) else m.mid(h)),
+            ways=((STEP, PHASES)[mode],),
+        ))  # fmt: skip
+forward("if torch.is_inference_mode_enabled() within inference_mode()", told_within)
+forward("if h.is_inference() in a step with gradients", lambda m, h: h * 3 if h.is_inference() else m.mid(h))
+
+
+def checkpointed(module: Callable[[], nn.Module], reentrant: bool = False) -> Any:
+    def replace(m: Any) -> None:
+        m.mid = module().double()
+
+    return {"change": replace, "body": lambda m, h: checkpoint(m.mid, h, use_reentrant=reentrant)}
+
+
+class Scaled(nn.Module):
+    """By a buffer that it writes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(6))
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.seen.copy_(h.detach().mean(0))
+        return h * 2
+
+
+AGAIN = "reads it within torch.utils.checkpoint"
+forward("checkpoint(nn.BatchNorm1d)", refused=AGAIN, **checkpointed(lambda: nn.BatchNorm1d(6)))
+forward("checkpoint(nn.BatchNorm1d), reentrant", refused=AGAIN, **checkpointed(lambda: nn.BatchNorm1d(6), True))
+forward("checkpoint(nn.BatchNorm1d().eval())", **checkpointed(lambda: nn.BatchNorm1d(6).eval()))
+forward("checkpoint(nn.BatchNorm1d(track_running_stats=False))",
+        **checkpointed(lambda: nn.BatchNorm1d(6, track_running_stats=False)))  # fmt: skip
+forward("checkpoint(spectral_norm(nn.Linear))", refused=AGAIN,
+        **checkpointed(lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))))  # fmt: skip
+forward("a checkpoint that writes to a buffer what it does not read", **checkpointed(Scaled))
+
 # --- parameters and derivatives -----------------------------------------------------------------------------------
 
 
@@ -304,6 +365,12 @@ def penalty(m: Any, h: Tensor) -> Any:
     return h + found
 
 
+def frozen(m: Any, h: Tensor, around: Any = contextlib.nullcontext) -> Any:
+    with around():
+        m.mid.weight.requires_grad_(False)
+        return m.mid(h) + h
+
+
 def replaced(m: Any, h: Tensor) -> Any:
     m.scale = nn.Parameter(m.scale.detach() * 2)
     return h * m.scale
@@ -313,6 +380,14 @@ MADE = "the forward makes the parameter late"
 forward("self.late = nn.Parameter(...) in the forward", late, MADE)
 forward("register_parameter in the forward", registered, MADE)
 forward("self.scale = nn.Parameter(...) in place of another", replaced, "the forward replaces the parameter scale")
+FROZEN = "the forward changes requires_grad of mid.weight"
+forward("p.requires_grad_(False) in the forward", frozen, FROZEN)
+forward("p.requires_grad_(False) in the forward, under no_grad", lambda m, h: h + frozen(m, h, torch.no_grad), FROZEN)
+forward("p.requires_grad_(False) in the forward, under inference_mode",
+        lambda m, h: h + frozen(m, h, torch.inference_mode).clone(), FROZEN)  # fmt: skip
+forward(
+    "p.requires_grad_(False) in the forward, frozen before", frozen, change=lambda m: m.mid.weight.requires_grad_(False)
+)
 forward("a gradient penalty of a detached value", penalty)
 forward("y.detach_()", lambda m, h: h + m.mid(h).tanh().detach_())
 forward("h.detach().requires_grad_()", lambda m, h: h + h.detach().requires_grad_() * m.scale)

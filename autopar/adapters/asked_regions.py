@@ -11,11 +11,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch.utils.checkpoint
-from torch.fx import Graph
+from torch.export import ExportedProgram
+from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 _NUMBERS = itertools.count(1)
@@ -41,6 +42,24 @@ def next_region() -> int:
 def new_regions() -> dict[int, int]:
     """Number of a checkpoint -> that of the same one in a copy of what called it."""
     return defaultdict(lambda: next(_NUMBERS))
+
+
+def decomposed(program: ExportedProgram, table: Mapping[Any, Callable[..., Any]]) -> ExportedProgram:
+    """`run_decompositions`, whose nodes are noted as those that they are made of: it hands on what is "custom"."""
+    root = program.graph_module
+    regions = {name: m for name, m in root.named_children() if isinstance(m, GraphModule)}
+    for node in root.graph.nodes:  # what is within a region is noted as the region is
+        inner = [regions[x.target] for x in node.all_input_nodes if x.op == "get_attr" and x.target in regions]
+        asked = node.meta.get("asked") or next(
+            (n.meta["asked"] for gm in inner for n in gm.graph.nodes if "asked" in n.meta), 0
+        )
+        if asked:
+            node.meta["custom"] = {**node.meta.get("custom", {}), "asked": asked}
+    flat = program.run_decompositions(dict(table))
+    for node in flat.graph.nodes:
+        if "asked" in (custom := node.meta.get("custom", {})):
+            node.meta["asked"] = custom["asked"]
+    return flat
 
 
 def _generator(*args: Any, **kwargs: Any) -> Iterator[None]:

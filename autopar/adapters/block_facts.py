@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
 from autopar.adapters.frozen import state_of
+from autopar.adapters.grad_mode import told_inference
 from autopar.adapters.keys import Same, told_apart
 from autopar.adapters.names_read import names_read
 from autopar.adapters.rebuild import children
@@ -204,7 +205,7 @@ def surroundings(module: nn.Module) -> tuple[Any, ...]:
     states: dict[int, Any] = {}
     return (
         torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
+        told_inference(),
         torch.get_default_dtype(),
         torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
         torch.is_autocast_cache_enabled(),

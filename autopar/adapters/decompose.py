@@ -33,6 +33,7 @@ from torch.export.graph_signature import InputKind, OutputKind, OutputSpec, Tens
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from autopar.adapters.asked_regions import decomposed
 from autopar.adapters.call_recorder import CallRecorder
 from autopar.adapters.graph_nodes import copied_node
 from autopar.adapters.keys import told_apart
@@ -53,8 +54,7 @@ def decompose(program: ExportedProgram, table: Mapping[Any, Callable[..., Any]])
     try:
         returned = _copied(program.graph, program.graph_module, bodies, known, table)
     except _NotKnown:
-        flat: ExportedProgram = program.run_decompositions(dict(table))
-        return flat
+        return decomposed(program, table)
     written = {name: known[node] for node, name in known.buffers.items() if node in known.written}
     graph.output((*written.values(), *returned))
     _keep_metas(graph.output_node(), program.graph_module.graph.output_node())

@@ -27,7 +27,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
-from autopar.adapters.asked_regions import noted_regions
+from autopar.adapters.asked_regions import decomposed, noted_regions
 from autopar.adapters.autograd_function import captured_backwards
 from autopar.adapters.block_memo import BlockMemo, TraceAnew
 from autopar.adapters.decompose import LIFTS, decompose
@@ -53,7 +53,7 @@ def export(
     model: nn.Module,
     kwargs: Mapping[str, Any],
     autocast: torch.dtype | None = None,
-    grad_mode: bool = True,
+    grad_mode: str = "grad",
     *,
     memo: bool = True,
 ) -> ExportedProgram:
@@ -67,7 +67,7 @@ def export(
     try:
         with (
             warnings.catch_warnings(),
-            torch.set_grad_enabled(grad_mode),
+            torch.set_grad_enabled(grad_mode == "grad"),
             captured_backwards(),
             captured_derivatives(),
             answered_as_eager(),
@@ -100,8 +100,7 @@ def export(
 def run_decompositions(program: ExportedProgram, autocast: torch.dtype | None) -> ExportedProgram:
     """The flat graph. Within an autocast all of it is traced again: the training graph has no casts."""
     if autocast is not None:
-        found: ExportedProgram = program.run_decompositions(DECOMPOSITIONS)
-        return found
+        return decomposed(program, DECOMPOSITIONS)
     return decompose(program, DECOMPOSITIONS)
 
 

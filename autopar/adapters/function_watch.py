@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.adapters.backward_paths import UNKNOWN, BackwardPaths, start_of
 from autopar.adapters.fake import MARKS, Owned
+from autopar.adapters.grad_mode import told_inference
 from autopar.adapters.guards import answered
 from autopar.adapters.known_values import REAL, KnownValues, is_real
 from autopar.adapters.rebuild import path_of
@@ -66,7 +67,7 @@ class FunctionWatch(TorchFunctionMode):
         self._instead, self._noted = instead, noted
         self._replica, self._owned = replica, owned
         self._places, self._tags = dict(_places(replica)), ReplacedTensors(replica)
-        self._names = {name for name, _ in replica.named_parameters()}
+        self._trained: dict[str, bool] = {}  # parameter -> whether it has a gradient, before the forward
         self.known = KnownValues()
         self.rows = SelectedRows(self.refuse)
         self.refused: Refused | None = None
@@ -92,6 +93,8 @@ class FunctionWatch(TorchFunctionMode):
             self.refuse(_REFUSED[func])
         if func in _TELLS_GRAD_MODE and (frame := caller()) is not None and is_outside(frame):
             self.asked_grad_mode()
+        if func is Tensor.is_inference and (frame := caller()) is not None and is_outside(frame):
+            self.asked_inference()
         if func == _DATA and type(args[0]) not in REAL:
             return args[0].detach()
         if known := self.known.answer(func, args, kwargs):
@@ -115,6 +118,7 @@ class FunctionWatch(TorchFunctionMode):
 
     def _begins(self) -> None:
         self._tags.tag()
+        self._trained = {name: x.requires_grad for name, x in self._replica.named_parameters()}
         self.running = True
 
     def _ends(self) -> None:
@@ -138,11 +142,16 @@ class FunctionWatch(TorchFunctionMode):
     def _gradients(self, made: Any) -> list[frozenset[str] | None]:
         """See `gradients`."""
         named = dict(self._replica.named_parameters())
-        new = [name for name in named if name not in self._names]
+        new = [name for name in named if name not in self._trained]
         if new:
             self._refuse_later(
                 f"the forward makes the parameter {new[0]}, which has no place on the mesh and no step would train; "
                 "make it in __init__, or call the model once before parallelize"
+            )
+        switched = [name for name, x in named.items() if self._trained.get(name, x.requires_grad) != x.requires_grad]
+        if switched:
+            self._refuse_later(
+                f"the forward changes requires_grad of {switched[0]}, which a step has when it begins; change it before"
             )
         trained = [(name, x) for name, x in named.items() if x.requires_grad]
         paths = BackwardPaths({start_of(x): 2 << i for i, (_, x) in enumerate(trained)})
@@ -196,6 +205,15 @@ class FunctionWatch(TorchFunctionMode):
     def asked_grad_mode(self) -> None:
         """The forward has asked whether there are gradients."""
         self.asks_grad_mode = True
+
+    def asked_inference(self) -> None:
+        """The forward has asked that of a tensor."""
+        self.asked_grad_mode()
+        if told_inference():
+            self.refuse(
+                "x.is_inference() under inference_mode: which values are of that mode is not known; ask "
+                "torch.is_inference_mode_enabled(), or call the model under torch.no_grad()"
+            )
 
     def refuse(self, text: str) -> None:
         """Raises Refused, in the line that runs."""

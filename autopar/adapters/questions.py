@@ -1,7 +1,8 @@
 """What a forward asks of how it runs: it is told what it would be without autopar.
 
     if torch.compiler.is_compiling(): ...       False in a forward; torch and transformers see that an export goes on
-    if torch.is_grad_enabled(): ...             that the forward has asked is noted: under no_grad it has another graph
+    if torch.is_grad_enabled(): ...             that the forward has asked is noted: under no_grad it has another graph,
+    if torch.is_inference_mode_enabled(): ...   and under inference_mode a third one
     if type(x) is torch.Tensor: ...             of a tensor that stands for one, too
 
 Functions of Python may have been imported under any name, so their code is what is replaced. One of C is looked for
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from autopar.adapters.code_names import names_in
 from autopar.adapters.code_owners import USER, owner_of_function, owner_of_module
 from autopar.adapters.function_watch import is_outside
+from autopar.adapters.grad_mode import InferenceRegion, told_inference
 from autopar.adapters.known_values import REAL
 
 _OF_COMPILERS = (
@@ -35,7 +37,7 @@ _OF_COMPILERS = (
 # transformers' own models compute the same either way, and keep tensors or look at values where nobody traces.
 _TOLD, _PASSES_ON = "transformers.", "transformers.utils.import_utils"
 _ASKED: dict[tuple[str, str], Callable[[], bool]] = {}  # (module, name) -> the function with its own code
-_IS_GRAD_ENABLED = torch.is_grad_enabled
+_OF_GRAD_MODE = (torch.is_grad_enabled, torch.is_inference_mode_enabled, torch.is_inference)
 
 
 @contextmanager
@@ -70,34 +72,58 @@ def answer(asked: FrameType) -> bool:
     return told and _ASKED[asked.f_globals["__name__"], asked.f_code.co_name]()
 
 
+# --- the grad mode ------------------------------------------------------------------------------------
+
+
 @contextmanager
-def noticed_grad_mode(note: Callable[[], None]) -> Iterator[None]:
-    """Within: ``note`` is called when code that is neither torch's nor ours asks for the grad mode."""
+def noticed_grad_mode(note: Callable[[], None], mode: str, note_tensor: Callable[[], None]) -> Iterator[None]:
+    """Within: ``note`` is called when code that is neither torch's nor ours asks for the grad mode, which is answered
+    as in ``mode``; ``note_tensor``, when it asks that of a tensor."""
+
+    enabled, inference, _ = _OF_GRAD_MODE
 
     def is_grad_enabled() -> bool:
         if is_outside(sys._getframe(1)):
             note()
-        return _IS_GRAD_ENABLED()
+        return enabled()
+
+    def is_inference_mode_enabled() -> bool:
+        if not is_outside(sys._getframe(1)):
+            return inference()
+        note()
+        return told_inference()
+
+    def is_inference(x: Tensor) -> bool:
+        if is_outside(sys._getframe(1)):
+            note_tensor()
+        return x.is_inference()
 
     places = _names_of_grad_mode()
-    for scope, name in places:
-        scope[name] = is_grad_enabled
+    answers = dict(zip(_OF_GRAD_MODE, (is_grad_enabled, is_inference_mode_enabled, is_inference), strict=True))
+    for scope, name, function in places:
+        scope[name] = answers[function]
     try:
-        yield
+        with InferenceRegion(mode == "inference"):
+            yield
     finally:
-        for scope, name in places:
-            scope[name] = _IS_GRAD_ENABLED
+        for scope, name, function in places:
+            scope[name] = function
 
 
-def _names_of_grad_mode() -> list[tuple[dict[str, Any], str]]:
-    """(names of a module, the one by which it knows the function). Modules that are as long as they were are known."""
+def _names_of_grad_mode() -> list[tuple[dict[str, Any], str, Callable[..., bool]]]:
+    """(names of a module, the one by which it knows a function, the function). Modules that are as long as they were
+    are known."""
     for key, module in list(sys.modules.items()):
         names = getattr(module, "__dict__", {})
         if _LENGTHS.get(key) != len(names) and not key.startswith(("torch.", "autopar.")):
             _LENGTHS[key] = len(names)
-            _HOLDERS[key] = [name for name, value in names.items() if value is _IS_GRAD_ENABLED]
+            _HOLDERS[key] = [name for name, value in names.items() if _tells_grad_mode(value)]
     scopes = [(vars(sys.modules[key]), names) for key, names in _HOLDERS.items() if names and key in sys.modules]
-    return [(scope, name) for scope, names in scopes for name in names if scope.get(name) is _IS_GRAD_ENABLED]
+    return [(scope, x, scope[x]) for scope, names in scopes for x in names if _tells_grad_mode(scope.get(x))]
+
+
+def _tells_grad_mode(value: Any) -> bool:
+    return any(value is function for function in _OF_GRAD_MODE)
 
 
 _LENGTHS: dict[str, int] = {}

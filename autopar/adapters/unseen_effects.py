@@ -19,6 +19,7 @@ from torch.autograd.function import _HookMixin
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.adapters.grad_mode import InferenceRegion
 from autopar.adapters.traced_threads import traced_by_this_thread
 
 _OWN_BACKWARD = "a step has its own backward"
@@ -58,7 +59,7 @@ def _while(traced: Callable[[], bool], instead: Callable[..., Any], original: An
 
 def _enter_inference_mode(self: Any) -> None:
     """As in torch it is another grad mode, too; which its exit leaves."""
-    self._inference_mode_context = torch.set_grad_enabled(not self.mode)
+    self._inference_mode_context = InferenceRegion(self.mode)
 
 
 def _check_hooks(self: Any, refuse: Callable[[str], None]) -> Any:

@@ -51,7 +51,7 @@ def compile_model(
     options: Options | None = None,
     *,
     train: bool = True,
-    grad_mode: bool = True,
+    grad_mode: str = "grad",
     exact: bool = False,
     autocast: torch.dtype | None = None,
     plan: Plan | None = None,

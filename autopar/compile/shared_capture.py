@@ -52,7 +52,7 @@ def _seen(
     exact: bool = False,
     autocast: torch.dtype | None = None,
     precision: Precision | None = None,
-    grad_mode: bool = True,
+    grad_mode: str = "grad",
 ) -> tuple[Any, ...]:
     """What a capture sees beside the modules. Of modes around it nothing is known: no two such captures are alike."""
     return (

@@ -109,21 +109,18 @@ def buffers_differentiated(graph: Graph, inputs: Iterable[InputSpec], outputs: S
     return tuple(spec.name for spec in inputs if spec.kind == "buffer" and spec.node in names)
 
 
-def recomputed_with_others(graph: Graph, inputs: Iterable[InputSpec], outputs: Sequence[OutputSpec]) -> str | None:
-    """A buffer that the forward writes to and a `torch.utils.checkpoint` computes with: torch's backward computes with
-    what is in it then. (Batch norms use no running statistics where they write to them.)"""
-    results: Any = graph.output_node().args[0]
+def written_when_recomputed(graph: Graph, inputs: Iterable[InputSpec], outputs: Sequence[OutputSpec]) -> str | None:
+    """A buffer that the forward updates by what is in it, or computes with, within a `torch.utils.checkpoint`: torch's
+    backward runs that again, with what is in the buffer then."""
     written = {spec.name for spec in outputs if spec.kind == "mutation"}
     buffers = {spec.node: spec.name for spec in inputs if spec.kind == "buffer" and spec.name in written}
-    queue = [x for x, spec in zip(results, outputs, strict=True) if spec.kind == "output"] if buffers else []
-    reached: set[Node] = set()
-    while queue:
-        node = queue.pop()
-        if node not in reached:
-            reached.add(node)
-            queue += node.all_input_nodes
-    asked = (n for n in reached if "asked" in n.meta and "batch_norm" not in str(n.target))
-    return next((buffers[x.name] for n in asked for x in n.all_input_nodes if x.name in buffers), None)
+    asked = (node for node in graph.nodes if "asked" in node.meta) if buffers else ()
+    return next((buffers[x.name] for node in asked for x in _read(node) if x.name in buffers), None)
+
+
+def _read(node: Node) -> list[Node]:
+    """The operands whose values matter."""
+    return node.all_input_nodes[1:] if node.target in _OVERWRITES else node.all_input_nodes
 
 
 def _may_carry(node: Node) -> bool:
@@ -131,4 +128,5 @@ def _may_carry(node: Node) -> bool:
     return not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex()
 
 
+_OVERWRITES = (torch.ops.aten.copy.default, torch.ops.aten.fill.Scalar, torch.ops.aten.fill.Tensor)
 _LEAF = object()
