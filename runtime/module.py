@@ -31,6 +31,7 @@ from autopar.runtime.face import face_of
 from autopar.runtime.failures import reporting
 from autopar.runtime.feed import SCALE
 from autopar.runtime.groups import Groups
+from autopar.runtime.handles import Handles
 from autopar.runtime.host_states import keep_on_host
 from autopar.runtime.inputs import by_name, check_values
 from autopar.runtime.model_on_mesh import SHARED, ModelOnMesh
@@ -91,6 +92,7 @@ class ParallelModule(ModelOnMesh):
         self._averages: list[Any] = []
         self._original: Original | None = None
         self._shared: SharedWeights | None = None
+        self._handles: Handles
         self._line = RunLine()
         self._last_use, self._sizes = 0, (0, 0)
         self._weight = torch.ones((), dtype=torch.float64, device=groups.device)
@@ -123,6 +125,7 @@ class ParallelModule(ModelOnMesh):
             return {s.name for s in outputs if s.kind == "mutation"}
 
         self._original = Original(models, self._tree, self._groups, written)
+        self._handles = Handles(models[""], self._tree.root)
         self._shared = SharedWeights(models, self._tree)
 
     def pad_batches(self, buckets: Buckets, ahead: Callable[..., None] | None = None) -> None:
@@ -275,6 +278,7 @@ class ParallelModule(ModelOnMesh):
             )
         self._take_entries()
         if self._original is not None and self._shared is not None:
+            self._handles.bring_over()
             self._original.check(kind, kind.train)
             self._shared.check()
         named = by_name(self._tree.root, args, batch)
