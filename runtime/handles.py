@@ -4,8 +4,8 @@
     schedule.enabled = False                                the next step brings the copy up to date
     callbacks.append(Trace(model))                          refused: there is no copy of that
 
-What holds no module of the model is shared by all copies of it (`adapters.rebuild`), and needs none of this. Objects are
-held weakly; a list, dict or set, to which there are no weak references, for as long as somebody else than the model
+What holds no module of the model is shared by all copies of it (`adapters.rebuild`), and needs none of this. Objects
+are held weakly; a list, dict or set, to which there are no weak references, for as long as somebody else than the model
 holds it.
 """
 

@@ -28,7 +28,7 @@ from autopar.adapters.code_names import environment_read, globals_in, imported_m
 from autopar.adapters.code_owners import LIBRARY, TRUSTED, USER, owner_of_function, owner_of_module
 from autopar.adapters.read_guards import CONTAINERS, Where
 from autopar.adapters.read_values import ReadValues
-from autopar.adapters.torch_flags import BACKENDS, SETTINGS, named
+from autopar.adapters.torch_flags import BACKENDS, SETTINGS, named_in_torch
 
 _CALLED = {"forward", "backward", "setup_context", "jvp", "vmap", "__call__"}  # by torch
 _NOT_RUN = {"__init__", "__new__", "__init_subclass__", "__repr__", "__str__", "__del__", "__class_getitem__",
@@ -166,10 +166,10 @@ class ForwardReads(ReadValues):
                 self.guards.attributes(space.scope, names, space.where, self._new(space))
         if self._whole_environment:
             self.guards.value(_whole_environment, None, Where("a variable", "the environment"), equal=True)
-        for backend, names in BACKENDS:
+        for backend, flags in BACKENDS:
             if backend.rpartition(".")[2] in self._own_names:
-                for name in sorted(self._own_names.intersection(names)):
-                    self.guards.value(_setting_of(name), named(backend), Where(name, backend), equal=True)
+                for name in sorted(self._own_names.intersection(flags)):
+                    self.guards.value(_setting_of(name), named_in_torch(backend), Where(name, backend), equal=True)
         for name in self._environment:
             self.guards.value(_variable, name, Where(f"variable {name}", "the environment"), equal=True)
         self.guards.done()

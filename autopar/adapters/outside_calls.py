@@ -1,8 +1,8 @@
 """What a forward asks the world outside of Python: clocks, entropy, files, processes.
 
-    x * random.random(), os.urandom(4), uuid.uuid4()         drawn when the forward is captured, and never again: refused
-    open(path).read(), torch.load(path), os.path.exists(p)   refused, too: a later step would not see another file
-    time.time(), datetime.now(), torch.distributed.get_rank()   noted: for a log they are harmless
+    random.random(), os.urandom(4), uuid.uuid4()       refused: drawn when the forward is captured, and never again
+    open(path), torch.load(path), os.path.exists(p)    refused: a later step would not see another file
+    time.time(), datetime.now(), dist.get_rank()       noted: for a log they are harmless
 
 Such functions are written in C, go by any name and may be called by Python's own library, so the interpreter's profiler
 looks at every call of the forward, but for those within torch's functions: 0.2 us each. Who asks is the innermost code
@@ -142,12 +142,12 @@ def seen_files() -> Iterator[None]:
     """Within: `open` tells the forward that runs what it opens to read."""
     original = builtins.open
 
-    def open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:  # noqa: A001
+    def open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         if _WATCHED and isinstance(mode, str) and ("r" in mode or "+" in mode):
             _WATCHED[-1].opens(sys._getframe(1))
         return original(file, mode, *args, **kwargs)
 
-    builtins.open = io.open = open  # type: ignore[assignment]
+    builtins.open = io.open = open
     try:
         yield
     finally:
@@ -201,8 +201,8 @@ def _place_of(frame: FrameType) -> str:
 def _of_object(held: Any, method: str) -> tuple[str, str] | None:
     """(name, how) of a method of an object that is outside of Python."""
     if isinstance(held, io.IOBase):
-        reads = method.startswith("read") and method != "readable"
-        return (f"{method} of a file", _EVERY_STEP) if reads and not isinstance(held, (io.StringIO, io.BytesIO)) else None
+        reads = method.startswith("read") and method != "readable" and not isinstance(held, (io.StringIO, io.BytesIO))
+        return (f"{method} of a file", _EVERY_STEP) if reads else None
     if isinstance(held, socket.socket):
         return (f"{method} of a socket", _EVERY_STEP) if method.startswith(("recv", "accept", "connect")) else None
     if isinstance(held, type) and issubclass(held, datetime.date):

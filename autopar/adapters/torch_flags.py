@@ -49,18 +49,18 @@ _NOT_READ = (
 def torch_flags() -> Iterator[tuple[str, Any]]:
     """(name, value), as texts."""
     for name in _FLAGS:
-        yield name, str(named(name)())
+        yield name, str(named_in_torch(name)())
     for device in _DEVICES:
         yield f"autocast {device}", f"{torch.is_autocast_enabled(device)} {torch.get_autocast_dtype(device)}"
     for module, names in BACKENDS:
-        yield from ((f"{module}.{name}", str(getattr(named(module), name, None))) for name in names)
+        yield from ((f"{module}.{name}", str(getattr(named_in_torch(module), name, None))) for name in names)
     yield from _configured()
     for name, text in sorted(os.environ.items()):
         if name.startswith(_READ) and not name.startswith(_NOT_READ):
             yield name, text
 
 
-def named(path: str) -> Any:
+def named_in_torch(path: str) -> Any:
     """What stands there in torch."""
     parts = path.split(".")
     found: Any = torch
@@ -81,11 +81,12 @@ def _configured() -> Iterator[tuple[str, str]]:
 
 
 _MODES = ("torch.is_grad_enabled", "torch.is_inference_mode_enabled")  # others around a step than in its forward
-SETTINGS: frozenset[Any] = frozenset([
-    *(named(name) for name in _FLAGS if name not in _MODES), torch.get_num_threads, torch.get_num_interop_threads,
-    torch.get_default_device, sys.getrecursionlimit, sys.getswitchinterval, gc.isenabled, gc.get_threshold,
-    threading.active_count, threading.enumerate,
-])  # fmt: skip # functions without arguments, whose answers are compared where the user's code names them
+# Functions without arguments, whose answers are compared where the user's code names them.
+SETTINGS: frozenset[Any] = frozenset(
+    [named_in_torch(name) for name in _FLAGS if name not in _MODES]
+    + [torch.get_num_threads, torch.get_num_interop_threads, torch.get_default_device, sys.getrecursionlimit]
+    + [sys.getswitchinterval, gc.isenabled, gc.get_threshold, threading.active_count, threading.enumerate]
+)
 
 
 def unknown_modes() -> list[str]:
