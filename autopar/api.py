@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.adapters.fake import skeleton_of
-from autopar.adapters.storages import held_elsewhere
+from autopar.adapters.held_memory import held_elsewhere
 from autopar.cache.ahead import Ahead
 from autopar.cache.stored_steps import stored_plan, stored_step
 from autopar.capture import adapter_for, model_dtypes

@@ -245,12 +245,8 @@ def _captured(
     asked = watch.outside.noted
     if names := [*asked, *changed, *left.changed()]:
         _refuse_running_state(*_prepared(model, batch, train, precision, mode), mode, names, asked)
-    for name, place in asked.items():
-        warn_of(
-            f"capture: {place}: the forward calls {name} while it is captured; should it compute with the answer, or "
-            "branch on it, it is the same in every step: ask outside of the forward and pass the answer in as a tensor",
-            stacklevel=3,
-        )
+    for text in watch.outside.said():
+        warn_of(text, stacklevel=3)
     gm = _finish(program, replica, arguments, buffers, attributes_of(replica, changed), watch.asks_grad_mode)
     if grad_mode:
         refuse_other_gradients(gm, watch.gradients)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.adapters.autograd import version_of
-from autopar.adapters.storages import Memory, move_to, piece_of
+from autopar.adapters.held_memory import StoragePlace, move_to, own_piece
 from autopar.adapters.unusual import warn_of
 from autopar.runtime.tree import Tree
 
@@ -36,7 +36,7 @@ class KeptMemory:
     """Of the model that was parallelized. ``held``: names of buffers that somebody holds besides."""
 
     def __init__(self, model: nn.Module, tree: Tree, held: Collection[str]) -> None:
-        self._gone = False
+        self._tree, self._gone = tree, False
         self._left: list[_Left] = []
         aliases = {name: spec.name for spec in tree.specs for name in (spec.name, *spec.aliases)}
         buffers = tree.buffers()
@@ -45,12 +45,13 @@ class KeptMemory:
             owner = weakref.ref(module, self._left_one)
             for name, x in (*module._parameters.items(), *module._buffers.items()):
                 full = f"{path}.{name}" if path else name
-                own: Any = tree.held.get(aliases.get(full, full), buffers.get(full))
+                there = aliases.get(full, full)
+                own: Any = tree.held.get(there, buffers.get(full))
                 if x is None or own is None or x.is_meta or id(own) in seen or not _lies_plain(x):
                     continue
                 seen.add(id(own))
                 kept = full in held
-                self._left.append(_Left(full, owner, x, own, kept))
+                self._left.append(_Left(full, there, owner, x, own, kept))
         self._take_back([one for one in self._left if one.at_once])
         self._left = [one for one in self._left if not one.at_once]
 
@@ -66,7 +67,8 @@ class KeptMemory:
             self._take_back(gone)
 
     def _take_back(self, found: list[_Left]) -> None:
-        cut = [one.name for one in found if one.take_back() is False]
+        own = {**self._tree.held, **self._tree.buffers()} if found else {}
+        cut = [one.name for one in found if one.take_back(own.get(one.there)) is False]
         if cut:
             warn_of(
                 f"parallelize: somebody holds a tensor that lies in the memory of {cut[0]} of the original model, and "
@@ -77,20 +79,22 @@ class KeptMemory:
 
 
 class _Left:
-    """A tensor of the original, and that of the parallel model, weakly."""
+    """A tensor of the original, weakly, and that of the parallel model, which stands under the name ``there``."""
 
-    def __init__(self, name: str, owner: Callable[[], Any], original: Tensor, own: Tensor, at_once: bool) -> None:
-        self.name, self.owner, self.at_once = name, owner, at_once
-        self._memory, self._version = Memory(original, at_once), version_of(piece_of(own))
-        self._original, self._own = weakref.ref(original), weakref.ref(own)
+    def __init__(
+        self, name: str, there: str, owner: Callable[[], Any], original: Tensor, own: Tensor, at_once: bool
+    ) -> None:
+        self.name, self.there, self.owner, self.at_once = name, there, owner, at_once
+        self._memory, self._version = StoragePlace(original, at_once), version_of(own_piece(own))
+        self._original, self._number = weakref.ref(original), id(own)
 
-    def take_back(self) -> bool | None:
-        """False for memory that is held and cannot be taken back."""
-        memory, own = self._memory.tensor(), self._own()
+    def take_back(self, own: Tensor | None) -> bool | None:
+        """``own``: what the parallel model has there now. False for memory that is held and cannot be taken back."""
+        memory = self._memory.tensor()
         self._memory.free()
-        if memory is None or own is None:
+        if memory is None or own is None or id(own) != self._number:
             return None
-        piece: Tensor = piece_of(own)
+        piece: Tensor = own_piece(own)
         if memory.device != piece.device or memory.dtype != piece.dtype:
             return None  # as torch's own model.to(device) leaves it behind
         fits = memory.is_contiguous() if own.requires_grad else all(memory.stride())

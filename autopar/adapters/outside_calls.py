@@ -81,6 +81,14 @@ class OutsideCalls:
         elif self._before is not None:
             sys.setprofile(self._before)
 
+    def said(self) -> list[str]:
+        """What is to be said of questions that are noted."""
+        return [
+            f"capture: {place}: the forward calls {name} while it is captured; should it compute with the answer, or "
+            "branch on it, it is the same in every step: ask outside of the forward and pass the answer in as a tensor"
+            for name, place in self.noted.items()
+        ]
+
     def rest(self) -> None:
         """A function of torch begins."""
         sys.setprofile(None)

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import sys
+import weakref
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopar.adapters.dtensor import local_of
 
 
-class Memory:
+class StoragePlace:
     """Where a tensor lies, as long as somebody holds its storage; with ``keep`` until `free`."""
 
     def __init__(self, x: Tensor, keep: bool = False) -> None:
-        self._weak = StorageWeakRef(x.untyped_storage())
+        self._weak = weakref.ref(x.untyped_storage())
         self._kept = x.untyped_storage() if keep else None
         self._lying = x.storage_offset(), x.shape, x.stride()
         self.dtype, self.device, self.is_contiguous = x.dtype, x.device, x.is_contiguous()
@@ -27,13 +27,13 @@ class Memory:
 
     def tensor(self) -> Tensor | None:
         """One that lies there, if the storage is still there."""
-        storage = torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)
+        storage = self._weak()
         if storage is None:
             return None
         return torch.empty(0, dtype=self.dtype, device=self.device).set_(storage, *self._lying)
 
 
-def piece_of(x: Tensor) -> Tensor:
+def own_piece(x: Tensor) -> Tensor:
     """A tensor itself; of a DTensor what this rank has."""
     return local_of(x) if isinstance(x, DTensor) else x
 
