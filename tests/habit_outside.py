@@ -7,6 +7,7 @@ import datetime
 import functools
 import os
 import random
+import sys
 import time
 import types
 import uuid
@@ -24,11 +25,10 @@ from tests.habits import Habit, Run, put
 OUTSIDE: list[Habit] = []
 
 
-def asks(what: str, answer: Callable[[Any], Any], refused: str = "", do: Callable[[Any], Any] = nothing) -> None:
+def asks(what: str, answer: Callable[[Any], Any], refused: str = "") -> None:
     """A forward that computes with an answer."""
-    when = "between" if do is not nothing else "before"
     make = functools.partial(made, lambda m, h: h * answer(m))
-    OUTSIDE.append(Habit(f"the forward: h * {what}", when, do, refused, make=make, ways=BOTH))
+    OUTSIDE.append(Habit(f"the forward: h * {what}", "before", nothing, refused, make=make))
 
 
 # --- clocks, entropy, files, processes ----------------------------------------------------------------------
@@ -59,8 +59,15 @@ asks("os.urandom(1)[0]", lambda m: os.urandom(1)[0], f"calls os.urandom while it
 asks("uuid.uuid4().int % 7", lambda m: uuid.uuid4().int % 7, f"calls uuid.uuid4 while it {CALLED}")
 asks("open(path).readline()", first_line, f"calls open while it {CALLED}")
 asks("2.0 if os.path.exists(path)", exists, "calls os.path.exists while it is captured")
-asks("torch.get_num_threads()", lambda m: torch.get_num_threads(), "", lambda m: torch.set_num_threads(
-    2 if torch.get_num_threads() == 1 else 1))  # fmt: skip
+
+
+def with_setting() -> Left:
+    sys.setswitchinterval(0.005)
+    return made(lambda m, h: h * sys.getswitchinterval() * 200)
+
+
+OUTSIDE.append(Habit("sys.setswitchinterval(0.01), which the forward asks for", "between", lambda m: (
+    sys.setswitchinterval(0.01)), make=with_setting, ways=BOTH))  # fmt: skip
 
 
 def timed(m: Any, h: Tensor) -> Tensor:
