@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.adapters.fake import skeleton_of
+from autopar.adapters.held_memory import held_elsewhere
 from autopar.cache.ahead import Ahead
 from autopar.cache.stored_steps import stored_plan, stored_step
 from autopar.capture import adapter_for, model_dtypes
@@ -101,6 +102,7 @@ def parallelize(
                 f"shapes: padding would take places of experts, found capacity={chosen.capacity}; leave one of them out"
             )
         check_module(model)
+        held = held_elsewhere(model)
         check_no_gradients(model)
         check_arguments(
             seed=seed, exact=exact, backend=backend, dump=dump, plan=plan, example_batch=example_batch, sync=sync,
@@ -156,7 +158,7 @@ def parallelize(
             skeleton, compiler, groups, made, specs, values, buffers, backend, seed, sync, check_batches,
             chosen.micro_batches, outputs_with_grad,
         )  # fmt: skip
-        parallel.watch_originals(originals)
+        parallel.watch_originals(originals, held)
         if buckets is not None:
             parallel.pad_batches(buckets, _ahead(groups, chosen, exact, dump) if buckets.ahead else None)
         return parallel

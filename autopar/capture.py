@@ -38,6 +38,7 @@ from autopar.adapters.function_watch import FunctionWatch
 from autopar.adapters.lazy import graph_module, lazy_code
 from autopar.adapters.leftovers import Leftovers, nothing_left
 from autopar.adapters.module_changes import changes_as_values
+from autopar.adapters.outside_calls import seen_files
 from autopar.adapters.program_checks import refuse_overlaps, refuse_running_values
 from autopar.adapters.questions import eager_types, noticed_grad_mode
 from autopar.adapters.repeated import found_again
@@ -228,19 +229,24 @@ def _captured(
         stack.enter_context(noticed_grad_mode(watch.asked_grad_mode, grad_mode, watch.asked_inference))
         stack.enter_context(eager_types(replica))
         stack.enter_context(followed_paths())
+        stack.enter_context(seen_files())
         changed = stack.enter_context(frozen_facts(replica))
         buffers = BufferWatch(replica)
         program = export(replica, unflatten(fakes, spec), autocast, grad_mode, memo=memo)
         if buffers.refused:
             raise ValueError(f"capture: {buffers.refused}")
         if watch.refused is not None:  # the forward has caught it
-            raise ValueError(f"capture: {watch.refused}") from watch.refused
+            at = f"{watch.refused.place}: " if watch.refused.place else ""
+            raise ValueError(f"capture: {at}{watch.refused}") from watch.refused
         for text in watch.said:
             warn_of(text, stacklevel=3)
         refuse_running_values(program, changed)
         refuse_overlaps(program, dict(replica.named_parameters()), owned_by(model).overlaps)
-    if names := [*changed, *left.changed()]:
-        _refuse_running_state(*_prepared(model, batch, train, precision, mode), mode, names)
+    asked = watch.outside.noted
+    if names := [*asked, *changed, *left.changed()]:
+        _refuse_running_state(*_prepared(model, batch, train, precision, mode), mode, names, asked)
+    for text in watch.outside.said():
+        warn_of(text, stacklevel=3)
     gm = _finish(program, replica, arguments, buffers, attributes_of(replica, changed), watch.asks_grad_mode)
     if grad_mode == "grad":
         refuse_other_gradients(gm, watch.gradients)
@@ -298,13 +304,22 @@ def _given(replica: nn.Module, constants: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _refuse_running_state(
-    replica: nn.Module, arguments: Mapping[str, Any], mode: FakeTensorMode, names: Sequence[str]
+    replica: nn.Module,
+    arguments: Mapping[str, Any],
+    mode: FakeTensorMode,
+    names: Sequence[str],
+    asked: Mapping[str, str],
 ) -> None:
-    """Raises ValueError for a forward that computes with what an earlier one has left beside buffers. ``names``: of
-    what the forward changes."""
+    """Raises ValueError for a forward that computes with what an earlier one has left beside buffers, or with answers
+    of the outside world. ``names``: of what the forward changes, and asks; ``asked``: of the latter, where."""
     given = pytree.tree_map_only(Tensor, lambda x: fake_like(x, mode), arguments)
     left = found_again(replica, given, mode)
     if left is not None:
+        if not left and names[0] in asked:
+            raise ValueError(
+                f"capture: {asked[names[0]]}: the forward computes with the answer of {names[0]}, which would be the "
+                "same in every step; call it outside of the forward and pass the result in as a tensor"
+            )
         what = f"a tensor that an earlier forward has kept in {left}" if left else f"{names[0]}, which it changes"
         raise ValueError(
             f"capture: the forward computes with {what}, and steps carry on buffers only; register it with "

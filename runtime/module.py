@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,10 @@ from autopar.runtime.face import face_of
 from autopar.runtime.failures import reporting
 from autopar.runtime.feed import SCALE
 from autopar.runtime.groups import Groups
+from autopar.runtime.handles import Handles
 from autopar.runtime.host_states import keep_on_host
 from autopar.runtime.inputs import by_name, check_values
+from autopar.runtime.kept_memory import KeptMemory
 from autopar.runtime.model_on_mesh import SHARED, ModelOnMesh
 from autopar.runtime.note_watch import NoteWatch
 from autopar.runtime.optimizer_steps import watch_optimizers
@@ -94,6 +96,8 @@ class ParallelModule(ModelOnMesh):
         self._averages: list[Any] = []
         self._original: Original | None = None
         self._shared: SharedWeights | None = None
+        self._handles: Handles
+        self._memory: KeptMemory
         self._line = RunLine()
         self._last_use, self._sizes = 0, (0, 0)
         self._weight = torch.ones((), dtype=torch.float64, device=groups.device)
@@ -116,8 +120,9 @@ class ParallelModule(ModelOnMesh):
             raise ValueError(f"outputs_with_grad: {reason}; a loss of one's own is loss=fn, traced with the model")
         self._sizes = len(self.__dict__), len(vars(type(self)))
 
-    def watch_originals(self, models: Mapping[str, nn.Module]) -> None:
-        """What it was made of, by paths: what is done to them afterwards is refused, see `original.Original`."""
+    def watch_originals(self, models: Mapping[str, nn.Module], held: Collection[str] = ()) -> None:
+        """What it was made of, by paths: what is done to them afterwards is refused, see `original.Original`. ``held``:
+        names of buffers that somebody holds besides."""
 
         def written() -> set[str] | None:
             if not any(kind.train for kind in self._cache.kinds()):
@@ -126,6 +131,8 @@ class ParallelModule(ModelOnMesh):
             return {s.name for s in outputs if s.kind == "mutation"}
 
         self._original = Original(models, self._tree, self._groups, written)
+        self._handles = Handles(models[""], self._tree.root)
+        self._memory = KeptMemory(models[""], self._tree, held)
         self._shared = SharedWeights(models, self._tree)
 
     def pad_batches(self, buckets: Buckets, ahead: Callable[..., None] | None = None) -> None:
@@ -307,6 +314,8 @@ class ParallelModule(ModelOnMesh):
         """What was done to the model it is made of, or to another one of it, so that it cannot go on; "" if it can."""
         try:
             if self._original is not None and self._shared is not None:
+                self._handles.bring_over()
+                self._memory.look()
                 self._original.check(kind, kind.train)
                 self._shared.check()
         except ValueError as error:

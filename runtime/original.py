@@ -35,6 +35,7 @@ from autopar.ir.placement import nested_piece
 from autopar.runtime.buckets import BATCH_NORMS
 from autopar.runtime.dtensor_layout import is_here, told_by_holder
 from autopar.runtime.groups import Groups
+from autopar.runtime.kept_memory import is_taken_back
 from autopar.runtime.old_optimizers import version_after_step
 from autopar.runtime.tree import Tree
 
@@ -183,7 +184,8 @@ class _Observed:
     def again(self) -> _Observed:
         """As it is now: of what is still there."""
         modules = {p: m for p, ref in zip(self._paths, self._modules, strict=True) if (m := ref()) is not None}
-        tensors = {n: x for n, ref in zip(self._names, self._tensors, strict=True) if (x := ref()) is not None}
+        held = ((n, x) for n, ref in zip(self._names, self._tensors, strict=True) if (x := ref()) is not None)
+        tensors = {n: x for n, x in held if not is_taken_back(x)}
         return _Observed(modules, tensors, self._held_hooks)
 
 
@@ -307,7 +309,7 @@ class Original:
         if x.is_meta or version_of(x) == version_after_step(x):
             return
         twin = self._tensor(name)
-        if twin is None:
+        if twin is None or is_taken_back(x):
             return
         spec = next((s for s in self._tree.specs if name in (s.name, *s.aliases)), None)
         if spec is not None:

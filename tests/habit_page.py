@@ -13,6 +13,7 @@ from tests.habit_interception import FORWARDS
 from tests.habit_kept import KEPT
 from tests.habit_loops import LOOPS
 from tests.habit_numbers import NUMBERS
+from tests.habit_outside import OUTSIDE
 from tests.habit_states import STATES
 from tests.habits import HABITS, Habit
 
@@ -29,6 +30,7 @@ SECTIONS = {
     "Buffers": BUFFERS,
     "What a forward keeps": KEPT,
     "What a forward reads elsewhere": GUARDS,
+    "What lies outside of the model": OUTSIDE,
 }
 HEAD = """# What may be done to a model
 

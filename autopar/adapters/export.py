@@ -87,7 +87,8 @@ def export(
             raise TraceAnew from error
         refused = _refusal(error)
         if refused is not None:
-            raise ValueError(f"capture: {_where(refused)}: {refused}") from error
+            where = f"torch.export stopped at {refused.place}" if refused.place else _where(refused)
+            raise ValueError(f"capture: {where}: {refused}") from error
         where = _where(error)
         raise ValueError(f"capture: {where}: {_reason(error)}{_way_out(error, where)}") from error
     keep_rows_of_targets(flat.graph)

@@ -28,6 +28,7 @@ from autopar.adapters.code_names import environment_read, globals_in, imported_m
 from autopar.adapters.code_owners import LIBRARY, TRUSTED, USER, owner_of_function, owner_of_module
 from autopar.adapters.read_guards import CONTAINERS, Where
 from autopar.adapters.read_values import ReadValues
+from autopar.adapters.torch_flags import BACKENDS, SETTINGS, named_in_torch
 
 _CALLED = {"forward", "backward", "setup_context", "jvp", "vmap", "__call__"}  # by torch
 _NOT_RUN = {"__init__", "__new__", "__init_subclass__", "__repr__", "__str__", "__del__", "__class_getitem__",
@@ -85,6 +86,7 @@ class ForwardReads(ReadValues):
         super().__init__([x for x in tensors if x is not None], modes)
         self.names: set[str] = {*_CALLED}  # that code reads as attributes
         self._order = [*_CALLED]  # the same
+        self._own_names: set[str] = set()  # the same, of the user's code
         self._texts: set[str] = set()  # that values are
         self._parts: set[str] = set()  # of names, that code may put together
         self._spaces: dict[int, Space] = {}
@@ -137,7 +139,7 @@ class ForwardReads(ReadValues):
             if late or name in _NOTES or (space.whole and _is_memo(name)):
                 continue
             space.taken[name] = None
-            if space.owner == USER or self._is_foreign(value):
+            if space.owner == USER or self._is_foreign(value) or (space.file and _is_setting(value)):
                 self._visit(value, space.where.attribute(name))
 
     def _is_meant(self, name: str) -> bool:
@@ -164,6 +166,10 @@ class ForwardReads(ReadValues):
                 self.guards.attributes(space.scope, names, space.where, self._new(space))
         if self._whole_environment:
             self.guards.value(_whole_environment, None, Where("a variable", "the environment"), equal=True)
+        for backend, flags in BACKENDS:
+            if backend.rpartition(".")[2] in self._own_names:
+                for name in sorted(self._own_names.intersection(flags)):
+                    self.guards.value(_setting_of(name), named_in_torch(backend), Where(name, backend), equal=True)
         for name in self._environment:
             self.guards.value(_variable, name, Where(f"variable {name}", "the environment"), equal=True)
         self.guards.done()
@@ -206,6 +212,7 @@ class ForwardReads(ReadValues):
         if owner != USER:
             self._take(space)  # now: functions there are as deep as this one
         if owner == USER:
+            self._own_names |= attributes
             self._texts.update(read.texts)
             self._parts.update(x for text in read.texts for x in re.split(r"\W+", text) if len(x) >= _FRAGMENT)
             self._by_text |= not _BY_TEXT.isdisjoint(attributes)
@@ -317,6 +324,12 @@ class ForwardReads(ReadValues):
         self._class(type(x))
 
 
+def _is_setting(value: Any) -> bool:
+    """A function that tells a setting, or a list that everybody may change, such as sys.argv."""
+    callable_ = isinstance(value, (types.FunctionType, types.BuiltinFunctionType))
+    return value in SETTINGS if callable_ else type(value) is list and len(value) <= _LARGE
+
+
 def _is_memo(name: str) -> bool:
     """Whether an object of a library keeps there what it has found out once."""
     return name.startswith("_") and "cache" in name
@@ -335,6 +348,10 @@ def _name_of(module: types.ModuleType) -> str:
     """Of its file, where it is a file of its own."""
     file = getattr(module, "__file__", None)
     return os.path.basename(file) if isinstance(file, str) and not file.endswith("__init__.py") else module.__name__
+
+
+def _setting_of(name: str) -> Callable[[Any], tuple[Any]]:
+    return lambda backend: (getattr(backend, name),)
 
 
 def _variable(name: str) -> tuple[str | None]:

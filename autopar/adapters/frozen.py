@@ -18,12 +18,14 @@ from io import IOBase
 from types import GeneratorType, ModuleType
 from typing import Any
 
+import numpy
 import torch
 from torch import SymBool, SymFloat, SymInt, Tensor, nn
 
 from autopar.adapters.fake import MARKS
 from autopar.adapters.forward_reads import ForwardReads
 from autopar.adapters.function_watch import Refused, is_outside
+from autopar.adapters.read_values import GENERATORS
 from autopar.adapters.rebuild import walk_attributes
 from autopar.adapters.unusual import warn_of
 
@@ -113,10 +115,7 @@ def _refusing() -> Iterator[None]:
 
 def _drawing() -> Iterator[tuple[ModuleType, list[str]]]:
     """(module, names of its functions that use a global generator)."""
-    yield random, _bound_to(random, random._inst)
-    numpy = sys.modules.get("numpy.random")
-    if numpy is not None:
-        yield numpy, _bound_to(numpy, numpy.mtrand._rand)
+    yield numpy.random, _bound_to(numpy.random, numpy.random.mtrand._rand)
     yield torch, list(_SEEDS)
     yield torch.random, list(_SEEDS)
 
@@ -135,11 +134,8 @@ def _refused(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def _generator_states() -> dict[str, str]:
-    found = {"random": repr(random.getstate())}
-    numpy = sys.modules.get("numpy.random")
-    if numpy is not None:
-        found["numpy.random"] = repr([x.tolist() if hasattr(x, "tolist") else x for x in numpy.get_state()])
-    return found
+    of_numpy = [x.tolist() if hasattr(x, "tolist") else x for x in numpy.random.get_state()]
+    return {"random": repr(random.getstate()), "numpy.random": repr(of_numpy)}
 
 
 # --- state --------------------------------------------------------------------------------------------
@@ -165,7 +161,7 @@ def _watch_state(replica: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
         for (where, x), fact in zip(reads.untold, facts, strict=True):
             if state_of(x) != fact and not where.kind:
                 changed[str(where)] = state_of(x)
-            elif state_of(x) == fact:
+            elif state_of(x) == fact and not isinstance(x, GENERATORS):
                 untold[str(where)] = f"a {type(x).__qualname__}"
 
     replica.register_forward_pre_hook(start, prepend=True)
@@ -200,6 +196,8 @@ def state_of(x: Any) -> Any:
         return f"{_GENERATOR} {hash(x.getstate())}"
     if isinstance(x, Iterator):
         return f"{_ITERATOR} {_place_of(x)}"
+    if isinstance(x, numpy.random.RandomState):
+        return f"{_GENERATOR} {x.get_state()}"
     generator = getattr(x, "bit_generator", None) if type(x).__module__.startswith("numpy.random") else None
     return f"{_GENERATOR} {generator.state}" if generator is not None else None
 

@@ -29,6 +29,7 @@ from autopar.adapters.fake import MARKS, Owned
 from autopar.adapters.grad_mode import told_inference
 from autopar.adapters.guards import answered
 from autopar.adapters.known_values import REAL, KnownValues, is_real
+from autopar.adapters.outside_calls import OutsideCalls
 from autopar.adapters.rebuild import path_of
 from autopar.adapters.selected_rows import SelectedRows
 from autopar.adapters.tags import ReplacedTensors
@@ -42,7 +43,9 @@ _DELEGATES = {
 
 
 class Refused(ValueError):
-    """What a forward does that cannot be captured; the line is where it was raised."""
+    """What a forward does that cannot be captured; the line is where it was raised, if there is no ``place``."""
+
+    place = ""
 
 
 class FunctionWatch(TorchFunctionMode):
@@ -53,7 +56,7 @@ class FunctionWatch(TorchFunctionMode):
     ``running``: whether the forward does, for the export calls functions of its own before and after. ``said``: what is
     to be said of branches that were not asked for values, and the like. ``known``: values that it may ask for.
     ``gradients``: for each leaf of what it has returned, the parameters that its backward reaches; None: not known.
-    ``asks_grad_mode``: whether it has asked if there are gradients.
+    ``asks_grad_mode``: whether it has asked if there are gradients. ``outside``: what it asks the outside world.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class FunctionWatch(TorchFunctionMode):
         self._replica, self._owned = replica, owned
         self._places, self._tags = dict(_places(replica)), ReplacedTensors(replica)
         self._trained: dict[str, bool] = {}  # parameter -> whether it has a gradient, before the forward
+        self.outside = OutsideCalls(self.refuse)
         self.known = KnownValues()
         self.rows = SelectedRows(self.refuse)
         self.refused: Refused | None = None
@@ -85,7 +89,17 @@ class FunctionWatch(TorchFunctionMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        return self._called(func, args, kwargs) if self.running else func(*args, **kwargs)
+        if not self.running:
+            return func(*args, **kwargs)
+        self.outside.rest()
+        try:
+            return self._called(func, args, kwargs)
+        finally:
+            self.outside.look()
+
+    def __exit__(self, *error: Any) -> None:
+        self._ends()  # a forward that raises need not come there
+        super().__exit__(*error)
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = tuple(self._seen(x) for x in args), {name: self._seen(x) for name, x in kwargs.items()}
@@ -120,8 +134,11 @@ class FunctionWatch(TorchFunctionMode):
         self._tags.tag()
         self._trained = {name: x.requires_grad for name, x in self._replica.named_parameters()}
         self.running = True
+        self.outside.begin()
 
     def _ends(self) -> None:
+        if self.running:
+            self.outside.end()
         self.running = False
 
     def _finished(self, made: Any) -> None:
@@ -215,9 +232,11 @@ class FunctionWatch(TorchFunctionMode):
                 "torch.is_inference_mode_enabled(), or call the model under torch.no_grad()"
             )
 
-    def refuse(self, text: str) -> None:
-        """Raises Refused, in the line that runs."""
-        self.refused = self.refused or Refused(text)
+    def refuse(self, text: str, place: str = "") -> None:
+        """Raises Refused, in the line that runs, or for that at ``place``."""
+        if self.refused is None:
+            self.refused = Refused(text)
+            self.refused.place = place
         raise self.refused
 
 

@@ -8,6 +8,7 @@ import contextvars
 import functools
 import logging
 import os
+import random
 import threading
 import types
 import weakref
@@ -20,7 +21,9 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from autopar.adapters.code_owners import USER, owner_of_module
 from autopar.adapters.read_guards import CONTAINERS, ReadGuards, Where, shows_memory
+from autopar.adapters.torch_flags import SETTINGS
 
 _ATOMS = frozenset([int, float, bool, complex, bytes, type(None), torch.dtype, torch.device, torch.Size, range, slice,
                     types.CodeType, torch.layout, torch.memory_format, type(...)])  # fmt: skip
@@ -31,9 +34,11 @@ _NOT_LOOKED_INTO = ("torch._", "torch.fx", "torch.utils", "torch.jit", "torch.di
 _WRAPPERS = (staticmethod, classmethod, property, functools.cached_property, functools.partialmethod,
              functools.singledispatchmethod, type(functools.cache(len)))  # fmt: skip
 _WITHIN = ("__func__", "fget", "fset", "func", "__wrapped__", "dispatcher")  # of those
+GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState, numpy.random.BitGenerator)
 _MOST = 50_000  # values
 _LARGEST = 1 << 26  # bytes of an array
 _PARTS, _CELL = attrgetter("__code__", "__defaults__", "__kwdefaults__"), attrgetter("cell_contents", "__class__")
+_CLASS = attrgetter("__class__", "__class__")
 _PARTIAL = attrgetter("func", "args", "keywords")
 
 
@@ -109,6 +114,9 @@ class ReadValues(abc.ABC):
                     self.guards.tensor(tensor, at.attribute(name))
 
     def _function(self, f: types.FunctionType, where: Where) -> None:
+        if f in SETTINGS:
+            self.guards.value(_answer, f, where, equal=True)
+            return
         if f.__module__ is not None and f.__module__.startswith("autopar."):
             return
         own = self._has_run(f, where)
@@ -129,6 +137,9 @@ class ReadValues(abc.ABC):
         self._visit(x.__self__, where)
 
     def _builtin(self, x: types.BuiltinFunctionType, where: Where) -> None:
+        if x in SETTINGS:
+            self.guards.value(_answer, x, where, equal=True)
+            return
         if not isinstance(x.__self__, (types.ModuleType, type, type(None))):
             self._visit(x.__self__, where)
 
@@ -181,6 +192,9 @@ class ReadValues(abc.ABC):
         if not isinstance(x, types.GeneratorType):
             self._attributes(x, where)
 
+    def _generator(self, x: Any, where: Where) -> None:
+        self.untold.append((where, x))
+
     def _still(self, x: Any, where: Where) -> None:
         """What has no state, or none that a forward reads."""
         self._kept.append(x)
@@ -188,6 +202,8 @@ class ReadValues(abc.ABC):
     def _object(self, x: Any, where: Where) -> None:
         if type(x).__module__.startswith(_NOT_LOOKED_INTO):
             return
+        if owner_of_module(type(x).__module__) == USER:
+            self.guards.value(_CLASS, x, where)
         if shows_memory(x):
             if memoryview(x).nbytes <= _LARGEST:
                 self.guards.contents(x, where)
@@ -212,6 +228,10 @@ def _of_thread(x: threading.local) -> tuple[Any, ...]:
     return (*vars(x), *vars(x).values())
 
 
+def _answer(x: Callable[[], Any]) -> tuple[Any]:
+    return (x(),)
+
+
 def _texts(x: Mapping[str, str]) -> tuple[dict[str, str]]:
     return (dict(x),)
 
@@ -234,5 +254,6 @@ _VISITS: tuple[tuple[Any, Callable[..., None]], ...] = (
     (threading.local, ReadValues._local),
     (type(os.environ), ReadValues._environ),
     ((*_OPAQUE, numpy.generic, torch.Generator), ReadValues._still),
+    (GENERATORS, ReadValues._generator),
     (Iterator, ReadValues._iterator),
 )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,7 +29,7 @@ _FLAGS = (
     "torch.backends.mha.get_fastpath_enabled", "torch.__future__.get_overwrite_module_params_on_conversion",
     "torch.__future__.get_swap_module_params_on_conversion",
 )  # fmt: skip
-_BACKENDS = (
+BACKENDS = (
     ("torch.backends.cudnn", ("enabled", "benchmark", "deterministic", "allow_tf32")),
     ("torch.backends.mkldnn", ("enabled", "deterministic", "allow_tf32")),
     ("torch.backends.cuda.matmul", ("allow_tf32", "allow_fp16_reduced_precision_reduction",
@@ -47,18 +49,19 @@ _NOT_READ = (
 def torch_flags() -> Iterator[tuple[str, Any]]:
     """(name, value), as texts."""
     for name in _FLAGS:
-        yield name, str(_named(name)())
+        yield name, str(named_in_torch(name)())
     for device in _DEVICES:
         yield f"autocast {device}", f"{torch.is_autocast_enabled(device)} {torch.get_autocast_dtype(device)}"
-    for module, names in _BACKENDS:
-        yield from ((f"{module}.{name}", str(getattr(_named(module), name, None))) for name in names)
+    for module, names in BACKENDS:
+        yield from ((f"{module}.{name}", str(getattr(named_in_torch(module), name, None))) for name in names)
     yield from _configured()
     for name, text in sorted(os.environ.items()):
         if name.startswith(_READ) and not name.startswith(_NOT_READ):
             yield name, text
 
 
-def _named(path: str) -> Any:
+def named_in_torch(path: str) -> Any:
+    """What stands there in torch."""
     parts = path.split(".")
     found: Any = torch
     for part in parts[1:]:
@@ -75,6 +78,15 @@ def _configured() -> Iterator[tuple[str, str]]:
             value = entry.user_override.get()
             if value is not _UNSET_SENTINEL and value != next((x for x in given if x is not _UNSET_SENTINEL), None):
                 yield f"{name}.{key}", repr(value)
+
+
+_MODES = ("torch.is_grad_enabled", "torch.is_inference_mode_enabled")  # others around a step than in its forward
+# Functions without arguments, whose answers are compared where the user's code names them.
+SETTINGS: frozenset[Any] = frozenset(
+    [named_in_torch(name) for name in _FLAGS if name not in _MODES]
+    + [torch.get_num_threads, torch.get_num_interop_threads, torch.get_default_device, sys.getrecursionlimit]
+    + [sys.getswitchinterval, gc.isenabled, gc.get_threshold, threading.active_count, threading.enumerate]
+)
 
 
 def unknown_modes() -> list[str]:
