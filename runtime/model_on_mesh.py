@@ -175,6 +175,12 @@ class ModelOnMesh(Stateful):
             "a copy is autopar.ema(model)"
         )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """For a function that holds this model and that somebody has put into it (``model.head = MethodType(f, model)``):
+        where the modules are copied, the copy of the outermost one. Else raises ValueError, as `__reduce_ex__`."""
+        copy = memo.get(id(self._tree.root))
+        return copy if copy is not None else self.__reduce_ex__(0)
+
     def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
         """Raises ValueError: a step has its own backward."""
         raise ValueError("hooks: a parallel model has its own backward, which calls the hooks of parameters only")
