@@ -113,7 +113,7 @@ class ModelOnMesh(Stateful):
                 ) from None
             if tree is None or name.startswith("__"):
                 raise
-            if name in _INSTEAD and hasattr(tree.root, name):
+            if name in _INSTEAD and hasattr(tree.root, name) and hasattr(tree.root, "save_pretrained"):
                 return functools.partial(_refuse, name)
             return getattr(tree.root, name)  # config, main_input_name, methods of the model, ...
 

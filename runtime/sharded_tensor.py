@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard as TorchShard
 
 from autopar.adapters.autograd import version_of
-from autopar.adapters.dtensor import LayoutRecord, layout_record, local_of, made_as, put_local, record_of
+from autopar.adapters.dtensor import LayoutRecord, layout_record, local_of, made_as, parametrize_by_data, put_local, record_of
 from autopar.adapters.foreach import take_part
 from autopar.adapters.keys import Same
 from autopar.ir.placement import Shard
@@ -317,6 +317,7 @@ class ShardedTensor(DTensor):
 
 
 take_part(ShardedTensor)
+parametrize_by_data(ShardedTensor)
 
 
 class _FromLocal(torch.autograd.Function):

@@ -13,6 +13,7 @@ from tests.habit_interception import FORWARDS
 from tests.habit_kept import KEPT
 from tests.habit_loops import LOOPS
 from tests.habit_numbers import NUMBERS
+from tests.habit_scripts import SCRIPTS
 from tests.habits import HABITS, Habit
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "habits.md"
@@ -27,6 +28,7 @@ SECTIONS = {
     "Buffers": BUFFERS,
     "What a forward keeps": KEPT,
     "What a forward reads elsewhere": GUARDS,
+    "What scripts and papers' code do": SCRIPTS,
 }
 HEAD = """# What may be done to a model
 

@@ -204,8 +204,8 @@ def _functional(node: Node, to: _Bodies, known: Mapping[Node, Any]) -> Any:
 
 @functools.cache
 def _functional_overload(in_place: OpOverload) -> OpOverload:
-    """The operator that returns what ``in_place`` writes: it takes the same types (pow_.Scalar is pow.Tensor_Scalar, not
-    pow.Scalar)."""
+    """The operator that returns what ``in_place`` writes. It takes the same types: of pow_.Scalar it is
+    pow.Tensor_Scalar, not pow.Scalar."""
     name = in_place._schema.name.removeprefix("aten::")
     packet = getattr(torch.ops.aten, name[:-1], None) if name.endswith("_") else None
     overloads = [in_place._overloadname, *packet.overloads()] if packet is not None else []

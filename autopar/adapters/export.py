@@ -48,7 +48,18 @@ _CONSTANTS = 'name the small input that decides it: constants=("name",)'
 _ATTRIBUTE = re.compile(r"'(\w+)' object has no attribute '(\w+)'")
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parents[1]) + os.sep
-_WRITTEN_CONSTANT = re.compile(r"Constant \w+ is mutated in the forward")  # a tensor that a module holds unregistered
+_KNOWN = (
+    (
+        re.compile(r"Constant \w+ is mutated in the forward"),
+        "the forward writes to a tensor that is no buffer of the model, such as a statistic of a module in a list",
+        "register it with register_buffer, or the module that holds it as a submodule",
+    ),
+    (
+        re.compile(r"Found <class '(?:.*\.)?(\w+)'> in output, which is not a known type"),
+        r"the forward returns a \1, and torch.export finds no tensors in it",
+        "return a tensor, or tensors in a dict, a tuple, a NamedTuple or a ModelOutput of transformers",
+    ),
+)
 
 
 def export(
@@ -155,7 +166,8 @@ def _place(file: str, line: object, function: str, code: str | None) -> str:
 def _where(error: BaseException) -> str:
     """The innermost line outside of torch that led to the error."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_TORCH)]
-    outside = [f for f in frames if not f.filename.startswith(_OURS)]  # modes of ours stand between torch and the model
+    # modes of ours stand between torch and the model, and code without a file
+    outside = [f for f in frames if not f.filename.startswith((_OURS, "<"))]
     if not outside:
         return "torch.export needs a traceable model"
     frame = outside[-1]
@@ -172,8 +184,8 @@ def _refusal(error: BaseException | None) -> Refused | None:
 def _reason(error: BaseException) -> str:
     if _asks_values(error):
         return "it asks for a number that only values tell" if _of_sizes(error) else "it asks for the value of a tensor"
-    if _WRITTEN_CONSTANT.search(str(error)):
-        return "the forward writes to a tensor that is no buffer of the model, such as a statistic of a module in a list"
+    if known := _known(error):
+        return known[0]
     lines = [line for line in str(error).splitlines() if line.strip()]
     text = _ATTRIBUTE.sub(r"a \1 has no \2", lines[0].strip() if lines else "")
     return text if text and (isinstance(error, _PLAIN) or _is_ours(error)) else f"{type(error).__name__}: {text}"
@@ -188,9 +200,15 @@ def _way_out(error: BaseException, where: str) -> str:
         )
     if _asks_values(error):
         return f"; the line branches on a tensor's value: {experts}write it with torch.where or masks, or {_CONSTANTS}"
-    if _WRITTEN_CONSTANT.search(str(error)):
-        return "; register it with register_buffer, or the module that holds it as a submodule"
+    if known := _known(error):
+        return f"; {known[1]}"
     return "" if _is_ours(error) else "; the model must run under torch.export(strict=False) with these inputs"
+
+
+def _known(error: BaseException) -> tuple[str, str] | None:
+    """(reason, way out) of an error whose words are of torch's inside."""
+    found = ((pattern.search(str(error)), reason, way_out) for pattern, reason, way_out in _KNOWN)
+    return next(((match.expand(reason), way_out) for match, reason, way_out in found if match), None)
 
 
 def _is_ours(error: BaseException) -> bool:
@@ -201,7 +219,7 @@ def _is_ours(error: BaseException) -> bool:
 
 def _asks_values(error: BaseException) -> bool:
     text = f"{type(error).__name__} {error}"
-    return "DataDependent" in text or "data-dependent" in text or "item()" in text
+    return any(word in text for word in ("DataDependent", "data-dependent", "item()", ".numpy()"))
 
 
 def _of_sizes(error: BaseException) -> bool:

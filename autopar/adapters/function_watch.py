@@ -36,7 +36,8 @@ _TORCH = Path(torch.__file__).parent
 _OURS = Path(__file__).parent.parent
 # What stands between a line and the torch function that it calls, besides the modes.
 _DELEGATES = {
-    str(_TORCH / name) for name in ("_tensor.py", "overrides.py", "autograd/__init__.py", "autograd/graph.py", "nn/utils/rnn.py")
+    str(_TORCH / name)
+    for name in ("_tensor.py", "overrides.py", "autograd/__init__.py", "autograd/graph.py", "nn/utils/rnn.py")
 } | {__file__}
 
 
