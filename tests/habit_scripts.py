@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import jacrev, vmap
+from torch.func import jacfwd, jacrev, vmap
 from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import pack_padded_sequence
 
@@ -122,4 +122,5 @@ def sorted_by_numpy(m: Model, h: Tensor) -> Tensor:
 
 of(written(packed), "pack_padded_sequence in a forward", nothing, "pack_padded_sequence makes sizes", "before")
 of(written(lambda m, h: vmap(jacrev(m.block))(h).sum(-1)), "jacrev in a forward", nothing, "jacrev cannot", "before")
+of(written(lambda m, h: vmap(jacfwd(m.block))(h).sum(-1)), "jacfwd in a forward", nothing, "vmap around", "before")
 of(written(sorted_by_numpy), "h.detach().numpy() in a forward", nothing, "asks for the value of a tensor", "before")

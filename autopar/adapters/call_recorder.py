@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +20,10 @@ MADE = {
     torch.ops.aten._conj.default: torch.ops.aten._conj_physical.default,
     torch.ops.aten._neg_view.default: torch.ops.aten.neg.default,
 }
-OF_NUMBERS = {torch.ops.aten._conj.default: lambda x: x.conjugate(), torch.ops.aten._neg_view.default: operator.neg}
+OF_NUMBERS: dict[Any, Callable[[Any], Any]] = {
+    torch.ops.aten._conj.default: lambda x: x.conjugate(),
+    torch.ops.aten._neg_view.default: operator.neg,
+}
 DEVICE_OF, META = torch.ops.prim.device.default, torch.device("meta")
 
 

@@ -50,6 +50,11 @@ _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parents[1]) + os.sep
 _KNOWN = (
     (
+        re.compile(r"'Tensor' object has no attribute 'constant'"),  # fakes that functorch has wrapped twice
+        "torch.func.vmap around a derivative (jvp, jacfwd) cannot be captured",
+        "compute it for the whole batch: torch.func.jvp by itself, or torch.autograd.grad(..., create_graph=True)",
+    ),
+    (
         re.compile(r"Constant \w+ is mutated in the forward"),
         "the forward writes to a tensor that is no buffer of the model, such as a statistic of a module in a list",
         "register it with register_buffer, or the module that holds it as a submodule",
