@@ -112,7 +112,7 @@ class ModelOnMesh(Stateful):
                 ) from None
             if tree is None or name.startswith("__"):
                 raise
-            if name in _INSTEAD and hasattr(tree.root, name):
+            if name in _INSTEAD and hasattr(tree.root, name) and hasattr(tree.root, "save_pretrained"):
                 return functools.partial(_refuse, name)
             return getattr(tree.root, name)  # config, main_input_name, methods of the model, ...
 
@@ -173,6 +173,12 @@ class ModelOnMesh(Stateful):
             "state (full_state_dict, state_dict), or copies of its parameters; the average that AveragedModel makes of "
             "a copy is autopar.ema(model)"
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """For a function that holds this model and that somebody has put into it (``model.head = MethodType(f, model)``):
+        where the modules are copied, the copy of the outermost one. Else raises ValueError, as `__reduce_ex__`."""
+        copy = memo.get(id(self._tree.root))
+        return copy if copy is not None else self.__reduce_ex__(0)
 
     def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
         """Raises ValueError: a step has its own backward."""

@@ -31,6 +31,7 @@ class ModuleWatch:
     def __init__(self, root: nn.Module, modes: bool = True) -> None:
         self._root, self._modes = root, modes
         modules = list(root.modules())
+        self._all, self._classes = modules, list(map(type, modules))  # m.__class__ may be set
         self._children = [m._modules for m in modules]
         self._children_then = list(map(dict, self._children))
         self._persistence = list(map(NOT_PERSISTENT, modules))
@@ -56,6 +57,7 @@ class ModuleWatch:
         try:
             holds = (
                 self._children == self._children_then
+                and list(map(type, self._all)) == self._classes
                 and self._same_hooks()
                 and self._persistence == self._persistence_then
                 and self._facts_now() == self._facts

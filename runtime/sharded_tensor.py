@@ -30,7 +30,9 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar.adapters.dtensor import LayoutRecord, layout_record, local_of, made_as, put_local, record_of, storage_of
+from autopar.adapters.dtensor import (
+    LayoutRecord, layout_record, local_of, made_as, parametrize_by_data, put_local, record_of, storage_of,
+)  # fmt: skip
 from autopar.adapters.foreach import take_part
 from autopar.adapters.keys import Same
 from autopar.adapters.parameter_data import refuse_as_data
@@ -288,6 +290,7 @@ refuse_as_data(
     "p.data = x: needs a plain tensor for a parameter that is on no mesh, found one of a model on a mesh; copy it, "
     "p.data.copy_(x), or take the whole of it, p.data = x.full_tensor()",
 )
+parametrize_by_data(ShardedTensor)
 
 
 class _FromLocal(torch.autograd.Function):

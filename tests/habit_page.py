@@ -14,6 +14,7 @@ from tests.habit_kept import KEPT
 from tests.habit_loops import LOOPS
 from tests.habit_numbers import NUMBERS
 from tests.habit_outside import OUTSIDE
+from tests.habit_scripts import SCRIPTS
 from tests.habit_states import STATES
 from tests.habits import HABITS, Habit
 
@@ -31,6 +32,7 @@ SECTIONS = {
     "What a forward keeps": KEPT,
     "What a forward reads elsewhere": GUARDS,
     "What lies outside of the model": OUTSIDE,
+    "What scripts and papers' code do": SCRIPTS,
 }
 HEAD = """# What may be done to a model
 

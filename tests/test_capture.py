@@ -281,6 +281,41 @@ def test_meta_model_of_real_size() -> None:
     assert not any(p.is_meta is False for p in model.parameters())
 
 
+class Statistics(nn.Module):
+    """What is called with a batch norm that is registered nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.held = nn.Linear(4, 4), [nn.BatchNorm1d(4).requires_grad_(False)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sum(self.held[0](self.linear(x)))
+
+
+class Returned:
+    """What no graph knows how to return."""
+
+    def __init__(self, loss: Tensor) -> None:
+        self.loss = loss
+
+
+class Object(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return Returned(super().forward(x).sum())
+
+
+@pytest.mark.parametrize(
+    "model, words",
+    [
+        (Statistics(), "writes to a tensor that is no buffer of the model.*register it with register_buffer"),
+        (Object(4, 4), "the forward returns a Returned, .*; return a tensor, or tensors in a dict"),
+    ],
+)
+def test_words_of_what_cannot_be_captured(model: nn.Module, words: str) -> None:
+    with pytest.raises(ValueError, match=f"^capture: .*{words}"):
+        capture(model, {"x": torch.ones(2, 4)})
+
+
 @pytest.mark.parametrize("name", ["llama", "bert", "t5", "vit", "whisper"])
 def test_example_batch(name: str) -> None:
     """Enough for a plan before the first batch: it captures, and there is a loss."""

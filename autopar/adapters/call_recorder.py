@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +19,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 MADE = {
     torch.ops.aten._conj.default: torch.ops.aten._conj_physical.default,
     torch.ops.aten._neg_view.default: torch.ops.aten.neg.default,
+}
+OF_NUMBERS: dict[Any, Callable[[Any], Any]] = {
+    torch.ops.aten._conj.default: lambda x: x.conjugate(),
+    torch.ops.aten._neg_view.default: operator.neg,
 }
 DEVICE_OF, META = torch.ops.prim.device.default, torch.device("meta")
 
@@ -42,7 +48,10 @@ class CallRecorder(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         named, by_name = self.named((args, kwargs or {}))
         out = func(*args, **(kwargs or {}))
-        self.note(MADE.get(func, func), named, by_name, out)
+        if func in MADE and isinstance(number := args[0], (complex, float, int)):
+            self.known[out] = OF_NUMBERS[func](number)  # what autograd multiplies with for x * 1j
+        else:
+            self.note(MADE.get(func, func), named, by_name, out)
         return out
 
     def named(self, values: Any) -> Any:

@@ -17,11 +17,12 @@ The second one writes to a buffer: its new value is a result of the graph, and t
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -193,17 +194,30 @@ def _functional(node: Node, to: _Bodies, known: Mapping[Node, Any]) -> Any:
     values = [known[x] for x in node.all_input_nodes]
     if node.target is torch.ops.aten.copy_.default and len(values) == 2 and values[0] is values[1]:
         return values[0]  # m.count += 1 is m.count = m.count.add_(1), and a module copies what it is given to a buffer
-    name, overload = node.target._schema.name.removeprefix("aten::"), node.target._overloadname
-    packet = getattr(torch.ops.aten, name[:-1], None) if name.endswith("_") else None
-    overload = _RENAMED.get(node.target, overload)
-    if packet is None or overload not in packet.overloads():
-        raise _NotKnown
-    functional = getattr(packet, overload)
+    functional = _functional_overload(node.target)
     asked = {a.name for a in functional._schema.arguments if not a.has_default_value()}
     for argument in node.target._schema.arguments[len(node.args) :]:  # bernoulli_(x) is bernoulli(x, 0.5)
         if argument.name in asked and argument.name not in node.kwargs:
             node.args = (*node.args, argument.default_value)
     return _traced(functional, node, to, known)
+
+
+@functools.cache
+def _functional_overload(in_place: OpOverload) -> OpOverload:
+    """The operator that returns what ``in_place`` writes. It takes the same types: of pow_.Scalar it is
+    pow.Tensor_Scalar, not pow.Scalar."""
+    name = in_place._schema.name.removeprefix("aten::")
+    packet = getattr(torch.ops.aten, name[:-1], None) if name.endswith("_") else None
+    overloads = [in_place._overloadname, *packet.overloads()] if packet is not None else []
+    for overload in overloads:
+        found = getattr(packet, overload, None)
+        if found is not None and _taken(found) == _taken(in_place):
+            return cast(OpOverload, found)
+    raise _NotKnown
+
+
+def _taken(overload: OpOverload) -> list[tuple[str, bool]]:
+    return [(str(a.type), a.is_out) for a in overload._schema.arguments]
 
 
 def _scattered(view: Node, value: Any, at: Node, to: _Bodies, known: Mapping[Node, Any]) -> tuple[Node, Any]:
@@ -345,4 +359,3 @@ _SCATTERS: dict[Any, OpOverload] = {
 }
 _FRESH = {torch.ops.aten.matmul.default, torch.ops.aten.linear.default}  # composite, and never an operand itself
 LIFTS = (torch.ops.aten.lift_fresh_copy.default,)
-_RENAMED = {torch.ops.aten.bernoulli_.float: "p"}

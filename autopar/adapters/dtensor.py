@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as LayoutRecord
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor.placement_types import Replicate, Shard
+from torch.nn.utils import parametrize
 from torch.utils._mode_utils import no_dispatch
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "local_of",
     "made_as",
     "no_torch_function",
+    "parametrize_by_data",
     "put_local",
     "record_of",
     "reform",
@@ -77,6 +79,20 @@ def reform(x: DTensor, func: Any, how: Sequence[Any], view: DTensor) -> None:
     with no_dispatch():
         func(x, *how)
     x._local_tensor, x._spec = view._local_tensor, view._spec
+
+
+def parametrize_by_data(kind: type[DTensor]) -> None:
+    """From now on `torch.nn.utils.parametrize` sets ``.data`` of parameters of this class where somebody assigns to
+    what is parametrized. It would swap them with another tensor, which has to be of the same class."""
+    put: Any = parametrize._maybe_set
+
+    def put_data(dest: Tensor, src: Tensor) -> None:
+        if isinstance(dest, kind):
+            dest.data = src
+        else:
+            put(dest, src)
+
+    setattr(parametrize, put.__name__, put_data)
 
 
 def storage_of(x: Tensor) -> int:

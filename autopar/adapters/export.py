@@ -47,6 +47,24 @@ _PLAIN = (TypeError, AttributeError, IndexError)  # their words tell all
 _CONSTANTS = 'name the small input that decides it: constants=("name",)'
 _ATTRIBUTE = re.compile(r"'(\w+)' object has no attribute '(\w+)'")
 _TORCH = str(Path(torch.__file__).parent)
+_OURS = str(Path(__file__).parents[1]) + os.sep
+_KNOWN = (
+    (
+        re.compile(r"'Tensor' object has no attribute 'constant'"),  # fakes that functorch has wrapped twice
+        "torch.func.vmap around a derivative (jvp, jacfwd) cannot be captured",
+        "compute it for the whole batch: torch.func.jvp by itself, or torch.autograd.grad(..., create_graph=True)",
+    ),
+    (
+        re.compile(r"Constant \w+ is mutated in the forward"),
+        "the forward writes to a tensor that is no buffer of the model, such as a statistic of a module in a list",
+        "register it with register_buffer, or the module that holds it as a submodule",
+    ),
+    (
+        re.compile(r"Found <class '(?:.*\.)?(\w+)'> in output, which is not a known type"),
+        r"the forward returns a \1, and torch.export finds no tensors in it",
+        "return a tensor, or tensors in a dict, a tuple, a NamedTuple or a ModelOutput of transformers",
+    ),
+)
 
 
 def export(
@@ -153,8 +171,8 @@ def _place(file: str, line: object, function: str, code: str | None) -> str:
 def _where(error: BaseException) -> str:
     """The innermost line outside of torch that led to the error."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_TORCH)]
-    ours = os.path.dirname(os.path.dirname(__file__))  # modes of ours stand between torch and the model
-    outside = [f for f in frames if not f.filename.startswith(ours + os.sep)]
+    # modes of ours stand between torch and the model, and code without a file
+    outside = [f for f in frames if not f.filename.startswith((_OURS, "<"))]
     if not outside:
         return "torch.export needs a traceable model"
     frame = outside[-1]
@@ -171,9 +189,11 @@ def _refusal(error: BaseException | None) -> Refused | None:
 def _reason(error: BaseException) -> str:
     if _asks_values(error):
         return "it asks for a number that only values tell" if _of_sizes(error) else "it asks for the value of a tensor"
+    if known := _known(error):
+        return known[0]
     lines = [line for line in str(error).splitlines() if line.strip()]
     text = _ATTRIBUTE.sub(r"a \1 has no \2", lines[0].strip() if lines else "")
-    return text if text and isinstance(error, _PLAIN) else f"{type(error).__name__}: {text}"
+    return text if text and (isinstance(error, _PLAIN) or _is_ours(error)) else f"{type(error).__name__}: {text}"
 
 
 def _way_out(error: BaseException, where: str) -> str:
@@ -185,12 +205,26 @@ def _way_out(error: BaseException, where: str) -> str:
         )
     if _asks_values(error):
         return f"; the line branches on a tensor's value: {experts}write it with torch.where or masks, or {_CONSTANTS}"
-    return "; the model must run under torch.export(strict=False) with these inputs"
+    if known := _known(error):
+        return f"; {known[1]}"
+    return "" if _is_ours(error) else "; the model must run under torch.export(strict=False) with these inputs"
+
+
+def _known(error: BaseException) -> tuple[str, str] | None:
+    """(reason, way out) of an error whose words are of torch's inside."""
+    found = ((pattern.search(str(error)), reason, way_out) for pattern, reason, way_out in _KNOWN)
+    return next(((match.expand(reason), way_out) for match, reason, way_out in found if match), None)
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether it is an error of ours, which says the way out itself."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return isinstance(error, ValueError) and bool(frames) and frames[-1].filename.startswith(_OURS)
 
 
 def _asks_values(error: BaseException) -> bool:
     text = f"{type(error).__name__} {error}"
-    return "DataDependent" in text or "data-dependent" in text or "item()" in text
+    return any(word in text for word in ("DataDependent", "data-dependent", "item()", ".numpy()"))
 
 
 def _of_sizes(error: BaseException) -> bool:

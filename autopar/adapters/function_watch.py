@@ -38,7 +38,8 @@ _TORCH = Path(torch.__file__).parent
 _OURS = Path(__file__).parent.parent
 # What stands between a line and the torch function that it calls, besides the modes.
 _DELEGATES = {
-    str(_TORCH / name) for name in ("_tensor.py", "overrides.py", "autograd/__init__.py", "autograd/graph.py")
+    str(_TORCH / name)
+    for name in ("_tensor.py", "overrides.py", "autograd/__init__.py", "autograd/graph.py", "nn/utils/rnn.py")
 } | {__file__}
 
 
@@ -283,5 +284,9 @@ _REFUSED: dict[Any, str] = {
     _ATTRIBUTES.grad.__get__: "the forward reads a gradient, which would be frozen; pass it in as an input",
     _ATTRIBUTES.data.__set__: "the forward replaces the data of a tensor; return the value, or copy_ it into a buffer",
     Tensor.backward: "a backward within the forward cannot be captured; return the loss",
+    torch._VF._pack_padded_sequence: (  # type: ignore[attr-defined]
+        "pack_padded_sequence makes sizes of lengths, which only values tell; run the RNN on the padded sequences, and "
+        "take what it makes at the lengths by gather, or weigh it by a mask"
+    ),
     torch.autograd.backward: "a backward within the forward cannot be captured; return the loss",
 }

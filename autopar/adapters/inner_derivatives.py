@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._decomp import core_aten_decompositions, get_decompositions
+from torch._functorch import eager_transforms
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Interpreter, Node
@@ -34,7 +35,13 @@ from autopar.adapters.operators import mutates, overload_of, returns_alias
 from autopar.adapters.traced_threads import traced_by_this_thread
 
 _AUTOGRAD: Any = torch.autograd
-_ENGINE = _AUTOGRAD._engine_run_backward
+_ENGINES_NAME = "_engine_run_backward"
+_ENGINE = getattr(_AUTOGRAD, _ENGINES_NAME)
+_VJP: Any = eager_transforms._vjp_with_argnums  # of vjp, jacrev and hessian, which vmap may be around
+_NO_TRANSFORM = (
+    "torch.func.grad, vjp and jacrev cannot be captured within a forward; write torch.autograd.grad(outputs, inputs, "
+    "create_graph=True) instead"
+)
 _aten = torch.ops.aten
 # Whose further results autograd takes for numbers: of their own formulas no derivative would come through those.
 _TAKEN_APART = (_aten.native_layer_norm, _aten.native_group_norm, _aten.native_batch_norm)
@@ -53,18 +60,24 @@ def captured_derivatives() -> Iterator[None]:
     def asked(*args: Any, **kwargs: Any) -> Any:
         return _asked(*args, **kwargs) if traced() else _ENGINE(*args, **kwargs)
 
-    with _engine(asked):
+    def vjp(*args: Any, **kwargs: Any) -> Any:
+        if traced():
+            raise DerivativeError(_NO_TRANSFORM)
+        return _VJP(*args, **kwargs)
+
+    with _replaced(_AUTOGRAD, _ENGINES_NAME, asked), _replaced(eager_transforms, "_vjp_with_argnums", vjp):
         yield
 
 
 @contextlib.contextmanager
-def _engine(engine: Any) -> Iterator[None]:
-    """Within: what torch.autograd calls in the place of its engine."""
-    before, _AUTOGRAD._engine_run_backward = _AUTOGRAD._engine_run_backward, engine
+def _replaced(module: Any, name: str, function: Any) -> Iterator[None]:
+    """Within: what torch calls by this name, such as autograd's engine."""
+    before = getattr(module, name)
+    setattr(module, name, function)
     try:
         yield
     finally:
-        _AUTOGRAD._engine_run_backward = before
+        setattr(module, name, before)
 
 
 def _asked(
@@ -80,10 +93,7 @@ def _asked(
     """In the place of the engine of autograd."""
     mode: Any = get_proxy_mode()
     if torch._C._are_functorch_transforms_active():
-        raise DerivativeError(
-            "torch.func.grad, vjp and jacrev cannot be captured within a forward; write torch.autograd.grad(outputs, "
-            "inputs, create_graph=True) instead"
-        )
+        raise DerivativeError(_NO_TRANSFORM)
     if accumulate_grad:
         raise DerivativeError(
             "backward() within a forward adds to .grad of tensors, which is no value of a graph; write "
@@ -131,7 +141,7 @@ def _derivative(
         return [x for x in found if x is not None]
 
     taken = [_bound(node, tracer) for node in first]
-    with _disable_current_modes(), FakeTensorMode(), torch.no_grad(), _engine(_ENGINE):
+    with _disable_current_modes(), FakeTensorMode(), torch.no_grad(), _replaced(_AUTOGRAD, _ENGINES_NAME, _ENGINE):
         alike = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in (*taken, *seeds)]
         graph = make_fx(run, _primitives())(alike[: len(first)], alike[len(first) :])
     graph.graph.eliminate_dead_code()

@@ -35,9 +35,8 @@ def specs_of_inputs(program: ExportedProgram, replica: nn.Module, leaves: list[s
             continue
         if spec.kind not in kinds:
             raise ValueError(
-                f"capture: inputs must be tensors and Python constants, found {spec.target!r} "
-                f"({spec.kind.name.lower()}); generators and other objects cannot be part of a graph: create them "
-                "outside of the forward"
+                "capture: operators must take tensors and Python constants, found an object, such as a torch.Generator "
+                f"of the model ({spec.kind.name.lower()}); draw from torch's own generator, or pass in what is drawn"
             )
         tensor = tensors.get(spec.target or "")
         if tensor is None:
