@@ -211,7 +211,7 @@ def _options(given: Mapping[str, Any]) -> Options:
 
 
 def load_adapters(model: nn.Module) -> None:
-    """Models of a library bring its adapter, which registers itself. Raises ValueError for a library that is too old."""
+    """Models of a library bring its adapter, which registers itself. Raises ValueError for one that is too old."""
     warn_of_newer("torch")
     if any(cls.__module__.startswith("transformers.") for m in model.modules() for cls in type(m).__mro__[:2]):
         with told("transformers"):

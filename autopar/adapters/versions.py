@@ -22,7 +22,8 @@ def refuse_older(library: str) -> None:
     found, (oldest, _) = _installed(library), TRIED[library]
     if found and _minor(found) < oldest:
         raise ValueError(
-            f"autopar: needs {library} {_text(oldest)} or newer, found {found}; pip install -U '{library}>={_text(oldest)}'"
+            f"autopar: needs {library} {_text(oldest)} or newer, found {found}; "
+            f"pip install -U '{library}>={_text(oldest)}'"
         )
 
 

@@ -20,7 +20,6 @@ CELLS = [
 ]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_equals_one_process(cell: Cell) -> None:
     check(called(cell))
