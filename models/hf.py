@@ -276,6 +276,8 @@ class _NoModel(nn.Module):
     def is_custom_code(self) -> bool:
         return False
 
+    is_remote_code = is_custom_code  # its name in 5.10
+
     def _initialize_weights(self, *_: Any) -> None:
         pass
 
