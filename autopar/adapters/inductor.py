@@ -104,7 +104,14 @@ def _would_wait(scheduler: Any, early: Any, late: Any) -> bool:
     return any(user.get_name() not in fused for user in users)
 
 
+def _no_own_overlap() -> dict[str, bool]:
+    """Since 2.14 Inductor lets waits sink after all passes, unless it is told not to. Before there is no such switch."""
+    known = hasattr(getattr(config, "aten_distributed_optimizations", None), "enable_simple_overlap")
+    return {"aten_distributed_optimizations.enable_simple_overlap": False} if known else {}
+
+
 ORDERED = {
+    **_no_own_overlap(),
     "reorder_for_peak_memory": False,
     "_post_fusion_custom_pass": KeepOrder(),
     "inductor_choices_class": WaitLate,  # for the key of the cache; the handler is what counts
