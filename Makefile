@@ -4,13 +4,15 @@ PYTHON ?= python3
 VENV   := .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
+# What the whole suite runs with; `make test-versions` tries the others that a user may have.
 TORCH  := torch>=2.13,<2.14
+HF     := transformers>=5.23,<5.24
 
 # Without an NVIDIA GPU take torch's CPU build, which needs no CUDA packages. A few seconds are enough to learn
 # that the extra index cannot be reached; pip then goes on with the indexes it has.
 CPU_INDEX := --timeout 15 --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu
 
-.PHONY: demo test lint bench gpu-check docs clean
+.PHONY: demo test test-versions lint bench gpu-check docs clean
 
 demo: $(STAMP)
 	$(PY) -m autopar demo
@@ -18,6 +20,11 @@ demo: $(STAMP)
 # Four workers for two cores: some tests wait most of their time.
 test: $(STAMP)
 	$(PY) -m pytest tests -q -n 4 --dist loadfile --no-loadscope-reorder
+
+# A part of the tests with other versions of torch and transformers, each pair in an environment of its own (some GB),
+# and the counts in docs/versions.md. PAIRS="2.12,5.10 2.15,5.24" are the pairs; without it all of the page's.
+test-versions: $(STAMP)
+	$(PY) -m tests.versions $(PAIRS)
 
 lint: $(STAMP)
 	$(PY) -m ruff check .
@@ -49,5 +56,5 @@ $(STAMP): pyproject.toml
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	if nvidia-smi >/dev/null 2>&1; then index=""; else index="$(CPU_INDEX)"; fi; \
 	  $(PY) -m pip install --quiet --no-deps $$index '$(TORCH)'
-	$(PY) -m pip install --quiet -e '.[hf,dev]'
+	$(PY) -m pip install --quiet -e '.[hf,dev]' '$(HF)'
 	touch $@

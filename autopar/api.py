@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.adapters.fake import skeleton_of
 from autopar.adapters.held_memory import held_elsewhere
+from autopar.adapters.versions import told, warn_of_newer
 from autopar.cache.ahead import Ahead
 from autopar.cache.stored_steps import stored_plan, stored_step
 from autopar.capture import adapter_for, model_dtypes
@@ -212,9 +213,11 @@ def _options(given: Mapping[str, Any]) -> Options:
 
 
 def load_adapters(model: nn.Module) -> None:
-    """Models of a library bring its adapter, which registers itself."""
+    """Models of a library bring its adapter, which registers itself. Raises ValueError for one that is too old."""
+    warn_of_newer("torch")
     if any(cls.__module__.startswith("transformers.") for m in model.modules() for cls in type(m).__mro__[:2]):
-        importlib.import_module("autopar.models.hf")
+        with told("transformers"):
+            importlib.import_module("autopar.models.hf")
 
 
 def examples_of(model: nn.Module, given: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:

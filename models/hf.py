@@ -21,7 +21,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
-from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY, maybe_install_capturing_hooks
+from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from autopar.capture import ADAPTERS
 from autopar.ir.recipe import Recipe, as_they_are
@@ -39,6 +39,7 @@ from autopar.models.hf_masks import (
     positions_from_user,
 )
 from autopar.models.hf_peft import AdapterFolder, is_peft
+from autopar.models.hf_versions import has_post_norm, note_recorded
 
 NAME = "autopar"
 
@@ -96,7 +97,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     hidden = _project(self, rows, first, offsets)
     hidden = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
     out = _project(self, hidden, "down_proj", offsets)
-    if self.has_post_expert_norm:
+    if has_post_norm(self):
         out = self.post_expert_norm(out)
     combined: Tensor = torch.ops.autopar.moe_combine(out, order, top_k_weights)
     return combined.to(hidden_states.dtype)
@@ -166,7 +167,7 @@ class TransformersAdapter:
         PreTrainedModel.initialize_weights(_NoModel())  # type: ignore[arg-type]
         made = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
         for module in made:
-            _CAN_RECORD_REGISTRY[module] = module._can_record_outputs
+            note_recorded(module)
         for outermost in made[:1]:
             outermost._can_set_experts_implementation()
 
@@ -207,7 +208,7 @@ def _hook_recorded(model: nn.Module, arguments: Mapping[str, Any]) -> None:
     is asked for it registers: ahead of the capture, the forward changes nothing."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            asked = [f"output_{key}" for key in _CAN_RECORD_REGISTRY.get(module)]
+            asked = [f"output_{key}" for key in module._can_record_outputs or ()]
             if any(arguments.get(key, getattr(module.config, key, False)) for key in asked):
                 maybe_install_capturing_hooks(module)
 
@@ -274,6 +275,8 @@ class _NoModel(nn.Module):
 
     def is_custom_code(self) -> bool:
         return False
+
+    is_remote_code = is_custom_code  # its name in 5.10
 
     def _initialize_weights(self, *_: Any) -> None:
         pass

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 def capped_experts(model: nn.Module, capacity: float) -> Iterator[None]:
     """Within: an expert takes ``capacity`` times its even share of the pairs of a token and an expert, the first ones;
     the weights of all others are 0. Raises ValueError for experts outside of the registry."""
-    found: list[Any] = [m for m in model.modules() if hasattr(m, "_is_expert_parallel")] if capacity else []
+    found: list[Any] = [m for m in model.modules() if hasattr(m, "is_concatenated")] if capacity else []
     if capacity and not found:
         raise ValueError(
             f"capacity: one process is capped for experts of transformers' registry, found none in "

@@ -18,8 +18,6 @@ from transformers.core_model_loading import (
     PrefixChange,
     WeightConverter,
     WeightRenaming,
-    apply_converters,
-    apply_renamings,
     dot_natural_key,
     rename_source_key,
 )
@@ -49,8 +47,8 @@ def recipes_to_save(model: PreTrainedModel, names: Sequence[str]) -> list[Recipe
     renamings, converters = _sorted([transform.reverse_transform() for transform in reversed(used)])
     groups = _Collected(model, converters)
     for name in sorted(names, key=dot_natural_key):
-        target, pattern = apply_converters(name, converters)
-        groups.add(name, apply_renamings(name, renamings) if pattern is None else target, pattern)
+        target, pattern = rename_source_key(name, [], converters)
+        groups.add(name, _renamed(name, renamings) if pattern is None else target, pattern)
     return groups.recipes(renamings)
 
 
@@ -60,6 +58,12 @@ def _sorted(transforms: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         [t for t in transforms if isinstance(t, WeightRenaming)],
         [t for t in transforms if isinstance(t, WeightConverter)],
     )
+
+
+def _renamed(name: str, renamings: list[Any]) -> str:
+    """By renamings alone."""
+    found: str = rename_source_key(name, renamings, [])[0]
+    return found
 
 
 class _Collected:
@@ -91,7 +95,7 @@ class _Collected:
                 own.add_tensor(target, name, pattern, tensor)
             made = own.convert(target, model=model, config=model.config)
             return {
-                apply_renamings(name, renamings): value[0] if isinstance(value, list) else value
+                _renamed(name, renamings): value[0] if isinstance(value, list) else value
                 for name, value in made.items()
             }
 

@@ -26,6 +26,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from transformers import masking_utils
 
+from autopar.models.hf_versions import renumbers_positions
+
 # Files whose forwards slice a mask that they have not made where they are traced.
 _MASK_UNLESS_TRACED = (
     "transformers.models.switch_transformers.modeling_switch_transformers",
@@ -194,7 +196,7 @@ class _Reader:
             return self._chunk(facts, held["chunk_size"], held["left_padding"], positions)
         if _made_by(function, m.packed_sequence_mask_function):
             return self._segments(facts, held["packed_sequence_mask"]) if _POSITIONS_FROM_USER.get() else facts
-        if _made_by(function, m.remap_positions_for_packed_sequence):
+        if (renumbers := renumbers_positions()) is not None and _made_by(function, renumbers):
             inner = held["position_ids"] if _POSITIONS_FROM_USER.get() else None
             return self._read(held["mask_function"], facts, inner)
         raise _Unknown

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopar.adapters.distributed import all_gather_single, reduce_scatter_single
 from autopar.ir.placement import Shard, piece, place_in_block, scaled_blocks
 from autopar.runtime.failures import CollectiveError, board
 from autopar.runtime.groups import Groups
@@ -160,7 +161,7 @@ def all_gather(groups: Groups, node: str, dim: int, blocks: list[int], axis: str
     def start_all_gather(x: Tensor) -> PendingCollective:
         rows = x.new_empty((ranks, *x.shape))
         return collective.launch(
-            dist.all_gather_single, _flat(rows), _flat(x), buffer=rows, done=lambda r: from_rows(r, dim, blocks)
+            all_gather_single, _flat(rows), _flat(x), buffer=rows, done=lambda r: from_rows(r, dim, blocks)
         )
 
     return start_all_gather
@@ -173,7 +174,7 @@ def reduce_scatter(groups: Groups, node: str, dim: int, blocks: list[int], axis:
     def start_reduce_scatter(x: Tensor) -> PendingCollective:
         rows = to_rows(x, dim, blocks, ranks)
         out = x.new_empty(rows.shape[1:])
-        return collective.launch(dist.reduce_scatter_single, _flat(out), _flat(rows), buffer=out)
+        return collective.launch(reduce_scatter_single, _flat(out), _flat(rows), buffer=out)
 
     return start_reduce_scatter
 

@@ -8,6 +8,7 @@ therefore outlives any rank: the survivors can ask it who failed.
 from __future__ import annotations
 
 import gc
+import importlib
 import io
 import multiprocessing
 import os
@@ -108,18 +109,32 @@ def _start(
 ) -> tuple[list[BaseProcess], list[Connection]]:
     # A server that has imported once what ranks need forks them; it holds no threads and no device.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["autopar.runtime.launch", "autopar.api", *preload])
+    preload = ["autopar.runtime.launch", "autopar.api", *preload]
+    context.set_forkserver_preload(preload)
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
     for rank in range(nproc):
         here, there = context.Pipe(duplex=False)
         environment = _environment(rank, nproc, port, timeout, device)
         process = context.Process(target=_rank_main, args=(task, there, environment, device), daemon=True)
-        process.start()
+        _forked(process, preload)
         there.close()
         processes.append(process)
         pipes.append(here)
     return processes, pipes
+
+
+def _forked(process: BaseProcess, preload: Sequence[str]) -> None:
+    """Start one. A server that ends over what it imports first leaves its reason on stderr alone: here the same import
+    raises it."""
+    try:
+        process.start()
+    except (EOFError, ConnectionError) as error:
+        for name in preload:
+            importlib.import_module(name)
+        raise RuntimeError(
+            f"launch: the process that forks ranks has ended ({error!r}); its words are above"
+        ) from error
 
 
 def _environment(rank: int, nproc: int, port: int, timeout: float | None, device: str | None) -> dict[str, str]:

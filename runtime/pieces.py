@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.adapters.distributed import all_gather_single
 from autopar.ir.placement import Shard, piece
 from autopar.runtime.boxes import Cuts
 from autopar.runtime.failures import explained
@@ -68,5 +69,5 @@ def gathered_rows(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[ranks, ...]: what each rank of a group holds."""
     rows = value.new_empty((group.size(), *value.shape))
     with explained("gathering a parameter", dist.get_process_group_ranks(group)):
-        dist.all_gather_single(rows.view(-1), value.contiguous().view(-1), group=group)
+        all_gather_single(rows.view(-1), value.contiguous().view(-1), group=group)
     return rows

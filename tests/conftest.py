@@ -20,6 +20,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process that a test
 # torch's store looks up who connects, and serves nobody the while: seconds that tests of timeouts have not got.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
+import tests.no_device_threads  # noqa: F401
 from autopar.adapters.roomy_stack import roomy
 from tests.captured_once import FOLDER, folder_of_run, share_captures
 from tests.derived_once import share_derivatives

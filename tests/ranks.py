@@ -290,7 +290,7 @@ def one_device() -> type[dist.ProcessGroupGloo]:
     device = dist.ProcessGroupGloo.create_default_device()
 
     class OnOneDevice(dist.ProcessGroupGloo):
-        def __init__(self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta, **_: Any) -> None:
             options = dist.ProcessGroupGloo._Options()
             options._devices, options._timeout = [device], timeout
             super().__init__(store, rank, size, options)

@@ -20,6 +20,26 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 
+def _either(name: str, before: str) -> str:
+    """The name that torch.distributed knows a collective by: 2.13 gave those of one tensor new names, of which 2.12
+    knows only the old; later ones warn of these."""
+    return name if hasattr(dist, name) else before
+
+
+ALL_GATHER = _either("all_gather_single", "all_gather_into_tensor")
+REDUCE_SCATTER = _either("reduce_scatter_single", "reduce_scatter_tensor")
+
+
+def all_gather_single(out: torch.Tensor, x: torch.Tensor, **how: Any) -> Any:
+    """``out`` [ranks * n] of what each rank has as ``x`` [n]."""
+    return getattr(dist, ALL_GATHER)(out, x, **how)
+
+
+def reduce_scatter_single(out: torch.Tensor, x: torch.Tensor, **how: Any) -> Any:
+    """``out`` [n], this rank's piece of the sum over the ranks of ``x`` [ranks * n]."""
+    return getattr(dist, REDUCE_SCATTER)(out, x, **how)
+
+
 def fake_backend() -> str:
     """The name of a backend that connects to nobody, and whose collectives do nothing; registered at the first call."""
     importlib.import_module("torch.testing._internal.distributed.fake_pg")

@@ -20,11 +20,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._inductor import config
+from torch._inductor import config, custom_graph_pass
 from torch._inductor.choices import InductorChoices
 from torch._inductor.comms import contains_wait
 from torch._inductor.compile_fx import compile_fx_inner
-from torch._inductor.custom_graph_pass import CustomSchedulerPass
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.virtualized import V
@@ -43,7 +42,13 @@ class AxisGroups(Protocol):
     def group(self, axis: str) -> dist.ProcessGroup: ...
 
 
-class KeepOrder(CustomSchedulerPass):
+def _scheduler_pass() -> type:
+    """What a pass over the scheduler's nodes derives from. Before 2.13 any callable is one; since then Inductor asks
+    those of this class for their ``uuid``, and keeps in its cache no graph that another one has seen."""
+    return getattr(custom_graph_pass, "CustomSchedulerPass", object)
+
+
+class KeepOrder(_scheduler_pass()):  # type: ignore[misc]
     """Kernels in the order of the graph, as far as what they take allows: of those that can run, the first one of the
     graph runs next. So a wait comes no earlier than what stands before it."""
 
@@ -99,7 +104,14 @@ def _would_wait(scheduler: Any, early: Any, late: Any) -> bool:
     return any(user.get_name() not in fused for user in users)
 
 
+def _no_own_overlap() -> dict[str, bool]:
+    """Since 2.14 Inductor lets waits sink after all passes, unless it is told not to. Before there is no such switch."""
+    known = hasattr(getattr(config, "aten_distributed_optimizations", None), "enable_simple_overlap")
+    return {"aten_distributed_optimizations.enable_simple_overlap": False} if known else {}
+
+
 ORDERED = {
+    **_no_own_overlap(),
     "reorder_for_peak_memory": False,
     "_post_fusion_custom_pass": KeepOrder(),
     "inductor_choices_class": WaitLate,  # for the key of the cache; the handler is what counts

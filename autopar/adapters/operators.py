@@ -97,6 +97,15 @@ def changes_form(op: OpOverload) -> bool:
     return torch.Tag.inplace_view in op.tags
 
 
+_REMOVED = {"cholesky"}  # 2.14: what torch.cholesky calls now is linalg_cholesky, which others have besides
+
+
+def packet_named(namespace: str, name: str) -> Any:
+    """All overloads of an operator: ``torch.ops.aten.silu``. None for one that this version has no more."""
+    room = getattr(torch.ops, namespace)
+    return getattr(room, name, None) if name in _REMOVED else getattr(room, name)
+
+
 def makes_tensors(op: OpOverload) -> bool:
     """Whether any result is a tensor (and not a number or a bool)."""
     return any("Tensor" in str(r.type) for r in op._schema.returns)

@@ -33,13 +33,19 @@ class _Lines:
     outermost: CodeType
 
     def summary(self) -> traceback.StackSummary:
-        found, frame, anchors = [], self.frame, proxy._STACK_TRACE_ANCHORS
+        found, frame, anchors = [], self.frame, _anchors()
         while frame is not None and (code := frame.f_code) is not self.outermost:
             file, name = code.co_filename, code.co_name
             if name == "forward" or file.endswith("torch/__init__.py") or (file, name) in anchors:
                 found.append(traceback.FrameSummary(file, frame.f_lineno, name, lookup_line=False))
             frame = frame.f_back
         return traceback.StackSummary(reversed(found))
+
+
+def _anchors() -> set[tuple[str, str]]:
+    """(file, function) of functions that are no forwards and whose lines torch keeps all the same. Before 2.13 there
+    are none."""
+    return getattr(proxy, "_STACK_TRACE_ANCHORS", set())
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import autopar.ops  # noqa: F401  (registers the operators that the table names)
-from autopar.adapters.operators import makes_tensors, mutates
+from autopar.adapters.operators import makes_tensors, mutates, packet_named
 from autopar.attention.operator import attention_of_piece
 from autopar.ir.conversions import convert, exchange, exchange_slice
 from autopar.ops.dispatchers import DISPATCHERS
@@ -40,7 +40,9 @@ def overloads(name: str) -> list[Any]:
     """Functional overloads that make tensors: 'silu' or 'autopar::attention'; 'sum.dim_IntList' names one."""
     namespace, _, rest = name.rpartition("::")
     packet_name, _, overload = rest.partition(".")
-    packet = getattr(getattr(torch.ops, namespace or "aten"), packet_name)
+    packet = packet_named(namespace or "aten", packet_name)
+    if packet is None:
+        return []
     names = [overload] if overload else packet.overloads()
     found = [getattr(packet, n) for n in names]
     return [op for op in found if not mutates(op) and makes_tensors(op)]

@@ -17,6 +17,7 @@ from torch.fx import Graph, GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar.ops.collectives  # noqa: F401 - defines the operators
+from autopar.adapters.distributed import ALL_GATHER, REDUCE_SCATTER
 from autopar.ir.placement import PARTIAL, Shard, join, piece
 from autopar.runtime.bind import bind
 from autopar.runtime.comm import Traffic
@@ -235,8 +236,8 @@ class Counter:
 
     kinds: ClassVar[dict[str, Callable[..., int]]] = {
         "all_reduce": lambda a, n: 2 * a[0].nbytes * (n - 1) // n,
-        "all_gather_single": lambda a, n: a[0].nbytes * (n - 1) // n,
-        "reduce_scatter_single": lambda a, n: a[1].nbytes * (n - 1) // n,
+        ALL_GATHER: lambda a, n: a[0].nbytes * (n - 1) // n,
+        REDUCE_SCATTER: lambda a, n: a[1].nbytes * (n - 1) // n,
         "all_to_all_single": lambda a, n: a[1].nbytes * (n - 1) // n,
     }
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopar.adapters.distributed import REDUCE_SCATTER
 from autopar.ir.placement import Shard, piece
 from autopar.runtime.bind import bind
 from autopar.runtime.groups import Groups, init_mesh
@@ -47,7 +48,7 @@ class KeepsUntilWaited:
 
 def scattered() -> tuple[str, int, bool]:
     """On a rank: the code, the most numbers that reduce-scatters keep at a time, and whether gradients are right."""
-    groups, real = Groups(init_mesh(tp=2)), dist.reduce_scatter_single
+    groups, real = Groups(init_mesh(tp=2)), getattr(dist, REDUCE_SCATTER)
     bound = bind(graph_of([(rows, 3) for rows in GRADIENTS], backward), groups)
     inputs = [
         torch.rand(rows, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(rows)) for rows in GRADIENTS
@@ -57,11 +58,11 @@ def scattered() -> tuple[str, int, bool]:
     def kept(out: Tensor, given: Tensor, **kwargs: Any) -> KeepsUntilWaited:
         return KeepsUntilWaited(real(out, given, **kwargs), given)
 
-    dist.reduce_scatter_single = kept
+    setattr(dist, REDUCE_SCATTER, kept)
     try:
         found = bound(list(inputs))
     finally:
-        dist.reduce_scatter_single = real
+        setattr(dist, REDUCE_SCATTER, real)
     return bound.code, KeepsUntilWaited.most, all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 

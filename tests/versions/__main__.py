@@ -1,0 +1,149 @@
+"""A part of the tests with other versions of torch and transformers, and docs/versions.md of what came out.
+
+    python -m tests.versions                        every pair of `TORCH` and `TRANSFORMERS`
+    python -m tests.versions 2.12,5.10 2.15,5.24    these pairs alone; of the others the page keeps what is known
+
+Each pair has an environment, build/versions/2.12-5.10, made where it is not there yet: torch's CPU build where its
+index can be reached, else the default one, which brings CUDA (5 GB). What came out is in results.json here.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ET
+from collections import Counter
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tests.launched import ROOT
+
+TORCH = ("2.12", "2.13", "2.14", "2.15")
+TRANSFORMERS = ("5.10", "5.17", "5.24")
+OLDEST = ("cloudpickle==3.0.*", "numpy==1.26.4", "rich==13.7.*", "safetensors==0.4.3", "scipy==1.11.4", "tqdm==4.66.*")
+FOLDER = ROOT / "build" / "versions"
+RESULTS = Path(__file__).parent / "results.json"
+PAGE = ROOT / "docs" / "versions.md"
+TOOLS = ("hypothesis", "networkx", "psutil", "pytest", "pytest-timeout", "pytest-xdist")
+CPU_INDEX = ("--timeout", "15", "--retries", "1", "--extra-index-url", "https://download.pytorch.org/whl/cpu")
+FACTS = (
+    "import json, sys, torch, transformers, numpy; print(json.dumps([sys.version.split()[0], torch.__version__, "
+    "transformers.__version__, numpy.__version__]))"
+)
+
+# What touches private names of the libraries, or what they have changed.
+SUITE = (
+    "tests/versions/exact.py",
+    "tests/test_versions.py",
+    "tests/test_capture.py",
+    "tests/test_decompose.py",
+    "tests/test_module.py",
+    "tests/test_rules.py",
+    "tests/test_checkpoints.py",
+    "tests/runtime/test_compiled_order.py",
+    "tests/runtime/test_launch.py",
+    "tests/runtime/test_saving.py",
+    "tests/runtime/test_state.py",
+    "tests/cache/test_step_key.py",
+    "tests/cache/test_stored_steps.py",
+    "tests/hf/test_masks_of_others.py",
+    "tests/hf/test_own_experts.py",
+    "tests/integrations/test_trainer.py",
+)
+
+
+def environment(torch: str, transformers: str) -> Path:
+    """The Python of a pair's environment, made if it is not there. The oldest pair has the oldest of all libraries."""
+    folder = FOLDER / f"{torch}-{transformers}"
+    python = folder / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        index = () if shutil.which("nvidia-smi") else CPU_INDEX
+        wanted = (f"torch=={torch}.*", f"transformers=={transformers}.*", *TOOLS)
+        oldest = OLDEST if (torch, transformers) == (TORCH[0], TRANSFORMERS[0]) else ()
+        command = [python, "-m", "pip", "install", "--quiet", *index, *wanted, *oldest, "-e", ".[hf]"]
+        subprocess.run(command, cwd=ROOT, check=True)
+    return python
+
+
+def run(python: Path, tests: tuple[str, ...] = SUITE) -> dict[str, Any]:
+    """What the tests find with this Python."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *tests]
+        subprocess.run(command, cwd=ROOT, check=False)
+        facts = subprocess.run([python, "-c", FACTS], capture_output=True, text=True, check=True).stdout
+        return {"found": json.loads(facts), "date": datetime.now(UTC).date().isoformat(), **counts(report)}
+
+
+def counts(report: Path) -> dict[str, Any]:
+    """Of a report of pytest in XML: by file {"passed": 3, "failed": 1}, names of what failed, reasons of skips."""
+    files: dict[str, Counter[str]] = {}
+    failed: list[str] = []
+    skipped: Counter[str] = Counter()
+    for case in ET.parse(report).iter("testcase"):
+        module = case.get("classname", "")
+        outcome = "passed"
+        for kind in ("failure", "error", "skipped"):
+            if (found := case.find(kind)) is not None:
+                outcome = "skipped" if kind == "skipped" else "failed"
+                if kind == "skipped":
+                    skipped[found.get("message", "")] += 1
+                else:
+                    failed.append(f"{module}::{case.get('name')}")
+        files.setdefault(module, Counter())[outcome] += 1
+    return {"files": files, "failed": failed, "skipped": skipped}
+
+
+def page(results: dict[str, Any]) -> str:
+    """docs/versions.md."""
+    lines = [
+        "# Versions of torch and transformers",
+        "",
+        "autopar takes torch 2.12 or newer and transformers 5.10 or newer; older ones it refuses in a sentence, and of",
+        "ones newer than those below it warns once. Written by `make test-versions`, which runs a part of the tests",
+        "(`tests/versions/__main__.py` lists the files) in an environment for each pair. The whole suite runs with",
+        "torch 2.13 and transformers 5.23.",
+        "",
+        "| torch | " + " | ".join(f"transformers {t}" for t in TRANSFORMERS) + " |",
+        "|---|" + "---|" * len(TRANSFORMERS),
+    ]
+    for torch in TORCH:
+        lines.append(f"| {torch} | " + " | ".join(_cell(results.get(f"{torch},{t}")) for t in TRANSFORMERS) + " |")
+    lines += ["", "| pair | Python, torch, transformers, numpy | date | files |", "|---|---|---|---|"]
+    for pair, of in sorted(results.items()):
+        files = ", ".join(f"{name.removeprefix('tests.')} {_sum(n)}" for name, n in sorted(of["files"].items()))
+        lines.append(f"| {pair} | {', '.join(of['found'])} | {of['date']} | {files} |")
+    for pair, of in sorted(results.items()):
+        lines += [f"- {pair} failed: `{name}`" for name in of["failed"]]
+        lines += [f"- {pair} skipped {n}: {reason}" for reason, n in sorted(of["skipped"].items())]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(of: dict[str, Any] | None) -> str:
+    if of is None:
+        return "not run"
+    return _sum(sum((Counter(n) for n in of["files"].values()), Counter()))
+
+
+def _sum(found: dict[str, int]) -> str:
+    """3 passed, 1 failed"""
+    return ", ".join(f"{found[kind]} {kind}" for kind in ("passed", "failed", "skipped") if found.get(kind))
+
+
+def main(pairs: list[str]) -> int:
+    """Run these pairs, or all. Returns 1 if a test failed."""
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for pair in pairs or [f"{a},{b}" for a in TORCH for b in TRANSFORMERS]:
+        results[pair] = run(environment(*pair.split(",")))
+        RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+    PAGE.write_text(page(results))
+    return int(any(of["failed"] for of in results.values()))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
