@@ -11,12 +11,10 @@ moment; so the dtype is written down before.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +28,7 @@ from torch.utils import _pytree as pytree
 from autopar.adapters.asked_regions import noted_regions
 from autopar.adapters.autograd_function import captured_backwards
 from autopar.adapters.block_memo import BlockMemo, TraceAnew
+from autopar.adapters.code_owners import is_ours, is_torchs
 from autopar.adapters.decompose import LIFTS, decompose
 from autopar.adapters.decompositions import DECOMPOSITIONS
 from autopar.adapters.fake import silent_fakes
@@ -46,7 +45,6 @@ _VALUE_CHECKS = (torch.ops.aten._assert_scalar.default, torch.ops.aten._assert_a
 _PLAIN = (TypeError, AttributeError, IndexError)  # their words tell all
 _CONSTANTS = 'name the small input that decides it: constants=("name",)'
 _ATTRIBUTE = re.compile(r"'(\w+)' object has no attribute '(\w+)'")
-_TORCH = str(Path(torch.__file__).parent)
 
 
 def export(
@@ -142,7 +140,7 @@ def _refuse_sizes_of_values(graph: Graph) -> None:
 def line_of(node: Node) -> str:
     """Where the model made a node: file, line, function and code; else the operator's name."""
     found = re.findall(r'File "(.*?)", line (\d+), in ([\w<>]+)\n\s*(.*)', node.meta.get("stack_trace") or "")
-    own = [frame for frame in found if not frame[0].startswith(_TORCH)]
+    own = [frame for frame in found if not is_torchs(frame[0])]
     return _place(*(own or found)[-1]) if found else str(node.target)
 
 
@@ -152,9 +150,8 @@ def _place(file: str, line: object, function: str, code: str | None) -> str:
 
 def _where(error: BaseException) -> str:
     """The innermost line outside of torch that led to the error."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_TORCH)]
-    ours = os.path.dirname(os.path.dirname(__file__))  # modes of ours stand between torch and the model
-    outside = [f for f in frames if not f.filename.startswith(ours + os.sep)]
+    frames = traceback.extract_tb(error.__traceback__)
+    outside = [f for f in frames if not (is_torchs(f.filename) or is_ours(f.filename))]  # modes stand between
     if not outside:
         return "torch.export needs a traceable model"
     frame = outside[-1]
