@@ -32,7 +32,7 @@ from autopar.runtime.failures import reporting
 from autopar.runtime.feed import SCALE
 from autopar.runtime.groups import Groups
 from autopar.runtime.host_states import keep_on_host
-from autopar.runtime.inputs import by_name, check_values
+from autopar.runtime.inputs import by_name, check_values, misspelled
 from autopar.runtime.model_on_mesh import SHARED, ModelOnMesh
 from autopar.runtime.note_watch import NoteWatch
 from autopar.runtime.optimizer_steps import watch_optimizers
@@ -160,6 +160,7 @@ class ParallelModule(ModelOnMesh):
             if not executor.compiled.losses:
                 raise ValueError(
                     "train_step: the model returns no scalar with a gradient; pass what makes it return a loss (labels)"
+                    + misspelled(self._tree.root, batch)
                 )
             with self._watch.step(self.training_steps):
                 result = executor.run_step(values)
@@ -284,7 +285,12 @@ class ParallelModule(ModelOnMesh):
         named = with_constants(named, self._cache.plan.options.constants)
         # masks depend on the number of the step
         number = self.training_steps + 1 if kind.train else None
-        executor = self._cache.runner(kind, named, surroundings, number)
+        try:
+            executor = self._cache.runner(kind, named, surroundings, number)
+        except ValueError as error:
+            if hint := misspelled(self._tree.root, named):
+                raise ValueError(f"{error}{hint}") from error
+            raise
         if executor.compiled.signature.asks_grad_mode and kind.grad_mode != torch.is_grad_enabled():
             kind = kind._replace(grad_mode=torch.is_grad_enabled())
             executor = self._cache.runner(kind, named, surroundings, number)

@@ -44,6 +44,13 @@ _NOISE = (torch.ops.aten._assert_tensor_metadata.default,)
 _VALUE_CHECKS = (torch.ops.aten._assert_scalar.default, torch.ops.aten._assert_async.msg)
 _PLAIN = (TypeError, AttributeError, IndexError)  # their words tell all
 _CONSTANTS = 'name the small input that decides it: constants=("name",)'
+_STOPPED = "torch.export stopped at "
+_INDICES = "needs indices of int64, found {}; pass ids.long()"
+_OF_BATCH = tuple((re.compile(pattern), words) for pattern, words in (
+    (r"scalar types: Long, Int; but got torch\.(\w+)", _INDICES),
+    (r"Expected dtype int32/int64 for index, but got torch\.(\w+)", _INDICES),
+    (r"argument '(\w+)' .*must be Tensor, not (?!None)(\w+)", "needs a tensor as {0!r}, found a {1}; pass a tensor"),
+))  # fmt: skip
 _ATTRIBUTE = re.compile(r"'(\w+)' object has no attribute '(\w+)'")
 
 
@@ -87,6 +94,8 @@ def export(
         if refused is not None:
             raise ValueError(f"capture: {_where(refused)}: {refused}") from error
         where = _where(error)
+        if needed := _needed(error):
+            raise ValueError(f"capture: {where.removeprefix(_STOPPED)}: {needed}") from error
         raise ValueError(f"capture: {where}: {_reason(error)}{_way_out(error, where)}") from error
     keep_rows_of_targets(flat.graph)
     _drop_value_checks(flat.graph)
@@ -155,7 +164,7 @@ def _where(error: BaseException) -> str:
     if not outside:
         return "torch.export needs a traceable model"
     frame = outside[-1]
-    return f"torch.export stopped at {_place(frame.filename, frame.lineno, frame.name, frame.line)}"
+    return f"{_STOPPED}{_place(frame.filename, frame.lineno, frame.name, frame.line)}"
 
 
 def _refusal(error: BaseException | None) -> Refused | None:
@@ -173,6 +182,12 @@ def _reason(error: BaseException) -> str:
     return text if text and isinstance(error, _PLAIN) else f"{type(error).__name__}: {text}"
 
 
+def _needed(error: BaseException) -> str:
+    """What a batch that torch's functions do not take should have had, and the way out; or ''."""
+    found = ((pattern.search(str(error)), words) for pattern, words in _OF_BATCH)
+    return next((words.format(*match.groups()) for match, words in found if match), "")
+
+
 def _way_out(error: BaseException, where: str) -> str:
     experts = "for experts, call autopar::moe_dispatch, grouped_mm and moe_combine; " if "expert" in where else ""
     if _of_sizes(error):
@@ -182,7 +197,7 @@ def _way_out(error: BaseException, where: str) -> str:
         )
     if _asks_values(error):
         return f"; the line branches on a tensor's value: {experts}write it with torch.where or masks, or {_CONSTANTS}"
-    return "; the model must run under torch.export(strict=False) with these inputs"
+    return "; the forward must run with these inputs in plain torch, and under torch.export(strict=False)"
 
 
 def _asks_values(error: BaseException) -> bool:

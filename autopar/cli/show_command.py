@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from autopar.cli.command import Command
-from autopar.cli.shared_arguments import add_model, whole
+from autopar.cli.shared_arguments import OFTEN, add_model, whole
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -98,4 +98,4 @@ def _missing(level: str) -> str:
     }.get(level, "nothing there has a gradient, or the model has fewer parts")
 
 
-SHOW = Command("show", "print a graph", _add_arguments, _run)
+SHOW = Command("show", "print a graph", _add_arguments, _run, (*OFTEN, "--level", "--part"))
