@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import importlib
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +27,7 @@ from autopar.cache.stored_steps import stored_plan, stored_step
 from autopar.capture import adapter_for, model_dtypes
 from autopar.compile.parameters import for_whole_batch
 from autopar.compile.shared_capture import SharedCapture
+from autopar.cost.axis_shares import repeated
 from autopar.ir.batch import facts_of, with_constants
 from autopar.options import DECLARED, OTHER_WORDS, Options
 from autopar.plan import Plan
@@ -193,6 +195,8 @@ def _compiler(
                 progress.close()
         if folder is not None:
             folder.add_compiled(result, **measured)
+        for text in repeated(result.plan) if how["train"] and groups.rank == 0 else ():
+            warnings.warn(text, stacklevel=2)
         return result
 
     return compiler

@@ -45,7 +45,7 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "cache", _cache()
     for name in sorted(os.environ):
         if _SETTINGS.match(name) and not _SECRET.search(name):
-            yield name, os.environ[name]
+            yield name, os.environ[name] or "(empty)"
 
 
 def _version(name: str) -> str:

@@ -142,9 +142,11 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def unseen() -> str:
-    """Without cpu=True accelerate looks for no other processes, where there is no GPU."""
+    """accelerate has looked at the processes when there was one, or as if there were: without cpu=True."""
     with as_started():
-        return refusal(integrations.Accelerator, mesh=autopar.init_mesh("cpu", dp=2))
+        mesh = autopar.init_mesh("cpu", dp=2)
+        accelerate.PartialState(cpu=True).num_processes = 1
+        return refusal(integrations.Accelerator, mesh=mesh)
 
 
 def test_processes_that_accelerate_does_not_see() -> None:
