@@ -243,7 +243,7 @@ def _show(settings: Settings, ranks: Sequence[DemoRun], alone: DemoRun, console:
     console.print(_traffic(mesh))
     console.print(
         f"median step: {_median(mesh.seconds):.3f} s on {len(ranks)} processes, {_median(alone.seconds):.3f} s in one "
-        f"(one thread each; {os.cpu_count()} cores)\n"
+        f"(one thread each; {os.cpu_count()} cores)\n{_shared_cores(len(ranks), os.cpu_count() or 1)}"
     )
     _write_csv(settings.out / "losses.csv", mesh, alone)
     files = [("every loss", "losses.csv"), ("every graph, the plan, the traffic", REPORT)]
@@ -255,6 +255,16 @@ def _show(settings: Settings, ranks: Sequence[DemoRun], alone: DemoRun, console:
         console.print(f"[red]the two runs differ by more than {EARLY_TOLERANCE} at first or {TOLERANCE} later[/]")
         return 1
     return 0
+
+
+def _shared_cores(ranks: int, cores: int) -> str:
+    """Why ranks of one machine may be slower than one process."""
+    if ranks <= cores:
+        return ""
+    return (
+        f"{ranks} processes share {cores} cores here: they take turns, and what they send comes on top. A mesh is "
+        "faster where each rank has cores, or a GPU, of its own.\n"
+    )
 
 
 def _losses(mesh: DemoRun, alone: DemoRun, name: str, differences: Sequence[float]) -> Table:
