@@ -11,7 +11,7 @@ from autopar.report.human_numbers import human_bytes, human_seconds
 from autopar.report.layer_picture import layer_picture
 from autopar.report.model_section import memory_bar, model_section
 from autopar.report.model_tree import model_tree
-from autopar.report.page import Section, table
+from autopar.report.page import Section, findings
 from autopar.steps.graphs import Compiled
 
 
@@ -30,7 +30,7 @@ def model_sections(compiled: Compiled) -> ModelPages:
     held = memories(compiled)
     fullest = max(held, key=lambda m: m.peak)
     tried = advice(compiled.plan, root.total, estimate, fullest)
-    sections = [Section("What to try", table(("what was found", "what to try"), tried))] if tried else []
+    sections = [Section("What to try", findings(tried))] if tried else []
     sections.append(model_section(root, _basis(estimate, compiled)))
     if picture := layer_picture(root, compiled, times):
         sections.append(Section("One layer", picture))

@@ -100,6 +100,12 @@ def legend(entries: Iterable[tuple[str, str]]) -> str:
     return f"<dl class=legend>{cells}</dl>"
 
 
+def findings(rows: Iterable[tuple[str, str]]) -> str:
+    """(what was found, what to try), below each other."""
+    lines = (f"<div><dt>{html.escape(found)}</dt><dd>{html.escape(words)}</dd></div>" for found, words in rows)
+    return f"<dl class=findings>{''.join(lines)}</dl>"
+
+
 def _plan(rows: Sequence[tuple[str, str, str]]) -> str:
     return legend(PLACEMENTS) + (
         f"<details{' open' if len(rows) <= 24 else ''}><summary>{len(rows)} decisions</summary>"
