@@ -84,13 +84,8 @@ def run_demo(steps: int, mesh: str, zero: int, out: Path) -> int:
 def _settings(steps: int, mesh: str, zero: int, out: Path) -> Settings:
     if steps < 1:
         raise ValueError(f"--steps must be at least 1, found {steps}")
-    sizes: dict[str, int] = {}
-    for part in mesh.split(","):
-        axis, _, size = part.partition("=")
-        if not size.isdigit():
-            raise ValueError(f"--mesh needs axes and sizes such as dp=2,tp=2, found {mesh!r}")
-        sizes[axis.strip()] = int(size)
-    parts = Mesh.of(**sizes).data_size  # names and sizes
+    asked = Mesh.parse(mesh).planned()
+    parts, sizes = asked.data_size, dict(asked.sizes)
     if BATCH % parts:
         axes = " times ".join(axis for axis in reversed(DATA) if axis in sizes) or "dp"
         raise ValueError(f"--mesh: the batch of {BATCH} does not divide over {axes}={parts}; choose 1, 2, 4 or 8")

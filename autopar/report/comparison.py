@@ -26,8 +26,8 @@ def show_side_by_side(summaries: Sequence[Mapping[str, Any]], examples: int, tok
     if not fits(console, table):  # a column for each mesh
         table = table_of(title, "", *rows, right=tuple(rows))
         table.add_row("", *("fastest" if mesh == fastest else "" for mesh in rows))
-        for name, numbers in zip(_NUMBERS, zip(*rows.values()), strict=True) if rows else ():
-            table.add_row(name, *numbers)
+        for i, name in enumerate(_NUMBERS):
+            table.add_row(name, *(numbers[i] for numbers in rows.values()))
     if rows:
         show_table(console, table)
     for summary in summaries:
