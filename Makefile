@@ -52,9 +52,11 @@ clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# compat: the clone is on the path of the environment, where a script beside a clone called autopar finds the package
+# in it. Through setuptools' finder it would find the clone itself, as a namespace without anything in it.
 $(STAMP): pyproject.toml
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	if nvidia-smi >/dev/null 2>&1; then index=""; else index="$(CPU_INDEX)"; fi; \
 	  $(PY) -m pip install --quiet --no-deps $$index '$(TORCH)'
-	$(PY) -m pip install --quiet -e '.[hf,dev]' '$(HF)'
+	$(PY) -m pip install --quiet -e '.[hf,dev]' '$(HF)' --config-settings editable_mode=compat
 	touch $@

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import importlib
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,8 +29,9 @@ from autopar.cache.stored_steps import stored_plan, stored_step
 from autopar.capture import adapter_for, model_dtypes
 from autopar.compile.parameters import for_whole_batch
 from autopar.compile.shared_capture import SharedCapture
+from autopar.cost.axis_shares import repeated
 from autopar.ir.batch import facts_of, with_constants
-from autopar.options import DECLARED, Options
+from autopar.options import DECLARED, OTHER_WORDS, Options
 from autopar.plan import Plan
 from autopar.report.dump import check_writable, dumper_for
 from autopar.report.progress import Progress
@@ -38,10 +40,11 @@ from autopar.runtime.arguments import check_arguments, check_module, check_no_gr
 from autopar.runtime.buckets import Buckets, asked_shapes
 from autopar.runtime.failures import reporting
 from autopar.runtime.groups import Groups
-from autopar.runtime.inputs import by_name, check_values
+from autopar.runtime.inputs import by_name, check_input_names, check_values, misspelled
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.old_optimizers import note_parameters
 from autopar.runtime.own_loss import LOSS, with_loss
+from autopar.spelling import did_you_mean
 from autopar.steps.graphs import Compiled
 
 T = TypeVar("T")
@@ -136,6 +139,8 @@ def parallelize(
                 "outputs_with_grad": outputs_with_grad,
             },
         )
+        check_input_names(model, "batch_dims", dict(chosen.batch_dims))
+        check_input_names(model, "constants", chosen.constants)
         load_adapters(model)
         values = {name: None if p.is_meta else p for name, p in model.named_parameters(remove_duplicate=False)}
         buffers, given = _buffers(model, may_lack=sync and groups.rank > 0)
@@ -193,6 +198,8 @@ def _compiler(
                 progress.close()
         if folder is not None:
             folder.add_compiled(result, **measured)
+        for text in repeated(result.plan) if how["train"] and groups.rank == 0 else ():
+            warnings.warn(text, stacklevel=2)
         return result
 
     return compiler
@@ -208,7 +215,9 @@ def _ahead(groups: Groups, options: Options, exact: bool, dump: str | Path | Non
 def _options(given: Mapping[str, Any]) -> Options:
     unknown = sorted(set(given) - set(DECLARED))
     if unknown:
-        raise ValueError(f"parallelize: unknown option {unknown[0]!r}; the options are {', '.join(sorted(DECLARED))}")
+        hint = did_you_mean(unknown[0], [*DECLARED, *(parallelize.__kwdefaults__ or ())], OTHER_WORDS)
+        known = ", ".join(sorted(DECLARED))
+        raise ValueError(f"parallelize: unknown option {unknown[0]!r}; the options are {known}{hint}")
     return Options(**given)
 
 
@@ -247,6 +256,8 @@ def planned_with(
         return plan(examples[-1])
     except ValueError as error:
         if not guessed or "with these inputs" not in str(error):  # but for what the forward does
+            if hint := "" if guessed else misspelled(model, examples[-1]):
+                raise ValueError(f"{error}{hint}") from error
             raise
         tried = "; ".join(", ".join(facts_of(example)) for example in examples)
         raise ValueError(

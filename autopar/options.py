@@ -16,6 +16,7 @@ from autopar.attention.layouts import LAYOUTS
 from autopar.checkpoint_policies import AUTO, CHECKPOINTS
 from autopar.precision import PRECISIONS, Precision, a_precision
 from autopar.schedule.request import SCHEDULES
+from autopar.spelling import did_you_mean
 from autopar.values import (
     a_text,
     byte_count,
@@ -23,6 +24,7 @@ from autopar.values import (
     number,
     number_or_lengths,
     one_of,
+    refuse,
     texts,
     whole_number,
     yes_or_no,
@@ -84,7 +86,11 @@ class DeclaredOption:
             value = self.kind.read(text)
         except ValueError:
             value = text  # the check says what it should have been
-        return self.kind.check(self.name, value)
+        value = self.kind.check(self.name, value)
+        for part in value.split("+") if isinstance(value, str) and value and list(self.names) else ():
+            if part not in (*self.names, self.default):
+                raise refuse(self.name, f"one of {', '.join(self.names)}", value, did_you_mean(part, self.names))
+        return value
 
 
 def _number(text: str) -> int | float:
@@ -267,5 +273,13 @@ class Options:
             object.__setattr__(self, name, option.kind.check(name, getattr(self, name)))
 
 
+OTHER_WORDS = {
+    "gradient_accumulation_steps": "micro_batches", "accumulation_steps": "micro_batches",
+    "grad_accum": "micro_batches", "microbatches": "micro_batches", "num_microbatches": "micro_batches",
+    "dtype": "precision", "amp": "precision", "gradient_checkpointing": "checkpoint",
+    "activation_checkpointing": "checkpoint", "recompute": "checkpoint", "remat": "checkpoint", "fsdp": "zero",
+    "stage": "zero", "offload_optimizer": "optimizer_on_host", "cpu_offload": "optimizer_on_host", "compile": "backend",
+    "batch": "example_batch", "inputs": "example_batch",
+}  # of other libraries for these options, and for arguments of parallelize  # fmt: skip
 DECLARED = {f.name: DeclaredOption(f.name, f.default, **f.metadata) for f in fields(Options)}
 Options.__doc__ = "\n".join([f"{Options.__doc__}\n", *(f"{o.name}: {o.words}." for o in DECLARED.values())])

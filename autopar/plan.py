@@ -15,15 +15,9 @@ from autopar.checkpoint_policies import LayerCheckpoint, checkpoint_lines
 from autopar.ir.expert_layers import ExpertPlan
 from autopar.ir.mesh import DATA, Mesh
 from autopar.ir.meta import signature_of
-from autopar.ir.placement import (
-    INVARIANT,
-    Invariant,
-    Partial,
-    Placement,
-    Shard,
-    parse_placement,
-)
+from autopar.ir.placement import INVARIANT, Invariant, Partial, Placement, Shard, parse_placement
 from autopar.options import Options
+from autopar.spelling import did_you_mean
 from autopar.values import parse, read
 
 UNCLEAR = "has as many rows as the batch, and nothing in the graph tells whether they are its rows"  # a note
@@ -194,11 +188,12 @@ class Plan:
         dims = dict(self.batch_dims)
         for name, axes in changes.items():
             if name not in parameters and name not in inputs:
-                known = ", ".join(list(parameters)[:6])
-                raise ValueError(f"plan: no parameter or input {name!r}; the plan has {known}, ...")
+                known = f"{', '.join(list(parameters)[:6])}, ...{did_you_mean(name, [*parameters, *inputs])}"
+                raise ValueError(f"plan: no parameter or input {name!r}; the plan has {known}")
             for axis, chosen in axes.items():
                 if axis not in self.mesh.sizes and axis != "mb":
-                    raise ValueError(f"plan: no axis {axis!r} in the mesh {self.mesh}")
+                    hint = did_you_mean(axis, self.mesh.sizes)
+                    raise ValueError(f"plan: no axis {axis!r} in the mesh {self.mesh}{hint}")
                 target = parse_placement(chosen) if isinstance(chosen, str) else chosen
                 if name in parameters:
                     parameters[name][axis] = ParameterPlan(target, target, "the user's choice")

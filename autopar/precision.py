@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from autopar.values import a_text, refuse, texts
+from autopar.spelling import did_you_mean
+from autopar.values import a_text, dtype_name, refuse, texts
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 
@@ -39,7 +40,8 @@ class Precision:
         for name in ("compute", "stored", "reduce"):
             value = getattr(self, name)
             if value not in ("", *FLOATS):
-                raise refuse(f"precision.{name}", f"one of {', '.join(map(repr, FLOATS))}", value)
+                hint = did_you_mean(dtype_name(str(value)), FLOATS)
+                raise refuse(f"precision.{name}", f"one of {', '.join(map(repr, FLOATS))}", value, hint)
         for name in ("keep", "keep_inputs"):
             object.__setattr__(self, name, texts(f"precision.{name}", getattr(self, name)))
         if not self.compute and (self.stored or self.reduce or self.keep):
@@ -72,5 +74,6 @@ def a_precision(name: str, value: Any) -> Precision:
     if isinstance(value, Precision):
         return value
     if a_text(name, value) not in PRECISIONS:
-        raise refuse(name, f"{', '.join(map(repr, PRECISIONS))}, or an autopar.Precision", value)
+        hint = did_you_mean(dtype_name(value), PRECISIONS, {"bfloat16": "bf16", "float16": "fp16"})
+        raise refuse(name, f"{', '.join(map(repr, PRECISIONS))}, or an autopar.Precision", value, hint)
     return PRECISIONS[value]

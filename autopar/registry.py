@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+from autopar.spelling import did_you_mean
 
 T = TypeVar("T")
 
@@ -59,9 +60,8 @@ class Registry(Generic[T]):
                 entry = self._entries[name]
                 assert not isinstance(entry, _Later), f"{self.kind} {name!r} is not added by its module"
             return entry
-        close = difflib.get_close_matches(str(name), self._entries, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
         known = ", ".join(self._entries) or "none"
+        hint = did_you_mean(name, self._entries)
         raise ValueError(f"{self.kind}: unknown name {name!r}; known are {known}{hint}")
 
     def __contains__(self, name: object) -> bool:

@@ -14,15 +14,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from autopar.spelling import did_you_mean
+
 _MOST_SHOWN = 80  # characters of a value
 
 
-def refuse(name: str, expected: str, found: Any) -> ValueError:
-    """The error for a value that an argument does not take."""
+def refuse(name: str, expected: str, found: Any, hint: str = "") -> ValueError:
+    """The error for a value that an argument does not take; ``hint``: its end, such as that of `did_you_mean`."""
     plain = isinstance(found, (str, int, float, list, tuple, type(None)))
     shown = repr(found) if plain else f"a {type(found).__name__}"
     shown = shown if len(shown) <= _MOST_SHOWN else f"{shown[:_MOST_SHOWN]}..."
-    return ValueError(f"{name}: expected {expected}, found {shown}")
+    return ValueError(f"{name}: expected {expected}, found {shown}{hint}")
 
 
 def whole_number(name: str, value: Any, least: float = 0, most: float = math.inf) -> int:
@@ -107,17 +109,21 @@ def a_path(name: str, value: Any) -> Path:
     return Path(value)
 
 
+_TRUTHS = {"1": True, "yes": True, "on": True, "0": False, "no": False, "off": False, "none": False}
+
+
 def yes_or_no(name: str, value: Any) -> bool:
     """True or False, and no number."""
     if not isinstance(value, bool):
-        raise refuse(name, "True or False", value)
+        hint = did_you_mean(value, (True, False), _TRUTHS)
+        raise refuse(name, "True or False", value, hint)
     return value
 
 
 def one_of(name: str, value: Any, known: Sequence[Any]) -> Any:
     """One of the known values, and of its type."""
     if isinstance(value, bool) or type(value) not in {type(k) for k in known} or value not in known:
-        raise refuse(name, f"{', '.join(map(repr, known[:-1]))} or {known[-1]!r}", value)
+        raise refuse(name, f"{', '.join(map(repr, known[:-1]))} or {known[-1]!r}", value, did_you_mean(value, known))
     return value
 
 
@@ -232,7 +238,8 @@ def _fields(kind: Any, value: Any, at: str, readers: Readers) -> Any:
     unknown, missing = [n for n in value if n not in hints], [n for n in hints if n not in value]
     if unknown or missing:
         what = f"unknown name {unknown[0]!r}" if unknown else f"no {missing[0]!r}"
-        raise ValueError(f"expected {', '.join(hints)} at {at}, found {what}")
+        hint = did_you_mean(unknown[0], missing) if unknown else ""
+        raise ValueError(f"expected {', '.join(hints)} at {at}, found {what}{hint}")
     return kind(**{name: read(hint, value[name], f"{at}.{name}", readers) for name, hint in hints.items()})
 
 

@@ -30,6 +30,8 @@ from autopar.plan import Plan
 from autopar.runtime.failures import explained
 from autopar.runtime.groups import Groups
 from autopar.runtime.sharded_tensor import ShardedTensor, from_local
+from autopar.spelling import did_you_mean
+from autopar.values import refuse
 
 IGNORED = -100  # the label that counts in no loss
 LEAST = 64
@@ -89,7 +91,8 @@ def asked_shapes(shapes: Any) -> Buckets | None:
         return Buckets()
     if isinstance(shapes, Buckets):
         return shapes
-    raise ValueError(f'shapes: expected "exact", "bucket" or autopar.Buckets(...), found {shapes!r}')
+    hint = did_you_mean(shapes, ("exact", "bucket"))
+    raise refuse("shapes", '"exact", "bucket" or autopar.Buckets(...)', shapes, hint)
 
 
 Evaluate = Callable[[dict[str, Any]], Any]

@@ -5,12 +5,11 @@ model(x, target=t)   -->   {"x": x, "target": t}      in the order of the signat
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import types
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from autopar.adapters.export import paths
 from autopar.adapters.keys import Same
+from autopar.spelling import did_you_mean
 
 CONSTANTS = (int, float, complex, bool, str, type(None), torch.device)
 _MOST_NAMES = 8
@@ -30,6 +30,11 @@ def by_name(model: nn.Module, args: tuple[Any, ...], batch: Mapping[str, Any]) -
     Raises ValueError for arguments that the forward lacks, and for those that it misses.
     """
     taken = _taken(model.forward)
+    if len(args) == 1 and not batch and _is_batch(args[0], taken):
+        raise ValueError(
+            f"batch: {_forward(model)} takes its arguments by name, found a {type(args[0]).__name__} of them; pass it "
+            "with two stars, as in model.train_step(**batch)"
+        )
     if len(args) > len(taken.positional):
         raise ValueError(
             f"batch: {_forward(model)} takes {len(taken.positional)} positional arguments, found {len(args)}; pass "
@@ -47,6 +52,20 @@ def by_name(model: nn.Module, args: tuple[Any, ...], batch: Mapping[str, Any]) -
         found = ", ".join(given) or "nothing"
         raise ValueError(f"batch: {_forward(model)} needs {', '.join(missing)}, found {found}; pass it by name")
     return {name: given.pop(name) for name in taken.names if name in given} | given
+
+
+def _is_batch(value: Any, taken: _Taken) -> bool:
+    """A mapping of arguments of the forward, and not one argument that is a mapping."""
+    return isinstance(value, Mapping) and len(value) > 0 and all(name in taken.names for name in value)
+
+
+def misspelled(model: nn.Module, given: Iterable[str]) -> str:
+    """What a forward that takes any name was perhaps not meant to take, as the end of an error; or ''."""
+    taken, found = _taken(model.forward), set(given)
+    for name in found - taken.names.keys() if taken.any_name else ():
+        if hint := did_you_mean(name, taken.names.keys() - found):
+            return f" (the forward takes any name, found {name!r}{hint})"
+    return ""
 
 
 class _Taken(NamedTuple):
@@ -102,9 +121,16 @@ def _by_name(model: nn.Module, parameter: inspect.Parameter) -> bool:
 
 
 def _unknown(model: nn.Module, name: str, free: set[str]) -> str:
-    close = difflib.get_close_matches(name, free, n=1)
-    way_out = f"did you mean {close[0]!r}?" if close else "leave it out"
-    return f"batch: {_forward(model)} takes no {name!r}; {way_out}"
+    return f"batch: {_forward(model)} takes no {name!r}{did_you_mean(name, free) or '; leave it out'}"
+
+
+def check_input_names(model: nn.Module, option: str, names: Iterable[str]) -> None:
+    """An option's names of inputs are those of the forward. Raises ValueError."""
+    taken = _taken(model.forward)
+    for name in () if taken.any_name else names:
+        if name.partition(".")[0] not in taken.names:
+            hint = did_you_mean(name, taken.names) or f"; name one of {', '.join(taken.names)}"
+            raise ValueError(f"{option}: {_forward(model)} takes no {name!r}{hint}")
 
 
 def _forward(model: nn.Module) -> str:

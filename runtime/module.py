@@ -34,7 +34,7 @@ from autopar.runtime.feed import SCALE
 from autopar.runtime.groups import Groups
 from autopar.runtime.handles import Handles
 from autopar.runtime.host_states import keep_on_host
-from autopar.runtime.inputs import by_name, check_values
+from autopar.runtime.inputs import by_name, check_values, misspelled
 from autopar.runtime.kept_memory import KeptMemory
 from autopar.runtime.model_on_mesh import SHARED, ModelOnMesh
 from autopar.runtime.note_watch import NoteWatch
@@ -170,6 +170,7 @@ class ParallelModule(ModelOnMesh):
             if not executor.compiled.losses:
                 raise ValueError(
                     "train_step: the model returns no scalar with a gradient; pass what makes it return a loss (labels)"
+                    + misspelled(self._tree.root, batch)
                 )
             with self._watch.step(self.training_steps):
                 result = executor.run_step(values)
@@ -292,7 +293,12 @@ class ParallelModule(ModelOnMesh):
         named = with_constants(named, self._cache.plan.options.constants)
         # masks depend on the number of the step
         number = self.training_steps + 1 if kind.train else None
-        executor = self._cache.runner(kind, named, surroundings, number, refused)
+        try:
+            executor = self._cache.runner(kind, named, surroundings, number, refused)
+        except ValueError as error:
+            if not refused and (hint := misspelled(self._tree.root, named)):
+                raise ValueError(f"{error}{hint}") from error
+            raise
         if executor.compiled.signature.asks_grad_mode and kind.grad_mode != grad_mode():
             kind = kind._replace(grad_mode=grad_mode())
             executor = self._cache.runner(kind, named, surroundings, number)

@@ -13,13 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests that name no device are about the CPU; CUDA does not survive a fork
-os.environ["AUTOPAR_CACHE"] = "off"  # what is tested is the compiler; tests of the cache have folders of their own
-os.environ.setdefault("AUTOPAR_SILENCE", "16")  # read at import; eight ranks on two busy cores are slow to beat
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process that a test starts compiles all sources anew
-# torch's store looks up who connects, and serves nobody the while: seconds that tests of timeouts have not got.
-os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-
+import tests.own_environment  # noqa: F401  # isort: skip  (before torch and autopar read it)
 import tests.no_device_threads  # noqa: F401
 from autopar.adapters.roomy_stack import roomy
 from tests.captured_once import FOLDER, folder_of_run, share_captures

@@ -4,7 +4,8 @@
 
 ``body`` is a module-level function of a test module; it is sent by name and runs with the default process
 group in place (gloo), one intra-op thread, and the same seed on every rank. A pool is forked once (0.1 s)
-and reused; any failure or timeout retires it, because a failed gloo collective poisons the next ones. A test
+and reused; any failure or timeout retires it, because a failed gloo collective poisons the next ones, and so does a
+function that a test has put into autopar, here while the pool is forked or on a rank. A test
 that catches such a failure on the ranks must retire the pool itself: `close_pools`. Ranks that still compute when
 the timeout comes are not hung, the machine is slow: they get more time.
 
@@ -43,6 +44,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from autopar.cache.libraries import changed_autopar
 from autopar.runtime import failures
 from tests.compiled_once import compiled_by_one
 from tests.turns import take_turns_as_rank
@@ -107,7 +109,7 @@ def rank_outcomes(
     except BaseException:
         _retire(n)
         raise
-    if not all(o.ok for o in outcomes):
+    if not all(o.ok for o in outcomes) or pool.changed:
         _retire(n)
     return outcomes
 
@@ -194,6 +196,7 @@ class _Pool:
         assert not torch.cuda.is_initialized(), "a process that has initialised CUDA cannot be forked"
         warm()
         self.n, self.born = n, time.monotonic()
+        self.changed = changed_autopar()  # what a test has put into autopar for as long as it runs: ranks inherit it
         self.folder = tempfile.TemporaryDirectory(prefix="autopar-ranks-")
         self.pipes: list[Connection] = []
         self.processes, self.tasks = [], 0
@@ -242,7 +245,8 @@ class _Pool:
                 assert isinstance(pipe, Connection)
                 outcome = outcomes[pending.pop(pipe)]
                 try:
-                    ok, value = pickle.loads(pipe.recv_bytes())
+                    ok, value, changed = pickle.loads(pipe.recv_bytes())
+                    self.changed = self.changed or changed
                     outcome.value, outcome.error = (value, None) if ok else (None, value)
                 except (EOFError, OSError):
                     outcome.lost = self._fate(outcome.rank)
@@ -356,9 +360,10 @@ def _answer(task: bytes) -> bytes:
         random.seed(0)
         torch.set_default_dtype(torch.float32)
         compiled_by_one(folder, dist.get_rank())
-        return pickle.dumps((True, fn(*args)))
+        found = fn(*args)
+        return pickle.dumps((True, found, changed_autopar()))
     except BaseException:
-        return pickle.dumps((False, traceback.format_exc()))
+        return pickle.dumps((False, traceback.format_exc(), None))
 
 
 def _find(name: str, file: str | None, qualname: str) -> Any:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import warnings
 from fractions import Fraction
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import autopar
 from autopar.compile.model import compile_model, plan_model
+from autopar.cost.axis_shares import repeated
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
 from autopar.plan import AxisShare, Plan, WholePart
 from autopar.verification import Compared, Report
 from tests.cells import Cell, compiled
+from tests.ranks import run_ranks
 
 ROWS, WIDTH = 4, 8
 
@@ -125,3 +130,34 @@ def test_plans_saved_before_they_said_it_can_be_read() -> None:
 
 def test_a_part_is_a_line() -> None:
     assert str(WholePart("FLOPs", "a.b: aten.mm", 0.125, "why")) == "12.5% of FLOPs: a.b: aten.mm: why"
+
+
+class Vocabulary(nn.Module):
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 16, bias=False), nn.Linear(16, WIDTH, bias=False)
+        self.head = nn.Linear(WIDTH, tokens, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.down(self.up(x).relu())).logsumexp(-1).sum()
+
+
+def test_much_that_a_size_keeps_whole_is_told_with_the_way_out() -> None:
+    (said,) = repeated(compile_model(Vocabulary(33), BATCH, Mesh.of(tp=2)).plan)
+    assert re.match(r"plan: all 2 ranks of tp repeat \d\d% of the forward's FLOPs: head: aten.linear: ", said)
+    assert "pad 33 to 34 (a vocabulary with model.resize_token_embeddings), or choose a size of tp that divides" in said
+    assert repeated(compile_model(Vocabulary(34), BATCH, Mesh.of(tp=2)).plan) == []
+    assert repeated(compile_model(Vocabulary(33), BATCH, Mesh.of(dp=2)).plan) == []
+
+
+def test_a_training_step_warns_of_it() -> None:
+    (told,) = run_ranks(2, warnings_of_a_step)[:1]
+    assert [text.partition(":")[0] for text in told] == ["plan"]
+
+
+def warnings_of_a_step() -> list[str]:
+    mesh = autopar.init_mesh(tp=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        autopar.parallelize(Vocabulary(33), mesh, example_batch=BATCH).train_step(**BATCH)
+    return [str(warning.message) for warning in caught]

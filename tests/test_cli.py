@@ -212,7 +212,7 @@ BAD: list[tuple[str, list[object], str]] = [
     ("mesh", ["--mesh", "two"], "expected name=size pairs"),
     ("unplanned axis", ["--mesh", "mb=2,tp=2"], "nothing is cut over axis 'mb', found mb=2; the axes are pp"),
     ("no experts", ["--mesh", "ep=2"], "experts: nothing to cut over axis 'ep' of size 2: the model has no experts"),
-    ("schedule", ["--mesh", "pp=2", "--schedule", "1f2b"], "unknown name '1f2b'; known are gpipe, 1f1b"),
+    ("schedule", ["--mesh", "pp=2", "--schedule", "1f2b"], "--schedule: expected one of gpipe, 1f1b"),
     ("schedule without pp", ["--mesh", "tp=2", "--schedule", "1f1b"], "schedule: counts with an axis pp only, found"),
     ("cuts", ["--mesh", "pp=2", "--schedule", "1f1b", "--cuts", "model.layers.9"], "no operation belongs to"),
     ("slices", ["--mesh", "pp=2", "--slices", "8,x"], "--slices: expected a whole number of at least 0, found '8,x'"),
@@ -224,7 +224,7 @@ BAD: list[tuple[str, list[object], str]] = [
     ("heads", ["--mesh", "tp=3"], "attention heads must divide over axis 'tp' of size 3, found 4"),
     ("batch", ["--mesh", "dp=3", "--batch", 4], "does not divide into 3 pieces"),
     ("sequence", ["--mesh", "tp=2", "--sequence-parallel", "--seq", 15], "pad to 16"),
-    ("dtype", ["--mesh", "tp=2", "--dtype", "int3"], "the dtypes are float64"),
+    ("dtype", ["--mesh", "tp=2", "--dtype", "int3"], "--dtype: expected 'bfloat16', 'float16'"),
     ("zero", ["--mesh", "tp=2", "--zero", 4], "--zero: expected 0, 1, 2 or 3, found '4'"),
     ("number", ["--mesh", "tp=2", "--batch", 0], "expected a positive whole number"),
     ("no mesh", [], "--mesh"),
@@ -365,7 +365,7 @@ def test_all_schedules_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--name", "1f2b"], "unknown name '1f2b'; known are gpipe, 1f1b"),
+        (["--name", "1f2b"], "--schedule: expected one of gpipe, 1f1b"),
         (["--name", "gpipe", "--times", "F=fast"], "--times: F needs a number of 0 or more, found 'fast'"),
         (["--name", "gpipe", "--times", "F=1,F=2"], "--times: F is given twice"),
         (["--name", "gpipe", "--times", "F=0"], "--times: F needs a time above 0"),

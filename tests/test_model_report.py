@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from torch.fx import Graph, GraphModule
 from autopar.cost.flops import seconds_of
 from autopar.cost.graph_times import graph_times
 from autopar.cost.hardware import A100, DEVICES, Device
-from autopar.cost.module_costs import module_costs
-from autopar.cost.step_estimate import step_estimate, times_of_graphs
+from autopar.cost.memory import Memory
+from autopar.cost.module_costs import Exchanged, ModuleCost, module_costs
+from autopar.cost.step_estimate import StepEstimate, step_estimate, times_of_graphs
 from autopar.cost.step_traffic import graph_runs, step_communication
 from autopar.cost.topology import Topologies, Topology
 from autopar.cost.traffic import Links, total_volume
@@ -23,9 +25,11 @@ from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import Shard
 from autopar.options import CHIPS, Options
 from autopar.plan import ParameterPlan, Plan
+from autopar.report.advice import advice
 from autopar.report.cut_words import cuts_in_words
-from autopar.report.dump import Dumper
+from autopar.report.dump import Dumper, plan_rows
 from autopar.report.folded_text import folded
+from autopar.report.layer_picture import _Step
 from autopar.report.model_pages import memory_causes, model_sections
 from autopar.report.model_tree import ModuleRow, model_tree
 from autopar.report.page_levels import ROOM, Level, graph_levels
@@ -214,7 +218,7 @@ def test_every_mesh_has_its_pages_and_memory_adds_up(cell: Cell) -> None:
     held = memory(compiled(cell))
     causes = memory_causes(held)
     assert sum(size for _, size in causes) == held.peak and all(size >= 0 for _, size in causes)
-    titles = [section.title for section in model_sections(compiled(cell)).sections]
+    titles = [section.title for section in model_sections(compiled(cell)).sections if section.title != "What to try"]
     assert titles[0] == "Model" and titles[-1] == "Memory"
 
 
@@ -252,4 +256,34 @@ def test_a_page_has_room_for_so_much_and_names_the_files() -> None:
     levels = [Level(f"pass{i}", text, f"@@ @@\n+{text}", file=f"{i:03d}-pass{i}.txt") for i in range(200)]
     shown = graph_levels(levels)
     assert len(shown) < 2 * ROOM and all(f"href='{level.file}'" in shown for level in levels)
-    assert "changes nothing" in graph_levels([Level("split", "x", same=True)])
+    idle = graph_levels([Level("split", "x", same=True), Level("fuse", "x", same=True)])
+    assert "2 passes change nothing: split, fuse" in idle and "level" not in idle
+
+
+def test_the_layer_picture_prints_no_words_over_each_other() -> None:
+    """A long name leaves no room for the class beside the time of its row."""
+    row = ModuleRow("post_attention_layernorm", ("layers.0.post_attention_layernorm",), "LlamaRMSNorm")
+    long, short = (_Step(row, name, (), (), 0.0) for name in (row.name, "norm"))
+    assert long.title == (row.name, "") and long.words[0] == "LlamaRMSNorm"
+    assert short.title == ("norm", " LlamaRMSNorm") and short.words == []
+    assert len(_Step(row, "a" * 90, (), (), 0.0).title[0]) == 30
+
+
+def test_decisions_of_layers_that_are_alike_are_one_row() -> None:
+    plan = compiled(ZERO3).plan
+    rows = plan_rows(plan)
+    names = [what for what, *_ in rows]
+    assert len(names) < len(plan.parameters) and any("{0," in n for n in names)
+    assert any(why for what, _, why in rows if "{0," in what)
+
+
+def test_what_to_try_follows_from_the_numbers() -> None:
+    plan = compiled(ZERO3).plan
+    cost = ModuleCost(exchanged={("tp", "all_reduce", "forward"): Exchanged(1, 1, 3.0, 3.0)})
+    step = StepEstimate("A100", "", 10.0, 4.0, 3.0, 3.0, 1.0, 0.1)
+    memory = Memory(10, 0, 0, 0, 0, 0, saved=90, forward_peak=90, backward_peak=90)
+    found = [words for words, _ in advice(plan, cost, step, memory)]
+    assert "computing waits 3 s for transfers over tp, 30% of the step" in found
+    assert "90 B of 100 B are activations kept for the backward" in found
+    fewer = advice(plan, ModuleCost(), step, dataclasses.replace(memory, saved=0))
+    assert len(fewer) == len(found) - 2

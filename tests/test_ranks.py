@@ -16,7 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from autopar import api
 from autopar.cache.entry_folder import EntryFolder
+from autopar.cache.libraries import changed_autopar
 from autopar.cache.step_codec import StoredStep, step_of_sections, step_sections
 from autopar.cache.stored_steps import stored_step
 from autopar.ir.mesh import Mesh
@@ -24,7 +26,7 @@ from autopar.options import Options
 from tests.compiled_once import by_one, compiled_by_each
 from tests.launched import in_child
 from tests.plain_models import Metric, Net, Tied, build, numbers, part, put, tokens
-from tests.ranks import RankError, rank_outcomes, run_ranks
+from tests.ranks import RankError, close_pools, rank_outcomes, run_ranks
 from tests.turns import LONG, OF_LOOP, OF_RANK, loops, set_turn, turn, usual_turns
 
 
@@ -173,3 +175,21 @@ def test_a_rank_compiles_what_no_other_was_asked_for(tmp_path: Path) -> None:
     assert [read(first, Options()), read(second, Options(), Metric)] == [False, False]
     assert [read(first, Options(zero=3)), read(second, Options(zero=3))] == [False, True]
     assert [read(first, Options()), read(first, Options(zero=1)), read(second, Options(zero=1))] == [False] * 3
+
+
+def seen_by_a_rank() -> str | None:
+    return changed_autopar()
+
+
+def leaves_a_function() -> None:
+    api.examples_of = leaves_a_function  # type: ignore[assignment]
+
+
+def test_ranks_inherit_nothing_that_a_test_has_put_into_autopar(monkeypatch: pytest.MonkeyPatch) -> None:
+    close_pools()
+    with monkeypatch.context() as patched:
+        patched.setattr(api, "load_adapters", leaves_a_function)
+        assert run_ranks(1, seen_by_a_rank) == ["autopar.api.load_adapters"]
+    assert run_ranks(1, seen_by_a_rank) == [None]
+    run_ranks(1, leaves_a_function)
+    assert run_ranks(1, seen_by_a_rank) == [None]

@@ -104,17 +104,23 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], bool]] = {
 
 def outcomes() -> dict[str, str]:
     """On a rank: by change, what is not as it should be."""
+    with pytest.MonkeyPatch.context() as patched:
+        return _outcomes(patched)
+
+
+def _outcomes(patched: pytest.MonkeyPatch) -> dict[str, str]:
     mesh, captures, made, out = autopar.init_mesh("cpu", 60.0, dp=1), [], [], {}
     own = Gain.forward, Gain.backward
     trace, saved = shared_capture.capture, (SCALE, helper, Inner.forward)
-    shared_capture.capture = lambda *args, **how: captures.append(1) or trace(*args, **how)  # type: ignore[func-returns-value, attr-defined]
+    noted = lambda *args, **how: captures.append(1) or trace(*args, **how)  # type: ignore[func-returns-value] # noqa: E731
+    patched.setattr(shared_capture, "capture", noted)
 
     class Seen(SharedCapture):
         def __init__(self) -> None:
             super().__init__()
             made.append(self)
 
-    api.SharedCapture = Seen  # type: ignore[misc, attr-defined]
+    patched.setattr(api, "SharedCapture", Seen)
     for what, (change, again) in CHANGES.items():
         plain = Net()
         parallel = autopar.parallelize(copy.deepcopy(plain), mesh, example_batch=batch())

@@ -10,16 +10,18 @@ import os
 import sys
 import sysconfig
 import types
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy
 import torch
 
+TORCH = str(Path(torch.__file__).parent)
 OURS = str(Path(__file__).parent.parent)
 AREAS = tuple(os.path.realpath(os.path.join(OURS, area)) for area in ("passes", "runtime", "models"))
 _PATHS = sysconfig.get_paths()
 _SITE = tuple({_PATHS["purelib"], _PATHS["platlib"]})
-_TRUSTED = (str(Path(torch.__file__).parent), str(Path(numpy.__file__).parent), OURS, *AREAS)
+_TRUSTED = (TORCH, str(Path(numpy.__file__).parent), OURS, *AREAS)
 _STANDARD = tuple({_PATHS["stdlib"], _PATHS["platstdlib"]})
 _FROZEN = ("<frozen ", "<__array_function__ internals>")
 
@@ -31,11 +33,26 @@ def owner_of_file(path: str) -> str:
     """Whose a file of code is."""
     if path.startswith(_FROZEN):
         return TRUSTED
-    if path.startswith(tuple(f"{place}{os.sep}" for place in _TRUSTED)):
+    if lies_in(path, _TRUSTED):
         return TRUSTED
-    if path.startswith(tuple(f"{place}{os.sep}" for place in _SITE)):
+    if lies_in(path, _SITE):
         return LIBRARY
-    return TRUSTED if path.startswith(tuple(f"{place}{os.sep}" for place in _STANDARD)) else USER
+    return TRUSTED if lies_in(path, _STANDARD) else USER
+
+
+def is_ours(path: str) -> bool:
+    """Whether a file of code is autopar's."""
+    return lies_in(path, (OURS, *AREAS))
+
+
+def is_torchs(path: str) -> bool:
+    """Whether a file of code is torch's."""
+    return lies_in(path, (TORCH,))
+
+
+def lies_in(path: str, folders: Iterable[str]) -> bool:
+    """Whether a file lies in one of these folders. (torchvision does not lie in torch.)"""
+    return path.startswith(tuple(f"{folder}{os.sep}" for folder in folders))
 
 
 def owner_of_module(name: str | None) -> str:

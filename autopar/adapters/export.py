@@ -11,12 +11,10 @@ moment; so the dtype is written down before.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +28,7 @@ from torch.utils import _pytree as pytree
 from autopar.adapters.asked_regions import decomposed, noted_regions
 from autopar.adapters.autograd_function import captured_backwards
 from autopar.adapters.block_memo import BlockMemo, TraceAnew
+from autopar.adapters.code_owners import is_ours, is_torchs
 from autopar.adapters.decompose import LIFTS, decompose
 from autopar.adapters.decompositions import DECOMPOSITIONS
 from autopar.adapters.fake import silent_fakes
@@ -45,9 +44,14 @@ _NOISE = (torch.ops.aten._assert_tensor_metadata.default,)
 _VALUE_CHECKS = (torch.ops.aten._assert_scalar.default, torch.ops.aten._assert_async.msg)
 _PLAIN = (TypeError, AttributeError, IndexError)  # their words tell all
 _CONSTANTS = 'name the small input that decides it: constants=("name",)'
+_STOPPED = "torch.export stopped at "
+_INDICES = "needs indices of int64, found {}; pass ids.long()"
+_OF_BATCH = tuple((re.compile(pattern), words) for pattern, words in (
+    (r"scalar types: Long, Int; but got torch\.(\w+)", _INDICES),
+    (r"Expected dtype int32/int64 for index, but got torch\.(\w+)", _INDICES),
+    (r"argument '(\w+)' .*must be Tensor, not (?!None)(\w+)", "needs a tensor as {0!r}, found a {1}; pass a tensor"),
+))  # fmt: skip
 _ATTRIBUTE = re.compile(r"'(\w+)' object has no attribute '(\w+)'")
-_TORCH = str(Path(torch.__file__).parent)
-_OURS = str(Path(__file__).parents[1]) + os.sep
 _KNOWN = (
     (
         re.compile(r"'Tensor' object has no attribute 'constant'"),  # fakes that functorch has wrapped twice
@@ -108,6 +112,8 @@ def export(
             where = f"torch.export stopped at {refused.place}" if refused.place else _where(refused)
             raise ValueError(f"capture: {where}: {refused}") from error
         where = _where(error)
+        if needed := _needed(error):
+            raise ValueError(f"capture: {where.removeprefix(_STOPPED)}: {needed}") from error
         raise ValueError(f"capture: {where}: {_reason(error)}{_way_out(error, where)}") from error
     keep_rows_of_targets(flat.graph)
     _drop_value_checks(flat.graph)
@@ -160,7 +166,7 @@ def _refuse_sizes_of_values(graph: Graph) -> None:
 def line_of(node: Node) -> str:
     """Where the model made a node: file, line, function and code; else the operator's name."""
     found = re.findall(r'File "(.*?)", line (\d+), in ([\w<>]+)\n\s*(.*)', node.meta.get("stack_trace") or "")
-    own = [frame for frame in found if not frame[0].startswith(_TORCH)]
+    own = [frame for frame in found if not is_torchs(frame[0])]
     return _place(*(own or found)[-1]) if found else str(node.target)
 
 
@@ -170,13 +176,13 @@ def _place(file: str, line: object, function: str, code: str | None) -> str:
 
 def _where(error: BaseException) -> str:
     """The innermost line outside of torch that led to the error."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_TORCH)]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_torchs(f.filename)]
     # modes of ours stand between torch and the model, and code without a file
-    outside = [f for f in frames if not f.filename.startswith((_OURS, "<"))]
+    outside = [f for f in frames if not (is_ours(f.filename) or f.filename.startswith("<"))]
     if not outside:
         return "torch.export needs a traceable model"
     frame = outside[-1]
-    return f"torch.export stopped at {_place(frame.filename, frame.lineno, frame.name, frame.line)}"
+    return f"{_STOPPED}{_place(frame.filename, frame.lineno, frame.name, frame.line)}"
 
 
 def _refusal(error: BaseException | None) -> Refused | None:
@@ -196,6 +202,12 @@ def _reason(error: BaseException) -> str:
     return text if text and (isinstance(error, _PLAIN) or _is_ours(error)) else f"{type(error).__name__}: {text}"
 
 
+def _needed(error: BaseException) -> str:
+    """What a batch that torch's functions do not take should have had, and the way out; or ''."""
+    found = ((pattern.search(str(error)), words) for pattern, words in _OF_BATCH)
+    return next((words.format(*match.groups()) for match, words in found if match), "")
+
+
 def _way_out(error: BaseException, where: str) -> str:
     experts = "for experts, call autopar::moe_dispatch, grouped_mm and moe_combine; " if "expert" in where else ""
     if _of_sizes(error):
@@ -207,7 +219,9 @@ def _way_out(error: BaseException, where: str) -> str:
         return f"; the line branches on a tensor's value: {experts}write it with torch.where or masks, or {_CONSTANTS}"
     if known := _known(error):
         return f"; {known[1]}"
-    return "" if _is_ours(error) else "; the model must run under torch.export(strict=False) with these inputs"
+    if _is_ours(error):
+        return ""
+    return "; the forward must run with these inputs in plain torch, and under torch.export(strict=False)"
 
 
 def _known(error: BaseException) -> tuple[str, str] | None:
@@ -219,7 +233,7 @@ def _known(error: BaseException) -> tuple[str, str] | None:
 def _is_ours(error: BaseException) -> bool:
     """Whether it is an error of ours, which says the way out itself."""
     frames = traceback.extract_tb(error.__traceback__)
-    return isinstance(error, ValueError) and bool(frames) and frames[-1].filename.startswith(_OURS)
+    return isinstance(error, ValueError) and bool(frames) and is_ours(frames[-1].filename)
 
 
 def _asks_values(error: BaseException) -> bool:

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autopar.adapters.backward_paths import UNKNOWN, BackwardPaths, start_of
+from autopar.adapters.code_owners import TORCH, is_ours, is_torchs
 from autopar.adapters.fake import MARKS, Owned
 from autopar.adapters.grad_mode import told_inference
 from autopar.adapters.guards import answered
@@ -34,11 +35,9 @@ from autopar.adapters.rebuild import path_of
 from autopar.adapters.selected_rows import SelectedRows
 from autopar.adapters.tags import ReplacedTensors
 
-_TORCH = Path(torch.__file__).parent
-_OURS = Path(__file__).parent.parent
 # What stands between a line and the torch function that it calls, besides the modes.
 _DELEGATES = {
-    str(_TORCH / name)
+    str(Path(TORCH, name))
     for name in ("_tensor.py", "overrides.py", "autograd/__init__.py", "autograd/graph.py", "nn/utils/rnn.py")
 } | {__file__}
 
@@ -268,8 +267,7 @@ def is_outside(frame: FrameType) -> bool:
 
 @functools.cache
 def _is_outside(file: str) -> bool:
-    path = Path(file)
-    return not (path.is_relative_to(_TORCH) or path.is_relative_to(_OURS))
+    return not (is_torchs(file) or is_ours(file))
 
 
 _ATTRIBUTES: Any = Tensor  # whose attributes are descriptors

@@ -12,14 +12,12 @@ import contextlib
 import sysconfig
 import types
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-import torch
+from autopar.adapters.code_owners import TORCH, is_torchs, lies_in
 
-_TORCH = str(Path(torch.__file__).parent)
 _PLACES = ("stdlib", "platstdlib", "purelib", "platlib")
-_LIBRARIES = (*(sysconfig.get_paths()[name] for name in _PLACES), _TORCH)
+_LIBRARIES = (*(sysconfig.get_paths()[name] for name in _PLACES), TORCH)
 MISSING = object()
 _OPAQUE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 _CALLED = {"forward", "backward", "setup_context", "__init__", "__call__"}  # of a class, by another name
@@ -38,7 +36,7 @@ def names_read(found: Iterable[Any], follow: bool = True) -> Iterator[Read]:
         if not isinstance(function, types.FunctionType) or id(function) in seen:
             continue
         seen.add(id(function))
-        if function.__code__.co_filename.startswith(_LIBRARIES if follow else _TORCH):
+        if lies_in(function.__code__.co_filename, _LIBRARIES if follow else (TORCH,)):
             continue
         if follow:
             left += [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
@@ -59,7 +57,8 @@ def _of_scope(scope: Scope, names: set[str]) -> Iterator[Read]:
 
 
 def _is_torch(value: Any) -> bool:
-    return str(getattr(value, "__file__", "")).startswith(_TORCH) or str(getattr(value, "__module__", "")) == "torch"
+    of_torch = is_torchs(str(getattr(value, "__file__", "")))
+    return of_torch or str(getattr(value, "__module__", "")) == "torch"
 
 
 def _is_filled(cell: types.CellType) -> bool:

@@ -28,7 +28,7 @@ from autopar.planner.attention_choice import (
     dealt,
 )
 from autopar.report.attention_picture import timeline_svg
-from autopar.report.tables import escaped, table_of
+from autopar.report.tables import escaped, show_table, table_of
 
 _WIDTH = 180  # of tables when stdout is no terminal
 
@@ -123,7 +123,7 @@ def _print(
         f"{problem.kv_heads} key heads, over {problem.size} ranks; {topology}; {device.name}",
         soft_wrap=True,
     )
-    console.print(algorithms_table(rows, (layout[0], choice)))
+    show_table(console, algorithms_table(rows, (layout[0], choice)))
     ideals = [f"{way} {_ms(ideal_seconds(problem, way == 'backward', device))} ms" for way in PASSES]
     console.print(f"ideal: {', '.join(ideals)} (the allowed pairs shared out evenly, at full speed, nothing exposed)")
     both = choice.forward if choice.forward == choice.backward else f"{choice.forward}+{choice.backward}"

@@ -16,6 +16,11 @@ from autopar.cli.shared_arguments import add_device, add_option, positive, rate
 from autopar.options import DECLARED
 from autopar.values import DTYPES, dtype_name
 
+_OFTEN = (
+    "--ranks", "--seq", "--heads", "--kv-heads", "--head-dim", "--full", "--window", "--device", "--topology",
+    "--attention", "--svg",
+)  # fmt: skip
+
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
@@ -46,4 +51,4 @@ def _run(args: argparse.Namespace) -> int:
     return compare_algorithms(args)
 
 
-ATTENTION = Command("attention", "compare algorithms of context parallelism", _add_arguments, _run)
+ATTENTION = Command("attention", "compare algorithms of context parallelism", _add_arguments, _run, _OFTEN)

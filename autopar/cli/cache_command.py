@@ -10,7 +10,7 @@ import argparse
 import time
 
 from autopar.cache.entry_folder import SIZE_VARIABLE, VARIABLE, EntryFolder, ListedEntry, entry_folder
-from autopar.cli.command import Command
+from autopar.cli.command import Command, console_of_results
 
 _UNITS = (("d", 86400), ("h", 3600), ("min", 60))
 _MIB = 1 << 20
@@ -34,8 +34,9 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _show(folder: EntryFolder) -> None:
-    from rich.console import Console  # what only this command takes long to load
-    from rich.table import Table
+    from rich.table import Table  # what only this command takes long to load
+
+    from autopar.report.tables import show_table
 
     entries = folder.entries()
     total = sum(entry.nbytes for entry in entries) / _MIB
@@ -48,7 +49,7 @@ def _show(folder: EntryFolder) -> None:
             table.add_column(column, justify="right")
         for entry in entries:
             table.add_row(*_row(entry))
-        Console().print(table)
+        show_table(console_of_results(160), table)
     print(f"{len(entries)} entries, {total:.1f} MiB of {most}, in {folder.path}")
 
 

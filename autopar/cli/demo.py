@@ -84,13 +84,8 @@ def run_demo(steps: int, mesh: str, zero: int, out: Path) -> int:
 def _settings(steps: int, mesh: str, zero: int, out: Path) -> Settings:
     if steps < 1:
         raise ValueError(f"--steps must be at least 1, found {steps}")
-    sizes: dict[str, int] = {}
-    for part in mesh.split(","):
-        axis, _, size = part.partition("=")
-        if not size.isdigit():
-            raise ValueError(f"--mesh needs axes and sizes such as dp=2,tp=2, found {mesh!r}")
-        sizes[axis.strip()] = int(size)
-    parts = Mesh.of(**sizes).data_size  # names and sizes
+    asked = Mesh.parse(mesh).planned()
+    parts, sizes = asked.data_size, dict(asked.sizes)
     if BATCH % parts:
         axes = " times ".join(axis for axis in reversed(DATA) if axis in sizes) or "dp"
         raise ValueError(f"--mesh: the batch of {BATCH} does not divide over {axes}={parts}; choose 1, 2, 4 or 8")
@@ -243,7 +238,7 @@ def _show(settings: Settings, ranks: Sequence[DemoRun], alone: DemoRun, console:
     console.print(_traffic(mesh))
     console.print(
         f"median step: {_median(mesh.seconds):.3f} s on {len(ranks)} processes, {_median(alone.seconds):.3f} s in one "
-        f"(one thread each; {os.cpu_count()} cores)\n"
+        f"(one thread each; {os.cpu_count()} cores)\n{_shared_cores(len(ranks), os.cpu_count() or 1)}"
     )
     _write_csv(settings.out / "losses.csv", mesh, alone)
     files = [("every loss", "losses.csv"), ("every graph, the plan, the traffic", REPORT)]
@@ -255,6 +250,16 @@ def _show(settings: Settings, ranks: Sequence[DemoRun], alone: DemoRun, console:
         console.print(f"[red]the two runs differ by more than {EARLY_TOLERANCE} at first or {TOLERANCE} later[/]")
         return 1
     return 0
+
+
+def _shared_cores(ranks: int, cores: int) -> str:
+    """Why ranks of one machine may be slower than one process."""
+    if ranks <= cores:
+        return ""
+    return (
+        f"{ranks} processes share {cores} cores here: they take turns, and what they send comes on top. A mesh is "
+        "faster where each rank has cores, or a GPU, of its own.\n"
+    )
 
 
 def _losses(mesh: DemoRun, alone: DemoRun, name: str, differences: Sequence[float]) -> Table:

@@ -17,6 +17,7 @@ from autopar.cli.shared_arguments import add_device, positive
 from autopar.cost.expert_traffic import DispatchCost, Routing, dispatch_costs
 from autopar.cost.hardware import DEVICES
 from autopar.cost.topology import Topology
+from autopar.report.tables import show_table
 from autopar.values import DTYPES, dtype_name
 
 _BYTES = dict(zip(DTYPES, (2, 2, 4, 8), strict=True))
@@ -50,7 +51,7 @@ def _run(args: argparse.Namespace) -> int:
     console = console_of_results(_WIDTH)
     for line in (*_heading(args, routing, inside, between), *_rows(args.tokens, args.hidden * size, routing)):
         console.print(line, soft_wrap=True)
-    console.print(_table(costs))
+    show_table(console, _table(costs))
     for line in _notes(routing, costs, inside, between):
         console.print(line, soft_wrap=True)
     return 0

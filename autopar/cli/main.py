@@ -10,6 +10,7 @@
     autopar experts --ranks 64 --per-node 8 --experts 256 --top-k 8 --hidden 7168 --tokens 4096
     autopar start --mesh pp=16,dp=16,cp=8,tp=8
     autopar cache --clear
+    autopar env
     autopar demo
 
 Results go to stdout, progress and errors to stderr. Exit code 0: fine; 1: verify found a difference; 2: bad input; 130:
@@ -29,6 +30,7 @@ from autopar.cli.attention_command import ATTENTION
 from autopar.cli.cache_command import CACHE
 from autopar.cli.command import Parser
 from autopar.cli.demo_command import DEMO
+from autopar.cli.env_command import ENV
 from autopar.cli.experts_command import EXPERTS
 from autopar.cli.plan_command import PLAN
 from autopar.cli.schedule_command import SCHEDULE
@@ -38,7 +40,7 @@ from autopar.cli.verify_command import VERIFY
 from autopar.version import VERSION
 
 INTERRUPTED, UNREAD = 130, 141  # exit codes, as of a program that a signal ends
-COMMANDS = (PLAN, SHOW, VERIFY, SCHEDULE, ATTENTION, EXPERTS, START, CACHE, DEMO)
+COMMANDS = (PLAN, SHOW, VERIFY, SCHEDULE, ATTENTION, EXPERTS, START, CACHE, ENV, DEMO)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,7 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     gc.set_threshold(50_000, 20, 100)  # torch's modules and graphs are many objects, and most of them stay
     atexit.register(gc.freeze)  # a last look for garbage among them would take a second
     try:
-        args = _parser().parse_args(arguments)
+        args, unknown = _parser().parse_known_args(arguments)
+        if unknown:
+            args.parser.refuse(unknown)
         code: int = args.run(args)
         sys.stdout.flush()
         return code
@@ -82,5 +86,6 @@ def _parser() -> Parser:
     for command in COMMANDS:
         own = commands.add_parser(command.name, help=command.help, description=command.help)
         command.add_arguments(own)
-        own.set_defaults(run=command.run)
+        own.show_first(command.often)
+        own.set_defaults(run=command.run, parser=own)
     return parser

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autopar.cli.command import Command, console_of_results
-from autopar.cli.shared_arguments import add_model
+from autopar.cli.shared_arguments import OFTEN, add_model
 
 if TYPE_CHECKING:
     from autopar.ir.mesh import Mesh
@@ -88,4 +88,5 @@ PLAN = Command(
     "decide placements and pipeline stages; print them with memory, communication and time of a step",
     _add_arguments,
     _run,
+    (*OFTEN, "--json", "--dump"),
 )

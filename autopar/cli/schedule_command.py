@@ -22,6 +22,7 @@ from autopar.report.chrome_trace import events_of, write_trace
 from autopar.report.schedule_grid import grid
 from autopar.report.schedule_picture import svg
 from autopar.report.schedule_summary import Outcome, compare, run_schedule, sent, summary, timeline_facts
+from autopar.report.tables import show_table
 from autopar.schedule.request import SCHEDULES, Costs, Request
 from autopar.schedule.simulate import Timeline
 
@@ -151,7 +152,7 @@ def _all(args: argparse.Namespace, request: Request, costs: Costs) -> int:
         rows = {o.name: summary(o.timeline) if o.timeline else {"refused": o.refusal} for o in outcomes}
         print(json.dumps(rows))
     else:
-        _console().print(schedules_table(outcomes))
+        show_table(_console(), schedules_table(outcomes))
     return 0
 
 

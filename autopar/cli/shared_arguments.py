@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import autopar.passes.attention  # (fills the table of algorithms)
 import autopar.runtime.schedules  # noqa: F401  (fills the table of schedules)
+from autopar.cost.topology import Topologies
+from autopar.ir.mesh import Mesh
 from autopar.options import CHIPS, DECLARED, DeclaredOption
-from autopar.values import byte_rate, dtype_name
+from autopar.values import DTYPES, byte_rate, dtype_name, one_of
 
+# Of commands that plan a model: what help shows.
+OFTEN = (
+    "--config", "--mesh", "--seq", "--batch", "--dtype", "--zero", "--sequence-parallel", "--micro-batches",
+    "--precision", "--checkpoint", "--schedule", "--attention", "--device",
+)  # fmt: skip
 _GROUPS: dict[tuple[str, ...], str] = {
     ("cp",): "sequences cut over ranks (axis cp)",
     ("pp",): "pipeline stages (axis pp)",
@@ -21,10 +30,11 @@ def add_model(parser: argparse.ArgumentParser, seq: int, batch: int | None, dtyp
     the mesh may be given more than once, and is a list."""
     default = "%(default)s" if batch else "dp x micro-batches"
     add = parser.add_argument
-    add("--config", required=True, metavar="CONFIG.json", help="a transformers config.json, or its folder")
+    add("--config", required=True, type=config, metavar="CONFIG.json", help="a transformers config.json, or its folder")
     add(
         "--mesh",
         required=True,
+        type=mesh,
         action="append" if several else "store",
         metavar="dp=2,tp=4",
         help="axes (rp, dp, cp, ep, tp, pp) and their sizes; any size works"
@@ -35,9 +45,9 @@ def add_model(parser: argparse.ArgumentParser, seq: int, batch: int | None, dtyp
         "--batch",
         type=positive,
         default=batch,
-        help=f"examples of a whole step, over all ranks and micro-batches (default: {default})",
+        help=f"examples of a step, over all ranks and micro-batches (default: {default})",
     )
-    add("--dtype", type=dtype_name, default=dtype, help="of parameters: bf16, fp16, fp32, fp64 (default: %(default)s)")
+    add("--dtype", type=dtype_of, default=dtype, help="of parameters: bf16, fp16, fp32, fp64 (default: %(default)s)")
     groups: dict[tuple[str, ...], Any] = {axes: parser.add_argument_group(title) for axes, title in _GROUPS.items()}
     for option in DECLARED.values():
         add_option(groups.get(option.axes, parser), option)
@@ -49,17 +59,50 @@ def add_option(parser: Any, option: DeclaredOption, **changes: Any) -> None:
         how: dict[str, Any] = {"action": "store_true", "help": option.help}
     else:
         how = {"default": option.default, "help": option.words, "metavar": option.kind.shown, "type": _reader(option)}
-    parser.add_argument(option.flag, **how | changes)
+    parser.add_argument(option.flag, **how | changes).short = option.help
 
 
 def _reader(option: DeclaredOption) -> Any:
-    def read(text: str) -> Any:
-        try:
-            return option.read(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error).removeprefix(f"{option.name}: ")) from None
+    return _said(lambda text: option.read(_checked(option.name, text)), f"{option.name}: ")
 
-    return read
+
+def _checked(name: str, text: str) -> str:
+    if name == "topology":
+        Topologies.parse(text)
+    return text
+
+
+def _said(read: Callable[[str], Any], prefix: str) -> Callable[[str], Any]:
+    """Errors as argparse wants them, which names the argument itself."""
+
+    def reader(text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error).removeprefix(prefix)) from None
+
+    return reader
+
+
+def _mesh(text: str) -> str:
+    Mesh.parse(text).planned()
+    return text
+
+
+def _config(text: str) -> str:
+    path = Path(text)
+    try:
+        there = path.is_file() or (path / "config.json").is_file()
+    except (OSError, ValueError):  # no name that a file may have, or a circle of links
+        there = False
+    if not there:
+        raise ValueError(f"no file {text!r}; give the path of a transformers config.json")
+    return text
+
+
+# What a text of the command line is checked for before anything is loaded; it stays a text.
+mesh, config = _said(_mesh, "mesh: "), _said(_config, "config: ")
+dtype_of = _said(lambda text: str(one_of("dtype", dtype_name(text), tuple(DTYPES))), "dtype: ")
 
 
 def positive(text: str) -> int:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import re
+import shutil
+import sys
+import textwrap
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from autopar.cli.command import Command
-from autopar.cli.shared_arguments import add_model, whole
+from autopar.cli.shared_arguments import OFTEN, add_model, whole
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -69,8 +73,18 @@ def _run(args: argparse.Namespace) -> int:
         compile_config(args, [observer, stop])
     if not texts:
         raise ValueError(f"show: there is no {wanted} graph; {_missing(args.level)}")
-    print(texts[0], end="")
+    print(texts[0] if not sys.stdout.isatty() else _wrapped(texts[0], shutil.get_terminal_size().columns), end="")
     return 0
+
+
+def _wrapped(text: str, width: int) -> str:
+    """Lines that go on indented, where a terminal is narrower; there comments stand in no column of their own."""
+    lines = text.splitlines()
+    if all(len(line) <= width for line in lines):
+        return text
+    plain = (re.sub(r"\s+(?=# )", "  ", line) for line in lines)
+    how = {"subsequent_indent": " " * 8, "break_on_hyphens": False, "drop_whitespace": True}
+    return "".join(f"{textwrap.fill(line, max(width, 20), **how)}\n" for line in plain)  # type: ignore[arg-type]
 
 
 def _level(args: argparse.Namespace, stages: bool) -> str:
@@ -98,4 +112,4 @@ def _missing(level: str) -> str:
     }.get(level, "nothing there has a gradient, or the model has fewer parts")
 
 
-SHOW = Command("show", "print a graph", _add_arguments, _run)
+SHOW = Command("show", "print a graph", _add_arguments, _run, (*OFTEN, "--level", "--part"))

@@ -8,11 +8,13 @@ from __future__ import annotations
 import argparse
 
 from autopar.cli.command import Command
+from autopar.cli.shared_arguments import mesh
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--mesh", required=True, metavar="dp=8,tp=8", help="axes and sizes: pp, rp, dp, cp, ep, tp")
-    parser.add_argument("--ranks", type=int, default=3, metavar="N", help="that really run (default: %(default)s)")
+    add = parser.add_argument
+    add("--mesh", required=True, type=mesh, metavar="dp=8,tp=8", help="axes and sizes: pp, rp, dp, cp, ep, tp")
+    add("--ranks", type=int, default=1, metavar="N", help="that really run; each takes as long (default: %(default)s)")
 
 
 def _run(args: argparse.Namespace) -> int:

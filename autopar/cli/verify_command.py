@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from autopar.cli.command import Command
-from autopar.cli.shared_arguments import add_model
+from autopar.cli.shared_arguments import OFTEN, add_model
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,5 +23,5 @@ def _run(args: argparse.Namespace) -> int:
 
 
 VERIFY = Command(
-    "verify", "run on local processes and compare with one process; exits 1 on mismatch", _add_arguments, _run
+    "verify", "run on local processes and compare with one process; exits 1 on mismatch", _add_arguments, _run, OFTEN
 )

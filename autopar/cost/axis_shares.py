@@ -12,6 +12,7 @@ can be told are bytes alone. Micro-batches are no ranks, and stages of a pipelin
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator
 
 from torch.fx import GraphModule, Node
@@ -28,6 +29,8 @@ from autopar.plan import AxisShare, Plan, WholePart
 from autopar.rules import result_placements
 
 MOST = 8  # of the largest are kept, for parameters and for FLOPs
+MUCH = 0.2  # of the FLOPs: ranks that repeat so much are worth a warning
+_DIVIDES, _SIZE = re.compile(r"do(es)? not divide"), re.compile(r"a size of (\d+) does not divide")
 LEAST = 0.005  # a share that is worth a line
 Found = Iterable[tuple[str, float, str]]  # subject, amount, reason
 
@@ -80,6 +83,36 @@ def _subjects(group: list[tuple[str, float, str]]) -> str:
     largest = max(alike.values(), key=lambda names: sum(names.values()))
     others = sum(map(len, alike.values())) - len(largest)
     return compressed(list(largest)) + (f" and {others} more" if others else "")
+
+
+def repeated(plan: Plan) -> list[str]:
+    """A sentence for each axis whose ranks all do what sizes that do not divide keep whole, if that is much of the
+    forward: what, why, and the way out."""
+    out = []
+    for share in plan.shares:
+        parts, axis = _undivided(plan, share), share.axis
+        much = sum(part.share for part, _ in parts)
+        if much > MUCH:
+            what = "; ".join(dict.fromkeys(f"{part.subject}: {why}" for part, why in parts))
+            ranks = f"all {plan.mesh.size(axis)} ranks of {axis}"
+            out.append(f"plan: {ranks} repeat {much:.0%} of the forward's FLOPs: {what}{_way_out(plan, axis, parts)}")
+    return out
+
+
+def _undivided(plan: Plan, share: AxisShare) -> list[tuple[WholePart, str]]:
+    """(part of the FLOPs, why it is whole), where a size is the reason."""
+    notes = dict(plan.notes)
+    parts = [(p, notes.get(p.reason.removesuffix(" is whole"), p.reason)) for p in share.whole if p.kind == "FLOPs"]
+    return [(part, why) for part, why in parts if _DIVIDES.search(why)]
+
+
+def _way_out(plan: Plan, axis: str, parts: list[tuple[WholePart, str]]) -> str:
+    ranks = plan.mesh.size(axis)
+    sizes = dict.fromkeys(int(m[1]) for _, why in parts if (m := _SIZE.search(why)))
+    fits = " and ".join(f"{size} to {-(-size // ranks) * ranks}" for size in sizes)
+    if not fits:
+        return f"; choose a size of {axis} that divides"
+    return f"; pad {fits} (a vocabulary with model.resize_token_embeddings), or choose a size of {axis} that divides"
 
 
 # --- parameters ---------------------------------------------------------------------------------------------

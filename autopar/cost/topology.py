@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from autopar.spelling import did_you_mean
 from autopar.values import byte_rate
 
 KINDS = ("ring", "mesh", "switch")
@@ -42,7 +43,8 @@ class Topology:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"topology: expected one of {', '.join(KINDS)}, found {self.kind!r}; such as {EXAMPLE}")
+            hint = did_you_mean(self.kind, KINDS) or f"; such as {EXAMPLE}"
+            raise ValueError(f"topology: expected one of {', '.join(KINDS)}, found {self.kind!r}{hint}")
         if not 0 < self.bandwidth < float("inf"):
             raise ValueError(f"topology: bandwidth needs bytes per second above 0, found {self.bandwidth:g}")
         if not 0 <= self.latency < float("inf"):

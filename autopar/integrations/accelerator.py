@@ -57,11 +57,16 @@ class Accelerator(accelerate.Accelerator):
     def on_mesh(self, mesh: DeviceMesh, options: Mapping[str, Any] | None = None) -> None:
         """What `__init__` does, for an accelerator that somebody else has made."""
         axes = mesh_of(mesh)
-        if accelerate.PartialState().num_processes != axes.world_size:
-            raise ValueError(
-                f"accelerate: sees {accelerate.PartialState().num_processes} processes, the mesh has "
-                f"{axes.world_size} ranks; start them with torchrun or autopar.launch, and make the mesh first"
-            )
+        seen = accelerate.PartialState().num_processes
+        if seen != axes.world_size:
+            there = dist.is_initialized() and dist.get_world_size() == axes.world_size
+            way_out = "start them with torchrun or autopar.launch, and make the mesh first"
+            if there and mesh.device_type == "cpu":
+                way_out = (
+                    "on the CPU pass cpu=True, without which it looks for no others, and make the mesh before anything "
+                    "of accelerate"
+                )
+            raise ValueError(f"accelerate: sees {seen} processes, the mesh has {axes.world_size} ranks; {way_out}")
         if self.mixed_precision not in _PRECISIONS:
             raise ValueError(
                 f"accelerate: a mesh takes mixed_precision 'no' or 'bf16', found {self.mixed_precision!r}; use 'bf16', "

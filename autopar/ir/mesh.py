@@ -8,10 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from autopar.ir.placement import Pieces
+from autopar.spelling import did_you_mean
 from autopar.values import whole_number
+
+if TYPE_CHECKING:
+    from autopar.ir.placement import Pieces  # which loads torch: a command line is read without it
 
 # Outer to inner: neighbours on the innermost axis are neighbours in rank, so tp lands on the fastest links.
 # "mb" and "sl" are no axes of ranks: micro-batches are pieces of the batch in time, token slices pieces of the
@@ -23,6 +26,11 @@ IN_TIME = ("mb", "sl")
 DATA = ("dp", "rp", "ep")
 LEVELLED = ("cp", "ep", "dp", "tp")  # may have levels: neighbours ("ep%8"), and every n-th rank ("ep/8")
 PLANNED = ("pp", "rp", "dp", "cp", "ep", "tp")  # the axes that a user may ask for
+OTHER_WORDS = {
+    "data": "dp", "fsdp": "dp", "tensor": "tp", "model": "tp", "mp": "tp", "pipeline": "pp", "pipe": "pp",
+    "stage": "pp", "stages": "pp", "context": "cp", "sequence": "cp", "sp": "cp", "expert": "ep", "experts": "ep",
+    "replica": "rp", "replicate": "rp", "hsdp": "rp",
+}  # of others for these axes  # fmt: skip
 MOST_RANKS = 2**31 - 1  # torch counts them in 32 bits
 
 
@@ -65,7 +73,8 @@ class Mesh:
     def __post_init__(self) -> None:
         for name, _ in self.axes:
             if name not in AXES or name == "sl":
-                raise ValueError(f"mesh: unknown axis {name!r}; the axes are {', '.join(PLANNED)}")
+                hint = did_you_mean(name, PLANNED, OTHER_WORDS)
+                raise ValueError(f"mesh: unknown axis {name!r}; the axes are {', '.join(PLANNED)}{hint}")
         object.__setattr__(self, "axes", tuple((name, _size(name, size)) for name, size in self.axes))
         names = [name for name, _ in self.axes]
         if len(set(names)) != len(names):

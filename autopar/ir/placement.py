@@ -21,6 +21,8 @@ from fractions import Fraction
 
 import torch
 
+from autopar.spelling import did_you_mean
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -117,13 +119,21 @@ def parse_placement(text: str) -> Placement:
         return Shard(int(routed[1]), routed=True)
     match = _SHARD.fullmatch(text)
     if not match:
-        raise ValueError(f"placement: expected R, I, P, S(dim) or S(dim;blocks), found {text!r}")
+        raise ValueError(f"placement: expected R, I, P, S(dim) or S(dim;blocks), found {text!r}{_hint(text)}")
     dim, plain, pattern, times = match.groups()
     runs = [run.partition("x") for run in filter(None, (plain or pattern or "").split(","))]
     if sum(int(count or 1) for _, _, count in runs) * int(times or 1) > _MOST_BLOCKS:
         raise ValueError(f"placement: expected at most {_MOST_BLOCKS} blocks, found {text!r}")
     blocks = [int(size) for size, _, count in runs for _ in range(int(count or 1))]
     return Shard(int(dim), tuple(blocks) * int(times or 1))
+
+
+def _hint(text: str) -> str:
+    """torch's names of placements, and other ways to write ours."""
+    numbers = re.search(r"\d+", text)
+    shard = {word: f"S({numbers[0]})" for word in ("s", "shard", "split")} if numbers else {}
+    words = {"replicate": "R", "replicated": "R", "invariant": "I", "whole": "I", "partial": "P", **shard}
+    return did_you_mean(re.sub(r"[^a-z]", "", text.lower()), ("R", "I", "P"), words)
 
 
 def dual(placement: Placement) -> Placement:

@@ -15,6 +15,7 @@ from torch.fx import Node
 
 from autopar.ir.graph import describe, is_call, layer_of, module_path
 from autopar.ir.own_backward import glued
+from autopar.spelling import did_you_mean
 
 
 @dataclass
@@ -98,7 +99,7 @@ def _check_known(main: Sequence[Node], cuts: Sequence[str]) -> None:
             known = ", ".join(unit.name for unit in units_at(main, layer_of))
             raise ValueError(
                 f"pipeline: no operation belongs to {cut!r}, where a cut was asked for (several modules may "
-                f"share one operation); layers are {known}"
+                f"share one operation); layers are {known}{did_you_mean(cut, known.split(', '))}"
             )
 
 

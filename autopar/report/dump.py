@@ -21,6 +21,7 @@ from torch.fx import GraphModule
 
 from autopar.cost.step_traffic import step_communication
 from autopar.cost.traffic import Volume, communication, total_volume
+from autopar.ir.layer_names import compressed, without_indices, without_numbers
 from autopar.ir.mesh import Mesh
 from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import Shard
@@ -277,19 +278,23 @@ def _summary(ctx: Compilation, parameters: list[ParameterSpec]) -> list[tuple[st
 
 
 def plan_rows(plan: Plan) -> list[tuple[str, str, str]]:
-    """(what, placement, reason) for each decision of a plan."""
+    """(what, placement, reason) for each decision of a plan; what repeated layers have alike is one row."""
     rows = []
     for name, axes in plan.parameters.items():
-        for axis, p in axes.items():
-            used = f", used {p.used}" if p.used != p.stored else ""
-            rows.append((name, f"{axis}:{p.stored}{used}", p.reason))
+        how = [f"{axis}:{p.stored}{f', used {p.used}' if p.used != p.stored else ''}" for axis, p in axes.items()]
+        why = dict.fromkeys(f"{axis}: {p.reason}" for axis, p in axes.items() if p.reason)
+        rows.append((name, "; ".join(how), "; ".join(why)))
     for name, placements in plan.inputs.items():
         rows.append((f"input {name}", " ".join(f"{axis}:{p}" for axis, p in placements.items()), ""))
     rows += [(f"stream from {s.node}", f"{s.axis}:{Shard(s.dim, s.blocks)}", s.reason) for s in plan.streams]
     rows += [
         (f"attention {node}", f"cp: {a.forward}, backward {a.backward}", a.reason) for node, a in plan.attention.items()
     ]
-    return rows + [(subject, "", reason) for subject, reason in plan.notes]
+    rows += [(subject, "", reason) for subject, reason in plan.notes]
+    groups: dict[tuple[str, str, str], list[tuple[str, str, str]]] = {}
+    for row in rows:
+        groups.setdefault((without_indices(row[0]), row[1], without_numbers(row[2])), []).append(row)
+    return [(compressed([what for what, *_ in group]), *group[0][1:]) for group in groups.values()]
 
 
 def communication_text(rows: Iterable[tuple[str, str, str, str, str]]) -> str:

@@ -62,13 +62,27 @@ class _Step:
         return max(_ROW, 32 + _LINE * len(self.words), 12 + _PILL * lanes)
 
     @property
+    def _has_room(self) -> bool:
+        return len(self.name) + len(self.row.kind) < _LETTERS
+
+    @property
+    def title(self) -> tuple[str, str]:
+        """Name and class, as far as the first line of the box has room for them."""
+        short = self.name if len(self.name) <= _LETTERS else f"…{self.name[1 - _LETTERS :]}"
+        return short, f" {self.row.kind}" if self._has_room else ""
+
+    @property
     def words(self) -> list[str]:
-        """How the weights are cut, a line for each axis that does."""
-        return [
+        """How the weights are cut, a line for each axis that does; before that the class, if the first line is full."""
+        kind = [] if self._has_room else [self.row.kind]
+        return kind + [
             f"{weight.name + ': ' if not i else ''}{cut}"
             for weight in self.row.weights
             for i, cut in enumerate(weight.cuts or ("whole",))
         ]
+
+
+_LETTERS = 30  # of the name and the class, beside the time
 
 
 def layer_picture(root: ModuleRow, compiled: Compiled, times: TimesOfGraphs) -> str:
@@ -135,8 +149,9 @@ def _drawn(steps: Sequence[_Step], title: str, mesh: Mesh) -> tuple[float, list[
 def _box(step: _Step, top: float, mesh: Mesh) -> Iterator[str]:
     left, width = _BOX
     yield f'<rect class="box" x="{px(left)}" y="{px(top)}" width="{px(width)}" height="{px(step.height)}" rx="6"/>'
-    kind = f'<tspan class="faint" font-weight="400"> {html.escape(step.row.kind)}</tspan>'
-    yield f'<text x="{px(left + 66)}" y="{px(top + 19)}" font-weight="600">{html.escape(step.name)}{kind}</text>'
+    name, kind = map(html.escape, step.title)
+    kind = f'<tspan class="faint" font-weight="400">{kind}</tspan>'
+    yield f'<text x="{px(left + 66)}" y="{px(top + 19)}" font-weight="600">{name}{kind}</text>'
     yield f'<text class="faint end" x="{px(left + width - 10)}" y="{px(top + 19)}">{human_seconds(step.seconds)}</text>'
     for i, words in enumerate(step.words):
         yield f'<text class="faint" x="{px(left + 66)}" y="{px(top + 36 + _LINE * i)}">{html.escape(words)}</text>'

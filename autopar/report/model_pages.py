@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 from autopar.cost.memory import Memory, memories
 from autopar.cost.step_estimate import StepEstimate, step_estimate, times_of_graphs
+from autopar.report.advice import advice
 from autopar.report.human_numbers import human_bytes, human_seconds
 from autopar.report.layer_picture import layer_picture
 from autopar.report.model_section import memory_bar, model_section
 from autopar.report.model_tree import model_tree
-from autopar.report.page import Section
+from autopar.report.page import Section, findings
 from autopar.steps.graphs import Compiled
 
 
@@ -28,7 +29,9 @@ def model_sections(compiled: Compiled) -> ModelPages:
     root, estimate = model_tree(compiled, times), step_estimate(compiled, times)
     held = memories(compiled)
     fullest = max(held, key=lambda m: m.peak)
-    sections = [model_section(root, _basis(estimate, compiled))]
+    tried = advice(compiled.plan, root.total, estimate, fullest)
+    sections = [Section("What to try", findings(tried))] if tried else []
+    sections.append(model_section(root, _basis(estimate, compiled)))
     if picture := layer_picture(root, compiled, times):
         sections.append(Section("One layer", picture))
     where = f" of the fullest rank, {held.index(fullest)} of pp" if len(held) > 1 else " of a rank"

@@ -10,7 +10,7 @@ from autopar.cost.module_costs import Exchanged, ModuleCost
 from autopar.report.graph_text import DTYPES
 from autopar.report.human_numbers import human_bytes, human_count, human_seconds
 from autopar.report.model_tree import ModuleRow, WeightRow, by_kind
-from autopar.report.page import Section
+from autopar.report.page import Section, legend
 
 TITLE = "Model"
 MOST_OPEN = 60  # rows of a tree that is shown whole; of a larger one the first levels are
@@ -20,6 +20,9 @@ LEGEND = (
     ("in pieces over dp", "ZeRO: a rank stores a piece; the whole is gathered where it is used"),
     ("whole", "every rank has all of it; where the batch is cut, gradients are summed over dp, rp, cp and ep"),
     ("exposed", "of a transfer, what computing has to wait for; the rest runs beside computing"),
+    ("exchanged", "a blue line: hidden beside computing for the most part; an orange one: computing waits for it"),
+    ("computes", "blue: the forward, green: the backward, to the scale of the longest row"),
+    ("×4", "so many modules that are alike, added up; point at a number for its parts"),
 )
 
 
@@ -30,12 +33,7 @@ def model_section(root: ModuleRow, times: str) -> Section:
     longest = max((row.total.forward + row.total.backward for row in rows), default=0.0) or 1.0
     head = "".join(f"<span>{name}</span>" for name in COLUMNS)
     tree = f"<div class=tree><div class='row head'>{head}</div>{_row(root, depth, longest)}</div>"
-    return Section(TITLE, f"<p class=muted>{html.escape(times)}</p>{tree}{_legend()}")
-
-
-def _legend() -> str:
-    entries = "".join(f"<div><dt>{html.escape(word)}</dt><dd>{html.escape(text)}</dd></div>" for word, text in LEGEND)
-    return f"<dl class=legend>{entries}</dl>"
+    return Section(TITLE, f"<p class=muted>{html.escape(times)}</p>{tree}{legend(LEGEND)}")
 
 
 def _row(row: ModuleRow, depth: int, longest: float, deep: int = 0) -> str:

@@ -86,8 +86,28 @@ def facts(rows: Iterable[tuple[str, str]]) -> str:
     return f"<dl>{''.join(cards)}</dl>"
 
 
+PLACEMENTS = (
+    ("S(d)", "a rank stores a piece, cut along dim d"),
+    ("I", "whole: every rank of the axis has the same"),
+    ("used R", "a rank computes with the whole; its gradient is summed over the axis"),
+    ("used S(d)", "a rank computes with its piece alone"),
+)
+
+
+def legend(entries: Iterable[tuple[str, str]]) -> str:
+    """What words, signs and colours stand for."""
+    cells = "".join(f"<div><dt>{html.escape(word)}</dt><dd>{html.escape(text)}</dd></div>" for word, text in entries)
+    return f"<dl class=legend>{cells}</dl>"
+
+
+def findings(rows: Iterable[tuple[str, str]]) -> str:
+    """(what was found, what to try), below each other."""
+    lines = (f"<div><dt>{html.escape(found)}</dt><dd>{html.escape(words)}</dd></div>" for found, words in rows)
+    return f"<dl class=findings>{''.join(lines)}</dl>"
+
+
 def _plan(rows: Sequence[tuple[str, str, str]]) -> str:
-    return (
+    return legend(PLACEMENTS) + (
         f"<details{' open' if len(rows) <= 24 else ''}><summary>{len(rows)} decisions</summary>"
         f"{table(('what', 'placement', 'why'), rows)}</details>"
     )
@@ -102,7 +122,10 @@ def _communication(rows: Sequence[tuple[str, str, str, str, str]]) -> str:
 
 def _timings(rows: Sequence[tuple[str, float]]) -> str:
     longest = max((seconds for _, seconds in rows), default=0.0) or 1.0
-    lines = "".join(_bar(name, seconds, 100 * seconds / longest) for name, seconds in rows)
+    shown = [row for row in rows if row[1] >= 0.01 * longest]
+    if len(shown) < len(rows):
+        shown.append((f"{len(rows) - len(shown)} short ones", sum(s for _, s in rows) - sum(s for _, s in shown)))
+    lines = "".join(_bar(name, seconds, 100 * seconds / longest) for name, seconds in shown)
     return f"<div class=bars>{lines}</div><p class=muted>{sum(s for _, s in rows):.2f} s in total</p>"
 
 

@@ -31,7 +31,12 @@ class Level:
 def graph_levels(levels: Sequence[Level]) -> str:
     """HTML of all levels in order."""
     shown = _shown(levels)
-    return "\n".join(_level(i, level, *shown[i]) for i, level in enumerate(levels))
+    idle = [level.name for level in levels if level.same]
+    rows = [_level(i, level, *shown[i]) for i, level in enumerate(levels) if not level.same]
+    if idle:
+        few = "1 pass changes" if len(idle) == 1 else f"{len(idle)} passes change"
+        rows.append(f"<p class=muted>{few} nothing: {html.escape(', '.join(idle))}</p>")
+    return "\n".join(rows)
 
 
 def _shown(levels: Sequence[Level]) -> list[tuple[str, str]]:
@@ -53,7 +58,6 @@ def _level(number: int, level: Level, diff: str, graph: str) -> str:
     added = sum(line.startswith("+") for line in changed)
     facts = [f"{level.nodes:,} nodes"] if level.nodes else []
     facts += [f"<ins>+{added:,}</ins> <del>−{len(changed) - added:,}</del>"] if changed else []
-    facts += ["changes nothing"] if level.same else []
     facts += [f"{level.seconds * 1e3:,.1f} ms"] if level.seconds else []
     name = f"<b>{number:02d}</b> {html.escape(level.name)}<span class=muted>{' · '.join(facts)}</span>"
     whole = f"<p class=muted>whole: <a href='{html.escape(level.file)}'>{html.escape(level.file)}</a></p>"

@@ -30,7 +30,7 @@ from autopar.report.attention_section import attention_summary, attention_table
 from autopar.report.graph_text import DTYPES
 from autopar.report.human_numbers import human_bytes, human_seconds
 from autopar.report.pipeline_summary import pipeline_summary, pipeline_tables
-from autopar.report.tables import escaped, table_of
+from autopar.report.tables import escaped, show_table, table_of
 from autopar.steps.graphs import Compiled
 
 AXIS_SHARES = "What each axis cuts, of bytes of parameters and FLOPs of the forward, and what it leaves whole"
@@ -213,7 +213,7 @@ def show_summary(summary: dict[str, Any], console: Console) -> None:
         _step(summary),
     ):
         if table.row_count:
-            console.print(table)
+            show_table(console, table)
 
 
 def _checkpoints(summary: dict[str, Any]) -> Table:

@@ -1,8 +1,18 @@
-"""Tables for people, on a terminal."""
+"""Tables for people, on a terminal of any width.
+
+wide     a table; columns of sentences wrap, names and numbers do not
+narrow   a paragraph per row:   model.layers.{0..3}.self_attn.q_proj.weight
+                                    shape bf16[64,64] · tp S(0) · bytes 8.0 KiB
+                                    why: tp: heads kept whole
+"""
 
 from __future__ import annotations
 
-from rich.table import Table
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
+
+_SENTENCE, _LEAST = 30, 18  # characters: what is longer may be a sentence; the least that one is wrapped to
 
 
 def table_of(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
@@ -16,3 +26,63 @@ def table_of(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
 def escaped(value: str) -> str:
     """Brackets are no markup."""
     return value.replace("[", "\\[")
+
+
+def show_table(console: Console, table: Table) -> None:
+    """Print it: without lines between columns where it is narrow, as paragraphs where names and numbers would break."""
+    if not fits(console, table):
+        if not fits(console, table, between=1):
+            _show_paragraphs(console, table)
+            return
+        table.box, table.padding = None, (0, 1, 0, 0)
+    for column in table.columns:
+        if not _is_of_sentences(column):
+            column.width, column.no_wrap = _width(column, wrapped=table.box is None), False
+    _show_title(console, table)
+    console.print(table)
+
+
+def fits(console: Console, table: Table, between: int = 3) -> bool:
+    """Whether names and numbers have room, beside sentences that wrap. between: characters between columns."""
+    narrow = between < 3
+    widths = [min(_width(c), _LEAST) if _is_of_sentences(c) else _width(c, narrow) for c in table.columns]
+    return sum(widths) + between * len(widths) + 1 <= console.width
+
+
+def _cells(column: Column) -> list[Text]:
+    return [Text.from_markup(str(cell)) for cell in column.cells]
+
+
+def _width(column: Column, wrapped: bool = False) -> int:
+    """wrapped: the words of its head stand below each other."""
+    head = str(column.header).split() if wrapped else [str(column.header)]
+    return max((text.cell_len for text in (*map(Text.from_markup, head), *_cells(column))), default=0)
+
+
+def _is_of_sentences(column: Column) -> bool:
+    return any(text.cell_len > _SENTENCE and text.plain.count(" ") > 2 for text in _cells(column))
+
+
+def _show_title(console: Console, table: Table) -> None:
+    """Above the table, as wide as the console."""
+    if table.title:
+        console.print(table.title, style="bold")
+    table.title = None
+
+
+def _show_paragraphs(console: Console, table: Table) -> None:
+    _show_title(console, table)
+    sentences = [_is_of_sentences(column) for column in table.columns]
+    for row, cells in zip(table.rows, zip(*map(_cells, table.columns)), strict=True):
+        given = [(str(c.header), x, long) for c, x, long in zip(table.columns, cells, sentences) if x.plain]
+        (_, heading, _), *rest = given or [("", Text(), False)]
+        console.print(heading, style=row.style or "", overflow="fold")
+        facts = [f"{name} {text.plain}".strip() for name, text, long in rest if not long]
+        lines = [" · ".join(facts)] if facts else []
+        lines += [f"{name}: {text.plain}" if name else text.plain for name, text, long in rest if long]
+        for line in lines:
+            for part in Text(line, style=row.style or "").wrap(console, max(console.width - 4, 1)):
+                part.rstrip()
+                console.print(Text("    ") + part)
+    if table.caption:
+        console.print(table.caption)

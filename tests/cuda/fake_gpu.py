@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 import autopar
 from autopar import api
+from autopar.adapters.code_owners import is_ours
 from autopar.ir.placement import nested_piece
 from autopar.ops.kernels.chips import chip_of
 from autopar.ops.watch import take_notes
@@ -94,8 +95,8 @@ def _pieces(compiled: Compiled, batch: Mapping[str, Tensor], groups: Groups) -> 
 
 def _line() -> str:
     for frame in reversed(traceback.extract_stack()):
-        if any(f"/{room}/" in frame.filename for room in ("autopar", "passes", "runtime")):
-            return f"{frame.filename.rpartition('/')[2]}: {frame.line}"
+        if is_ours(frame.filename):
+            return f"{Path(frame.filename).name}: {frame.line}"
     return "elsewhere"
 
 

@@ -141,12 +141,12 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def unseen() -> str:
-    """accelerate has looked at the processes when there was one."""
+    """accelerate has looked at the processes when there was one, or as if there were: without cpu=True."""
     with as_started():
         mesh = autopar.init_mesh("cpu", dp=2)
         accelerate.PartialState(cpu=True).num_processes = 1
-        return refusal(integrations.Accelerator, mesh=mesh, cpu=True)
+        return refusal(integrations.Accelerator, mesh=mesh)
 
 
 def test_processes_that_accelerate_does_not_see() -> None:
-    assert "sees 1 processes, the mesh has 2 ranks; start them with torchrun" in run_ranks(2, unseen)[0]
+    assert "sees 1 processes, the mesh has 2 ranks; on the CPU pass cpu=True, without" in run_ranks(2, unseen)[0]
