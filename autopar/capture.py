@@ -50,7 +50,7 @@ from autopar.exact import LiftFloat32
 from autopar.ir.batch import constants_of
 from autopar.ir.compute_dtypes import Dtypes, cast_around, dtypes_of, stored_by_name
 from autopar.ir.dtype_checks import check_dtypes
-from autopar.ir.exported import Made, buffers_differentiated, specs_of_inputs, written_when_recomputed
+from autopar.ir.exported import Made, buffers_differentiated, refuse_writes_again, specs_of_inputs
 from autopar.ir.gradient_paths import refuse_other_gradients
 from autopar.ir.own_backward import check_contained
 from autopar.ir.recipe import Recipe
@@ -250,22 +250,12 @@ def _captured(
     gm = _finish(program, replica, arguments, buffers, attributes_of(replica, changed), watch.asks_grad_mode)
     if grad_mode == "grad":
         refuse_other_gradients(gm, watch.gradients)
-        _refuse_writes_again(gm)
+        refuse_writes_again(gm)
     stored = stored_by_name(model, model_dtypes(model, precision))
     held = (s for s in gm.meta["signature"].inputs if s.kind == "parameter" and s.name in stored)
     gm.meta["stored_dtypes"] = {s.node: stored[s.name] for s in held}
     gm.meta["batch_dims"] = adapter.batch_dims(replica, arguments) if adapter is not None else {}
     return gm
-
-
-def _refuse_writes_again(gm: GraphModule) -> None:
-    signature = gm.meta["signature"]
-    if buffer := written_when_recomputed(gm.graph, signature.inputs, signature.outputs):
-        raise ValueError(
-            f"capture: the forward writes to buffer {buffer} and reads it within torch.utils.checkpoint, which torch "
-            "runs again in the backward, with what was written; turn the model's checkpoints off, and let "
-            'parallelize(..., checkpoint="full") or memory_limit= make values again, which write once'
-        )
 
 
 @contextlib.contextmanager

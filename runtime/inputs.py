@@ -182,5 +182,5 @@ def _of_constant(value: Any) -> str:
         return ""
     name = f"{type(value).__module__}.{type(value).__name__}".removeprefix("builtins.")
     numbers = "torch.as_tensor(x) of its numbers"
-    way_out = numbers if hasattr(value, "__array__") else "its tensors in a dict, and set what is no tensor on the model"
+    way_out = numbers if hasattr(value, "__array__") else "its tensors in a dict, and set what is none on the model"
     return f"needs to be a tensor or a number, text or None, found a {name}; pass {way_out}"

@@ -175,7 +175,7 @@ class ModelOnMesh(Stateful):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """For a function that holds this model and that somebody has put into it (``model.head = MethodType(f, model)``):
+        """For a function that holds this model and that somebody has put into it (``model.f = MethodType(f, model)``):
         where the modules are copied, the copy of the outermost one. Else raises ValueError, as `__reduce_ex__`."""
         copy = memo.get(id(self._tree.root))
         return copy if copy is not None else self.__reduce_ex__(0)

@@ -32,20 +32,17 @@ from autopar.runtime.face import face_of
 from autopar.runtime.failures import reporting
 from autopar.runtime.feed import SCALE
 from autopar.runtime.groups import Groups
-from autopar.runtime.handles import Handles
 from autopar.runtime.host_states import keep_on_host
 from autopar.runtime.inputs import by_name, check_values, misspelled
-from autopar.runtime.kept_memory import KeptMemory
 from autopar.runtime.model_on_mesh import SHARED, ModelOnMesh
 from autopar.runtime.note_watch import NoteWatch
 from autopar.runtime.optimizer_steps import watch_optimizers
-from autopar.runtime.original import Original
+from autopar.runtime.origin import Origin
 from autopar.runtime.pending import now, watch_steps
 from autopar.runtime.pieces import STAGES
 from autopar.runtime.results import rebuild_outputs
 from autopar.runtime.run_folder import RunLine
 from autopar.runtime.scaler import GradScaler
-from autopar.runtime.shared_weights import SharedWeights
 from autopar.runtime.step_buffers import plain_buffers
 from autopar.runtime.step_cache import Compiler, Kind, StepCache
 from autopar.runtime.transfers import to_device
@@ -94,10 +91,7 @@ class ParallelModule(ModelOnMesh):
         self._watch, self._observers = NoteWatch(groups), Observers()
         self._scaler: GradScaler | None = None
         self._averages: list[Any] = []
-        self._original: Original | None = None
-        self._shared: SharedWeights | None = None
-        self._handles: Handles
-        self._memory: KeptMemory
+        self._origin: Origin | None = None
         self._line = RunLine()
         self._last_use, self._sizes = 0, (0, 0)
         self._weight = torch.ones((), dtype=torch.float64, device=groups.device)
@@ -130,10 +124,7 @@ class ParallelModule(ModelOnMesh):
             outputs = (s for runner in self._cache.runners for s in runner.compiled.signature.outputs)
             return {s.name for s in outputs if s.kind == "mutation"}
 
-        self._original = Original(models, self._tree, self._groups, written)
-        self._handles = Handles(models[""], self._tree.root)
-        self._memory = KeptMemory(models[""], self._tree, held)
-        self._shared = SharedWeights(models, self._tree)
+        self._origin = Origin(models, self._tree, self._groups, held, written)
 
     def pad_batches(self, buckets: Buckets, ahead: Callable[..., None] | None = None) -> None:
         """From now on: see `autopar.Buckets`. ``ahead``: is asked for the step of the next longer batch."""
@@ -285,7 +276,7 @@ class ParallelModule(ModelOnMesh):
                 "load_pretrained(folder), load_state_dict(state) or autopar.load(folder, model)"
             )
         self._take_entries()
-        refused = self._refused(kind)
+        refused = self._origin.refusal(kind) if self._origin is not None else ""
         named = by_name(self._tree.root, args, batch)
         check_values(named, differentiated=kind.train)
         if self._fitter is not None:
@@ -315,18 +306,6 @@ class ParallelModule(ModelOnMesh):
         values[SCALE] = self._weight if self._scaler is None else self._scaler.seed * self._weight
         values |= {name: torch.full((), seed, device=self._groups.device) for name in executor.seeds}  # without a copy
         return executor, values
-
-    def _refused(self, kind: Kind) -> str:
-        """What was done to the model it is made of, or to another one of it, so that it cannot go on; "" if it can."""
-        try:
-            if self._original is not None and self._shared is not None:
-                self._handles.bring_over()
-                self._memory.look()
-                self._original.check(kind, kind.train)
-                self._shared.check()
-        except ValueError as error:
-            return str(error)
-        return ""
 
     def _store_gradients(self, executor: Executor, gradients: Mapping[str, Tensor]) -> None:
         own, specs = self._tree.held, executor.specs

@@ -31,7 +31,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.adapters.dtensor import (
-    LayoutRecord, layout_record, local_of, made_as, parametrize_by_data, put_local, record_of, storage_of,
+    LayoutRecord,
+    layout_record,
+    local_of,
+    made_as,
+    parametrize_by_data,
+    put_local,
+    record_of,
+    storage_of,
 )  # fmt: skip
 from autopar.adapters.foreach import take_part
 from autopar.adapters.keys import Same

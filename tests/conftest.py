@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-import tests.own_environment  # noqa: F401  # isort: skip  (before torch and autopar read it)
+import tests.own_environment  # isort: skip  (before torch and autopar read it)
 import tests.no_device_threads  # noqa: F401
 from autopar.adapters.roomy_stack import roomy
 from tests.captured_once import FOLDER, folder_of_run, share_captures

@@ -108,13 +108,19 @@ def buffers_differentiated(graph: Graph, inputs: Iterable[InputSpec], outputs: S
     return tuple(spec.name for spec in inputs if spec.kind == "buffer" and spec.node in names)
 
 
-def written_when_recomputed(graph: Graph, inputs: Iterable[InputSpec], outputs: Sequence[OutputSpec]) -> str | None:
-    """A buffer that the forward updates by what is in it, or computes with, within a `torch.utils.checkpoint`: torch's
-    backward runs that again, with what is in the buffer then."""
-    written = {spec.name for spec in outputs if spec.kind == "mutation"}
-    buffers = {spec.node: spec.name for spec in inputs if spec.kind == "buffer" and spec.name in written}
-    asked = (node for node in graph.nodes if "asked" in node.meta) if buffers else ()
-    return next((buffers[x.name] for node in asked for x in _read(node) if x.name in buffers), None)
+def refuse_writes_again(gm: GraphModule) -> None:
+    """Raises ValueError for a buffer that the forward updates by what is in it, or computes with, within a
+    `torch.utils.checkpoint`: torch's backward runs that again, with what is in the buffer then."""
+    signature = gm.meta["signature"]
+    written = {spec.name for spec in signature.outputs if spec.kind == "mutation"}
+    buffers = {spec.node: spec.name for spec in signature.inputs if spec.kind == "buffer" and spec.name in written}
+    asked = (node for node in gm.graph.nodes if "asked" in node.meta) if buffers else ()
+    if buffer := next((buffers[x.name] for node in asked for x in _read(node) if x.name in buffers), None):
+        raise ValueError(
+            f"capture: the forward writes to buffer {buffer} and reads it within torch.utils.checkpoint, which torch "
+            "runs again in the backward, with what was written; turn the model's checkpoints off, and let "
+            'parallelize(..., checkpoint="full") or memory_limit= make values again, which write once'
+        )
 
 
 def _read(node: Node) -> list[Node]:
