@@ -255,7 +255,7 @@ _REFUSED: dict[Any, str] = {
     _ATTRIBUTES.grad.__get__: "the forward reads a gradient, which would be frozen; pass it in as an input",
     _ATTRIBUTES.data.__set__: "the forward replaces the data of a tensor; return the value, or copy_ it into a buffer",
     Tensor.backward: "a backward within the forward cannot be captured; return the loss",
-    torch._VF._pack_padded_sequence: (  # type: ignore[attr-defined]
+    torch._VF._pack_padded_sequence: (
         "pack_padded_sequence makes sizes of lengths, which only values tell; run the RNN on the padded sequences, and "
         "take what it makes at the lengths by gather, or weigh it by a mask"
     ),
