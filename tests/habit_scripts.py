@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +63,24 @@ def by_block(self: Any, h: Tensor) -> Tensor:
     return torch.sin(self.block.fc(h))
 
 
+class Global(Model):
+    """A loss that reaches the model by another name."""
+
+    names: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        Global.names = {}
+
+    def forward(self, x: Tensor, target: Tensor) -> dict[str, Tensor]:
+        out = super().forward(x, target)
+        return {**out, "loss": out["loss"] + sum(m.scale.pow(2).sum() for m in self.names.values())}
+
+
+def named_elsewhere(m: Any) -> None:
+    Global.names = {"model": m}
+
+
 def louder(m: Any) -> None:
     m.block.__class__ = Louder
 
@@ -96,6 +114,7 @@ def weight_assigned(m: Any) -> None:
 
 of(Parametrized, "layer.weight = value, where weight is parametrized", weight_assigned)
 of(Model, "model.block.__class__ = another class", louder)
+of(Global, "Class.names['model'] = model, which the forward reads", named_elsewhere, "through a global variable or a")
 of(Shifted, "model.method = MethodType(f, model)", method_of_model)
 of(Model, "model.block.forward = a function that calls model.act and model.block.fc", closure_with_model)
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -102,6 +103,9 @@ class FunctionWatch(TorchFunctionMode):
         super().__exit__(*error)
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        reads = getattr(func, "__name__", "") == "__get__"  # of its shape, for example
+        if not reads and any(isinstance(x, DTensor) for x in (*args, *kwargs.values())):
+            self.refuse(_ON_A_MESH)
         args, kwargs = tuple(self._seen(x) for x in args), {name: self._seen(x) for name, x in kwargs.items()}
         if func in _REFUSED and (frame := caller()) is not None and is_outside(frame):
             self.refuse(_REFUSED[func])
@@ -274,6 +278,10 @@ _ATTRIBUTES: Any = Tensor  # whose attributes are descriptors
 _DATA: Callable[..., Any] = _ATTRIBUTES.data.__get__
 _TELLS_GRAD_MODE = {_ATTRIBUTES.requires_grad.__get__, _ATTRIBUTES.grad_fn.__get__, _ATTRIBUTES.is_leaf.__get__}
 _TRUTH = (Tensor.__bool__, torch.equal, Tensor.equal, torch.allclose, Tensor.allclose)
+_ON_A_MESH = (
+    "the forward uses a parameter of a parallel model through a global variable or a class: its gradient would be "
+    "lost; reach it through self, a closure, or an argument of a hook"
+)
 _GRADIENT = "a step has its own backward; use an autograd.Function, or hooks on the parameters of the result"
 _REFUSED: dict[Any, str] = {
     Tensor.register_hook: f"a hook on the gradient of an intermediate value would not be called: {_GRADIENT}",
