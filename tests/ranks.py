@@ -5,7 +5,7 @@
 ``body`` is a module-level function of a test module; it is sent by name and runs with the default process
 group in place (gloo), one intra-op thread, and the same seed on every rank. A pool is forked once (0.1 s)
 and reused; any failure or timeout retires it, because a failed gloo collective poisons the next ones, and so does a
-function that a test has put into autopar, here while the pool is forked or on a rank. A test
+function that a test had put into autopar when the pool was forked. A test
 that catches such a failure on the ranks must retire the pool itself: `close_pools`. Ranks that still compute when
 the timeout comes are not hung, the machine is slow: they get more time.
 
@@ -245,8 +245,7 @@ class _Pool:
                 assert isinstance(pipe, Connection)
                 outcome = outcomes[pending.pop(pipe)]
                 try:
-                    ok, value, changed = pickle.loads(pipe.recv_bytes())
-                    self.changed = self.changed or changed
+                    ok, value = pickle.loads(pipe.recv_bytes())
                     outcome.value, outcome.error = (value, None) if ok else (None, value)
                 except (EOFError, OSError):
                     outcome.lost = self._fate(outcome.rank)
@@ -360,10 +359,9 @@ def _answer(task: bytes) -> bytes:
         random.seed(0)
         torch.set_default_dtype(torch.float32)
         compiled_by_one(folder, dist.get_rank())
-        found = fn(*args)
-        return pickle.dumps((True, found, changed_autopar()))
+        return pickle.dumps((True, fn(*args)))
     except BaseException:
-        return pickle.dumps((False, traceback.format_exc(), None))
+        return pickle.dumps((False, traceback.format_exc()))
 
 
 def _find(name: str, file: str | None, qualname: str) -> Any:

@@ -96,7 +96,7 @@ def test_bad_input(capsys: pytest.CaptureFixture[str], options: list[object], me
 def test_options_of_plans() -> None:
     parser = argparse.ArgumentParser()
     add_model(parser, seq=16, batch=None, dtype="float64")
-    given = ["--config", "x", "--mesh", "cp=2"]
+    given = ["--config", __file__, "--mesh", "cp=2"]
     found = parser.parse_args(given)
     assert (found.attention, found.layout, found.topology) == ("auto", "auto", "")
     more = ["--attention", "ring+token_ring", "--layout", "zigzag", "--topology", "cp=ring"]

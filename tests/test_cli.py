@@ -298,7 +298,7 @@ def test_it_runs_as_a_module() -> None:
         [sys.executable, "-m", "autopar", "plan", "--help"], capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0
-    assert "examples of a whole step, over all ranks" in " ".join(done.stdout.split())
+    assert "examples of a step, over all ranks" in " ".join(done.stdout.split())
 
 
 # --- schedules ----------------------------------------------------------------------------------------------

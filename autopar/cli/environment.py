@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import autopar
 from autopar.adapters.code_owners import OURS
 from autopar.cache.entry_folder import entry_folder
 from autopar.options import CHIPS
+from autopar.version import VERSION
 
 _LIBRARIES = ("numpy", "transformers", "accelerate", "triton", "flash-attn", "safetensors", "scipy", "rich")
 _SETTINGS = re.compile(r"(AUTOPAR|TORCH|PYTORCH|NCCL|GLOO|OMP|MKL|CUDA|HF|TRANSFORMERS)_|(RANK|LOCAL_RANK|WORLD_SIZE)$")
@@ -32,7 +32,7 @@ def environment_lines() -> list[str]:
 
 
 def _facts() -> Iterator[tuple[str, str]]:
-    yield "autopar", f"{autopar.__version__}, in {OURS}"
+    yield "autopar", f"{VERSION}, in {OURS}"
     yield "python", f"{platform.python_version()}, {sys.executable}"
     yield "system", f"{platform.platform()}, {os.cpu_count()} cores, {_memory()}"
     yield "torch", f"{torch.__version__} {_asked('torch')}"
