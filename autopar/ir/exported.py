@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.assigned import BufferWatch
 from autopar.adapters.export import flatten, paths, unflatten
