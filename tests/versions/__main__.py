@@ -24,7 +24,7 @@ from tests.launched import ROOT
 
 TORCH = ("2.12", "2.13", "2.14", "2.15")
 TRANSFORMERS = ("5.10", "5.17", "5.24")
-OLDEST = ("cloudpickle==3.0.*", "numpy==1.26.4", "rich==13.7.*", "safetensors==0.4.3", "scipy==1.11.4", "tqdm==4.66.*")
+OLDEST = ("cloudpickle==3.0.*", "numpy==1.26.4", "rich==13.7.*", "safetensors==0.4.3", "scipy==1.15.0", "tqdm==4.66.*")
 FOLDER = ROOT / "build" / "versions"
 RESULTS = Path(__file__).parent / "results.json"
 PAGE = ROOT / "docs" / "versions.md"
