@@ -106,6 +106,11 @@ def packet_named(namespace: str, name: str) -> Any:
     return getattr(room, name, None) if name in _REMOVED else getattr(room, name)
 
 
+def of_named_dims(op: OpOverload) -> bool:
+    """Whether an overload takes dims by name. 2.12 has those; none is in a captured graph."""
+    return any("Dimname" in str(a.type) for a in op._schema.arguments)
+
+
 def makes_tensors(op: OpOverload) -> bool:
     """Whether any result is a tensor (and not a number or a bool)."""
     return any("Tensor" in str(r.type) for r in op._schema.returns)
