@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -108,7 +109,7 @@ def packet_named(namespace: str, name: str) -> Any:
 
 def of_named_dims(op: OpOverload) -> bool:
     """Whether an overload takes dims by name. 2.12 has those; none is in a captured graph."""
-    return any("Dimname" in str(a.type) for a in op._schema.arguments)
+    return re.search("names?(_|$)|Dimname", op._overloadname) is not None
 
 
 def makes_tensors(op: OpOverload) -> bool:
