@@ -164,6 +164,15 @@ class OnMesh(_BEHIND):
 
     # --- checkpoints ------------------------------------------------------------------------------------------
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Collective. That of transformers 5.10 and 5.17 lets the first rank alone write; here each takes part."""
+        self._save(output_dir)
+        self._save = lambda *_, **__: None  # type: ignore[method-assign]  # that is done
+        try:
+            super().save_model(output_dir, _internal_call)
+        finally:
+            del self._save
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """The folder that transformers writes for the model. Collective."""
         folder = Path(self.args.output_dir if output_dir is None else output_dir)

@@ -42,8 +42,9 @@ What is known of the differences:
 - torch 2.14 and 2.15: a custom autograd Function whose `apply` was kept under another name (`f = MyFunction.apply`) is
   refused, because `apply` is C's own there; call `MyFunction.apply`.
 - transformers 5.10: opt, bart, whisper, nllb_moe, falcon with padding and informer draw whether to skip a layer as a
-  tensor, which is refused; dbrx multiplies by matrices of other shapes than in 5.23, and does not run at all at the
-  tests' sizes; the tests' tiny longcat_flash has other sizes; gemma2's loss differs by 1e-11. 5.23 has all of them.
+  tensor, which is refused; dbrx multiplies by matrices of other shapes than in 5.23 and does not run at the sizes of
+  the tests; their tiny longcat_flash has other sizes; gemma2's loss differs by 1e-11. 5.23 has all of them.
+- transformers 5.10: another process does not find steps that are stored, and compiles them again.
 - In some pairs of the table only `tests/versions/exact.py` was run: the second table says which files.
 """
 
