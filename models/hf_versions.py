@@ -9,8 +9,8 @@ from transformers.utils import output_capturing
 
 
 def note_recorded(model: PreTrainedModel) -> None:
-    """As its constructor does: note what its class records of layers. In 5.10 and 5.17 the key is the text of the
-    class; in 5.23 the model is, and the registry makes the text of it."""
+    """As its constructor does: note what its class records of layers. In 5.10 and 5.17 the key is the class as text;
+    in 5.23 the model is, and the registry makes the text of it."""
     registry: Any = output_capturing._CAN_RECORD_REGISTRY
     registry[str(type(model)) if type(registry) is dict else model] = model._can_record_outputs
 

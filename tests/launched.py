@@ -38,7 +38,7 @@ def serve() -> None:
         server._forkserver_address, server._forkserver_alive_fd = os.environ[ADDRESS], os.open(os.devnull, os.O_RDONLY)
         server.ensure_running = resource_tracker.ensure_running  # a server of somebody else, who outlives this process
         return
-    forkserver.set_forkserver_preload(["autopar.runtime.launch", "tests.launched_warm"])
+    forkserver.set_forkserver_preload(["tests.no_device_threads", "autopar.runtime.launch", "tests.launched_warm"])
     with patch.dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])):
         forkserver.ensure_running()
 

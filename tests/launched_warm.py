@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import torch
 
-import tests.no_device_threads  # noqa: F401
 from autopar.adapters.fake import skeleton_of
 from autopar.cache.step_key import step_key
 from autopar.ir.mesh import Mesh

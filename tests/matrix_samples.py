@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from autopar.adapters.operators import packet_named
 from autopar.testing.soundness import Sample, call
 from tests.pointwise_samples import normal
 
@@ -62,7 +63,8 @@ def matrices() -> Iterator[Sample]:
         aten.linalg_lu_factor_ex,
     ):
         yield call(op.default, a)
-    for op in (aten.linalg_cholesky, aten.cholesky, aten.linalg_cholesky_ex, aten._linalg_eigh, aten.cholesky_inverse):
+    older = filter(None, [packet_named("aten", "cholesky")])
+    for op in (aten.linalg_cholesky, *older, aten.linalg_cholesky_ex, aten._linalg_eigh, aten.cholesky_inverse):
         yield call(op.default, spd)
     for op in (aten.linalg_eig, aten._linalg_eigvals):  # the phase of an eigenvector is anybody's
         yield call(op.default, a, gradients=False)

@@ -26,12 +26,19 @@ _NUMBERS = itertools.count(1)
 def noted_regions() -> Iterator[None]:
     """Within: checkpoints that are not reentrant are noted. (`autograd_function` has the others.)"""
     module: Any = torch.utils.checkpoint
-    original = module._checkpoint_without_reentrant_generator
-    module._checkpoint_without_reentrant_generator = _generator
+    name = _name_of_generator()
+    original = getattr(module, name)
+    setattr(module, name, _generator)
     try:
         yield
     finally:
-        module._checkpoint_without_reentrant_generator = original
+        setattr(module, name, original)
+
+
+def _name_of_generator() -> str:
+    """What torch's `checkpoint` makes around its function. Since 2.14 the name of before only leads to another."""
+    names = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
+    return next(name for name in names if hasattr(torch.utils.checkpoint, name))
 
 
 def next_region() -> int:

@@ -40,11 +40,13 @@ def captured_backwards() -> Iterator[None]:
     """
     traced = traced_by_this_thread()
     single: Any = _SingleLevelFunction
+    owner = _owner_of_apply()
+    kept = vars(owner).get("apply")
     transformed: Any = CustomFunctionHigherOrderOperator
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         # The machinery of operators is below what is captured.
-        if cls.__module__.startswith("torch._") or not traced():
+        if cls.__module__.startswith("torch._") or torch._C._are_functorch_transforms_active() or not traced():
             return super(single, cls).apply(*args, **kwargs)
         if cls is CheckpointFunction:
             return _called(*args)
@@ -60,13 +62,23 @@ def captured_backwards() -> Iterator[None]:
             )
         return call(self, cls, *args, **kwargs)
 
-    single.apply = classmethod(apply)
+    owner.apply = classmethod(apply)
     transformed.__call__ = refused
     try:
         yield
     finally:
-        del single.apply
+        if kept is None:
+            del owner.apply
+        else:
+            owner.apply = kept
         transformed.__call__ = call
+
+
+def _owner_of_apply() -> Any:
+    """The class whose ``apply`` is asked. Before 2.14 that of `Function` prepares the call and asks the class below it,
+    whatever name it was kept by; since then it is C's own: one that was kept before is not seen, and refused."""
+    in_c = vars(Function).get("apply") is vars(torch._C._FunctionBase)["apply"]
+    return Function if in_c else _SingleLevelFunction
 
 
 def _called(function: Any, preserve: bool, *args: Any) -> Any:

@@ -105,7 +105,7 @@ def _would_wait(scheduler: Any, early: Any, late: Any) -> bool:
 
 
 def _no_own_overlap() -> dict[str, bool]:
-    """Since 2.14 Inductor lets waits sink after all passes, unless it is told not to. Before there is no switch."""
+    """Since 2.14 Inductor lets waits sink after all passes, unless it is told not to. Before, it never does."""
     known = hasattr(getattr(config, "aten_distributed_optimizations", None), "enable_simple_overlap")
     return {"aten_distributed_optimizations.enable_simple_overlap": False} if known else {}
 

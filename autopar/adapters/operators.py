@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -104,6 +105,11 @@ def packet_named(namespace: str, name: str) -> Any:
     """All overloads of an operator: ``torch.ops.aten.silu``. None for one that this version has no more."""
     room = getattr(torch.ops, namespace)
     return getattr(room, name, None) if name in _REMOVED else getattr(room, name)
+
+
+def of_named_dims(op: OpOverload) -> bool:
+    """Whether an overload takes dims by name. 2.12 has those; none is in a captured graph."""
+    return re.search("names?(_|$)|Dimname", op._overloadname) is not None
 
 
 def makes_tensors(op: OpOverload) -> bool:

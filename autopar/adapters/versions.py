@@ -19,12 +19,13 @@ from contextlib import contextmanager
 TRIED = {"torch": ((2, 12), (2, 15)), "transformers": ((5, 10), (5, 24))}
 
 
-def refuse_older(library: str) -> None:
-    """Raises ValueError for a version older than the oldest that was tried. One that is not installed is none."""
-    found, (oldest, _) = _installed(library), TRIED[library]
+def refuse_older(library: str, oldest: tuple[int, int] | None = None, who: str = "autopar") -> None:
+    """Raises ValueError for a version older than ``oldest`` (default: that was tried). One that is not installed is
+    none."""
+    found, oldest = _installed(library), oldest or TRIED[library][0]
     if found and _minor(found) < oldest:
         raise ValueError(
-            f"autopar: needs {library} {_text(oldest)} or newer, found {found}; "
+            f"{who}: needs {library} {_text(oldest)} or newer, found {found}; "
             f"pip install -U '{library}>={_text(oldest)}'"
         )
 

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer import TRAINING_ARGS_NAME
 
+from autopar.adapters.versions import refuse_older
 from autopar.integrations.accelerator import STATE, Accelerator
 from autopar.integrations.training_arguments import check_losses, check_methods, check_training_arguments
 from autopar.runtime.buckets import IGNORED
@@ -56,6 +57,7 @@ class OnMesh(_BEHIND):
     ) -> None:
         if mesh is None:
             raise ValueError("Trainer: needs a mesh, found none; pass mesh=autopar.init_mesh(dp=2, tp=2)")
+        refuse_older("transformers", (5, 23), "Trainer")  # with label smoothing that of 5.10 has other losses
         self._mesh, self._mesh_options = mesh, dict(options or {})
         self._part, self._parts = data_part(mesh)
         check_methods(type(self), OnMesh, _METHODS)
@@ -163,6 +165,15 @@ class OnMesh(_BEHIND):
         return model.clip_grad_norm_(float("inf")) if grad_norm is None else grad_norm
 
     # --- checkpoints ------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Collective. That of transformers 5.10 and 5.17 lets the first rank alone write; here each takes part."""
+        self._save(output_dir)
+        self._save = lambda *_, **__: None  # type: ignore[method-assign]  # that is done
+        try:
+            super().save_model(output_dir, _internal_call)
+        finally:
+            del self._save
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """The folder that transformers writes for the model. Collective."""

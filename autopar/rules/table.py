@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import autopar.ops  # noqa: F401  (registers the operators that the table names)
-from autopar.adapters.operators import makes_tensors, mutates, packet_named
+from autopar.adapters.operators import makes_tensors, mutates, of_named_dims, packet_named
 from autopar.attention.operator import attention_of_piece
 from autopar.ir.conversions import convert, exchange, exchange_slice
 from autopar.ops.dispatchers import DISPATCHERS
@@ -45,7 +45,7 @@ def overloads(name: str) -> list[Any]:
         return []
     names = [overload] if overload else packet.overloads()
     found = [getattr(packet, n) for n in names]
-    return [op for op in found if not mutates(op) and makes_tensors(op)]
+    return [op for op in found if not mutates(op) and makes_tensors(op) and not of_named_dims(op)]
 
 
 def add(names: str, rule: RuleFunction) -> None:
