@@ -37,7 +37,7 @@ from autopar.runtime.inputs import by_name, check_values, misspelled
 from autopar.runtime.model_on_mesh import SHARED, ModelOnMesh
 from autopar.runtime.note_watch import NoteWatch
 from autopar.runtime.optimizer_steps import watch_optimizers
-from autopar.runtime.origin import Origin
+from autopar.runtime.origin import MadeFrom
 from autopar.runtime.pending import now, watch_steps
 from autopar.runtime.pieces import STAGES
 from autopar.runtime.results import rebuild_outputs
@@ -91,7 +91,7 @@ class ParallelModule(ModelOnMesh):
         self._watch, self._observers = NoteWatch(groups), Observers()
         self._scaler: GradScaler | None = None
         self._averages: list[Any] = []
-        self._origin: Origin | None = None
+        self._origin: MadeFrom | None = None
         self._line = RunLine()
         self._last_use, self._sizes = 0, (0, 0)
         self._weight = torch.ones((), dtype=torch.float64, device=groups.device)
@@ -124,7 +124,7 @@ class ParallelModule(ModelOnMesh):
             outputs = (s for runner in self._cache.runners for s in runner.compiled.signature.outputs)
             return {s.name for s in outputs if s.kind == "mutation"}
 
-        self._origin = Origin(models, self._tree, self._groups, held, written)
+        self._origin = MadeFrom(models, self._tree, self._groups, held, written)
 
     def pad_batches(self, buckets: Buckets, ahead: Callable[..., None] | None = None) -> None:
         """From now on: see `autopar.Buckets`. ``ahead``: is asked for the step of the next longer batch."""

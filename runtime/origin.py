@@ -15,7 +15,7 @@ from autopar.runtime.step_cache import Kind
 from autopar.runtime.tree import Tree
 
 
-class Origin:
+class MadeFrom:
     """Of ``models`` by paths, the parallel one's ``tree``. ``held``: names of buffers that somebody holds besides;
     ``written``: tells the buffers that the steps so far write to."""
 

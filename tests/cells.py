@@ -32,7 +32,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import nested_piece
 from autopar.options import Options
-from autopar.planner.step_order import make_order
+from autopar.planner.step_order import make_order, owners
 from autopar.runtime import executor as executors
 from autopar.runtime.attention_comm import OPERATORS
 from autopar.runtime.bind import Bound, bind
@@ -256,8 +256,10 @@ def with_schedule(made: Compiled, name: str) -> Compiled:
     """The same parts in the order of another schedule."""
     assert made.plan.pipeline is not None
     plan = dataclasses.replace(made.plan, pipeline=dataclasses.replace(made.plan.pipeline, schedule=name))
-    order = make_order(plan, made.pipeline.parts, made.pipeline.hops)
-    return dataclasses.replace(made, plan=plan, pipeline=dataclasses.replace(made.pipeline, order=order))
+    order, ranks = make_order(plan, made.pipeline.parts, made.pipeline.hops), owners(plan)
+    specs = tuple(dataclasses.replace(spec, ranks=ranks[spec.name]) for spec in made.parameters)
+    pipeline = dataclasses.replace(made.pipeline, order=order)
+    return dataclasses.replace(made, plan=plan, pipeline=pipeline, parameters=specs)
 
 
 @contextlib.contextmanager

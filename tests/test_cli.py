@@ -365,7 +365,7 @@ def test_all_schedules_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--name", "1f2b"], "--schedule: expected one of gpipe, 1f1b"),
+        (["--name", "1f2b"], "schedule: unknown name '1f2b'; known are gpipe, 1f1b, "),
         (["--name", "gpipe", "--times", "F=fast"], "--times: F needs a number of 0 or more, found 'fast'"),
         (["--name", "gpipe", "--times", "F=1,F=2"], "--times: F is given twice"),
         (["--name", "gpipe", "--times", "F=0"], "--times: F needs a time above 0"),

@@ -11,7 +11,7 @@ import torch
 class _Told(threading.local):
     """Of the forward that this thread traces."""
 
-    inference = False
+    inference: bool | None = None  # None: it traces none
 
 
 _TOLD = _Told()
@@ -23,8 +23,8 @@ def grad_mode() -> str:
     return "inference" if _IS_INFERENCE_MODE() else "grad" if _IS_GRAD_ENABLED() else "no_grad"
 
 
-def told_inference() -> bool:
-    """Whether a traced forward is told that it runs under inference_mode."""
+def told_inference() -> bool | None:
+    """Whether the forward that this thread traces is told that it runs under inference_mode; None: there is none."""
     return _TOLD.inference
 
 

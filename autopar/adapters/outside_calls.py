@@ -48,7 +48,7 @@ _LOADS = ("torch.serialization", "torch.hub")
 # who may ask whatever it is, of Python's library and of others
 _FREE = {"logging", "warnings", "tqdm", "traceback", "inspect", "linecache", "importlib", "tokenize", "tempfile",
          "unittest", "_pytest", "pytest", "pdb", "bdb", "IPython", "wandb", "loguru", "structlog", "rich", "absl",
-         "tensorboard", "cProfile", "profile", "transformers", "shutil"}  # fmt: skip
+         "tensorboard", "cProfile", "profile", "transformers", "shutil", "sympy"}  # fmt: skip
 _WRITES = {"makedirs", "mkdir", "removedirs", "touch", "unlink", "rename", "replace", "write_text", "write_bytes"}
 _IMPORTS = "<frozen importlib"
 

@@ -88,10 +88,11 @@ def noticed_grad_mode(note: Callable[[], None], mode: str, note_tensor: Callable
         return enabled()
 
     def is_inference_mode_enabled() -> bool:
-        if not is_outside(sys._getframe(1)):
+        told = told_inference()
+        if told is None or not is_outside(sys._getframe(1)):
             return inference()
         note()
-        return told_inference()
+        return told
 
     def is_inference(x: Tensor) -> bool:
         if is_outside(sys._getframe(1)):

@@ -29,6 +29,7 @@ NODES = {
     "partitioner_tag": "str: 'is_backward' for what AOTAutograd traced after the forward",
     "call": "int: which of the `forward_calls` of a local graph a node of its joint graph belongs to (-1: none)",
     "asked": "int: number of the torch.utils.checkpoint within which the model calls it",
+    "custom": "dict[str, Any]: annotations, which torch's decompositions hand on",
     # types
     "placements": "dict[str, Placement]: of the result, by axis; Invariant where an axis is missing",
     "result_placements": "dict[str, tuple[Placement, ...]]: the same for several results",

@@ -176,8 +176,19 @@ def compiled_of(case: Case, order: Order, bucket_bytes: int = 2**20) -> Any:
         signature=SimpleNamespace(inputs=inputs, outputs=[OutputSpec("output", "loss")], assigned=(), unkept=()),
         constants={},
         known=None,
-        parameters=[ParameterSpec(n, shape, torch.float64) for n, shape in names.items()],
+        parameters=[
+            ParameterSpec(n, shape, torch.float64, ranks=holders(case, order, n)) for n, shape in names.items()
+        ],
     )
+
+
+def holders(case: Case, order: Order, name: str) -> tuple[int, ...]:
+    """The ranks whose stages use a parameter."""
+    return tuple(sorted({r for s, r in enumerate(order.rank_of) if name in weights_of(case, order.part_of(s))}))
+
+
+def weights_of(case: Case, part: int) -> tuple[str, str]:
+    return case.weight(part), f"b{part}"
 
 
 def values_of(case: Case) -> dict[str, Tensor]:
@@ -210,7 +221,7 @@ def expected(case: Case, detached: bool = False) -> tuple[float, dict[str, Tenso
 def mine(case: Case, order: Order, rank: int) -> dict[str, Tensor]:
     """Inputs, and the parameters of one rank's stages."""
     parts = [order.part_of(s) for s, r in enumerate(order.rank_of) if r == rank]
-    held = {n for k in parts for n in (case.weight(k), f"b{k}")}
+    held = {n for k in parts for n in weights_of(case, k)}
     return {n: v for n, v in values_of(case).items() if n in ("x", "target") or n in held}
 
 

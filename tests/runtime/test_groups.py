@@ -292,7 +292,7 @@ def test_a_rank_at_work_is_waited_for() -> None:
 def told_and_handled() -> tuple[str, str, str]:
     init_mesh(dp=2)
     with suppress(ValueError), reporting():
-        raise ValueError("handled")
+        raise ValueError(f"handled by {dist.get_rank()}")
     dist.barrier()
     explained = board().explain([0, 1], "something old")
     told = board().trouble([0, 1])
@@ -304,7 +304,7 @@ def told_and_handled() -> tuple[str, str, str]:
 
 def test_what_was_handled_explains_nothing_later() -> None:
     for rank, (explained, told, later) in enumerate(run_ranks(2, told_and_handled)):
-        assert explained == f"rank {1 - rank} failed: ValueError: handled"
+        assert explained == f"rank {1 - rank} failed: ValueError: handled by {1 - rank}"
         assert told == explained and later == ""
     run_ranks(2, told_and_handled)
     out = rank_outcomes(2, agree_without, 1, timeout=20)
