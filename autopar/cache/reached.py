@@ -124,7 +124,7 @@ class Reached(ReachedValues):
                 self._walk(value)
             elif owner == LIBRARY and name not in _SKIPPED and type(value) in _PLAIN:
                 self._say(name, _plain(value))
-            elif of_torch and name not in _SKIPPED:  # people put things there
+            elif of_torch and name not in _SKIPPED and not _is_ours(value):  # people put things there
                 self._say(name, _plain(value))
                 self._walk(value) if self._is_users(type(value)) else None
 
@@ -291,6 +291,11 @@ def _function_of(value: Any) -> types.FunctionType | None:
 
 def _is_of_process(value: Any) -> bool:
     return isinstance(value, str) and _SESSION.fullmatch(value) is not None
+
+
+def _is_ours(value: Any) -> bool:
+    """Whether it is a property that autopar has put into a class of torch, which a process may not have done yet."""
+    return isinstance(value, property) and str(getattr(value.fset, "__module__", "")).startswith("autopar.")
 
 
 def _plain(value: Any) -> str:
