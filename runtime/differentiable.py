@@ -11,17 +11,19 @@ What the backward reads must be as the forward left it: torch's version counters
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.fx import Node
 
 from autopar.adapters.autograd import keeps_graph, version_of
-from autopar.adapters.dtensor import local_of
-from autopar.ir.graph import outputs
+from autopar.adapters.dtensor import as_plain, local_of
+from autopar.ir.graph import ancestors, outputs
 from autopar.ir.placement import Replicate
 from autopar.runtime.executor import Executor, Paused
 from autopar.runtime.refused_gradient import with_refusal
@@ -30,6 +32,7 @@ from autopar.runtime.state import local_gradient
 from autopar.steps.of_rank import backwards
 from autopar.steps.value_names import grad, of, output, output_place
 
+_COPIES = (torch.ops.aten.detach.default, torch.ops.aten.clone.default)
 Again = Callable[[tuple[str, ...]], Executor]  # names of outputs -> the step that has gradients for them
 
 
@@ -47,6 +50,7 @@ class Forward:
     parameters: Mapping[str, nn.Parameter]
     again: Again
     used: bool = False
+    shown: dict[str, weakref.ref[Tensor]] = field(default_factory=dict)  # to the user, by names of outputs
 
     def __post_init__(self) -> None:
         stage, specs = self.executor.compiled.stage, self.executor.specs
@@ -65,11 +69,31 @@ class Forward:
         """The outputs that depend on a parameter that wants a gradient."""
         return [output_place(name) for name in self.executor.compiled.stage.dependent]
 
-    def watch(self, name: str, output: DTensor) -> None:
-        """An output that lies where a saved value lies must not be written to, either."""
+    def watch(self, name: str, output: Tensor) -> None:
+        """An output that lies where a saved value lies must not be written to, either; nor be asked for its gradient
+        where the loss was made of it within the step."""
+        self.shown[name] = weakref.ref(output)
+        if not isinstance(output, DTensor):
+            return
         kept = {x.untyped_storage().data_ptr() for _, x in self.paused.saved}
         if local_of(output).untyped_storage().data_ptr() in kept:
             self._read += _versions({f"output {name}": output.detach()})  # the output itself holds this object
+
+    def check_asked(self, tangents: Collection[int]) -> None:
+        """Raises ValueError for a hook on an output, or `retain_grad`, where the step itself has made another output of
+        it that is differentiated: no gradient comes back from there."""
+        made = outputs(self.executor.compiled.local)
+        for k in self.differentiable:
+            name = self.executor.compiled.signature.outputs[k].name
+            shown = self.shown[name]() if name in self.shown else None
+            with as_plain():
+                asked = shown is not None and (shown.retains_grad or shown._backward_hooks)
+            if asked and _copied(made[k]) in ancestors([made[j] for j in tangents if j != k]):
+                raise ValueError(
+                    f"backward: the gradient of output {name} is asked for, by a hook or retain_grad(), found that the "
+                    "step has made the loss of it, which is differentiated as one; make the loss of the outputs "
+                    "instead (outputs_with_grad=True)"
+                )
 
     def gradients(self, tangents: Mapping[int, Tensor], keep: bool) -> dict[str, Tensor]:
         """Tangents by output -> gradients (this rank's pieces) by original name of the parameter."""
@@ -112,6 +136,13 @@ class Forward:
         if tangent.dim() and any(executor.groups.coordinate[a] for a in copies):
             return torch.zeros_like(tangent)
         return tangent.contiguous()
+
+
+def _copied(node: Node) -> Node:
+    """What an output is a copy of."""
+    while node.target in _COPIES:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _versions(values: Mapping[str, Any]) -> list[tuple[str, Tensor, int]]:
@@ -170,6 +201,7 @@ class _StepFunction(torch.autograd.Function):
             for k, t in zip(run.differentiable, tangents, strict=True)
             if t is not None
         }
+        run.check_asked(given)
         found = run.gradients(given, keeps_graph())
         wanted = zip(run.trained.items(), ctx.needs_input_grad[2:], strict=True)
         made = {n: x.detach().contiguous() for n, x in found.items()}

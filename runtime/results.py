@@ -22,19 +22,20 @@ def rebuild_outputs(
     compiled: Compiled,
     values: list[Any],
     groups: Groups,
-    watch: Callable[[str, DTensor], None] | None = None,
+    watch: Callable[[str, Tensor], None] | None = None,
     whole: bool = False,
 ) -> Any:
     """The user's structure. Tensors are DTensors as they are cut, through which gradients flow; scalars are plain.
-    ``watch`` is shown each DTensor. ``whole``: plain tensors instead, of the whole batch. Collective."""
-    flat = []
+    ``watch`` is shown each of them. ``whole``: plain tensors instead, of the whole batch. Collective."""
+    flat, names = [], []
     for i, (spec, value) in enumerate(zip(compiled.signature.outputs, values, strict=True)):
         if spec.kind == "output":
             flat.append(batch_output(_wrapped(compiled, i, value, groups)) if value.dim() else value)
-            if watch is not None and value.dim():
-                watch(spec.name, flat[-1])
+            names.append(spec.name)
     if whole:
         flat = [x.full_tensor() if isinstance(x, DTensor) else x for x in flat]
+    for name, x in zip(names, flat, strict=True) if watch is not None else ():
+        watch(name, x)
     return compiled.signature.rebuild(flat)
 
 

@@ -138,7 +138,7 @@ class ShardedTensor(WholeValues, DTensor):
 
     def lies_as(self, x: Any) -> bool:
         """Whether another tensor has this shape and layout, on the same mesh."""
-        if type(x) is not ShardedTensor:
+        if not isinstance(x, ShardedTensor):
             return False
         if record_of(x) is record_of(self):
             return True

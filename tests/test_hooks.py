@@ -221,3 +221,40 @@ class Intermediate(Net):
 def test_what_acts_on_the_backward_of_a_forward_is_refused(what: Callable[[Tensor], Any], message: str) -> None:
     with pytest.raises(ValueError, match=rf"capture: .*test_hooks\.py:\d+ in .*{message}"):
         capture(Intermediate(what), {n: t.float() for n, t in numbers().items()})
+
+
+class TwoHeads(Net):
+    """"other" is no part of the loss."""
+
+    def forward(self, x: Tensor, target: Tensor) -> dict[str, Tensor]:
+        return {**super().forward(x, target), "other": self.first(x)}
+
+
+def hooks_of_outputs(sizes: dict[str, int]) -> None:
+    batch = numbers()
+    mine = part(batch, sizes)
+    parallel = put(build(TwoHeads), batch, sizes)
+    name = next(n for n in parallel(**mine) if n not in ("loss", "other"))
+    for ask in (Tensor.retain_grad, lambda x: x.register_hook(lambda g: g)):
+        for of_both in (False, True):
+            out = parallel(**mine)
+            ask(out[name])
+            loss = out["loss"] + out[name].sum() if of_both else out["loss"]
+            with pytest.raises(ValueError, match=f"the gradient of output {name} is asked for"):
+                loss.backward()
+        out = parallel(**mine)
+        ask(out["other"])
+        out["loss"].backward()
+        assert out["other"].grad is None  # as in torch
+        out = parallel(**mine)
+        ask(out[name])
+        out[name].sum().backward()
+    out = parallel(**mine)
+    out[name].retain_grad()
+    out[name].sum().backward()
+    assert torch.equal(out[name].grad.full_tensor(), torch.ones_like(out[name].full_tensor()))
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 1}, {"tp": 2}, {"dp": 2}], ids=str)
+def test_the_gradient_of_an_output_that_the_loss_is_made_of_is_refused(sizes: dict[str, int]) -> None:
+    run_ranks(max(sizes.values()), hooks_of_outputs, sizes)
