@@ -132,15 +132,18 @@ class Tree:
         self._children = [(m._modules, dict(m._modules)) for m in self.root.modules()]
         self._owners = [m._parameters for m in self.root.modules()]
         self._buffer_owners = {path + "." if path else "": m._buffers for path, m in self.root.named_modules()}
-        self._ids = self._ids_now()
+        parameters = self._parameters_now()
+        self._ids, self._ids_of_pieces = _ids(parameters), _ids(map(local_of, parameters))
 
     def _moved(self) -> bool:
         """Whether modules or parameters are others than before."""
-        return any(itertools.starmap(operator.ne, self._children)) or self._ids_now() != self._ids
+        if any(itertools.starmap(operator.ne, self._children)):
+            return True
+        parameters = self._parameters_now()  # others may have no pieces
+        return _ids(parameters) != self._ids or _ids(map(local_of, parameters)) != self._ids_of_pieces
 
-    def _ids_now(self) -> list[Any]:
-        parameters = [p for p in itertools.chain.from_iterable(map(dict.values, self._owners)) if p is not None]
-        return [*map(id, parameters), *map(id, map(local_of, parameters))]  # type: ignore[arg-type]
+    def _parameters_now(self) -> list[Any]:
+        return [p for p in itertools.chain.from_iterable(map(dict.values, self._owners)) if p is not None]
 
     def structure(self) -> nn.Module:
         """A copy with everything as it is now, parameters (whole) and buffers on the meta device."""
@@ -229,3 +232,7 @@ class Tree:
             raise ValueError(f"parallelize: parameter {name} must stay on its mesh, found it on {parameter.device}")
         self._own[name] = parameter
         return dataclasses.replace(spec, dtype=parameter.dtype, requires_grad=parameter.requires_grad)
+
+
+def _ids(values: Iterable[Any]) -> list[int]:
+    return list(map(id, values))
