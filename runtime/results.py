@@ -34,8 +34,9 @@ def rebuild_outputs(
             names.append(spec.name)
     if whole:
         flat = [x.full_tensor() if isinstance(x, DTensor) else x for x in flat]
-    for name, x in zip(names, flat, strict=True) if watch is not None else ():
-        watch(name, x)
+    if watch is not None:
+        for name, x in zip(names, flat, strict=True):
+            watch(name, x)
     return compiled.signature.rebuild(flat)
 
 
