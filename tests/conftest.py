@@ -34,6 +34,7 @@ DEAR = (
     "tests/test_habits.py",
     "tests/test_module_fuzz.py",
     "tests/test_pages.py",
+    "tests/test_examples.py",
     "tests/test_offload.py",
     "tests/test_aux_losses.py",
     "tests/test_context_models.py",

@@ -60,6 +60,7 @@ def tuned(sizes: Sizes, folder: str) -> list[float]:
     return losses
 
 
+@pytest.mark.full
 def test_an_adapter_folder(tmp_path: Path) -> None:
     import peft
 
