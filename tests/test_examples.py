@@ -50,15 +50,9 @@ def ranks_of(name: str) -> int:
     return int(re.search(r"torchrun --nproc-per-node (\d)", (FOLDER / f"{name}.py").read_text())[1])  # type: ignore[index]
 
 
-def trained(name: str) -> list[list[float]]:
-    if name == "lora":
-        pytest.importorskip("peft")
-    return run_ranks(ranks_of(name), ran, name, timeout=120)
-
-
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in ("resume", "inference")])
 def test_losses_fall(name: str) -> None:
-    first, *others = trained(name)
+    first, *others = run_ranks(ranks_of(name), ran, name, timeout=120)
     assert len(first) > 3 and first[-1] < first[0] and all(x == first for x in others)
 
 

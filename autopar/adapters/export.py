@@ -109,7 +109,7 @@ def export(
             raise TraceAnew from error
         refused = _refusal(error)
         if refused is not None:
-            where = f"torch.export stopped at {refused.place}" if refused.place else _where(refused)
+            where = f"{_STOPPED}{refused.place}" if refused.place else _where(refused)
             raise ValueError(f"capture: {where}: {refused}") from error
         where = _where(error)
         if needed := _needed(error):

@@ -66,9 +66,5 @@ def held_elsewhere(model: nn.Module) -> set[str]:
 
 def _of_array(x: Tensor) -> bool:
     """Whether its memory is not torch's: a numpy array's, for example."""
-    return x.device.type == "cpu" and x.layout == torch.strided and x.numel() > 0 and not _resizable(x)
-
-
-def _resizable(x: Tensor) -> bool:
-    found: bool = x.untyped_storage().resizable()
-    return found
+    own = x.device.type == "cpu" and x.layout == torch.strided and x.numel() > 0
+    return own and not x.untyped_storage().resizable()
