@@ -129,7 +129,8 @@ def page(results: dict[str, Any]) -> str:
         "|---|" + "---|" * len(TRANSFORMERS),
     ]
     for torch in TORCH:
-        lines.append(f"| {torch.replace('+cuda', ' CUDA build')} | " + " | ".join(_cell(results.get(f"{torch},{t}")) for t in TRANSFORMERS) + " |")
+        row = [torch.replace("+cuda", " CUDA build"), *(_cell(results.get(f"{torch},{t}")) for t in TRANSFORMERS)]
+        lines.append(f"| {' | '.join(row)} |")
     lines += ["", "| pair | Python, torch, transformers, numpy | date | files |", "|---|---|---|---|"]
     for pair, of in sorted(results.items()):
         files = ", ".join(f"{name.removeprefix('tests.')} {_sum(n)}" for name, n in sorted(of["files"].items()))
