@@ -48,7 +48,8 @@ What is known of the differences:
   the tests; their tiny longcat_flash has other sizes; gemma2's loss differs by 1e-11. 5.23 has all of them.
 - transformers before 5.23: `autopar.integrations.Trainer` is refused; with label smoothing that of 5.10 has other
   losses (the runs below were before that).
-- transformers 5.10: another process does not find steps that are stored, and compiles them again.
+- transformers 5.10: what it notes of installed packages has another order in each process; the run of
+  `cache.test_stored_steps` below was before keys of stored steps left this order out.
 - In some pairs of the table only `tests/versions/exact.py` was run: the second table says which files.
 """
 
