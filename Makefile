@@ -7,6 +7,8 @@ STAMP  := $(VENV)/.installed
 # What the whole suite runs with; `make test-versions` tries the others that a user may have.
 TORCH  := torch>=2.13,<2.14
 HF     := transformers>=5.23,<5.24
+# Not 3.9, which is for torch 2.15: it prints what it leaks when a process ends.
+TRITON := triton>=3.7,<3.9; sys_platform == "linux"
 
 # Without an NVIDIA GPU take torch's CPU build, which needs no CUDA packages. A few seconds are enough to learn
 # that the extra index cannot be reached; pip then goes on with the indexes it has.
@@ -58,5 +60,5 @@ $(STAMP): pyproject.toml
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	if nvidia-smi >/dev/null 2>&1; then index=""; else index="$(CPU_INDEX)"; fi; \
 	  $(PY) -m pip install --quiet --no-deps $$index '$(TORCH)'
-	$(PY) -m pip install --quiet -e '.[hf,dev]' '$(HF)' --config-settings editable_mode=compat
+	$(PY) -m pip install --quiet -e '.[hf,dev]' '$(HF)' '$(TRITON)' --config-settings editable_mode=compat
 	touch $@

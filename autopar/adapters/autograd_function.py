@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 from torch._functorch.autograd_function import CustomFunctionHigherOrderOperator
 from torch.autograd import Function
-from torch.autograd.function import _SingleLevelFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from autopar.adapters.asked_regions import asked_for
+from autopar.adapters.every_apply import every_apply, plain_apply
 from autopar.adapters.traced_threads import traced_by_this_thread
 
 ops = torch.ops.autopar
@@ -36,18 +36,15 @@ ops = torch.ops.autopar
 def captured_backwards() -> Iterator[None]:
     """Within: functions that this thread calls while it traces are captured with their backward.
 
-    Every ``apply``, by whatever name it was kept, ends in that of the class below `Function`, or goes to functorch.
+    Every ``apply``, by whatever name it was kept, ends in C's own (`every_apply`), or goes to functorch.
     """
     traced = traced_by_this_thread()
-    single: Any = _SingleLevelFunction
-    owner = _owner_of_apply()
-    kept = vars(owner).get("apply")
     transformed: Any = CustomFunctionHigherOrderOperator
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         # The machinery of operators is below what is captured.
         if cls.__module__.startswith("torch._") or torch._C._are_functorch_transforms_active() or not traced():
-            return super(single, cls).apply(*args, **kwargs)
+            return plain_apply(cls, *args, **kwargs)
         if cls is CheckpointFunction:
             return _called(*args)
         return _captured(cls, *_bound(cls, args, kwargs))
@@ -62,23 +59,12 @@ def captured_backwards() -> Iterator[None]:
             )
         return call(self, cls, *args, **kwargs)
 
-    owner.apply = classmethod(apply)
     transformed.__call__ = refused
     try:
-        yield
+        with every_apply(apply):
+            yield
     finally:
-        if kept is None:
-            del owner.apply
-        else:
-            owner.apply = kept
         transformed.__call__ = call
-
-
-def _owner_of_apply() -> Any:
-    """The class whose ``apply`` is asked. Before 2.14 that of `Function` prepares the call and asks the class below it,
-    whatever name it was kept by; since then it is C's own: one that was kept before is not seen, and refused."""
-    in_c = vars(Function).get("apply") is vars(torch._C._FunctionBase)["apply"]
-    return Function if in_c else _SingleLevelFunction
 
 
 def _called(function: Any, preserve: bool, *args: Any) -> Any:

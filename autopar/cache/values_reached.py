@@ -174,6 +174,8 @@ class ReachedValues(abc.ABC):
         entries = list(x.items())
         if self._lenient:
             entries = [(k, x) for k, x in entries if self._is_users(x) or not self._is_of_others(k)]
+            if all(_are_texts(pair) for pair in entries):  # which distributions are installed, in the order of a set
+                entries.sort(key=operator.itemgetter(0))
         self._walk_all("dict", (entry for pair in entries for entry in pair))
 
     def _is_of_others(self, key: Any) -> bool:
@@ -338,6 +340,12 @@ class ReachedValues(abc.ABC):
 
     def _property(self, x: Any) -> None:
         self._walk_all("property", (x.fget, x.fset, x.fdel))
+
+
+def _are_texts(pair: tuple[Any, Any]) -> bool:
+    """A text for a text, or for a list of them."""
+    key, value = pair
+    return all(type(x) is str for x in (key, *(value if type(value) is list else [value])))
 
 
 @functools.lru_cache(4096)

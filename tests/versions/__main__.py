@@ -3,8 +3,9 @@
     python -m tests.versions                        every pair of `TORCH` and `TRANSFORMERS`
     python -m tests.versions 2.12,5.10 2.15,5.24    these pairs alone; of the others the page keeps what is known
 
-Each pair has an environment, build/versions/2.12-5.10, made where it is not there yet: torch's CPU build where its
-index can be reached, else the default one, which brings CUDA (5 GB). What came out is in results.json here.
+Each torch has an environment, build/versions/2.12, made where it is not there yet: its CPU build where its index can be
+reached, else the default one, which brings CUDA (5 GB), as 2.13+cuda does everywhere. transformers is exchanged there.
+The oldest pair has one of its own, with the oldest of all libraries. What came out is in results.json here.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from typing import Any
 
 from tests.launched import ROOT
 
-TORCH = ("2.12", "2.13", "2.14", "2.15")
+TORCH = ("2.12", "2.13", "2.13+cuda", "2.14", "2.15")
+CUDA = {"2.13+cuda": "===2.13.0"}  # the build with CUDA, which alone has no ending
 TRANSFORMERS = ("5.10", "5.17", "5.24")
 OLDEST = ("cloudpickle==3.0.*", "numpy==1.26.4", "rich==13.7.*", "safetensors==0.4.3", "scipy==1.15.0", "tqdm==4.66.*")
 FOLDER = ROOT / "build" / "versions"
@@ -39,14 +41,15 @@ KNOWN = """
 What is known of the differences:
 
 - torch 2.11 and older are refused: operators on a subclass of DTensor run DTensor's own code there.
-- torch 2.14 and 2.15: a custom autograd Function whose `apply` was kept under another name (`f = MyFunction.apply`) is
-  refused, because `apply` is C's own there; call `MyFunction.apply`.
+- torch 2.12: `apply` of a custom autograd Function takes no keyword arguments, in plain torch either; three tests of
+  `tests/test_autograd_function.py` pass some.
 - transformers 5.10: opt, bart, whisper, nllb_moe, falcon with padding and informer draw whether to skip a layer as a
   tensor, which is refused; dbrx multiplies by matrices of other shapes than in 5.23 and does not run at the sizes of
   the tests; their tiny longcat_flash has other sizes; gemma2's loss differs by 1e-11. 5.23 has all of them.
 - transformers before 5.23: `autopar.integrations.Trainer` is refused; with label smoothing that of 5.10 has other
   losses (the runs below were before that).
-- transformers 5.10: another process does not find steps that are stored, and compiles them again.
+- transformers 5.10: what it notes of installed packages has another order in each process; the run of
+  `cache.test_stored_steps` below was before keys of stored steps left this order out.
 - In some pairs of the table only `tests/versions/exact.py` was run: the second table says which files.
 """
 
@@ -54,6 +57,7 @@ What is known of the differences:
 SUITE = (
     "tests/versions/exact.py",
     "tests/test_versions.py",
+    "tests/test_autograd_function.py",
     "tests/test_capture.py",
     "tests/test_decompose.py",
     "tests/test_module.py",
@@ -72,16 +76,16 @@ SUITE = (
 
 
 def environment(torch: str, transformers: str) -> Path:
-    """The Python of a pair's environment, made if it is not there. The oldest pair has the oldest of all libraries."""
-    folder = FOLDER / f"{torch}-{transformers}"
+    """The Python of a pair's environment, made if it is not there, with this transformers."""
+    is_oldest = (torch, transformers) == (TORCH[0], TRANSFORMERS[0])
+    folder = FOLDER / (f"{torch}-oldest" if is_oldest else torch)
     python = folder / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-        index = () if shutil.which("nvidia-smi") else CPU_INDEX
-        wanted = (f"torch=={torch}.*", f"transformers=={transformers}.*", *TOOLS)
-        oldest = OLDEST if (torch, transformers) == (TORCH[0], TRANSFORMERS[0]) else ()
-        command = [python, "-m", "pip", "install", "--quiet", *index, *wanted, *oldest, "-e", ".[hf]"]
-        subprocess.run(command, cwd=ROOT, check=True)
+    index = () if torch in CUDA or shutil.which("nvidia-smi") else CPU_INDEX
+    wanted = (f"torch{CUDA.get(torch, f'=={torch}.*')}", f"transformers=={transformers}.*", *TOOLS)
+    command = [python, "-m", "pip", "install", "--quiet", *index, *wanted, *(OLDEST if is_oldest else ())]
+    subprocess.run([*command, "-e", ".[hf]"], cwd=ROOT, check=True)
     return python
 
 
@@ -128,7 +132,8 @@ def page(results: dict[str, Any]) -> str:
         "|---|" + "---|" * len(TRANSFORMERS),
     ]
     for torch in TORCH:
-        lines.append(f"| {torch} | " + " | ".join(_cell(results.get(f"{torch},{t}")) for t in TRANSFORMERS) + " |")
+        row = [torch.replace("+cuda", " CUDA build"), *(_cell(results.get(f"{torch},{t}")) for t in TRANSFORMERS)]
+        lines.append(f"| {' | '.join(row)} |")
     lines += ["", "| pair | Python, torch, transformers, numpy | date | files |", "|---|---|---|---|"]
     for pair, of in sorted(results.items()):
         files = ", ".join(f"{name.removeprefix('tests.')} {_sum(n)}" for name, n in sorted(of["files"].items()))
