@@ -76,7 +76,9 @@ def _memory() -> str:
 def _devices() -> str:
     if not torch.cuda.is_available():
         why = "this torch is built for the CPU" if torch.version.cuda is None else "no GPU, or no driver"
-        return f"CPU ({torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads); CUDA: {why}"
+        threads = torch.get_num_threads()
+        kind = f"{torch.backends.cpu.get_cpu_capability()}, {threads} thread{'s' * (threads > 1)}"
+        return f"CPU ({kind}); CUDA: {why}"
     found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return f"CUDA {torch.version.cuda}: " + ", ".join(f"{x.name} {x.total_memory / 2**30:.0f} GiB" for x in found)
 
