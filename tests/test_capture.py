@@ -353,3 +353,24 @@ def test_lines_are_of_the_model_alone() -> None:
 
     found = forward()
     assert found and all("in forward" in lines and __file__ not in lines for lines in found)
+
+
+class Branch(nn.Module):
+    """Something else for what sums up to more than zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        if h.sum() > 0:
+            h = h * 2
+        return h.mean()
+
+
+def test_torch_prints_nothing_where_an_export_stops(capfd: pytest.CaptureFixture[str]) -> None:
+    """It has printed the graph that came before, once for each of two tries."""
+    with pytest.raises(ValueError, match=r"`if h.sum\(\) > 0:`: it asks for the value of a tensor; the line branches"):
+        capture(Branch(), {"x": torch.rand(6, 4)})
+    assert capfd.readouterr().err == ""
