@@ -134,7 +134,9 @@ def run_decompositions(program: ExportedProgram, autocast: torch.dtype | None) -
 @contextlib.contextmanager
 def _quiet_stop() -> Iterator[None]:
     """Within: an export that stops prints no graph of what came before, and logs nothing: our error has the line."""
-    names, log = vars(torch.export._trace), logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    from torch.export import _trace  # as the export does: a second, which importing autopar need not take
+
+    names, log = vars(_trace), logging.getLogger("torch.fx.experimental.symbolic_shapes")
     names["print"] = lambda *_, **__: None
     log.addFilter(_is_told)
     try:
