@@ -6,6 +6,7 @@ Otherwise each of four workers takes as long, on two cores. What is started late
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import importlib
 import logging
@@ -27,6 +28,7 @@ from execnet.gateway_base import Popen2IO
 
 from autopar.adapters.collector import resting_collector
 from tests.launched import ROOT, forget_server
+from tests.ranks import PR_SET_PDEATHSIG
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ def _forked(others: Iterable[_Worker]) -> _Worker:
         os.close(asked), os.close(answered)
         return _Worker(pid, told, answers)
     try:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # who is killed cannot end the workers
         for mine in (_Worker(0, told, answers), *others):
             os.close(mine.told), os.close(mine.answers)
         _be_new_interpreter(asked, answered)

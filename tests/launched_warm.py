@@ -3,10 +3,13 @@ and they share what the run has captured."""
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 
 from autopar.adapters.fake import skeleton_of
 from autopar.cache.step_key import step_key
+from autopar.cache.values_reached import CannotTell
 from autopar.ir.mesh import Mesh
 from autopar.models.tiny import TINY
 from tests.captured_once import FOLDER, share_captures
@@ -19,4 +22,5 @@ note_no_stacks()
 share_captures()
 share_derivatives(FOLDER)
 warm()
-step_key("train", skeleton_of(TINY["llama"].build()), TINY["llama"].batch(2, 4), Mesh.of(dp=1))
+with suppress(CannotTell):  # somebody edits a file while the tests run
+    step_key("train", skeleton_of(TINY["llama"].build()), TINY["llama"].batch(2, 4), Mesh.of(dp=1))

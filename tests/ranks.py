@@ -226,7 +226,7 @@ class _Pool:
         where = (fn.__module__, getattr(module, "__file__", None), fn.__qualname__)
         self.tasks += 1
         folder = Path(self.folder.name) / f"task{self.tasks}"
-        task = pickle.dumps((where, sys.path, folder, pickle.dumps(args)))
+        task = pickle.dumps((where, sys.path, os.getcwd(), folder, pickle.dumps(args)))
         self._signal(signal.SIGCONT)
         outcomes = [Outcome(rank) for rank in range(self.n)]
         pending = {}
@@ -350,8 +350,9 @@ def _worker(rank: int, n: int, port: int, pipe: Connection, inherited: list[Conn
 
 def _answer(task: bytes) -> bytes:
     try:
-        where, path, folder, packed = pickle.loads(task)
+        where, path, current, folder, packed = pickle.loads(task)
         sys.path[:] = path  # before the arguments: unpickling them may import test modules
+        os.chdir(current)
         fn = _find(*where)
         args = pickle.loads(packed)
         failures.clear()  # what an earlier test caught explains nothing here

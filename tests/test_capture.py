@@ -255,7 +255,7 @@ def test_factories_keep_their_dtype() -> None:
     assert expected.dtype == torch.float64 and torch.equal(gm(x)[0], expected)
 
 
-def test_refuses_what_cannot_be_traced() -> None:
+def test_refuses_what_cannot_be_traced(capfd: pytest.CaptureFixture[str]) -> None:
     class Branches(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x + 1 if x.sum() > 0 else x
@@ -263,6 +263,7 @@ def test_refuses_what_cannot_be_traced() -> None:
     with pytest.raises(ValueError, match=r"test_capture\.py:\d+ in forward, `return x \+ 1 if.*torch\.where") as caught:
         capture(Branches(), {"x": torch.ones(3)})
     assert caught.value.__cause__ is not None
+    assert capfd.readouterr().err == "", "torch prints the graph that came before, once for each of two tries"
 
 
 def test_meta_model_of_real_size() -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
-from autopar.cli.environment import environment_lines
+from autopar.adapters.code_owners import AREAS, OURS
+from autopar.cli.environment import _OWN, environment_lines
 from autopar.cli.main import main
 
 
@@ -26,3 +31,23 @@ def test_a_cache_that_cannot_be_there_is_told(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("AUTOPAR_CACHE_SIZE", "many")
     monkeypatch.setenv("AUTOPAR_CACHE", "/nowhere")
     assert any(line.startswith("cache ") and "many" in line for line in environment_lines())
+
+
+def test_a_cache_that_cannot_be_written_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path / "cache"))
+    assert not any("cannot be written" in line for line in environment_lines())
+    monkeypatch.setattr(os, "access", lambda path, _: path != tmp_path)  # whoever runs this may write anywhere
+    assert any(line.endswith("cache: cannot be written, so nothing is kept") for line in environment_lines())
+
+
+def test_a_variable_that_nobody_reads_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOPAR_TIMEOUTS", "7")
+    assert any(line.endswith("7 (autopar reads no such variable; did you mean 'AUTOPAR_TIMEOUT'?)")
+               for line in environment_lines())  # fmt: skip
+    read = {
+        name
+        for folder in (OURS, *AREAS)
+        for file in Path(folder).rglob("*.py")
+        for name in re.findall(r"AUTOPAR_[A-Z_]+[A-Z]", file.read_text(encoding="utf-8"))
+    }
+    assert read == {*_OWN}

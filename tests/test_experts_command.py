@@ -147,7 +147,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert row(out, "dedup")[1:3] == ["0.84", "6.72"] and row(out, "two_level")[1:3] == ["6.72", "4.63"]
     assert row(out, "plain")[4] == "1,644" and float(row(out, "two_level")[5]) < float(row(out, "dedup")[5])
     assert "least time: two_level" in out and "a token reaches 5.29 nodes, at most 8" in out
-    assert "32768 if routing is even (469.8 MB), at worst 1048576" in out
+    assert "32768 if routing is even (469.8 MB), at worst 1048576 (15,032 MB)" in out
     assert 'on a mesh: topology="ep%8=switch:3e11:5e-6,ep/8=switch:' in out and "warning" not in out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 import warnings
@@ -123,11 +124,16 @@ WHOLE = {time: [h for h in ALL if h.when in time] for time in (MODEL, LOOP)}
 
 def in_turns() -> dict[int, list[Habit]]:
     """By numbers of ranks. What is done to the model, on one, at one of its times: every third of what has both before;
-    of loops, every second on one rank."""
+    of loops, every second on one rank. Each in one of its ways to step, in turn."""
     both = [h.what for h in WHOLE[MODEL] if h.when == "before" and sum(x.what == h.what for x in WHOLE[MODEL]) > 1]
     before = set(both[::3])
     once = [h for h in WHOLE[MODEL] if h.what not in both or (h.what in before) == (h.when == "before")]
-    return {1: once + WHOLE[LOOP][::2], 2: WHOLE[LOOP][1::2]}
+    turns = {1: once + WHOLE[LOOP][::2], 2: WHOLE[LOOP][1::2]}
+    return {ranks: [in_one_way(h, turn) for turn, h in enumerate(habits)] for ranks, habits in turns.items()}
+
+
+def in_one_way(habit: Habit, turn: int) -> Habit:
+    return dataclasses.replace(habit, ways=(habit.ways[turn % len(habit.ways)],))
 
 
 def wrong_habits(place: Place, which: tuple[str, ...] | str = "") -> list[str]:
@@ -154,7 +160,11 @@ def test_states_where_parameters_are_cut(place: Place) -> None:
 def test_in_turns_there_is_every_habit() -> None:
     found = [h for habits in in_turns().values() for h in habits]
     assert {h.what for h in found} == {h.what for h in ALL} and {h.when for h in found} == {*MODEL, *LOOP}
-    assert {h for h in found if h.when in LOOP} == set(WHOLE[LOOP])
+    assert {h.what for h in found if h.when in LOOP} == {h.what for h in WHOLE[LOOP]}
+    for habits in SECTIONS.values():
+        named = {h.what for h in habits}
+        ways = {way for h in habits for way in h.ways}
+        assert {way for h in found if h.what in named for way in h.ways} >= ways
 
 
 @pytest.mark.full

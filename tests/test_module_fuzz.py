@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -22,17 +23,26 @@ from tests.module_fuzz.side import Side, imported
 from tests.module_fuzz.tally import Tally
 from tests.ranks import run_ranks
 
-SEED, PROGRAMS, PARTS = 0, 500, 4  # a program takes 0.1 s
+SEED, PROGRAMS, PARTS = 0, 500, 4  # a program takes 0.2 s
 SHRUNK = 3  # of those that fail: the others are told as they are
 
 
-def failures(part: int) -> tuple[str, list[str]]:
+def numbered_programs(new: bool) -> list[tuple[int, Program]]:
+    """Those in which there is a piece, a call or an event that no program before has; or the others."""
+    found, seen = [], set[str]()
+    for i, program in enumerate(programs(SEED, PROGRAMS)):
+        shown = {*program.names(), *(re.sub(r"\d+", "N", event.text) for event in program.events)}
+        if new != (shown <= seen):
+            found.append((i, program))
+        seen |= shown
+    return found
+
+
+def failures(new: bool, part: int) -> tuple[str, list[str]]:
     """(counts, what fails: the first as scripts)"""
     tally, found = Tally(), []
     with compiled_by_each():  # what is remembered for others would hide what is stale
-        for i, program in enumerate(programs(SEED, PROGRAMS)):
-            if i % PARTS != part:
-                continue
+        for i, program in numbered_programs(new)[part::PARTS]:
             result = checked(program, f"fuzz_{i}")
             tally.add(result)
             if result.failed and len(found) < SHRUNK:
@@ -44,9 +54,10 @@ def failures(part: int) -> tuple[str, list[str]]:
     return str(tally), found
 
 
+@pytest.mark.parametrize("new", [True, pytest.param(False, marks=pytest.mark.full)])
 @pytest.mark.parametrize("part", range(PARTS))
-def test_random_modules_have_torchs_effect_or_are_refused(part: int) -> None:
-    [(counts, found)] = run_ranks(1, failures, part, timeout=280)
+def test_random_modules_have_torchs_effect_or_are_refused(part: int, new: bool) -> None:
+    [(counts, found)] = run_ranks(1, failures, new, part, timeout=280)
     assert not found, "\n\n".join([*found, counts])
 
 

@@ -11,6 +11,7 @@ moment; so the dtype is written down before.
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import traceback
 import warnings
@@ -96,6 +97,7 @@ def export(
             torch.jit.optimized_execution(False),  # it differentiates what it has run often by itself
             silent_fakes(),
             lines_of_forwards(export.__code__),
+            _quiet_stop(),
             _autocast(autocast),
             noted_regions(),
         ):
@@ -127,6 +129,25 @@ def run_decompositions(program: ExportedProgram, autocast: torch.dtype | None) -
     if autocast is not None:
         return decomposed(program, DECOMPOSITIONS)
     return decompose(program, DECOMPOSITIONS)
+
+
+@contextlib.contextmanager
+def _quiet_stop() -> Iterator[None]:
+    """Within: an export that stops prints no graph of what came before, and logs nothing: our error has the line."""
+    from torch.export import _trace  # as the export does: a second, which importing autopar need not take
+
+    names, log = vars(_trace), logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    names["print"] = lambda *_, **__: None
+    log.addFilter(_is_told)
+    try:
+        yield
+    finally:
+        names.pop("print", None)
+        log.removeFilter(_is_told)
+
+
+def _is_told(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("Unable to find user code")
 
 
 def _autocast(dtype: torch.dtype | None) -> torch.autocast:
@@ -198,7 +219,7 @@ def _reason(error: BaseException) -> str:
     if known := _known(error):
         return known[0]
     lines = [line for line in str(error).splitlines() if line.strip()]
-    text = _ATTRIBUTE.sub(r"a \1 has no \2", lines[0].strip() if lines else "")
+    text = _ATTRIBUTE.sub(r"a \1 has no \2", lines[0].strip().rstrip(".") if lines else "")
     return text if text and (isinstance(error, _PLAIN) or _is_ours(error)) else f"{type(error).__name__}: {text}"
 
 

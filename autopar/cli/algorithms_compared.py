@@ -28,6 +28,7 @@ from autopar.planner.attention_choice import (
     dealt,
 )
 from autopar.report.attention_picture import timeline_svg
+from autopar.report.human_numbers import human_digits
 from autopar.report.tables import escaped, show_table, table_of
 
 _WIDTH = 180  # of tables when stdout is no terminal
@@ -162,7 +163,7 @@ def _cells(layout: str, candidate: AttentionCost) -> Sequence[str]:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:,.4g}"
+    return human_digits(seconds * 1e3)
 
 
 def _size(number: float) -> str:

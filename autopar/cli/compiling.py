@@ -74,7 +74,9 @@ def configs() -> Any:
 def shown_progress() -> Iterator[Observer]:
     """Shows on stderr what the compiler did last, and for how long it runs."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    # Where it is no terminal rich would print an empty line at the end.
+    with Progress(*columns, console=console, transient=True, disable=not console.is_interactive) as progress:
         task = progress.add_task("model", total=None)
 
         def observe(name: str, gm: GraphModule, ctx: Compilation) -> None:

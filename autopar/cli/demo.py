@@ -1,6 +1,6 @@
 """The demo: train a small Llama on a mesh of processes and in one process, and show that it is the same training.
 
-    python -m autopar demo [--steps 250] [--mesh dp=2,tp=2] [--zero 3] [--out demo_output]
+    python -m autopar demo [--steps 100] [--mesh dp=2,tp=2] [--zero 3] [--out demo_output]
 
 The text is the Python standard library's own source code, as bytes. Both runs start from the same weights, see the same
 batches and use torch's AdamW; only the mesh differs. Shown are both loss curves, what a rank holds, and what it sends.

@@ -12,7 +12,7 @@ from autopar.options import DECLARED
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--steps", type=int, default=250, help="optimizer steps of each run (default %(default)s)")
+    add("--steps", type=int, default=100, help="optimizer steps of each run (default %(default)s)")
     add("--mesh", type=mesh, default="dp=2,tp=2", help="axes and sizes (default %(default)s)")
     add_option(parser, DECLARED["zero"], default=3, help=f"{DECLARED['zero'].help} (default: %(default)s)")
     add("--out", type=Path, default=Path("demo_output"), help="results (default ./%(default)s)")

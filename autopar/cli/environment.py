@@ -17,10 +17,12 @@ import torch.distributed as dist
 from autopar.adapters.code_owners import OURS
 from autopar.cache.entry_folder import entry_folder
 from autopar.options import CHIPS
+from autopar.spelling import did_you_mean
 from autopar.version import VERSION
 
 _LIBRARIES = ("numpy", "transformers", "accelerate", "triton", "flash-attn", "safetensors", "scipy", "rich")
 _SETTINGS = re.compile(r"(AUTOPAR|TORCH|PYTORCH|NCCL|GLOO|OMP|MKL|CUDA|HF|TRANSFORMERS)_|(RANK|LOCAL_RANK|WORLD_SIZE)$")
+_OWN = tuple(f"AUTOPAR_{name}" for name in ("CACHE", "CACHE_CHECK", "CACHE_SIZE", "DUMP", "SILENCE", "TIMEOUT"))
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|KEY")
 
 
@@ -45,7 +47,13 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "cache", _cache()
     for name in sorted(os.environ):
         if _SETTINGS.match(name) and not _SECRET.search(name):
-            yield name, os.environ[name] or "(empty)"
+            yield name, (os.environ[name] or "(empty)") + _unread(name)
+
+
+def _unread(name: str) -> str:
+    if not name.startswith("AUTOPAR_") or name in _OWN:
+        return ""
+    return f" (autopar reads no such variable{did_you_mean(name, _OWN)})"
 
 
 def _version(name: str) -> str:
@@ -76,7 +84,9 @@ def _memory() -> str:
 def _devices() -> str:
     if not torch.cuda.is_available():
         why = "this torch is built for the CPU" if torch.version.cuda is None else "no GPU, or no driver"
-        return f"CPU ({torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads); CUDA: {why}"
+        threads = torch.get_num_threads()
+        kind = f"{torch.backends.cpu.get_cpu_capability()}, {threads} thread{'s' * (threads > 1)}"
+        return f"CPU ({kind}); CUDA: {why}"
     found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return f"CUDA {torch.version.cuda}: " + ", ".join(f"{x.name} {x.total_memory / 2**30:.0f} GiB" for x in found)
 
@@ -112,4 +122,7 @@ def _cache() -> str:
         folder = entry_folder()
     except ValueError as error:
         return str(error)
-    return f"{folder.path}" if folder is not None else "off"
+    if folder is None:
+        return "off"
+    there = next(path for path in (folder.path, *folder.path.parents) if os.path.exists(path))
+    return f"{folder.path}" if os.access(there, os.W_OK) else f"{folder.path}: cannot be written, so nothing is kept"

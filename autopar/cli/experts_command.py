@@ -17,6 +17,7 @@ from autopar.cli.shared_arguments import add_device, positive
 from autopar.cost.expert_traffic import DispatchCost, Routing, dispatch_costs
 from autopar.cost.hardware import DEVICES
 from autopar.cost.topology import Topology
+from autopar.report.human_numbers import human_digits
 from autopar.report.tables import show_table
 from autopar.values import DTYPES, dtype_name
 
@@ -69,10 +70,8 @@ def _heading(args: argparse.Namespace, routing: Routing, inside: Topology, betwe
 
 def _rows(tokens: int, row: int, routing: Routing) -> list[str]:
     even, worst = tokens * routing.top_k, routing.worst_rows(tokens)
-    return [
-        f"rows of a rank's experts: {even} if routing is even ({even * row / 1e6:.4g} MB), at worst {worst} "
-        f"({worst * row / 1e6:.4g} MB)"
-    ]
+    even_mb, worst_mb = (human_digits(rows * row / 1e6) for rows in (even, worst))
+    return [f"rows of a rank's experts: {even} if routing is even ({even_mb} MB), at worst {worst} ({worst_mb} MB)"]
 
 
 def _table(costs: list[DispatchCost]) -> Table:
@@ -82,14 +81,14 @@ def _table(costs: list[DispatchCost]) -> Table:
     least = min(cost.seconds for cost in costs)
     for c in costs:
         copies, sizes = (c.copies_inside, c.copies_between), (c.bytes_inside / 1e6, c.bytes_between / 1e6)
-        cells = (*(f"{n:.2f}" for n in copies), *(f"{n:,.4g}" for n in sizes), f"{c.seconds * 1e3:.4g}")
+        cells = (*(f"{n:.2f}" for n in copies), *map(human_digits, sizes), human_digits(c.seconds * 1e3))
         table.add_row(c.name, *cells, style="bold" if c.seconds == least else None)
     return table
 
 
 def _notes(routing: Routing, costs: list[DispatchCost], inside: Topology, between: Topology) -> list[str]:
     fastest = min(costs, key=lambda c: c.seconds)
-    lines = [f"least time: {fastest.name} ({fastest.seconds * 1e3:.4g} ms by estimate)"]
+    lines = [f"least time: {fastest.name} ({human_digits(fastest.seconds * 1e3)} ms by estimate)"]
     if routing.nodes > 1:
         n = routing.per_node
         lines.append(

@@ -232,8 +232,10 @@ class Accelerator(accelerate.Accelerator):
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **how: Any) -> str:
         """As accelerate's: the model and its optimizers by `autopar.save`, to be loaded on any mesh. Collective."""
 
+        model = self._only_model("save_state")  # before accelerate makes the folder
+
         def write(_: Any, __: Any, folder: str) -> None:
-            save(Path(folder) / STATE, self._only_model("save_state"), optimizers, scheduler=schedulers)
+            save(Path(folder) / STATE, model, optimizers, scheduler=schedulers)
 
         with self._by_hook(self.register_save_state_pre_hook, write) as (optimizers, schedulers):
             folder: str = super().save_state(output_dir, safe_serialization=safe_serialization, **how)
@@ -242,19 +244,22 @@ class Accelerator(accelerate.Accelerator):
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **how: Any) -> None:
         """What `save_state` wrote, on this mesh or another. Collective."""
 
+        model = self._only_model("load_state")
+
         def read(_: Any, folder: str) -> None:
-            load(Path(folder) / STATE, self._only_model("load_state"), optimizers, scheduler=schedulers)
+            load(Path(folder) / STATE, model, optimizers, scheduler=schedulers)
 
         with self._by_hook(self.register_load_state_pre_hook, read) as (optimizers, schedulers):
             super().load_state(input_dir, load_kwargs, **how)
 
     def _only_model(self, call: str) -> ParallelModule:
-        if len(self._placed) != 1:
+        if len(self._models) != 1:
             raise ValueError(
-                f"{call}: saves one model with its optimizers, found {len(self._placed)} prepared; call autopar.save "
+                f"{call}: saves one model with its optimizers, found {len(self._models)} prepared; call autopar.save "
                 "for each of several"
             )
-        return self._placed[0]
+        only: ParallelModule = self._models[0]
+        return only
 
     @contextlib.contextmanager
     def _by_hook(
@@ -262,7 +267,6 @@ class Accelerator(accelerate.Accelerator):
     ) -> Iterator[tuple[list[Any], list[Any]]]:
         """Within: accelerate sees no models, optimizers and schedules, the hook does their part."""
         kept = self._models, self._optimizers, self._schedulers
-        self._placed = self._models
         handle = register(hook)
         self._models, self._optimizers, self._schedulers = [], [], []
         try:

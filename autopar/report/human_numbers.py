@@ -27,3 +27,8 @@ def human_bytes(count: float) -> str:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def human_digits(value: float) -> str:
+    """'12,970', '74.18', '0.031': four digits, or all that stand before the point."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -24,9 +24,9 @@ def main(args: argparse.Namespace) -> list[float]:
     tokens = corpus.tokenizer()
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(tokens), hidden_size=64, intermediate_size=128, num_hidden_layers=8, num_attention_heads=4
+        vocab_size=len(tokens), hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4
     )
-    # Where to cut is decided by estimated times; cuts=["model.layers.2", ...] says it.
+    # Where to cut is decided by estimated times; cuts=["model.layers.1", ...] says it.
     model = autopar.parallelize(LlamaForCausalLM(config), mesh, micro_batches=8, schedule=args.schedule)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses: list[float] = []

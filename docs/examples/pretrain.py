@@ -15,7 +15,7 @@ import autopar
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--text", nargs="+", default=corpus.PAGES, help="files to learn from (default: pages of docs/)")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--folder", default="pretrained", help="where the model is written")
     return parser.parse_args()
 

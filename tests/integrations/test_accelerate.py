@@ -126,6 +126,7 @@ def refusals() -> list[str]:
         other = {name: x + 1 for name, x in parallel.full_state_dict().items()}
         for how in ({"state_dict": other}, {"save_function": print}, {"push_to_hub": True}, {"widely": 1}):
             found.append(refusal(parallel.save_pretrained, "nowhere", **how))
+        assert not Path("nowhere").exists()
     return found
 
 
