@@ -56,6 +56,7 @@ from autopar.ir.own_backward import check_contained
 from autopar.ir.recipe import Recipe
 from autopar.ir.signature import InputSpec, OutputSpec, Signature
 from autopar.ops.ctc import functional_ctc_loss
+from autopar.ops.value_free import VALUE_FREE
 from autopar.precision import Precision
 
 __all__ = ["ADAPTERS", "Adapter", "InputSpec", "LiftFloat32", "OutputSpec", "Signature", "adapter_for", "capture"]
@@ -389,5 +390,5 @@ def _drop_unused(program: ExportedProgram, inputs: list[InputSpec]) -> tuple[Inp
     return tuple(spec for spec in inputs if spec.node in left)
 
 
-# Functions that torch.export does not take apart into operators of fixed shapes.
-_INSTEAD = {torch.nn.functional.ctc_loss: functional_ctc_loss}
+# Functions that torch.export does not take apart into operators of fixed shapes, or that ask for values.
+_INSTEAD = {torch.nn.functional.ctc_loss: functional_ctc_loss, **VALUE_FREE}
