@@ -30,6 +30,7 @@ from autopar.adapters.assigned import BufferWatch
 from autopar.adapters.backward_paths import followed_paths
 from autopar.adapters.block_memo import TraceAnew
 from autopar.adapters.collector import resting_collector
+from autopar.adapters.decompositions import fill_diagonal_
 from autopar.adapters.distributions import unchecked_distributions
 from autopar.adapters.export import export, flatten, paths, unflatten
 from autopar.adapters.fake import FakeTensorMode, fake_like, new_mode, owned_by, structure_copy
@@ -391,4 +392,8 @@ def _drop_unused(program: ExportedProgram, inputs: list[InputSpec]) -> tuple[Inp
 
 
 # Functions that torch.export does not take apart into operators of fixed shapes, or that ask for values.
-_INSTEAD = {torch.nn.functional.ctc_loss: functional_ctc_loss, **VALUE_FREE}
+_INSTEAD = {
+    torch.nn.functional.ctc_loss: functional_ctc_loss,
+    torch.Tensor.fill_diagonal_: fill_diagonal_,  # of a view, too
+    **VALUE_FREE,
+}
