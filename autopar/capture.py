@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -392,7 +392,7 @@ def _drop_unused(program: ExportedProgram, inputs: list[InputSpec]) -> tuple[Inp
 
 
 # Functions that torch.export does not take apart into operators of fixed shapes, or that ask for values.
-_INSTEAD = {
+_INSTEAD: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.nn.functional.ctc_loss: functional_ctc_loss,
     torch.Tensor.fill_diagonal_: fill_diagonal_,  # of a view, too
     **VALUE_FREE,
