@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,6 +30,7 @@ from autopar.adapters.assigned import BufferWatch
 from autopar.adapters.backward_paths import followed_paths
 from autopar.adapters.block_memo import TraceAnew
 from autopar.adapters.collector import resting_collector
+from autopar.adapters.decompositions import fill_diagonal_
 from autopar.adapters.distributions import unchecked_distributions
 from autopar.adapters.export import export, flatten, paths, unflatten
 from autopar.adapters.fake import FakeTensorMode, fake_like, new_mode, owned_by, structure_copy
@@ -56,6 +57,7 @@ from autopar.ir.own_backward import check_contained
 from autopar.ir.recipe import Recipe
 from autopar.ir.signature import InputSpec, OutputSpec, Signature
 from autopar.ops.ctc import functional_ctc_loss
+from autopar.ops.value_free import VALUE_FREE
 from autopar.precision import Precision
 
 __all__ = ["ADAPTERS", "Adapter", "InputSpec", "LiftFloat32", "OutputSpec", "Signature", "adapter_for", "capture"]
@@ -389,5 +391,9 @@ def _drop_unused(program: ExportedProgram, inputs: list[InputSpec]) -> tuple[Inp
     return tuple(spec for spec in inputs if spec.node in left)
 
 
-# Functions that torch.export does not take apart into operators of fixed shapes.
-_INSTEAD = {torch.nn.functional.ctc_loss: functional_ctc_loss}
+# Functions that torch.export does not take apart into operators of fixed shapes, or that ask for values.
+_INSTEAD: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.nn.functional.ctc_loss: functional_ctc_loss,
+    torch.Tensor.fill_diagonal_: fill_diagonal_,  # of a view, too
+    **VALUE_FREE,
+}

@@ -277,14 +277,15 @@ def _dropout(local: _Local) -> None:
 def _attention(local: _Local) -> None:
     """The queries of a token slice stand at its first token. The dropout mask of the probabilities (batch, heads,
     queries, keys): all but the keys may be cut, as those of q. Over a sequence that is cut on cp an algorithm runs."""
-    q, k = local.args["q"], local.args["k"]
+    q, k, cut = local.args["q"], local.args["k"], placement(local.args["q"], "cp")
+    over_tokens = isinstance(cut, Shard) and cut.dim == 2  # else another attention's tokens are the rows of this one
     if isinstance(placement(q, "sl"), Shard) and local.mesh.slice is not None:
         set_argument(local.node, "offset", local.mesh.slice.start)
     if local.args["dropout"]:
         shape = (*global_shape(q)[:3], global_shape(k)[2])
-        of_q = {a: placement(q, a) for a in local.mesh.cut_order if a != "cp"}
+        of_q = {a: placement(q, a) for a in local.mesh.cut_order if not (a == "cp" and over_tokens)}
         _pass_indices(local, shape, [of_q, of_q, of_q, {}], [0, 1, 2, 3])
-    if isinstance(placement(q, "cp"), Shard):
+    if over_tokens:
         _context_attention(local)
 
 

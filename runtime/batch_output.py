@@ -2,18 +2,22 @@
 
     functional.mse_loss(out.logits, batch["target"])       8 rows over all ranks, against the 4 of this rank's part
 
-torch finds such sizes out before an operator runs, and tells nothing of ranks.
+torch finds such sizes out before an operator runs, and tells nothing of ranks. As an input of another model on the same
+mesh, such an output is this rank's part (`parts_of_outputs`).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.adapters.dtensor import local_of, no_torch_function
 from autopar.ir.mesh import DATA
+from autopar.runtime.groups import data_part
 from autopar.runtime.sharded_tensor import ShardedTensor
 from autopar.runtime.whole_ops import leaves
 
@@ -52,6 +56,35 @@ def batch_output(x: DTensor) -> DTensor:
         for dim in dims:
             _explain(x, (x.shape[dim], local_of(x).shape[dim]))
     return x
+
+
+def parts_of_outputs(batch: dict[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
+    """A batch in which outputs of another model on the same mesh are what a user would pass: this rank's part of those
+    that are cut along the batch, whole in all else. Collective where there are any on axes that do not part the batch.
+    An output that wants a gradient, or of which it is not known whose part it is, stays what it is, and is refused.
+    """
+    if not any(isinstance(x, ShardedTensor) for x in batch.values()):
+        return batch
+    return {name: _plain_part(x, mesh) if isinstance(x, ShardedTensor) else x for name, x in batch.items()}
+
+
+def _plain_part(x: ShardedTensor, mesh: DeviceMesh) -> Tensor:
+    part, parts = data_part(mesh)
+    dims = _batch_dims(x)
+    wants_gradient = x.requires_grad and torch.is_grad_enabled()
+    if x.device_mesh != mesh or wants_gradient or len(dims) != (parts > 1):
+        return x
+    if x.cuts and all(axis in DATA for axis, _ in x.cuts):
+        return x.to_local().detach()
+    whole = x.full_tensor().detach()
+    return whole.chunk(parts, *dims)[part] if dims else whole
+
+
+def _batch_dims(x: ShardedTensor) -> set[int]:
+    """Those that ranks of the batch cut, or that have its rows."""
+    cut = {shard.dim for axis, shard in x.cuts if axis in DATA}
+    rows = x.rows[0] if isinstance(x, BatchOutput) else None
+    return cut or {d for d, size in enumerate(x.shape) if size == rows}
 
 
 def _explain(x: Any, rows: tuple[int, int] | None) -> None:

@@ -161,6 +161,8 @@ def check_values(batch: Mapping[str, Any], differentiated: bool, shapes_only: bo
 
 def _problem(x: Tensor, differentiated: bool, shapes_only: bool) -> str:
     """Why a tensor can't be an input, or ''."""
+    if differentiated and x.requires_grad and torch.is_grad_enabled():
+        return "requires a gradient, which only parameters get; pass x.detach(), or compute it inside of the model"
     if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return f"needs to be a plain tensor, found a {type(x).__name__}; pass this rank's part, such as x.to_local()"
     for kind, holds, way_out in (
@@ -172,8 +174,6 @@ def _problem(x: Tensor, differentiated: bool, shapes_only: bool) -> str:
             return f"needs to be dense, found a {kind} tensor; pass {way_out}"
     if x.is_meta and not shapes_only:
         return "needs values, found a tensor on the meta device, which has none; build it on the CPU"
-    if differentiated and x.requires_grad and torch.is_grad_enabled():
-        return "requires a gradient, which only parameters get; pass x.detach(), or compute it inside of the model"
     return ""
 
 

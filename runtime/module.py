@@ -23,6 +23,7 @@ from autopar.ir.parameter import ParameterSpec
 from autopar.plan import Plan
 from autopar.runtime import state
 from autopar.runtime.ambient import Surroundings, need_gradients, no_anomalies, outside
+from autopar.runtime.batch_output import parts_of_outputs
 from autopar.runtime.buckets import BatchFitter, Buckets
 from autopar.runtime.clipping import clip_gradients
 from autopar.runtime.comm import ledger_between, rows_sent
@@ -277,7 +278,7 @@ class ParallelModule(ModelOnMesh):
             )
         self._take_entries()
         refused = self._origin.refusal(kind) if self._origin is not None else ""
-        named = by_name(self._tree.root, args, batch)
+        named = parts_of_outputs(by_name(self._tree.root, args, batch), self._groups.device_mesh)
         check_values(named, differentiated=kind.train)
         if self._fitter is not None:
             named = self._fitter.fit(named)

@@ -31,20 +31,29 @@ def cross_entropy_loss(node: Node, build: Build) -> Node | None:
     x, target = known["self"], known["target"]
     if value_of(target).is_floating_point():
         return _soft_targets(node, build)
-    if known["weight"] is not None and known["label_smoothing"]:
-        raise ValueError(
-            "normalize: cross_entropy with both class weights and label smoothing, found at "
-            f"{node.name}; use one of them, or write the loss with log_softmax"
-        )
     flat, target_flat = _rows(build, x), build.reshape(target, (value_of(target).numel(),))
+    smoothing, weight = float(known["label_smoothing"]), known["weight"]
+    apart = bool(smoothing) and weight is not None  # the classes of the smoothed term have weights of their own
+    fused = torch.ops.autopar.cross_entropy.default
+    both = build(fused, flat, target_flat, known["ignore_index"], 0.0 if apart else smoothing)
+    smoothed = _weighted_smoothing(build, flat, target_flat, known) if apart else None
+    return _finish(node, build, build(_getitem, both, 0), target, target_flat, smoothed)
+
+
+def _weighted_smoothing(build: Build, rows: Node, flat: Node, known: dict[str, Any]) -> tuple[float, Node]:
+    """(the share of the loss of the label itself, what all classes add: s / C * sum(neg(weight * log_softmax)), 0 where
+    the label is ignored)"""
     smoothing = float(known["label_smoothing"])
-    both = build(torch.ops.autopar.cross_entropy.default, flat, target_flat, known["ignore_index"], smoothing)
-    first = build(_getitem, both, 0)
-    return _finish(node, build, first, target, target_flat)
+    logs = build(aten.mul.Tensor, build(aten.log_softmax.int, rows, 1), known["weight"])
+    total = build(aten.mul.Tensor, build(aten.sum.dim_IntList, logs, [1]), -smoothing / shape_of(rows)[1])
+    ignored = build(aten.eq.Scalar, flat, known["ignore_index"])
+    return 1.0 - smoothing, build(aten.masked_fill.Scalar, total, ignored, 0.0)
 
 
-def _finish(node: Node, build: Build, loss: Node, target: Node, flat: Node) -> Node:
-    """Class weights, reduction, shape and dtype of a per-row loss."""
+def _finish(
+    node: Node, build: Build, loss: Node, target: Node, flat: Node, smoothed: tuple[float, Node] | None = None
+) -> Node:
+    """Class weights, reduction, shape and dtype of a per-row loss. ``smoothed``: see `_weighted_smoothing`."""
     known = arguments(node)
     ignore, weight, reduction = known["ignore_index"], known["weight"], known["reduction"]
     counted = build(aten.ne.Scalar, flat, ignore)
@@ -53,6 +62,8 @@ def _finish(node: Node, build: Build, loss: Node, target: Node, flat: Node) -> N
         safe = build(aten.mul.Tensor, flat, counted)
         shares = build(aten.mul.Tensor, build(aten.index_select.default, weight, 0, safe), counted)
         loss = build(aten.mul.Tensor, loss, shares)
+    if smoothed is not None:
+        loss = build(aten.add.Tensor, build(aten.mul.Tensor, loss, smoothed[0]), smoothed[1])
     out_type = value_of(node).dtype
     if reduction == _NONE:
         return build.cast(build.reshape(loss, shape_of(node)), out_type)

@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from autopar.ir.conversions import is_zeros
 from autopar.ir.graph import arguments
+from autopar.ops.traits import is_view
 from autopar.rewrite.build import Build, Rewrite, operand, shape_of, value_of
 
 aten = torch.ops.aten
@@ -70,6 +71,18 @@ def scattered_complex(node: Node, build: Build) -> Node | None:
 def _pairs(build: Build, z: Node) -> Node:
     """(..., 2). The captured value of a part of a conjugate may be marked as one still."""
     return build(aten.view_as_real.default, build(aten.clone.default, z) if value_of(z).is_conj() else z)
+
+
+def complex_weight(node: Node, build: Build) -> Node | None:
+    """view_as_complex(w) --> complex(select(w, 1, 0), select(w, 1, 1))   of a weight or a view of one: gathered over
+    ranks it lies in memory in strides that no view of pairs may have"""
+    x = source = operand(node)
+    while source.op == "call_function" and is_view(source.target):
+        source = operand(source)
+    if source.op != "placeholder":
+        return None
+    last = len(shape_of(x)) - 1
+    return build(aten.complex.default, *(build(aten.select.int, x, last, i) for i in (0, 1)))
 
 
 def conjugate(node: Node, build: Build) -> Node | None:
@@ -142,6 +155,7 @@ def _points(build: Build, like: torch.Tensor, space: list[int], align_corners: b
 TABLE: dict[Any, Rewrite] = {
     aten._conj.default: conjugate,
     aten.conj.default: conjugate,
+    aten.view_as_complex.default: complex_weight,
     aten.slice_scatter.default: scattered_complex,
     aten.select_scatter.default: scattered_complex,
     aten.diagonal_scatter.default: scattered_complex,
