@@ -156,6 +156,7 @@ def capture(
     precision: Precision | None = None,
     grad_mode: str = "grad",
     memo: bool = True,
+    trial: bool = False,
 ) -> GraphModule:
     """The global graph of ``model(**batch)``.
 
@@ -168,16 +169,26 @@ def capture(
     dtypes to compute in; parameters are taken in these, and ``meta["stored_dtypes"]`` says how they are held.
     ``grad_mode``: what the forward is told when it asks whether there are gradients: "grad", "no_grad", "inference".
     Modules that are called alike are traced once, unless ``memo`` is False (`autopar.adapters.block_memo`): the graph
-    is the same.
+    is the same. ``trial``: no step runs this graph before the forward is captured again, so what it has kept in memos
+    is taken back, and ``meta["kept"]`` says whether there was something.
 
     Raises ValueError that names the operator and line which cannot be captured.
     """
     how = (train, exact, autocast, precision or Precision(), grad_mode)
     if memo:
-        with contextlib.suppress(TraceAnew), nothing_left() as left:
-            return _captured(model, batch, *how, True, left)
-    with nothing_left() as left:
-        return _captured(model, batch, *how, False, left)
+        with contextlib.suppress(TraceAnew):
+            return _captured_alone(model, batch, how, True, trial)
+    return _captured_alone(model, batch, how, False, trial)
+
+
+def _captured_alone(
+    model: nn.Module, batch: Mapping[str, Any], how: tuple[Any, ...], memo: bool, trial: bool
+) -> GraphModule:
+    """The graph; nothing else is left of the capture."""
+    with nothing_left(trial) as left:
+        gm = _captured(model, batch, *how, memo, left)
+    gm.meta["kept"] = left.taken_back
+    return gm
 
 
 def _prepared(

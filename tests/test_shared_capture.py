@@ -165,6 +165,7 @@ def test_of_the_same_batch_and_surroundings(
     count: list[int] = []
     graph = torch.fx.GraphModule(nn.Module(), torch.fx.Graph())
     graph.graph.output(())
+    graph.meta["kept"] = False
     monkeypatch.setattr(shared_capture, "capture", lambda *_, **__: count.append(1) or graph)
     shared = SharedCapture()
     shared.first(Net(), batches[0], **how[0])
