@@ -50,7 +50,7 @@ from autopar.exact import LiftFloat32
 from autopar.ir.batch import constants_of
 from autopar.ir.compute_dtypes import Dtypes, cast_around, dtypes_of, stored_by_name
 from autopar.ir.dtype_checks import check_dtypes
-from autopar.ir.exported import Made, buffers_differentiated, refuse_writes_again, specs_of_inputs
+from autopar.ir.exported import Made, buffers_differentiated, read_again, refuse_writes_again, specs_of_inputs
 from autopar.ir.gradient_paths import refuse_other_gradients
 from autopar.ir.own_backward import check_contained
 from autopar.ir.recipe import Recipe
@@ -361,6 +361,7 @@ def _finish(
         tuple(buffers.assigned),
         read,
         tuple(unkept),
+        read_again(graph, kept),
     )
     check_contained(gm)
     constants = {spec.name for spec in kept if spec.kind == "constant"}

@@ -102,6 +102,11 @@ class StepCache:
         """Of the compiled steps."""
         return [key[0] for key in self._steps]
 
+    def changed_since(self, runner: Executor) -> str:
+        """What the forward of a step reads and is no longer what it was compiled with, "" if nothing is."""
+        watch = next((step.watch for step in self._steps.values() if step.runner is runner), None)
+        return "" if watch is None or watch.holds() else watch.changed()
+
     def owed(self) -> list[Claim]:
         """What the last step has left to be compared: by the call that asks for it, on every rank."""
         return self._batches.owed()

@@ -285,6 +285,8 @@ def _entries(holder: Any) -> dict[Any, Any]:
         except ValueError:
             return {}
     found = dict(vars(holder))
+    if isinstance(holder, type):
+        return {name: x.__func__ if isinstance(x, (staticmethod, classmethod)) else x for name, x in found.items()}
     if isinstance(holder, types.FunctionType):
         cells = zip(holder.__code__.co_freevars, holder.__closure__ or ())
         found |= {_Variable(name): cell for name, cell in cells}
