@@ -169,24 +169,16 @@ def capture(
     dtypes to compute in; parameters are taken in these, and ``meta["stored_dtypes"]`` says how they are held.
     ``grad_mode``: what the forward is told when it asks whether there are gradients: "grad", "no_grad", "inference".
     Modules that are called alike are traced once, unless ``memo`` is False (`autopar.adapters.block_memo`): the graph
-    is the same. ``trial``: no step runs this graph before the forward is captured again, so what it has kept in memos
-    is taken back, and ``meta["kept"]`` says whether there was something.
+    is the same. ``trial``: no step runs it yet, so what the forward keeps in memos is taken back, and ``meta["kept"]``
+    says whether there was something.
 
     Raises ValueError that names the operator and line which cannot be captured.
     """
     how = (train, exact, autocast, precision or Precision(), grad_mode)
-    if memo:
-        with contextlib.suppress(TraceAnew):
-            return _captured_alone(model, batch, how, True, trial)
-    return _captured_alone(model, batch, how, False, trial)
-
-
-def _captured_alone(
-    model: nn.Module, batch: Mapping[str, Any], how: tuple[Any, ...], memo: bool, trial: bool
-) -> GraphModule:
-    """The graph; nothing else is left of the capture."""
-    with nothing_left(trial) as left:
-        gm = _captured(model, batch, *how, memo, left)
+    for blocks in (True, False) if memo else (False,):
+        with contextlib.suppress(TraceAnew), nothing_left(trial) as left:
+            gm = _captured(model, batch, *how, blocks, left)
+            break
     gm.meta["kept"] = left.taken_back
     return gm
 

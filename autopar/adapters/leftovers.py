@@ -29,7 +29,7 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from autopar.adapters.block_template import node_of
-from autopar.adapters.function_caches import CACHED, results_of, table_of
+from autopar.adapters.function_caches import CACHED, kept_results, lookup_of
 
 _FOREIGN = {"torch", "autopar", "numpy", "transformers", "builtins", *sys.stdlib_module_names} - {"__main__"}
 _LARGE = 1000  # entries; of what is larger there is no copy
@@ -278,7 +278,7 @@ def _entries(holder: Any) -> dict[Any, Any]:
     if isinstance(holder, set):
         return {id(x): x for x in holder}
     if isinstance(holder, CACHED):
-        return results_of(holder)
+        return kept_results(holder)
     if isinstance(holder, types.CellType):
         try:
             return {"": holder.cell_contents}
@@ -340,7 +340,7 @@ def _put_back(holder: Any, before: dict[Any, Any], changed: list[Any]) -> None:
     elif isinstance(holder, CACHED):
         for key in changed:
             if key not in before:  # what it no longer holds, it makes again
-                table_of(holder).pop(key, None)
+                lookup_of(holder).pop(key, None)
     elif isinstance(holder, types.CellType):
         if before:
             holder.cell_contents = before[""]
