@@ -233,7 +233,7 @@ def _captured(
         stack.enter_context(eager_types(replica))
         stack.enter_context(followed_paths())
         stack.enter_context(seen_files())
-        changed = stack.enter_context(frozen_facts(replica))
+        changed = stack.enter_context(frozen_facts(replica, left.kept))
         buffers = BufferWatch(replica)
         program = export(replica, unflatten(fakes, spec), autocast, grad_mode, memo=memo)
         if buffers.refused:
@@ -250,7 +250,8 @@ def _captured(
         _refuse_running_state(*_prepared(model, batch, train, precision, mode), mode, names, asked)
     for text in watch.outside.said():
         warn_of(text, stacklevel=3)
-    gm = _finish(program, replica, arguments, buffers, attributes_of(replica, changed), watch.asks_grad_mode)
+    unkept = attributes_of(replica, changed)
+    gm = _finish(program, replica, arguments, buffers, unkept, left.kept, watch.asks_grad_mode)
     if grad_mode == "grad":
         refuse_other_gradients(gm, watch.gradients)
         refuse_writes_again(gm)
@@ -326,6 +327,7 @@ def _finish(
     arguments: Mapping[str, Any],
     buffers: BufferWatch,
     unkept: Sequence[tuple[str, str]],
+    memos: Mapping[str, str],
     asks_grad_mode: bool,
 ) -> GraphModule:
     graph = program.graph_module.graph
@@ -354,6 +356,7 @@ def _finish(
         read,
         tuple(unkept),
         read_again(graph, kept),
+        tuple(memos.items()),
     )
     check_contained(gm)
     constants = {spec.name for spec in kept if spec.kind == "constant"}

@@ -22,14 +22,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from autopar.adapters.block_template import node_of
 from autopar.adapters.function_caches import CACHED, kept_results, lookup_of
+from autopar.adapters.graph_nodes import node_of
+from autopar.adapters.memos import is_data, text_of
 
 _FOREIGN = {"torch", "autopar", "numpy", "transformers", "builtins", *sys.stdlib_module_names} - {"__main__"}
 _LARGE = 1000  # entries; of what is larger there is no copy
@@ -38,7 +38,6 @@ _MOST = 3000  # holders
 SIMPLE = {bool, int, float, complex, str}
 _CONTAINERS = (dict, list, set, deque)
 _FUNCTIONS = (types.FunctionType, CACHED)
-_DATA = {*SIMPLE, bytes, type(None)}
 OF_SIZES = ("_like", "new_")  # parts of names of operators whose results take no values from their operand
 
 
@@ -65,6 +64,7 @@ class Leftovers:
     """Of one capture. ``watch(replica)`` before the export of this module; `restore`, then `clear` after it."""
 
     def __init__(self) -> None:
+        self.kept: dict[str, str] = {}  # what is a memo, or may be one, by name: see `memos`
         self.taken_back = False  # whether the forward has kept something that the next one would find
         self._held: list[tuple[Any, str, dict[Any, Any]]] = []
         self._made: list[weakref.ref[Tensor]] = []
@@ -94,6 +94,16 @@ class Leftovers:
         if mode is not None and self._varying is not None:
             alive = {id(x): node_of(x, mode.tracer) for ref in self._made if (x := ref()) is not None}
             self._steady = {i for i, node in alive.items() if node is None or not self._varying.is_behind(node)}
+            self.kept.update(self._memos())
+
+    def _memos(self) -> Iterator[tuple[str, str]]:
+        """(name, text) of what each capture makes anew: fakes, and results of caches for modules of the copy."""
+        for holder, name, before, changed in self._changes():
+            for key in (key for key in changed if before.get(key) is None):
+                x, of_copy = _entries(holder).get(key), isinstance(holder, CACHED) and not is_data(key)
+                kept = x if of_copy else _fake_in(x)
+                if kept is not None and (text := text_of(kept)) is not None:
+                    yield name if of_copy else f"{name}{_label(holder, key)}", text
 
     def changed(self) -> list[str]:
         """Names of numbers and texts that are others than before. What the cache of a function keeps is none."""
@@ -132,7 +142,7 @@ class Leftovers:
         """Numbers, texts and containers of these that the forward has put somewhere are no longer there."""
         for holder, _, before, changed in self._changes():
             now = _entries(holder)
-            kept = {key for key in changed if _is_data(now.get(key)) and _is_data(before.get(key))}
+            kept = {key for key in changed if is_data(now.get(key)) and is_data(before.get(key))}
             if kept:
                 left = {key: (before if key in kept else now).get(key, _NONE) for key in (*before, *now)}
                 _put_back(holder, {key: x for key, x in left.items() if x is not _NONE}, list(kept))
@@ -318,14 +328,6 @@ def _fake_in(x: Any, depth: int = _DEEP) -> Tensor | None:
         held = x.values() if isinstance(x, dict) else x
         return next((found for y in list(held) if (found := _fake_in(y, depth - 1)) is not None), None)
     return None
-
-
-def _is_data(x: Any, depth: int = _DEEP) -> bool:
-    """Whether a value is numbers and texts alone, so that making it anew makes no other effect."""
-    if isinstance(x, (tuple, frozenset, *_CONTAINERS)):
-        entries = (*x, *x.values()) if isinstance(x, dict) else tuple(x)
-        return depth > 0 and all(_is_data(y, depth - 1) for y in entries)
-    return type(x) in _DATA or isinstance(x, (numpy.generic, numpy.ndarray))
 
 
 def _put_back(holder: Any, before: dict[Any, Any], changed: list[Any]) -> None:

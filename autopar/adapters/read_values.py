@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.adapters.code_owners import USER, owner_of_module
-from autopar.adapters.function_caches import CACHED, lookup_of
+from autopar.adapters.function_caches import CACHED, kept_results, lookup_of
 from autopar.adapters.read_guards import CONTAINERS, ReadGuards, Where, shows_memory
 from autopar.adapters.torch_flags import SETTINGS
 
@@ -151,6 +151,7 @@ class ReadValues(abc.ABC):
     def _wrapper(self, x: Any, where: Where) -> None:
         if type(x) is CACHED and owner_of_module(x.__module__) == USER:
             self.guards.kept(lookup_of(x), Where(f"the cache of {x.__qualname__}", str(x.__module__)))
+            self._visit_all(kept_results(x).values(), where)
         self._visit_all((getattr(x, name, None) for name in _WITHIN), where)
 
     def _a_class(self, x: type, where: Where) -> None:

@@ -45,7 +45,8 @@ class Signature:
     the buffers to which the forward binds other tensors. differentiated: those through which a gradient would flow, if
     they were part of a graph of autograd. unkept: (path of a module, attribute) of what the forward sets beside
     buffers, which nobody will find there. remade: parameters, buffers and constants that the forward reads within
-    `torch.utils.checkpoint`, whose backward reads them again; None: there is no checkpoint."""
+    `torch.utils.checkpoint`, whose backward reads them again; None: there is no checkpoint. memos:
+    (where, as text what) the forward keeps where nothing was, and may compute with in the next one."""
 
     inputs: tuple[InputSpec, ...]
     outputs: tuple[OutputSpec, ...]
@@ -57,6 +58,7 @@ class Signature:
     differentiated: tuple[str, ...] = ()
     unkept: tuple[tuple[str, str], ...] = ()
     remade: tuple[str, ...] | None = None
+    memos: tuple[tuple[str, str], ...] = ()
 
     def rebuild(self, values: Sequence[Any]) -> Any:
         """Flat "output" values (tensors or anything else) -> the user's structure, with None and constant leaves."""
