@@ -165,9 +165,9 @@ class StepCache:
             for where, text in other.runner.compiled.signature.memos:
                 if memos.get(where, text) != text:
                     raise ValueError(
-                        f"the forward keeps {where}, which an earlier forward made and torch goes on with, found that a "
-                        "step would make another one of what it reads now; make it in every forward, or change what it "
-                        "is made of before the first step"
+                        f"the forward keeps {where}, which an earlier forward made and torch goes on with, found that "
+                        "a step would make another one of what it reads now; make it in every forward, or change what "
+                        "it is made of before the first step"
                     )
         return step
 
