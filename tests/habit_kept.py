@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from tests.habit_buffers import BOTH, Body, made, nothing
-from tests.habits import Habit, Run
+from tests.habits import PHASES, Habit, Run
 
 KEPT: list[Habit] = []
 
@@ -203,6 +204,43 @@ for what, number, said in (
 ):
     anew: Any = functools.partial(with_nothing_kept, number)
     KEPT.append(Habit(f"VALUE = 1.5, kept {what}", "between", another_value, said, make=anew, ways=BOTH))
+
+
+# --- what a checkpoint reads again ----------------------------------------------------------------------------
+
+
+def checkpointed(m: Any, h: Tensor) -> Tensor:
+    return checkpoint(lambda x: torch.sin(x * VALUE[0]) * m.c, h, use_reentrant=False)
+
+
+def between_forward_and_backward(change: Callable[[Run], Any]) -> Callable[[Run], None]:
+    def step(run: Run) -> None:
+        loss = run.forward(1)["loss"]
+        change(run)
+        loss.backward()
+        run.optimizer.step()
+
+    return step
+
+
+AGAIN = "torch.utils.checkpoint would run the forward again"
+for what, change, said in (
+    ("nothing", nothing, ""),
+    ("VALUE = 1.5", another_value, f"{AGAIN}.*VALUE"),
+    ("model.c.fill_(2)", lambda run: run.model.c.fill_(2), "c is at version"),
+    ("model.c = torch.ones(6)", lambda run: setattr(run.model, "c", torch.full((6,), 2.0).double()), AGAIN),
+):
+    anew = functools.partial(with_nothing_kept, checkpointed)
+    KEPT.append(
+        Habit(
+            f"{what} between forward and backward of a checkpoint",
+            "loop",
+            between_forward_and_backward(change),
+            said,
+            make=anew,
+            ways=(PHASES,),
+        )
+    )
 
 
 # --- attributes that a forward sets ---------------------------------------------------------------------------
