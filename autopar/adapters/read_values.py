@@ -150,7 +150,7 @@ class ReadValues(abc.ABC):
 
     def _wrapper(self, x: Any, where: Where) -> None:
         if type(x) is CACHED and owner_of_module(x.__module__) == USER:
-            self.guards.kept(lookup_of(x), Where(f"the cache of {x.__qualname__}", str(x.__module__)))
+            self.guards.kept(lookup_of(x), Where(x.__qualname__, str(x.__module__), "the cache of "))
             self._visit_all(kept_results(x).values(), where)
         self._visit_all((getattr(x, name, None) for name in _WITHIN), where)
 
