@@ -25,7 +25,7 @@ from torch import SymBool, SymFloat, SymInt, Tensor, nn
 from autopar.adapters.fake import MARKS
 from autopar.adapters.forward_reads import ForwardReads
 from autopar.adapters.function_watch import Refused, is_outside
-from autopar.adapters.memos import text_of
+from autopar.adapters.memos import memo_text
 from autopar.adapters.read_values import GENERATORS
 from autopar.adapters.rebuild import walk_attributes
 from autopar.adapters.unusual import warn_of
@@ -187,7 +187,7 @@ def _new_values(root: nn.Module, before: dict[str, Any], but: str) -> Iterator[t
     """(path, its text) of what stands where nothing was."""
     for path, x in ((path.lstrip("."), x) for path, x in walk_attributes(root)):
         new = before.get(path) in (None, repr(None)) and not path.startswith(but) and not _is_dynamos(path)
-        if new and (text := text_of(x)) is not None:
+        if new and (text := memo_text(x)) is not None:
             yield path, text
 
 

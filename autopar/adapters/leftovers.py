@@ -29,7 +29,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from autopar.adapters.function_caches import CACHED, kept_results, lookup_of
 from autopar.adapters.graph_nodes import node_of
-from autopar.adapters.memos import is_data, text_of
+from autopar.adapters.memos import is_data, memo_text
 
 _FOREIGN = {"torch", "autopar", "numpy", "transformers", "builtins", *sys.stdlib_module_names} - {"__main__"}
 _LARGE = 1000  # entries; of what is larger there is no copy
@@ -102,7 +102,7 @@ class Leftovers:
             for key in (key for key in changed if before.get(key) is None):
                 x, of_copy = _entries(holder).get(key), isinstance(holder, CACHED) and not is_data(key)
                 kept = x if of_copy else _fake_in(x)
-                if kept is not None and (text := text_of(kept)) is not None:
+                if kept is not None and (text := memo_text(kept)) is not None:
                     yield name if of_copy else f"{name}{_label(holder, key)}", text
 
     def changed(self) -> list[str]:

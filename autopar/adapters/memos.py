@@ -28,11 +28,11 @@ _CONTAINERS = (dict, list, set, deque, tuple, frozenset)
 _MOST = 200  # operators
 
 
-def text_of(x: Any) -> str | None:
+def memo_text(x: Any) -> str | None:
     """None for what cannot be compared, and for a tensor that inputs or parameters have a part in."""
     if type(x) in _NUMBERS:
         return repr(x)
-    mode = get_proxy_mode()
+    mode: Any = get_proxy_mode()
     if not isinstance(x, FakeTensor) or mode is None:
         return None
     node = node_of(x, mode.tracer)
