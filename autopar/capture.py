@@ -51,7 +51,7 @@ from autopar.exact import LiftFloat32
 from autopar.ir.batch import constants_of
 from autopar.ir.compute_dtypes import Dtypes, cast_around, dtypes_of, stored_by_name
 from autopar.ir.dtype_checks import check_dtypes
-from autopar.ir.exported import Made, buffers_differentiated, refuse_writes_again, specs_of_inputs
+from autopar.ir.exported import Made, buffers_differentiated, read_again, refuse_writes_again, specs_of_inputs
 from autopar.ir.gradient_paths import refuse_other_gradients
 from autopar.ir.own_backward import check_contained
 from autopar.ir.recipe import Recipe
@@ -158,6 +158,7 @@ def capture(
     precision: Precision | None = None,
     grad_mode: str = "grad",
     memo: bool = True,
+    trial: bool = False,
 ) -> GraphModule:
     """The global graph of ``model(**batch)``.
 
@@ -170,16 +171,18 @@ def capture(
     dtypes to compute in; parameters are taken in these, and ``meta["stored_dtypes"]`` says how they are held.
     ``grad_mode``: what the forward is told when it asks whether there are gradients: "grad", "no_grad", "inference".
     Modules that are called alike are traced once, unless ``memo`` is False (`autopar.adapters.block_memo`): the graph
-    is the same.
+    is the same. ``trial``: no step runs it yet, so what the forward keeps in memos is taken back, and ``meta["kept"]``
+    says whether there was something.
 
     Raises ValueError that names the operator and line which cannot be captured.
     """
     how = (train, exact, autocast, precision or Precision(), grad_mode)
-    if memo:
-        with contextlib.suppress(TraceAnew), nothing_left() as left:
-            return _captured(model, batch, *how, True, left)
-    with nothing_left() as left:
-        return _captured(model, batch, *how, False, left)
+    for blocks in (True, False) if memo else (False,):
+        with contextlib.suppress(TraceAnew), nothing_left(trial) as left:
+            gm = _captured(model, batch, *how, blocks, left)
+            break
+    gm.meta["kept"] = left.taken_back
+    return gm
 
 
 def _prepared(
@@ -232,7 +235,7 @@ def _captured(
         stack.enter_context(eager_types(replica))
         stack.enter_context(followed_paths())
         stack.enter_context(seen_files())
-        changed = stack.enter_context(frozen_facts(replica))
+        changed = stack.enter_context(frozen_facts(replica, left.kept))
         buffers = BufferWatch(replica)
         program = export(replica, unflatten(fakes, spec), autocast, grad_mode, memo=memo)
         if buffers.refused:
@@ -249,7 +252,8 @@ def _captured(
         _refuse_running_state(*_prepared(model, batch, train, precision, mode), mode, names, asked)
     for text in watch.outside.said():
         warn_of(text, stacklevel=3)
-    gm = _finish(program, replica, arguments, buffers, attributes_of(replica, changed), watch.asks_grad_mode)
+    unkept = attributes_of(replica, changed)
+    gm = _finish(program, replica, arguments, buffers, unkept, left.kept, watch.asks_grad_mode)
     if grad_mode == "grad":
         refuse_other_gradients(gm, watch.gradients)
         refuse_writes_again(gm)
@@ -325,6 +329,7 @@ def _finish(
     arguments: Mapping[str, Any],
     buffers: BufferWatch,
     unkept: Sequence[tuple[str, str]],
+    memos: Mapping[str, str],
     asks_grad_mode: bool,
 ) -> GraphModule:
     graph = program.graph_module.graph
@@ -352,6 +357,8 @@ def _finish(
         tuple(buffers.assigned),
         read,
         tuple(unkept),
+        read_again(graph, kept),
+        tuple(memos.items()),
     )
     check_contained(gm)
     constants = {spec.name for spec in kept if spec.kind == "constant"}

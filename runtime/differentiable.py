@@ -6,7 +6,8 @@ Parameters are the node's inputs: their gradients go where autograd takes them (
 A compiled step has a backward for some of the outputs: at first the losses. When a gradient arrives at others, a step
 with these among its outputs is compiled, and the forward run again; later forwards use that step at once.
 
-What the backward reads must be as the forward left it: torch's version counters tell, as they do in torch.
+What the backward reads must be as the forward left it: torch's version counters tell, as they do in torch. So must what
+torch would read again, where the model has checkpoints (`torch.utils.checkpoint`): a step reads it once.
 """
 
 from __future__ import annotations
@@ -36,12 +37,18 @@ _COPIES = (torch.ops.aten.detach.default, torch.ops.aten.clone.default)
 Again = Callable[[tuple[str, ...]], Executor]  # names of outputs -> the step that has gradients for them
 
 
+class WrittenBetween(ValueError, RuntimeError):
+    """Torch's RuntimeError where it raises one. A refusal where it does not: its backward reads other tensors, such as
+    a product with a weight instead of the weight."""
+
+
 @dataclass
 class Forward:
     """One forward: the step, what it was given and gave.
 
     values: state by original name, inputs by path, as they were; ``parameters``: by original name, frozen ones too.
-    again: compiles the same step with further outputs that have gradients.
+    again: compiles the same step with further outputs that have gradients. unlike: what the forward has read and is now
+    something else, "" if nothing is.
     """
 
     executor: Executor
@@ -49,6 +56,7 @@ class Forward:
     paused: Paused
     parameters: Mapping[str, nn.Parameter]
     again: Again
+    unlike: Callable[[], str]
     used: bool = False
     shown: dict[str, weakref.ref[Tensor]] = field(default_factory=dict)  # to the user, by names of outputs
 
@@ -57,6 +65,7 @@ class Forward:
         taken = {stage.aliases.get(name, name) for step in backwards(stage) for name in step.inputs}
         taken |= {stage.gathered[name] for name in taken & stage.gathered.keys()}  # torch would read the parameter
         read = {specs[n].name for n in taken if n in specs and specs[n].kind != "seed"}
+        read |= {*(self.executor.compiled.signature.remade or ())}
         self.trained = {n: p for n, p in self.parameters.items() if p.requires_grad}
         # Operators on a DTensor are counted at the DTensor, those on its piece at the piece.
         past = {n for n in self.executor.buffers.written.values() if n not in self.paused.kept}  # nobody reads them
@@ -107,10 +116,20 @@ class Forward:
         if missing:
             return self._run_again(tangents, missing)
         _check(self._read)
+        self._check_remade()
         return self._run_backward(self.executor, self.paused, tangents, keep)
+
+    def _check_remade(self) -> None:
+        """Raises ValueError where a checkpoint of the model would compute with something else by now."""
+        if self.executor.compiled.signature.remade is not None and (changed := self.unlike()):
+            raise ValueError(
+                "backward: torch.utils.checkpoint would run the forward again with what it then reads, and a step on a "
+                f"mesh runs it once, found that {changed} is another than in the forward; change it after the backward"
+            )
 
     def _run_again(self, tangents: Mapping[int, Tensor], missing: Sequence[int]) -> dict[str, Tensor]:
         _check(self._given)
+        self._check_remade()
         names = [self.executor.compiled.signature.outputs[k].name for k in missing]
         executor = self.again(tuple(names))
         _, paused = executor.run_forward(self.values)
@@ -152,7 +171,7 @@ def _versions(values: Mapping[str, Any]) -> list[tuple[str, Tensor, int]]:
 def _check(versions: Sequence[tuple[str, Tensor, int]]) -> None:
     for name, x, version in versions:
         if version_of(x) != version:
-            raise RuntimeError(
+            raise WrittenBetween(
                 "backward: one of the variables needed for gradient computation has been modified by an inplace "
                 f"operation: {name} is at version {version_of(x)}; expected version {version} instead; "
                 "differentiate before you write to it"

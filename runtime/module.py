@@ -192,7 +192,8 @@ class ParallelModule(ModelOnMesh):
                 named = by_name(self._tree.root, args, batch)
                 named = named if self._fitter is None else self._fitter.padded_again(named)
                 again = functools.partial(self._with_tangents, named, kind, surroundings)
-                run = Forward(executor, values | paused.kept, paused, dict(self._tree.own), again)
+                unlike = functools.partial(self._unlike, executor, values)
+                run = Forward(executor, values | paused.kept, paused, dict(self._tree.own), again, unlike)
                 attach(run, outputs)
             return self._rebuilt(executor, outputs, args, batch, run.watch if run is not None else None)
 
@@ -207,6 +208,14 @@ class ParallelModule(ModelOnMesh):
         if count > 1:
             return f"model(**batch): works without micro-batches, found micro_batches={count}; use train_step(**batch)"
         return ""
+
+    def _unlike(self, executor: Executor, values: Mapping[str, Tensor]) -> str:
+        """What a forward with these values has read of the model, and would find to be something else now."""
+        if changed := self._cache.changed_since(executor):
+            return changed
+        now = {**self._tree.pieces(), **self._tree.buffers()}
+        read = (name for name in executor.compiled.signature.remade or () if name in now)
+        return next((name for name in read if now[name].data_ptr() != values[name].data_ptr()), "")
 
     def _with_tangents(
         self, named: dict[str, Any], kind: Kind, surroundings: Surroundings, names: tuple[str, ...]

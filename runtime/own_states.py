@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from autopar.adapters.autograd import version_of
 from autopar.adapters.state_dict import with_notes_of
 from autopar.runtime.face import overrides
 from autopar.runtime.tree import Tree
@@ -58,11 +59,17 @@ def said(tree: Tree, whole: Mapping[str, Tensor]) -> Any:
 
 
 def loaded(tree: Tree, whole: Mapping[str, Tensor], given: Any, strict: bool) -> tuple[Any, dict[str, Tensor]]:
-    """(what the model's `load_state_dict` gave back, its whole parameters by name), when it had these ``whole`` ones
-    before. Raises ValueError for what it does not take."""
+    """(what the model's `load_state_dict` gave back, by name the whole parameters that it has written to or replaced),
+    when it had these ``whole`` ones before. Raises ValueError for what it does not take."""
     with tree.whole(whole) as root:
+        before = {name: (p, version_of(p)) for name, p in root.named_parameters(remove_duplicate=False)}
         try:
             found = root.load_state_dict(given) if strict else root.load_state_dict(given, strict=False)
         except RuntimeError as error:
             raise ValueError(f"load_state_dict: {' '.join(str(error).split())}") from error
-        return found, {name: p.detach() for name, p in root.named_parameters(remove_duplicate=False)}
+        now = dict(root.named_parameters(remove_duplicate=False))
+        return found, {name: p.detach() for name, p in now.items() if _is_new(before.get(name), p)}
+
+
+def _is_new(before: tuple[Tensor, int] | None, now: Tensor) -> bool:
+    return before is None or before[0] is not now or before[1] != version_of(now)

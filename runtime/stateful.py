@@ -177,7 +177,7 @@ class Stateful(nn.Module):
             elif by_itself:
                 whole = state.full_state_dict(own, specs, self._groups)
                 found, now = own_states.loaded(self._tree, whole, tensors, strict)
-                state.load_state_dict(now, own, specs, self._groups)
+                state.load_state_dict(now, own, specs, self._groups, strict=False)
             else:
                 found = state.load_state_dict(tensors, own, specs, self._groups, self._persistent(), strict)
             if steps is not None:

@@ -43,7 +43,7 @@ class StepBuffers:
         self._keeps_dtypes = bool(compiled.plan.options.precision.compute)
         dependent = {output_place(name) for part in compiled.pipeline.parts for name in part.dependent}
         lying = ((i, spec.lying) for i, spec in enumerate(signature.outputs) if i not in dependent)
-        self._lying = {i: place for i, place in lying if place is not None} if self.written or self.bound else {}
+        self._lying = {i: place for i, place in lying if place is not None}
         self._copied = {i for part in compiled.pipeline.parts for i in self._shared(part)} if new else set[int]()
         self._reads, self._in_written = reads, list[int]() if not self.written else None
         self._again: list[str] = []
@@ -83,7 +83,7 @@ class StepBuffers:
         the memory of a buffer are put there. ``differentiated``: the forward made a graph of autograd."""
         if self._unkept:
             tree.leave_out(self._unkept)
-        if self.written or self.bound:
+        if self.written or self.bound or self._lying:
             self._store(tree, made, differentiated)
 
     @torch.no_grad()

@@ -102,6 +102,11 @@ class StepCache:
         """Of the compiled steps."""
         return [key[0] for key in self._steps]
 
+    def changed_since(self, runner: Executor) -> str:
+        """What the forward of a step reads and is no longer what it was compiled with, "" if nothing is."""
+        watch = next((step.watch for step in self._steps.values() if step.runner is runner), None)
+        return "" if watch is None or watch.holds() else watch.changed()
+
     def owed(self) -> list[Claim]:
         """What the last step has left to be compared: by the call that asks for it, on every rank."""
         return self._batches.owed()
@@ -140,7 +145,7 @@ class StepCache:
                 raise ValueError(refused)
             if known is None:
                 self._make_room(key)
-                self._steps[key] = self._compiled(facts[0], batch, facts[2])
+                self._steps[key] = self._checked(self._compiled(facts[0], batch, facts[2]), key)
             self._groups.order.agreed(call)
         self._number = self._number if number is None else number
         if self._last_facts is None or self._last_facts[1] != key or self._last_facts[3] != self.unchanged:
@@ -150,6 +155,21 @@ class StepCache:
         if self.unchanged:
             self.last.held.check(self._tree.own, self._tree.pieces())
         return self.last
+
+    def _checked(self, step: _CachedStep, key: tuple[Any, ...]) -> _CachedStep:
+        """Raises ValueError where torch would compute with what an earlier forward has kept of the same batch, and this
+        one has made anew of something else."""
+        memos = dict(step.runner.compiled.signature.memos)
+        others = (s for k, s in self._steps.items() if k[1:3] == key[1:3]) if memos else ()
+        for other in others:
+            for where, text in other.runner.compiled.signature.memos:
+                if memos.get(where, text) != text:
+                    raise ValueError(
+                        f"the forward keeps {where}, which an earlier forward made and torch goes on with, found that "
+                        "a step would make another one of what it reads now; make it in every forward, or change what "
+                        "it is made of before the first step"
+                    )
+        return step
 
     def keep_weights(self, on: bool) -> None:
         """Whether steps keep what they gather, from now on."""

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from tests.habit_buffers import BOTH, Body, made, nothing
-from tests.habits import Habit, Run
+from tests.habits import PHASES, Habit, Run
 
 KEPT: list[Habit] = []
 
@@ -143,6 +144,103 @@ kept("before", "the forward keeps hidden values in a global dict", of_the_last_f
       r"keeps a tensor that depends on its inputs or weights in .*CACHE\['last'\]")  # fmt: skip
 kept("before", "the forward: self.calls += 1; h * self.calls", counted, nothing,
       "computes with calls, which it changes")  # fmt: skip
+
+
+# --- numbers that a forward keeps -----------------------------------------------------------------------------
+
+VALUE = [0.5]
+NUMBERS: dict[str, float] = {}
+
+
+@functools.lru_cache
+def cached_number(times: int) -> float:
+    return VALUE[0] * times
+
+
+class Config:
+    @functools.cached_property
+    def number(self) -> float:
+        return VALUE[0]
+
+
+CONFIG = [Config()]
+
+
+def number_in_a_dict(m: Any, h: Tensor) -> Tensor:
+    if "a" not in NUMBERS:
+        NUMBERS["a"] = VALUE[0]
+    return h * NUMBERS["a"]
+
+
+def number_in_an_attribute(m: Any, h: Tensor) -> Tensor:
+    if m.last_hidden is None:
+        m.last_hidden = VALUE[0]
+    return h * m.last_hidden
+
+
+def table_in_an_attribute(m: Any, h: Tensor) -> Tensor:
+    if m.last_hidden is None:
+        m.last_hidden = torch.full((6,), VALUE[0], dtype=torch.float64)
+    return h * m.last_hidden
+
+
+def with_nothing_kept(body: Body) -> Any:
+    VALUE[0], CONFIG[0] = 0.5, Config()
+    NUMBERS.clear(), cached_number.cache_clear()
+    return made(body)
+
+
+def another_value(_: Any) -> None:
+    VALUE[0] = 1.5
+
+
+ANEW = "which an earlier forward made and torch goes on with"
+for what, number, said in (
+    ("by functools.lru_cache", lambda m, h: h * cached_number(2), ""),
+    ("by functools.cached_property of an object", lambda m, h: h * CONFIG[0].number, ""),
+    ("in a global dict", number_in_a_dict, ""),
+    ("in self.scale, None at first", number_in_an_attribute, ANEW),
+    ("in self.table, None at first: torch.full((n,), VALUE)", table_in_an_attribute, ANEW),
+):
+    anew: Any = functools.partial(with_nothing_kept, number)
+    KEPT.append(Habit(f"VALUE = 1.5, kept {what}", "between", another_value, said, make=anew, ways=BOTH))
+
+
+# --- what a checkpoint reads again ----------------------------------------------------------------------------
+
+
+def checkpointed(m: Any, h: Tensor) -> Tensor:
+    return checkpoint(lambda x: torch.sin(x * VALUE[0]) * m.c, h, use_reentrant=False)
+
+
+def between_forward_and_backward(change: Callable[[Run], Any]) -> Callable[[Run], None]:
+    def step(run: Run) -> None:
+        loss = run.forward(1)["loss"]
+        change(run)
+        loss.backward()
+        run.optimizer.step()
+
+    return step
+
+
+AGAIN = "torch.utils.checkpoint would run the forward again"
+for what, change, said in (
+    ("nothing", nothing, ""),
+    ("VALUE = 1.5", another_value, f"{AGAIN}.*VALUE"),
+    ("model.c.fill_(2)", lambda run: run.model.c.fill_(2), "c is at version"),
+    ("model.c = torch.ones(6)", lambda run: setattr(run.model, "c", torch.full((6,), 2.0).double()), AGAIN),
+):
+    anew = functools.partial(with_nothing_kept, checkpointed)
+    KEPT.append(
+        Habit(
+            f"{what} between forward and backward of a checkpoint",
+            "loop",
+            between_forward_and_backward(change),
+            said,
+            make=anew,
+            ways=(PHASES,),
+        )
+    )
 
 
 # --- attributes that a forward sets ---------------------------------------------------------------------------

@@ -277,6 +277,10 @@ loop(
 )
 loop("a buffer that the forward writes, between", lambda r: written(r, lambda r, o: r.model.mean.fill_(1)))
 loop("the bias that nobody reads is written between", lambda r: written(r, lambda r, o: r.model.first.bias.add_(1)))
+loop(
+    "load_state_dict of what is no weight, strict=False, between",
+    lambda r: written(r, lambda r, o: (r.model.load_state_dict({"mean": torch.ones(6)}, strict=False), None)[1]),
+)
 loop("model.eval() between forward and backward", lambda r: written(r, lambda r, o: r.model.eval()))
 loop("zero_grad between forward and backward", lambda r: written(r, lambda r, o: r.model.zero_grad()))
 

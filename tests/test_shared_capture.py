@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -165,6 +166,7 @@ def test_of_the_same_batch_and_surroundings(
     count: list[int] = []
     graph = torch.fx.GraphModule(nn.Module(), torch.fx.Graph())
     graph.graph.output(())
+    graph.meta["kept"] = False
     monkeypatch.setattr(shared_capture, "capture", lambda *_, **__: count.append(1) or graph)
     shared = SharedCapture()
     shared.first(Net(), batches[0], **how[0])
@@ -176,3 +178,37 @@ def test_of_the_same_batch_and_surroundings(
     with torch.device("cpu"):  # a mode: what it does is not known
         shared.again(Net(), batches[0])
     assert len(count) == (4 if same else 5)
+
+
+VALUE: list[float] = [0.5]
+NUMBERS: dict[int, float] = {3: 0.1}
+
+
+@functools.lru_cache(4)
+def cached(times: int) -> float:
+    return VALUE[0] * times
+
+
+class Keeping(Net):
+    @staticmethod
+    @functools.cache
+    def number() -> float:
+        return VALUE[0]
+
+    def forward(self, x: Tensor, y: Tensor, half: bool = False) -> Tensor:
+        if 2 not in NUMBERS:
+            NUMBERS[2] = VALUE[0]
+        return super().forward(x * cached(1) * cached(2) * self.number() * NUMBERS[2], y, half)
+
+
+def test_what_a_forward_keeps_is_of_the_first_step() -> None:
+    """A capture for a plan is no forward: it leaves caches and dicts as they were, and its graph to nobody."""
+    assert cached(1) == 0.5
+    shared = SharedCapture()
+    shared.first(Keeping(), batch())
+    assert cached.cache_info().currsize == 1 and not Keeping.number.cache_info().currsize and NUMBERS == {3: 0.1}
+    VALUE[0] = 1.5
+    text = shared.again(Keeping(), batch()).code
+    assert NUMBERS == {3: 0.1, 2: 1.5} and all(f", {number})" in text for number in (0.5, 3.0, 1.5))
+    VALUE[0] = 2.5
+    assert (cached(1), cached(2), Keeping.number()) == (0.5, 3.0, 1.5)

@@ -17,14 +17,14 @@ from torch import Tensor
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node, Proxy
-from torch.fx.experimental.proxy_tensor import _ProxyTensor, fast_detach, get_proxy_slot, set_proxy_slot
+from torch.fx.experimental.proxy_tensor import _ProxyTensor, fast_detach, set_proxy_slot
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.adapters.asked_regions import new_regions, next_region
 from autopar.adapters.backward_paths import UNKNOWN, BackwardPaths, continues_at, lose_paths, start_of
 from autopar.adapters.block_facts import memory_of
-from autopar.adapters.graph_nodes import copied_node
+from autopar.adapters.graph_nodes import copied_node, node_of
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -159,12 +159,6 @@ def _after(last: Node, graph: Graph) -> list[Node]:
 def path_of_call(tracer: Any) -> str:
     """The path of the module that is called."""
     return str(list(tracer.module_stack.values())[-1][0])
-
-
-def node_of(x: Tensor, tracer: Any) -> Node | None:
-    """The node whose value a tensor is; None for one that is no value of the graph, or a known number."""
-    slot = get_proxy_slot(x, tracer, None)
-    return slot.proxy.node if slot is not None and slot.constant is None else None
 
 
 def _known(x: Tensor, tracer: Any) -> Node:

@@ -25,6 +25,7 @@ from torch import SymBool, SymFloat, SymInt, Tensor, nn
 from autopar.adapters.fake import MARKS
 from autopar.adapters.forward_reads import ForwardReads
 from autopar.adapters.function_watch import Refused, is_outside
+from autopar.adapters.memos import memo_text
 from autopar.adapters.read_values import GENERATORS
 from autopar.adapters.rebuild import walk_attributes
 from autopar.adapters.unusual import warn_of
@@ -46,13 +47,14 @@ _ATTRIBUTE = re.compile(r"(?:(?P<path>[\w.]+)\.)?(?P<name>\w+)(?:\[.*\])?")
 
 
 @contextmanager
-def frozen_facts(replica: nn.Module) -> Iterator[Collection[str]]:
+def frozen_facts(replica: nn.Module, kept: dict[str, str]) -> Iterator[Collection[str]]:
     """Around the capture of a structure copy. A draw or a seed in the forward raises Refused in its line.
 
-    Gives the paths of Python state that the forward changes, filled while it runs. Warns of them, and of a draw whose
+    Gives the paths of Python state that the forward changes, filled while it runs. ``kept``: gets what stands where
+    nothing was before (`memos`). Warns of them, and of a draw whose
     line was not seen.
     """
-    generators, (changed, untold) = _generator_states(), _watch_state(replica)
+    generators, (changed, untold) = _generator_states(), _watch_state(replica, kept)
     with _refusing():
         yield changed
     for name, state in _generator_states().items():
@@ -141,7 +143,7 @@ def _generator_states() -> dict[str, str]:
 # --- state --------------------------------------------------------------------------------------------
 
 
-def _watch_state(replica: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
+def _watch_state(replica: nn.Module, kept: dict[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
     """Filled with the paths of what the forward changes, in the order of the model, and of what it reads and cannot be
     compared. The export puts attributes back afterwards, so hooks look."""
     changed: dict[str, Any] = {}
@@ -157,6 +159,8 @@ def _watch_state(replica: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
         _BEFORE.pop(number) if not _BEFORE[number] else None
         ours = f"_forward_hooks[{handle.id}]"
         changed.update({p: after[p] for p in _changes(state, after) if not p.startswith(ours)})
+        if changed:
+            kept.update(_new_values(replica, state, ours))
         changed.update({str(w): "another" for w in reads.guards.changed() if w.own and not w.kind})
         for (where, x), fact in zip(reads.untold, facts, strict=True):
             if state_of(x) != fact and not where.kind:
@@ -177,6 +181,14 @@ def _state(root: nn.Module) -> dict[str, Any]:
     registered = {id(t) for _, t in (*root.named_parameters(), *root.named_buffers())}
     facts = ((path, state_of(x)) for path, x in walk_attributes(root) if id(x) not in registered)
     return {path.lstrip("."): fact for path, fact in facts if fact is not None and not _is_dynamos(path)}
+
+
+def _new_values(root: nn.Module, before: dict[str, Any], but: str) -> Iterator[tuple[str, str]]:
+    """(path, its text) of what stands where nothing was."""
+    for path, x in ((path.lstrip("."), x) for path, x in walk_attributes(root)):
+        new = before.get(path) in (None, repr(None)) and not path.startswith(but) and not _is_dynamos(path)
+        if new and (text := memo_text(x)) is not None:
+            yield path, text
 
 
 def _is_dynamos(path: str) -> bool:

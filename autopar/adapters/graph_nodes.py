@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import Tensor
 from torch.fx import Graph, Node
+from torch.fx.experimental.proxy_tensor import get_proxy_slot
 from torch.fx.graph import _illegal_names, _Namespace
 from torch.fx.immutable_collections import immutable_dict
 from torch.fx.node import map_arg
@@ -51,3 +53,9 @@ def copied_node(graph: Graph, node: Node, new: Callable[[Node], Any]) -> Node:
     made = new_node(graph, node.op, node.target, args, kwargs, node.name, node.type)
     made.meta.update(**node.meta)  # an attribute that is set takes the node out of the graph's table, and in again
     return made
+
+
+def node_of(x: Tensor, tracer: Any) -> Node | None:
+    """The node whose value a tensor is; None for one that is no value of the graph, or a known number."""
+    slot = get_proxy_slot(x, tracer, None)
+    return slot.proxy.node if slot is not None and slot.constant is None else None

@@ -30,7 +30,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.adapters.backward_paths import continues_at
-from autopar.adapters.block_template import node_of, result_like, set_node
+from autopar.adapters.block_template import result_like, set_node
+from autopar.adapters.graph_nodes import node_of
 from autopar.adapters.operators import mutates, overload_of, returns_alias
 from autopar.adapters.traced_threads import traced_by_this_thread
 

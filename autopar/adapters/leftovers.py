@@ -6,11 +6,13 @@
 A capture is no run of the model: where a fake is found, the holder is as it was before. A tensor that is made of sizes
 alone is the same whenever it is made, so steps lose nothing. One that depends on inputs, parameters or buffers that are
 written to would be another one after each step, and nothing tells steps: it is refused, with its holder's name.
+
+Numbers and texts that a forward keeps (a memo) stay where the capture is that of a step, as they stay after the first
+forward in torch. A capture for a plan is before any forward: it takes them back, and they are made when a step is.
 """
 
 from __future__ import annotations
 
-import functools
 import gc
 import sys
 import types
@@ -25,7 +27,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from autopar.adapters.block_template import node_of
+from autopar.adapters.function_caches import CACHED, kept_results, lookup_of
+from autopar.adapters.graph_nodes import node_of
+from autopar.adapters.memos import is_data, memo_text
 
 _FOREIGN = {"torch", "autopar", "numpy", "transformers", "builtins", *sys.stdlib_module_names} - {"__main__"}
 _LARGE = 1000  # entries; of what is larger there is no copy
@@ -33,21 +37,26 @@ _DEEP = 4  # holders of holders that are looked at
 _MOST = 3000  # holders
 SIMPLE = {bool, int, float, complex, str}
 _CONTAINERS = (dict, list, set, deque)
-_FUNCTIONS = (types.FunctionType, functools._lru_cache_wrapper)
+_FUNCTIONS = (types.FunctionType, CACHED)
 OF_SIZES = ("_like", "new_")  # parts of names of operators whose results take no values from their operand
 
 
 @contextmanager
-def nothing_left() -> Iterator[Leftovers]:
-    """Around a capture: afterwards nothing holds a fake of it. Raises ValueError for a holder that must not."""
+def nothing_left(trial: bool = False) -> Iterator[Leftovers]:
+    """Around a capture: afterwards nothing holds a fake of it. ``trial``: nor what it has kept in memos. Raises
+    ValueError for a holder that must not."""
     left = Leftovers()
     try:
         yield left
     except BaseException:
         left.restore()
+        left.take_back()
         list(left.emptied_caches())
         raise
-    if refused := left.restore() or left.clear():
+    refused = left.restore()
+    if trial:
+        left.take_back()
+    if refused := refused or left.clear():
         raise ValueError(f"capture: {refused}")
 
 
@@ -55,6 +64,8 @@ class Leftovers:
     """Of one capture. ``watch(replica)`` before the export of this module; `restore`, then `clear` after it."""
 
     def __init__(self) -> None:
+        self.kept: dict[str, str] = {}  # what is a memo, or may be one, by name: see `memos`
+        self.taken_back = False  # whether the forward has kept something that the next one would find
         self._held: list[tuple[Any, str, dict[Any, Any]]] = []
         self._made: list[weakref.ref[Tensor]] = []
         self._steady: set[int] = set()  # ids of what is alive at the end and made of sizes alone
@@ -83,10 +94,21 @@ class Leftovers:
         if mode is not None and self._varying is not None:
             alive = {id(x): node_of(x, mode.tracer) for ref in self._made if (x := ref()) is not None}
             self._steady = {i for i, node in alive.items() if node is None or not self._varying.is_behind(node)}
+            self.kept.update(self._memos())
+
+    def _memos(self) -> Iterator[tuple[str, str]]:
+        """(name, text) of what each capture makes anew: fakes, and results of caches for modules of the copy."""
+        for holder, name, before, changed in self._changes():
+            for key in (key for key in changed if before.get(key) is None):
+                x, of_copy = _entries(holder).get(key), isinstance(holder, CACHED) and not is_data(key)
+                kept = x if of_copy else _fake_in(x)
+                if kept is not None and (text := memo_text(kept)) is not None:
+                    yield name if of_copy else f"{name}{_label(holder, key)}", text
 
     def changed(self) -> list[str]:
-        """Names of numbers and texts that are others than before."""
-        found = ((holder, name, key) for holder, name, _, keys in self._changes() for key in keys)
+        """Names of numbers and texts that are others than before. What the cache of a function keeps is none."""
+        changes = (change for change in self._changes() if not isinstance(change[0], CACHED))
+        found = ((holder, name, key) for holder, name, _, keys in changes for key in keys)
         return [f"{name}{_label(holder, key)}" for holder, name, key in found if _is_simple(holder, key)]
 
     def _changes(self) -> Iterator[tuple[Any, str, dict[Any, Any], list[Any]]]:
@@ -103,6 +125,8 @@ class Leftovers:
         for holder, name, before, changed in self._changes():
             now = _entries(holder)
             fakes = {key: x for key in changed if (x := _fake_in(now.get(key))) is not None}
+            if isinstance(holder, CACHED):  # `clear` knows more of them
+                continue
             if not fakes:
                 simple = [key for key in changed if type(now.get(key)) in SIMPLE and type(before.get(key)) in SIMPLE]
                 if len(simple) == len(changed):
@@ -113,6 +137,16 @@ class Leftovers:
                     refused = _refusal(f"{name}{_label(holder, key)}")
             _put_back(holder, before, changed)
         return refused
+
+    def take_back(self) -> None:
+        """Numbers, texts and containers of these that the forward has put somewhere are no longer there."""
+        for holder, _, before, changed in self._changes():
+            now = _entries(holder)
+            kept = {key for key in changed if is_data(now.get(key)) and is_data(before.get(key))}
+            if kept:
+                left = {key: (before if key in kept else now).get(key, _NONE) for key in (*before, *now)}
+                _put_back(holder, {key: x for key, x in left.items() if x is not _NONE}, list(kept))
+                self.taken_back = True
 
     def clear(self) -> str:
         """After `restore`, when the copy of the model is gone: caches of functions, and whoever else still holds a
@@ -131,7 +165,7 @@ class Leftovers:
     def emptied_caches(self) -> Iterator[tuple[str, Tensor]]:
         """Empties the caches of functions that hold fakes. Gives their names, and a fake of each."""
         known = [x for _, _, held in self._held for x in held.values()]  # the collector does not tell frozen objects
-        caches = {id(x): x for x in (*known, *gc.get_objects()) if type(x) is functools._lru_cache_wrapper}
+        caches = {id(x): x for x in (*known, *gc.get_objects()) if type(x) is CACHED}
         for cache in caches.values():
             if not _is_foreign(cache.__module__ or "") and (x := _fake_in(gc.get_referents(cache))) is not None:
                 cache.cache_clear()
@@ -236,6 +270,8 @@ def _holds(x: Any) -> bool:
         return False
     if isinstance(x, type):
         return not _is_foreign(x.__module__)
+    if isinstance(x, CACHED):
+        return not _is_foreign(x.__module__ or "")
     if isinstance(x, types.FunctionType):
         return not _is_foreign(x.__module__ or "") and bool(
             x.__closure__ or x.__dict__ or any(map(_holds, x.__defaults__ or ()))
@@ -251,12 +287,16 @@ def _entries(holder: Any) -> dict[Any, Any]:
         return dict(enumerate(holder))
     if isinstance(holder, set):
         return {id(x): x for x in holder}
+    if isinstance(holder, CACHED):
+        return kept_results(holder)
     if isinstance(holder, types.CellType):
         try:
             return {"": holder.cell_contents}
         except ValueError:
             return {}
     found = dict(vars(holder))
+    if isinstance(holder, type):
+        return {name: x.__func__ if isinstance(x, (staticmethod, classmethod)) else x for name, x in found.items()}
     if isinstance(holder, types.FunctionType):
         cells = zip(holder.__code__.co_freevars, holder.__closure__ or ())
         found |= {_Variable(name): cell for name, cell in cells}
@@ -299,6 +339,10 @@ def _put_back(holder: Any, before: dict[Any, Any], changed: list[Any]) -> None:
     elif isinstance(holder, (set, deque)):
         holder.clear()
         (holder.update if isinstance(holder, set) else holder.extend)(before.values())
+    elif isinstance(holder, CACHED):
+        for key in changed:
+            if key not in before:  # what it no longer holds, it makes again
+                lookup_of(holder).pop(key, None)
     elif isinstance(holder, types.CellType):
         if before:
             holder.cell_contents = before[""]

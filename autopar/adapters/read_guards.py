@@ -121,6 +121,11 @@ class ReadGuards:
         else:
             self._contents[id(x)] = self._add(_Guarded(iter, x, [], where))
 
+    def kept(self, table: dict[Any, Any], where: Where) -> None:
+        """Results that a cache has by now, and whether it has some; others may come to it."""
+        keys = list(table)
+        self._add(_Guarded(lambda now: (bool(now), *map(now.get, keys)), table, [], where, within=table))
+
     def contents(self, x: Any, where: Where) -> None:
         """Bytes of an array, or of another object that shows its memory."""
         self._contents[id(x)] = self._add(_Guarded(shown_bytes, x, [], where, equal=True))

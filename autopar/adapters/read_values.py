@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.adapters.code_owners import USER, owner_of_module
+from autopar.adapters.function_caches import CACHED, kept_results, lookup_of
 from autopar.adapters.read_guards import CONTAINERS, ReadGuards, Where, shows_memory
 from autopar.adapters.torch_flags import SETTINGS
 
@@ -32,7 +33,7 @@ _OPAQUE = (type(threading.Lock()), type(threading.RLock()), logging.Filterer, lo
            threading.Event, threading.Condition, threading.Thread, torch.optim.Optimizer)  # fmt: skip
 _NOT_LOOKED_INTO = ("torch._", "torch.fx", "torch.utils", "torch.jit", "torch.distributed", "typing", "autopar.")
 _WRAPPERS = (staticmethod, classmethod, property, functools.cached_property, functools.partialmethod,
-             functools.singledispatchmethod, type(functools.cache(len)))  # fmt: skip
+             functools.singledispatchmethod, CACHED)  # fmt: skip
 _WITHIN = ("__func__", "fget", "fset", "func", "__wrapped__", "dispatcher")  # of those
 GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState, numpy.random.BitGenerator)
 _MOST = 50_000  # values
@@ -148,6 +149,9 @@ class ReadValues(abc.ABC):
         self._visit_all((x.func, *x.args, x.keywords), where)
 
     def _wrapper(self, x: Any, where: Where) -> None:
+        if type(x) is CACHED and owner_of_module(x.__module__) == USER:
+            self.guards.kept(lookup_of(x), Where(x.__qualname__, str(x.__module__), "the cache of "))
+            self._visit_all(kept_results(x).values(), where)
         self._visit_all((getattr(x, name, None) for name in _WITHIN), where)
 
     def _a_class(self, x: type, where: Where) -> None:

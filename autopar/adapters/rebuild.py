@@ -25,6 +25,8 @@ from typing import Any
 
 from torch import SymBool, SymFloat, SymInt, Tensor, nn
 
+from autopar.adapters.function_caches import CACHED
+
 _COPYING = threading.RLock()
 _ATOMS = (
     type, types.ModuleType, types.CodeType, str, bytes, int, float, complex, type(None), SymInt, SymFloat, SymBool,
@@ -199,7 +201,7 @@ class _Copier:
             types.MethodType: self._method,
             types.BuiltinFunctionType: self._builtin,
             weakref.ref: self._weakref,
-            functools._lru_cache_wrapper: self._cached,
+            CACHED: self._cached,
         }
 
     def _reaches(self, x: Any) -> bool:

@@ -29,9 +29,10 @@ from typing import Any
 from autopar.adapters.code_names import CodeNames, environment_read, names_in
 from autopar.adapters.code_owners import LIBRARY, TRUSTED, USER, owner_of_function, owner_of_module
 from autopar.adapters.fake import Owned
+from autopar.adapters.function_caches import CACHED
 from autopar.cache.code_reached import ABOUT_CODE, code_digest, entries_named, globals_read, impurity, reads_data
 from autopar.cache.libraries import version_of_package
-from autopar.cache.values_reached import CACHED, FINDERS, CannotTell, ReachedValues
+from autopar.cache.values_reached import FINDERS, CannotTell, ReachedValues
 
 _CALLED = {
     "forward", "train", "eval", "named_parameters", "named_buffers", "named_modules", "modules", "parameters",
@@ -166,8 +167,8 @@ class Reached(ReachedValues):
 
     def _check_kept(self, x: Any) -> None:
         """What a cached function has kept cannot be looked at. It is what the function would find now, if nothing that
-        it reads has changed since it kept nothing; of what a method reads of its objects nobody knows. Raises
-        CannotTell."""
+        it reads has changed since it kept nothing; of what a method reads of its objects nobody knows. A step that
+        fills it is another one afterwards: who reads it from the disk fills nothing. Raises CannotTell."""
         function = x.__wrapped__
         if self._lenient or not self._is_users(function) or not reads_data(function, {x}):
             return
@@ -175,6 +176,7 @@ class Reached(ReachedValues):
         inside._skip(x)
         inside.add("cached", function)
         now, is_method = inside.digest(), function.__code__.co_varnames[:1] == ("self",)
+        self._say("filled" if x.cache_info().currsize else "empty")
         if not x.cache_info().currsize:
             _EMPTY[x] = now
         elif is_method or _EMPTY.get(x) != now:

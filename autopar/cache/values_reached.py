@@ -36,11 +36,11 @@ from torch import Tensor, nn
 
 from autopar.adapters.block_facts import memory_of
 from autopar.adapters.fake import MARKS, Owned
+from autopar.adapters.function_caches import CACHED
 from autopar.adapters.operators import OpOverload
 from autopar.adapters.tags import tags_of
 from autopar.cache.code_reached import code_digest
 
-CACHED = type(functools.cache(len))  # of functions
 _LARGEST = 1 << 26  # bytes of a constant
 _LARGEST_COUNT = 1 << 20  # entries
 _HEAP_TYPE = 1 << 9  # the flag of classes that are made while a process runs, by Python code or by C

@@ -30,9 +30,11 @@ class SharedCapture:
         self._graph: GraphModule | None = None
 
     def first(self, model: nn.Module, batch: Mapping[str, Any], **how: Any) -> GraphModule:
-        """As `autopar.capture.capture`, whose result is kept."""
-        gm = capture(model, batch, **how)
-        self._facts, self._graph = _seen(batch, **how), copy_graph(gm)
+        """As `autopar.capture.capture`, whose result is kept, unless the forward has filled a memo: in torch it is the
+        first step that does, with what it then finds."""
+        gm = capture(model, batch, **how, trial=True)
+        if not gm.meta["kept"]:
+            self._facts, self._graph = _seen(batch, **how), copy_graph(gm)
         return gm
 
     def again(self, model: nn.Module, batch: Mapping[str, Any], **how: Any) -> GraphModule:

@@ -108,6 +108,27 @@ def buffers_differentiated(graph: Graph, inputs: Iterable[InputSpec], outputs: S
     return tuple(spec.name for spec in inputs if spec.kind == "buffer" and spec.node in names)
 
 
+def read_again(graph: Graph, inputs: Iterable[InputSpec]) -> tuple[str, ...] | None:
+    """State that the model's own `torch.utils.checkpoint` read, or views of it; None where there are none."""
+    asked = [node for node in graph.nodes if "asked" in node.meta]
+    read = {_viewed(x) for node in asked for x in node.all_input_nodes}
+    kinds = ("parameter", "buffer", "constant")
+    found = tuple(s.name for s in inputs if s.kind in kinds and any(x.name == s.node for x in read))
+    return found if asked else None
+
+
+def _viewed(x: Node) -> Node:
+    """What lies in the memory of a node's value: the first operand of views."""
+    while x.op == "call_function" and x.all_input_nodes and _is_view(x):
+        x = x.all_input_nodes[0]
+    return x
+
+
+def _is_view(node: Node) -> bool:
+    returns = getattr(getattr(node.target, "_schema", None), "returns", ())
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
 def refuse_writes_again(gm: GraphModule) -> None:
     """Raises ValueError for a buffer that the forward updates by what is in it, or computes with, within a
     `torch.utils.checkpoint`: torch's backward runs that again, with what is in the buffer then."""

@@ -44,7 +44,9 @@ class Signature:
     asks_grad_mode: whether the forward has asked if there are gradients, and may do something else if not. assigned:
     the buffers to which the forward binds other tensors. differentiated: those through which a gradient would flow, if
     they were part of a graph of autograd. unkept: (path of a module, attribute) of what the forward sets beside
-    buffers, which nobody will find there."""
+    buffers, which nobody will find there. remade: parameters, buffers and constants that the forward reads within
+    `torch.utils.checkpoint`, whose backward reads them again; None: there is no checkpoint. memos:
+    (where, as text what) the forward keeps where nothing was, and may compute with in the next one."""
 
     inputs: tuple[InputSpec, ...]
     outputs: tuple[OutputSpec, ...]
@@ -55,6 +57,8 @@ class Signature:
     assigned: tuple[Assignment, ...] = ()
     differentiated: tuple[str, ...] = ()
     unkept: tuple[tuple[str, str], ...] = ()
+    remade: tuple[str, ...] | None = None
+    memos: tuple[tuple[str, str], ...] = ()
 
     def rebuild(self, values: Sequence[Any]) -> Any:
         """Flat "output" values (tensors or anything else) -> the user's structure, with None and constant leaves."""

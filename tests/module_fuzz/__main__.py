@@ -46,6 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.module_fuzz")
     parser.add_argument("--programs", type=int, default=500, help="how many are drawn")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first that is run")
     parser.add_argument("--only", type=int, help="the number of one of them")
     parser.add_argument("--each", action="store_true", help="instead of drawn ones: every piece alone")
     parser.add_argument("--kinds", default=ALL, help="of pieces")
@@ -53,7 +54,7 @@ def main() -> None:
     parser.add_argument("--scripts", type=Path, help="a folder for scripts of what fails; default: printed")
     given = parser.parse_args()
     every = each(given.kinds) if given.each else programs(given.seed, given.programs, given.kinds)
-    jobs = [(i, program) for i, program in enumerate(every) if given.only in (None, i)]
+    jobs = [(i, program) for i, program in enumerate(every) if i >= given.first and given.only in (None, i)]
     tally = Tally()
     with multiprocessing.get_context("fork").Pool(given.workers, _start, maxtasksperchild=500) as pool:
         failures = _run(pool, jobs, tally)
