@@ -38,6 +38,7 @@ from autopar.adapters.questions import answered_as_eager
 from autopar.adapters.selected_targets import keep_rows_of_targets
 from autopar.adapters.stack_lines import lines_of_forwards
 from autopar.adapters.unusual import warn_of
+from autopar.errors import refusal_like
 
 _NO_GRAD_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
 _NOISE = (torch.ops.aten._assert_tensor_metadata.default,)
@@ -113,8 +114,8 @@ def export(
             raise ValueError(f"capture: {where}: {refused}") from error
         where = _where(error)
         if needed := _needed(error):
-            raise ValueError(f"capture: {where.removeprefix(_STOPPED)}: {needed}") from error
-        raise ValueError(f"capture: {where}: {_reason(error)}{_way_out(error, where)}") from error
+            raise refusal_like(error, f"capture: {where.removeprefix(_STOPPED)}: {needed}") from error
+        raise refusal_like(error, f"capture: {where}: {_reason(error)}{_way_out(error, where)}") from error
     keep_rows_of_targets(flat.graph)
     _drop_value_checks(flat.graph)
     flat.graph.eliminate_dead_code()
