@@ -27,7 +27,10 @@ def refusal_like(error: BaseException, text: str) -> ValueError:
     if issubclass(ValueError, kind) or kind.__module__.startswith(("torch.", "autopar.")):
         return ValueError(text)
     both: type[ValueError] = _both(kind)
-    made = both.__new__(both, text)
+    try:
+        made = BaseException.__new__(both, text)
+    except TypeError:  # one that makes itself in a way of its own
+        return ValueError(text)
     made.__dict__.update(error.__dict__)
     return made
 

@@ -117,7 +117,7 @@ class ParallelModule(ModelOnMesh):
 
     def watch_originals(self, models: Mapping[str, nn.Module], held: Collection[str] = ()) -> None:
         """What it was made of, by paths: what is done to them afterwards is refused, see `original.Original`. ``held``:
-        names of buffers that somebody holds besides."""
+        names of tensors that somebody holds besides."""
 
         def written() -> set[str] | None:
             if not any(kind.train for kind in self._cache.kinds()):
