@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -16,6 +17,8 @@ from autopar.adapters.dtensor import local_of, no_torch_function
 from autopar.ir.mesh import DATA
 from autopar.runtime.sharded_tensor import ShardedTensor
 from autopar.runtime.whole_ops import leaves
+
+_PAIRS = (torch.cdist,)  # of rows, each with each: any number of them fits
 
 
 class BatchOutput(ShardedTensor):
@@ -31,6 +34,8 @@ class BatchOutput(ShardedTensor):
         operands = leaves((args, kwargs or {}))
         rows = next((x.rows for x in operands if isinstance(x, BatchOutput)), None)
         try:
+            if func in _PAIRS and rows and any(_has_part(x, *rows, operands) for x in operands):
+                raise ValueError("the rows of all ranks meet those of one")
             found = no_torch_function(func, types, args, kwargs or {})
         except (RuntimeError, ValueError, IndexError) as error:
             if rows and any(_has_part(x, *rows, operands) for x in operands):

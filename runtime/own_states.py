@@ -58,7 +58,7 @@ def said(tree: Tree, whole: Mapping[str, Tensor]) -> Any:
     return with_notes_of(found, {name: kept(x) for name, x in found.items()})
 
 
-def attempted(root: nn.Module, given: Any, strict: bool) -> tuple[Any, ValueError | None]:
+def load_or_refuse(root: nn.Module, given: Any, strict: bool) -> tuple[Any, ValueError | None]:
     """(what the model's `load_state_dict` gave back, the error for what it does not take)."""
     try:
         return root.load_state_dict(given) if strict else root.load_state_dict(given, strict=False), None
@@ -69,7 +69,7 @@ def attempted(root: nn.Module, given: Any, strict: bool) -> tuple[Any, ValueErro
 def loaded(
     tree: Tree, whole: Mapping[str, Tensor], given: Any, strict: bool
 ) -> tuple[Any, ValueError | None, dict[str, Tensor]]:
-    """What `attempted` gives, and the model's whole parameters by name then, when it had these ``whole`` ones."""
+    """What `load_or_refuse` gives, and the model's whole parameters by name then, when it had these ``whole`` ones."""
     with tree.whole(whole) as root:
-        found, refused = attempted(root, given, strict)
+        found, refused = load_or_refuse(root, given, strict)
         return found, refused, {name: p.detach() for name, p in root.named_parameters(remove_duplicate=False)}

@@ -174,7 +174,7 @@ class Stateful(nn.Module):
             if any(isinstance(v, torch.distributed.tensor.DTensor) for v in values):
                 whole = self._tree.root.state_dict()
                 state.check_kinds(state_dict, {n: x.dtype for n, x in whole.items() if isinstance(x, Tensor)})
-                found, refused = own_states.attempted(self._tree.root, state_dict, strict)
+                found, refused = own_states.load_or_refuse(self._tree.root, state_dict, strict)
             elif by_itself:
                 whole = state.full_state_dict(own, specs, self._groups)
                 found, refused, now = own_states.loaded(self._tree, whole, state_dict, strict)

@@ -62,6 +62,9 @@ def resumed(sizes: dict[str, int], folder: str) -> list[str]:
     torch.save(parallel.state_dict(), f"{folder}/pieces{rank}")
     kept = copy.deepcopy(parallel.state_dict())
     whole = {n: v.clone() for n, v in get_model_state_dict(parallel, options=WHOLE).items()} if "dp" in sizes else None
+    plain = Dropped().double()
+    plain.load_state_dict(parallel.state_dict())  # has its names, and no others
+    plain.load_state_dict(torch.load(f"{folder}/pieces{rank}"), assign=True)
     parallel.zero_grad()
     expected = [float(parallel.train_step(**batch)), parallel.full_gradients()]
 

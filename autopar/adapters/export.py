@@ -49,14 +49,14 @@ _LOOKUPS = (
 )
 _NOISE = (torch.ops.aten._assert_tensor_metadata.default,)
 _VALUE_CHECKS = (torch.ops.aten._assert_scalar.default, torch.ops.aten._assert_async.msg)
-_PLAIN = (TypeError, AttributeError, IndexError, RuntimeError, AssertionError)  # their words tell all
+_PLAIN = (TypeError, AttributeError, IndexError, RuntimeError, ValueError, AssertionError)  # their words tell all
 _MOST_INPUTS = 8
 _CONSTANTS = 'name the small input that decides it: constants=("name",)'
 _STOPPED = "torch.export stopped at "
 _ATTRIBUTE = re.compile(r"'(\w+)' object has no attribute '(\w+)'")
 _INDICES = r"needs indices of int64, found \1", "pass ids.long()"
 # what torch says -> what was found, and the way out
-_KNOWN = tuple((re.compile(pattern), *words) for pattern, *words in (
+_KNOWN = tuple((re.compile(pattern), reason, way_out) for pattern, reason, way_out in (
     (r"scalar types: Long, Int; but got torch\.(\w+)", *_INDICES),
     (r"Expected dtype int32/int64 for index, but got torch\.(\w+)", *_INDICES),
     (r"argument '(\w+)' .*must be Tensor, not (?!None)(\w+)", r"needs a tensor as '\1', found a \2", "pass a tensor"),
@@ -69,7 +69,7 @@ _KNOWN = tuple((re.compile(pattern), *words) for pattern, *words in (
     (r"Found <class '(?:.*\.)?(\w+)'> in output, which is not a known type",
      r"the forward returns a \1, and torch.export finds no tensors in it",
      "return a tensor, or tensors in a dict, a tuple, a NamedTuple or a ModelOutput of transformers"),
-    (r"(?:a and b must have same reduction dim, but got|mat1 and mat2 shapes cannot be multiplied) (.*) (?:X|and) (.*)",
+    (r"(?:same reduction dim, but got|shapes cannot be multiplied) (.*) (?:X|and) (.*?)\.?$",
      r"the inner sizes of a product differ: \1 times \2", ""),
     (r"Attempting to broadcast a dimension of length (\d+) at (-?\d+)!.*had torch.Size\((.*)\);.*broadcastable to (.*)",
      r"needs sizes that broadcast to \4, found \3, whose dim \2 is \1", ""),

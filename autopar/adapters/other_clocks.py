@@ -1,9 +1,9 @@
 """Clocks that answer something else: does a forward compute with what they say, or branch on it?
 
-    with other_clocks(replica, turned=True): replica(**batch)
+    with other_clocks(replica, 3600.0, operator.not_): replica(**batch)
 
 An hour later `time.time() % 1` is another number, but ``datetime.now().hour < 12`` and ``localtime().tm_min == 7`` may
-be what they were. So numbers that a clock tells are of classes whose comparisons, with ``turned``, answer the opposite.
+be what they were. So numbers that a clock tells are of classes whose comparisons may answer the opposite.
 A clock is found under its own name, under names and in partials of the user's files, and as an attribute of a module:
 there functions of C that are called by others (`map`, `operator.call`), which no profiler sees, meet it as well.
 """
@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import datetime
 import functools
+import operator
+import os
 import random
 import secrets
 import sys
@@ -24,31 +26,37 @@ from typing import Any
 
 from torch import nn
 
-from autopar.adapters.code_owners import USER, owner_of_file
+from autopar.adapters.code_owners import USER, owner_of_file, owner_of_module
 
-_LATER = 41_234_567.891  # seconds: another month, day, hour, minute and second
+# (seconds ahead, what comparisons answer): another month, day, hour, minute and second, then another half of the day;
+# and the opposite now, and always the same
+OTHER_TIMES: tuple[tuple[float, Callable[[bool], bool]], ...] = (
+    (41_234_567.891, bool), (41_281_428.891, bool), (0.0, operator.not_), (0.0, lambda _: True), (0.0, lambda _: False),
+)  # fmt: skip
 _SECONDS = ("time", "monotonic", "perf_counter", "process_time", "thread_time", "clock_gettime")
 _OF_A_TIME = {"localtime": 0, "gmtime": 0, "ctime": 0, "strftime": 1}  # at which place they may be given one
-_TIME, _LOCAL = time.time, time.localtime
+_TIME, _LOCAL, _REAL_DATE, _REAL_DATETIME = time.time, time.localtime, datetime.date, datetime.datetime
 _MOST_ANSWERS = 10_000  # a loop that waits for a clock would not end
+_ENTROPY = {"urandom", "getrandom"}
 _ASKED = {time, datetime, random, secrets, uuid}  # modules whose functions the user's code may hand on
 
 
-class _Endless(Exception):
+class Endless(Exception):
     """Too many comparisons."""
 
 
 class _Turning:
-    """Whether comparisons answer the opposite, and how many have been asked."""
+    """What comparisons answer, how many have been asked, and how far ahead clocks are."""
 
-    on, answers = False, 0
+    answers, later = 0, 0.0
+    answer: Callable[[bool], bool] = bool
 
     @classmethod
     def of(cls, answer: Any) -> Any:
         cls.answers += 1
         if cls.answers > _MOST_ANSWERS:
-            raise _Endless
-        return not answer if cls.on and isinstance(answer, bool) else answer
+            raise Endless
+        return cls.answer(answer) if isinstance(answer, bool) else answer
 
 
 _COMPARISONS = ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__")
@@ -57,28 +65,53 @@ _ARITHMETIC = tuple(f"__{r}{op}__" for op in ("add", "sub", "mul", "mod", "floor
 
 def _told_class(base: Any, results: tuple[str, ...]) -> Any:
     """A class of numbers or dates that a clock has told; so are ``results`` of its methods."""
-    turned = {n: lambda self, *other, f=getattr(base, n): _Turning.of(f(self, *other)) for n in _COMPARISONS}
-    kept = {n: lambda self, *other, f=getattr(base, n): _told(f(self, *other)) for n in results if hasattr(base, n)}
-    hashed = {"__hash__": base.__hash__}
+    entries: dict[str, Any] = {n: _then(getattr(base, n), _Turning.of) for n in _COMPARISONS}
+    entries |= {n: _then(getattr(base, n), _told) for n in results if hasattr(base, n)}
     if base in (int, float):
-        hashed["__bool__"] = lambda self: _Turning.of(base.__bool__(self))
-    return type(base.__name__, (base,), turned | kept | hashed)
+        entries["__bool__"] = _then(base.__bool__, _Turning.of)
+    return _StandIn(base.__name__, (base,), entries | {"__hash__": base.__hash__})
 
 
-_INT, _FLOAT = (_told_class(base, (*_ARITHMETIC, "__neg__", "__abs__", "__round__")) for base in (int, float))
+class _StandIn(type):
+    """Instances of a class that stands in for another are those of the other."""
+
+    def __instancecheck__(cls, x: Any) -> bool:
+        return isinstance(x, cls.__mro__[1])
+
+
+def _then(method: Callable[..., Any], made_of: Callable[[Any], Any]) -> Callable[..., Any]:
+    return lambda self, *others: made_of(method(self, *others))
 
 
 def _told(x: Any) -> Any:
     if type(x) is time.struct_time:
         return time.struct_time([*map(_told, x)])
-    return _INT(x) if type(x) is int else _FLOAT(x) if type(x) is float else x
+    classes = {int: _INT, float: _FLOAT, str: _STR}
+    return classes[type(x)](x) if type(x) in classes else x
+
+
+_INT, _FLOAT, _STR = (
+    _told_class(base, (*_ARITHMETIC, "__neg__", "__abs__", "__round__", "__getitem__")) for base in (int, float, str)
+)
+
+
+def _later(ask: Callable[..., Any], cls: Any, *args: Any, **kwargs: Any) -> Any:
+    then = ask(*args, **kwargs) + datetime.timedelta(seconds=_Turning.later)
+    if not isinstance(then, _REAL_DATETIME):
+        return _REAL_DATE.__new__(cls, then.year, then.month, then.day)
+    clock = then.hour, then.minute, then.second, then.microsecond, then.tzinfo
+    return _REAL_DATETIME.__new__(cls, then.year, then.month, then.day, *clock)
 
 
 def _dates(base: Any, fields: tuple[str, ...]) -> Any:
     """A class of dates: fields are numbers that a clock has told."""
     found = _told_class(base, ("weekday", "isoweekday", "timestamp", "toordinal"))
+    found.__new__ = lambda cls, *args, **kwargs: base(*args, **kwargs)  # a date that the forward names is no clock's
+    for name in ("today", "now", "utcnow"):
+        if hasattr(base, name):
+            setattr(found, name, classmethod(functools.partial(_later, getattr(base, name))))
     for name in fields:
-        setattr(found, name, property(lambda self, f=getattr(base, name): _told(f.__get__(self))))
+        setattr(found, name, property(_then(getattr(base, name).__get__, _told)))
     return found
 
 
@@ -86,30 +119,17 @@ _DATE = _dates(datetime.date, ("year", "month", "day"))
 _DATETIME = _dates(datetime.datetime, ("year", "month", "day", "hour", "minute", "second", "microsecond"))
 
 
-def _later(cls: Any, made: datetime.date) -> Any:
-    then = made + datetime.timedelta(seconds=_LATER)
-    if not isinstance(then, datetime.datetime):
-        return cls(then.year, then.month, then.day)
-    return cls(then.year, then.month, then.day, then.hour, then.minute, then.second, then.microsecond, then.tzinfo)
-
-
-for _base, _class in ((datetime.date, _DATE), (datetime.datetime, _DATETIME)):
-    for _name in {"today", "now", "utcnow"} & {*dir(_base)}:
-        _ask = getattr(_base, _name)
-        setattr(_class, _name, classmethod(lambda cls, *args, f=_ask, **kw: _later(cls, f(*args, **kw))))
-
-
 def _stand_in(name: str) -> Callable[..., Any]:
     clock = getattr(time, name)
     if name not in _OF_A_TIME:
-        more: float = int(_LATER * 1e9) if name.endswith("_ns") else _LATER
-        return lambda *args: _told(clock(*args) + more)
+        unit = (lambda x: int(x * 1e9)) if name.endswith("_ns") else float
+        return lambda *args: _told(clock(*args) + unit(_Turning.later))
     place = _OF_A_TIME[name]
 
     def at_a_time(*args: Any) -> Any:
         if len(args) > place and args[place] is not None:
             return clock(*args)
-        now = _TIME() + _LATER
+        now = _TIME() + _Turning.later
         return _told(clock(*args[:place], _LOCAL(now) if place else now))
 
     return at_a_time
@@ -139,45 +159,69 @@ def _users_files() -> list[ModuleType]:
 
 
 @contextmanager
-def other_clocks(replica: nn.Module, turned: bool) -> Iterator[None]:
-    """Within: clocks are a year ahead."""
-    files = _users_files()
-    scopes = [vars(time), vars(datetime), *map(vars, files), *(vars(m) for m in replica.modules())]
+def other_clocks(replica: nn.Module, later: float, answer: Callable[[bool], bool]) -> Iterator[None]:
+    """Within: clocks are so many seconds ahead, and comparisons of what they tell give ``answer`` of the true one."""
+    scopes = [vars(time), vars(datetime), *map(vars, _users_files()), *(vars(m) for m in replica.modules())]
     found = [(scope, n, x, new) for scope in scopes for n, x in scope.items() if (new := _instead(x)) is not None]
-    _Turning.on, _Turning.answers = turned, 0
-    for scope, name, _, new in found:
-        scope[name] = new
+    held = [cell for function in _functions(replica) for cell in function.__closure__ or ()]
+    cells = [(cell, x, new) for cell in held if (new := _instead(x := _content(cell))) is not None]
+    _Turning.answer, _Turning.answers, _Turning.later = staticmethod(answer), 0, later
     try:
+        for scope, name, _, new in found:
+            scope[name] = new
+        for cell, _, new in cells:
+            cell.cell_contents = new
         yield
     finally:
         for scope, name, clock, _ in found:
             scope[name] = clock
-        _Turning.on = False
+        for cell, clock, _ in cells:
+            cell.cell_contents = clock
+        _Turning.answer = bool
 
 
-def named_in_files_of(replica: nn.Module) -> str:
-    """What asks a clock or draws, and may be called by a function of C: a name that code of the user's files with the
-    modules' classes has, such as "time" or a partial of `time.time`. "" if there is none."""
-    files = {id(f): f for c in {type(m) for m in replica.modules()} if (f := sys.modules.get(c.__module__)) is not None}
-    for file in (f for f in files.values() if f in _users_files()):
-        scope = vars(file)
-        names = {n for x in scope.values() for code in _codes(x) for n in code.co_names}
-        for name in sorted(names & scope.keys()):
-            x = scope[name]
-            x = x.func if isinstance(x, functools.partial) else x
-            held = getattr(x, "__self__", None)
-            if _is_clock(x) or (isinstance(x, ModuleType) and x in _ASKED) or isinstance(held, random.Random):
-                return name
-    return ""
+def asked_out_of_sight(replica: nn.Module) -> str:
+    """Names of what asks a clock or draws, and may be called by a function of C, in the user's code that the modules
+    reach by names: "clock or random". "" if there are none."""
+    found = {name: None for m in replica.modules() for name, x in vars(m).items() if _asks(x, set())}
+    for function in _functions(replica):
+        names = {n for code in _within(function.__code__) for n in code.co_names}
+        scope = function.__globals__
+        found |= {n: None for n in sorted(names & scope.keys()) if _asks(scope[n], names)}
+    return " or ".join(found)
 
 
-def _codes(x: Any) -> Iterator[CodeType]:
-    if isinstance(x, FunctionType):
-        yield from _within(x.__code__)
-    elif isinstance(x, type):
-        for method in vars(x).values():
-            if isinstance(method, FunctionType):
-                yield from _within(method.__code__)
+def _functions(replica: nn.Module) -> Iterator[FunctionType]:
+    """Those of the user that the modules have, and those that their code names."""
+    left = [x for m in replica.modules() for x in (*vars(m).values(), *type(m).__mro__)]
+    seen = set[int]()
+    while left:
+        x = left.pop()
+        if id(x) in seen:
+            continue
+        seen.add(id(x))
+        if isinstance(x, type) and owner_of_module(x.__module__) == USER:
+            left += vars(x).values()
+        elif isinstance(x, FunctionType) and owner_of_file(x.__code__.co_filename) == USER:
+            yield x
+            names = {n for code in _within(x.__code__) for n in code.co_names}
+            left += [x.__globals__[n] for n in names & x.__globals__.keys()]
+            left += [_content(c) for c in x.__closure__ or ()]
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing yet
+        return None
+
+
+def _asks(x: Any, names: set[str]) -> bool:
+    x = x.func if isinstance(x, functools.partial) else x
+    if isinstance(x, ModuleType):
+        return x in _ASKED or (x is os and not names.isdisjoint(_ENTROPY))
+    drawn = isinstance(x, type(time.time)) and x in [getattr(os, n) for n in _ENTROPY if hasattr(os, n)]
+    return drawn or _is_clock(x) or isinstance(getattr(x, "__self__", None), random.Random)
 
 
 def _within(code: CodeType) -> Iterator[CodeType]:
