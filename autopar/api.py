@@ -30,6 +30,7 @@ from autopar.capture import adapter_for, model_dtypes
 from autopar.compile.parameters import for_whole_batch
 from autopar.compile.shared_capture import SharedCapture
 from autopar.cost.axis_shares import repeated
+from autopar.errors import refusal_like
 from autopar.ir.batch import facts_of, with_constants
 from autopar.options import DECLARED, OTHER_WORDS, Options
 from autopar.plan import Plan
@@ -257,7 +258,7 @@ def planned_with(
     except ValueError as error:
         if not guessed or "with these inputs" not in str(error):  # but for what the forward does
             if hint := "" if guessed else misspelled(model, examples[-1]):
-                raise ValueError(f"{error}{hint}") from error
+                raise refusal_like(error, f"{error}{hint}") from error
             raise
         tried = "; ".join(", ".join(facts_of(example)) for example in examples)
         raise ValueError(

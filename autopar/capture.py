@@ -39,6 +39,7 @@ from autopar.adapters.function_watch import FunctionWatch
 from autopar.adapters.lazy import graph_module, lazy_code
 from autopar.adapters.leftovers import Leftovers, nothing_left
 from autopar.adapters.module_changes import changes_as_values
+from autopar.adapters.other_clocks import asked_out_of_sight
 from autopar.adapters.outside_calls import seen_files
 from autopar.adapters.program_checks import refuse_overlaps, refuse_running_values
 from autopar.adapters.questions import eager_types, noticed_grad_mode
@@ -248,7 +249,9 @@ def _captured(
         refuse_running_values(program, changed)
         refuse_overlaps(program, dict(replica.named_parameters()), owned_by(model).overlaps)
     asked = watch.outside.noted
-    if names := [*asked, *changed, *left.changed()]:
+    named = asked_out_of_sight(replica)
+    if names := [*asked, *changed, *left.changed(), *filter(None, [named])]:
+        asked = asked if asked or not named else {named: f"{type(model).__name__}.forward"}
         _refuse_running_state(*_prepared(model, batch, train, precision, mode), mode, names, asked)
     for text in watch.outside.said():
         warn_of(text, stacklevel=3)
@@ -309,7 +312,7 @@ def _refuse_running_state(
     """Raises ValueError for a forward that computes with what an earlier one has left beside buffers, or with answers
     of the outside world. ``names``: of what the forward changes, and asks; ``asked``: of the latter, where."""
     given = pytree.tree_map_only(Tensor, lambda x: fake_like(x, mode), arguments)
-    left = found_again(replica, given, mode)
+    left = found_again(replica, given, mode, bool(asked))
     if left is not None:
         if not left and names[0] in asked:
             raise ValueError(

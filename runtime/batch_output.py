@@ -21,6 +21,8 @@ from autopar.runtime.groups import data_part
 from autopar.runtime.sharded_tensor import ShardedTensor
 from autopar.runtime.whole_ops import leaves
 
+_PAIRS = (torch.cdist,)  # of rows, each with each: any number of them fits
+
 
 class BatchOutput(ShardedTensor):
     """An output that is cut along the batch, or a tensor that has been computed of one.
@@ -35,6 +37,8 @@ class BatchOutput(ShardedTensor):
         operands = leaves((args, kwargs or {}))
         rows = next((x.rows for x in operands if isinstance(x, BatchOutput)), None)
         try:
+            if func in _PAIRS and rows and any(_has_part(x, *rows, operands) for x in operands):
+                raise ValueError("the rows of all ranks meet those of one")
             found = no_torch_function(func, types, args, kwargs or {})
         except (RuntimeError, ValueError, IndexError) as error:
             if rows and any(_has_part(x, *rows, operands) for x in operands):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from autopar.adapters.export import paths
 from autopar.adapters.keys import Same
+from autopar.errors import refusal_like
 from autopar.spelling import did_you_mean
 
 CONSTANTS = (int, float, complex, bool, str, type(None), torch.device)
@@ -31,27 +32,32 @@ def by_name(model: nn.Module, args: tuple[Any, ...], batch: Mapping[str, Any]) -
     """
     taken = _taken(model.forward)
     if len(args) == 1 and not batch and _is_batch(args[0], taken):
-        raise ValueError(
+        raise _mistake(
             f"batch: {_forward(model)} takes its arguments by name, found a {type(args[0]).__name__} of them; pass it "
             "with two stars, as in model.train_step(**batch)"
         )
     if len(args) > len(taken.positional):
-        raise ValueError(
+        raise _mistake(
             f"batch: {_forward(model)} takes {len(taken.positional)} positional arguments, found {len(args)}; pass "
             "them by name"
         )
     given = dict(zip(taken.positional, args, strict=False))
     twice = [name for name in given if name in batch]
     if twice:
-        raise ValueError(f"batch: {_forward(model)} takes {twice[0]!r} once, found it by position and by name")
+        raise _mistake(f"batch: {_forward(model)} takes {twice[0]!r} once, found it by position and by name")
     given |= batch
     if not taken.any_name and not taken.names.keys() >= given.keys():
         unknown = next(name for name in given if name not in taken.names)
-        raise ValueError(_unknown(model, unknown, taken.names.keys() - given.keys()))
+        raise _mistake(_unknown(model, unknown, taken.names.keys() - given.keys()))
     if missing := [p.name for p in taken.needed if p.name not in given and _by_name(model, p)]:
         found = ", ".join(given) or "nothing"
-        raise ValueError(f"batch: {_forward(model)} needs {', '.join(missing)}, found {found}; pass it by name")
+        raise _mistake(f"batch: {_forward(model)} needs {', '.join(missing)}, found {found}; pass it by name")
     return {name: given.pop(name) for name in taken.names if name in given} | given
+
+
+def _mistake(text: str) -> ValueError:
+    """Arguments that Python refuses by a TypeError."""
+    return refusal_like(TypeError(), text)
 
 
 def _is_batch(value: Any, taken: _Taken) -> bool:

@@ -3,10 +3,13 @@
     t = torch.zeros(4); model.register_buffer("count", t)       a step writes to count, and so to t
     weight = nn.Parameter(table); model.weight = weight         the optimizer's steps are seen in table
     state = model.state_dict(); model = parallelize(model, ..)  so they are in state
+    weight = nn.Parameter(torch.from_numpy(array))              and in array
 
-The original model itself is not changed while it is there. So memory is taken back for a buffer that somebody holds
-when `parallelize` is called, and for all other tensors once the module that had them is gone and the memory is not:
-then somebody else has it. A piece of a weight that is cut over the mesh cannot lie there, which is told in a warning.
+So memory is taken back at once for tensors in whose memory somebody has another one when `parallelize` is called: the
+original model is trained there, too. All other tensors of the original do not change while it is there. Once the module
+that had them is gone and the memory is not, somebody else has it. An array keeps its memory without a sign of it, so
+that of tensors that may have been made of one is taken back in any case. A piece of a weight that is cut over the mesh
+cannot lie there: this is told in a warning, and who writes there is refused once the original model is gone.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.adapters.autograd import version_of
-from autopar.adapters.held_memory import StoragePlace, move_to, own_piece
+from autopar.adapters.first_words import sampled_words, value_of
+from autopar.adapters.held_memory import StoragePlace, move_to, of_array, own_piece
 from autopar.adapters.unusual import warn_of
 from autopar.runtime.tree import Tree
 
@@ -33,11 +37,12 @@ def is_taken_back(x: Tensor) -> bool:
 
 
 class KeptMemory:
-    """Of the model that was parallelized. ``held``: names of buffers that somebody holds besides."""
+    """Of the model that was parallelized. ``held``: names of tensors that somebody holds besides."""
 
     def __init__(self, model: nn.Module, tree: Tree, held: Collection[str]) -> None:
         self._tree, self._gone = tree, False
         self._left: list[_Left] = []
+        self._cut: list[_Left] = []
         aliases = {name: spec.name for spec in tree.specs for name in (spec.name, *spec.aliases)}
         buffers = tree.buffers()
         seen = set[int]()
@@ -53,25 +58,35 @@ class KeptMemory:
                 kept = full in held
                 self._left.append(_Left(full, there, owner, x, own, kept))
         self._take_back([one for one in self._left if one.at_once])
-        self._left = [one for one in self._left if not one.at_once]
+        self._left = [one for one in self._left if not one.at_once or one in self._cut]
 
     def _left_one(self, _: Any) -> None:
         self._gone = True
 
     def look(self) -> None:
-        """At a step: whether a module of the original is gone, and its tensors are not."""
+        """At a step: whether a module of the original is gone, and its tensors are not. Raises ValueError for writes
+        to such as cannot be taken back."""
         if self._gone:
             self._gone = False
             gone = [one for one in self._left if one.owner() is None]
             self._left = [one for one in self._left if one.owner() is not None]
             self._take_back(gone)
+        for one in self._cut:
+            if one.is_written():
+                raise ValueError(
+                    f"parallelize: somebody wrote to the memory of {one.name} of the original model, which does not "
+                    f"reach the mesh, where {one.name} is cut or lies elsewhere; write to {one.name} of the parallel "
+                    "model, or load the values into it"
+                )
 
     def _take_back(self, found: list[_Left]) -> None:
         own = {**self._tree.held, **self._tree.buffers()} if found else {}
-        cut = [one.name for one in found if one.take_back(own.get(one.there)) is False]
-        if cut:
+        cut = [one for one in found if one.take_back(own.get(one.there)) is False]
+        new = [one for one in cut if one not in self._cut]
+        self._cut += new
+        if new:
             warn_of(
-                f"parallelize: somebody holds a tensor that lies in the memory of {cut[0]} of the original model, and "
+                f"parallelize: somebody holds a tensor that lies in the memory of {new[0].name} of the original, and "
                 "is not written to by steps on the mesh, where it is cut or lies elsewhere; read it from the parallel "
                 "model",
                 stacklevel=4,
@@ -85,25 +100,41 @@ class _Left:
         self, name: str, there: str, owner: Callable[[], Any], original: Tensor, own: Tensor, at_once: bool
     ) -> None:
         self.name, self.there, self.owner, self.at_once = name, there, owner, at_once
-        self._memory, self._version = StoragePlace(original, at_once), version_of(own_piece(own))
-        self._original, self._number = weakref.ref(original), id(own)
+        piece = own_piece(own)
+        alike = piece.shape == original.shape and piece.device == original.device
+        self._memory = StoragePlace(original, at_once or (alike and of_array(original)))
+        self._original, self._number, self._version = weakref.ref(original), id(own), version_of(piece)
+        self._words: list[int] | None = None
 
     def take_back(self, own: Tensor | None) -> bool | None:
         """``own``: what the parallel model has there now. False for memory that is held and cannot be taken back."""
         memory = self._memory.tensor()
-        self._memory.free()
         if memory is None or own is None or id(own) != self._number:
+            self._memory.free()
             return None
         piece: Tensor = own_piece(own)
         if memory.device != piece.device or memory.dtype != piece.dtype:
+            self._memory.free()
             return None  # as torch's own model.to(device) leaves it behind
         fits = memory.is_contiguous() if own.requires_grad else all(memory.stride())
+        if fits or memory.shape != piece.shape:  # else an array, which may have it, is watched
+            self._memory.free()
         if memory.shape != piece.shape or not fits:
             return False if own.requires_grad or 0 not in memory.stride() else None  # nobody can write to such a one
         move_to(piece, memory, version_of(piece) != self._version)
         if (x := self._original()) is not None:
             _TAKEN[x] = True
         return True
+
+    def is_written(self) -> bool:
+        """Whether somebody has written there since this was first asked when the original was gone."""
+        memory = self._memory.tensor() if self.owner() is None else None
+        if memory is None:
+            return False
+        order = sorted(range(memory.dim()), key=memory.stride, reverse=True)
+        words = list(map(value_of, sampled_words(memory.permute(order))))
+        self._words = words if self._words is None else self._words
+        return words != self._words
 
 
 def _lies_plain(x: Tensor) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from autopar.adapters.grad_mode import grad_mode
 from autopar.adapters.hooks import Observers, has_forward_hooks
+from autopar.errors import refusal_like
 from autopar.ir.batch import tensors_of, with_constants
 from autopar.ir.parameter import ParameterSpec
 from autopar.plan import Plan
@@ -88,7 +89,7 @@ class ParallelModule(ModelOnMesh):
         super().__init__()
         self._whole_outputs = outputs_with_grad
         self._groups, self._seed = groups, seed
-        self._steps = state.StepCount(groups)
+        self._steps = 0
         self._watch, self._observers = NoteWatch(groups), Observers()
         self._scaler: GradScaler | None = None
         self._averages: list[Any] = []
@@ -117,7 +118,7 @@ class ParallelModule(ModelOnMesh):
 
     def watch_originals(self, models: Mapping[str, nn.Module], held: Collection[str] = ()) -> None:
         """What it was made of, by paths: what is done to them afterwards is refused, see `original.Original`. ``held``:
-        names of buffers that somebody holds besides."""
+        names of tensors that somebody holds besides."""
 
         def written() -> set[str] | None:
             if not any(kind.train for kind in self._cache.kinds()):
@@ -298,7 +299,7 @@ class ParallelModule(ModelOnMesh):
             executor = self._cache.runner(kind, named, surroundings, number, refused)
         except ValueError as error:
             if not refused and (hint := misspelled(self._tree.root, named)):
-                raise ValueError(f"{error}{hint}") from error
+                raise refusal_like(error, f"{error}{hint}") from error
             raise
         if executor.compiled.signature.asks_grad_mode and kind.grad_mode != grad_mode():
             kind = kind._replace(grad_mode=grad_mode())

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from autopar.errors import refusal_like
 from autopar.ops.watch import Note, take_notes
 from autopar.runtime.groups import Groups
 from autopar.runtime.op_errors import OpError
@@ -46,7 +47,7 @@ class NoteWatch:
         try:
             yield
         except OpError as error:
-            raise ValueError(f"step {number}: {error.said}") from error.__cause__
+            raise refusal_like(error.__cause__ or error, f"step {number}: {error.said}") from error.__cause__
         self.settle(number)
 
     def settle(self, step: int) -> None:

@@ -16,7 +16,7 @@ from autopar.runtime.tree import Tree
 
 
 class MadeFrom:
-    """Of ``models`` by paths, the parallel one's ``tree``. ``held``: names of buffers that somebody holds besides;
+    """Of ``models`` by paths, the parallel one's ``tree``. ``held``: names of tensors that somebody holds besides;
     ``written``: tells the buffers that the steps so far write to."""
 
     def __init__(

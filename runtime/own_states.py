@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from autopar.adapters.autograd import version_of
-from autopar.adapters.state_dict import with_notes_of
+from autopar.adapters.state_dict import IncompatibleKeys, with_notes_of
+from autopar.errors import refusal_like
 from autopar.runtime.face import overrides
 from autopar.runtime.tree import Tree
 
@@ -58,17 +59,24 @@ def said(tree: Tree, whole: Mapping[str, Tensor]) -> Any:
     return with_notes_of(found, {name: kept(x) for name, x in found.items()})
 
 
-def loaded(tree: Tree, whole: Mapping[str, Tensor], given: Any, strict: bool) -> tuple[Any, dict[str, Tensor]]:
-    """(what the model's `load_state_dict` gave back, by name the whole parameters that it has written to or replaced),
-    when it had these ``whole`` ones before. Raises ValueError for what it does not take."""
+def load_or_refuse(root: nn.Module, given: Any, strict: bool) -> tuple[Any, ValueError | None]:
+    """(what the model's `load_state_dict` gave back, the error for what it does not take)."""
+    try:
+        return root.load_state_dict(given) if strict else root.load_state_dict(given, strict=False), None
+    except RuntimeError as error:
+        return IncompatibleKeys([], []), refusal_like(error, f"load_state_dict: {' '.join(str(error).split())}")
+
+
+def loaded(
+    tree: Tree, whole: Mapping[str, Tensor], given: Any, strict: bool
+) -> tuple[Any, ValueError | None, dict[str, Tensor]]:
+    """What `load_or_refuse` gives, and by name the whole parameters that it has written to or replaced, when the model had
+    these ``whole`` ones before."""
     with tree.whole(whole) as root:
         before = {name: (p, version_of(p)) for name, p in root.named_parameters(remove_duplicate=False)}
-        try:
-            found = root.load_state_dict(given) if strict else root.load_state_dict(given, strict=False)
-        except RuntimeError as error:
-            raise ValueError(f"load_state_dict: {' '.join(str(error).split())}") from error
+        found, refused = load_or_refuse(root, given, strict)
         now = dict(root.named_parameters(remove_duplicate=False))
-        return found, {name: p.detach() for name, p in now.items() if _is_new(before.get(name), p)}
+        return found, refused, {name: p.detach() for name, p in now.items() if _is_new(before.get(name), p)}
 
 
 def _is_new(before: tuple[Tensor, int] | None, now: Tensor) -> bool:

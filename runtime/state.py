@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopar.adapters.autograd import version_of
 from autopar.adapters.dtensor import have_gradients, local_of
 from autopar.adapters.foreach import add_all
 from autopar.adapters.hooks import Observers, accumulate_gradient
-from autopar.adapters.state_dict import EXTRA, IncompatibleKeys, add_note, noted, with_notes_of
+from autopar.adapters.state_dict import IncompatibleKeys, add_note, noted
+from autopar.errors import refusal_like
 from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import nested_piece
 from autopar.runtime import sharded_ops as sharded_ops  # what a ShardedTensor does with operators
@@ -32,7 +32,6 @@ from autopar.runtime.boxes import cuts_of
 from autopar.runtime.groups import Groups
 from autopar.runtime.pieces import STAGES, Holders, nothing_of, piece_of
 from autopar.runtime.sharded_tensor import ShardedTensor, from_local, whole_tensor
-from autopar.values import whole_number
 
 
 def local_piece(whole: Tensor, spec: ParameterSpec, groups: Groups) -> Tensor:
@@ -176,53 +175,21 @@ def other_kind(found: torch.dtype, needed: torch.dtype) -> bool:
     return found != needed and not both_floats and not (found.is_complex and needed.is_complex)
 
 
-class StepCount:
-    """How many training steps a model has run: its dropout masks depend on it.
-
-    ``tensor`` is a DTensor as all state is: distributed checkpoint writes it once, and reads it in place. That is seen
-    at the next look; without one, a step does not wait for a device.
-    """
-
-    def __init__(self, groups: Groups) -> None:
-        spec = ParameterSpec("steps", (), torch.int64, requires_grad=False)
-        self.tensor = wrap(torch.zeros((), dtype=torch.int64, device=groups.device), spec, groups)
-        self._value, self._seen = 0, version_of(local_of(self.tensor))
-
-    def get(self) -> int:
-        """The number of steps."""
-        if version_of(local_of(self.tensor)) != self._seen:
-            self._value, self._seen = int(local_of(self.tensor)), version_of(local_of(self.tensor))
-        return self._value
-
-    def set(self, steps: Any) -> None:
-        """From a number, a tensor or a DTensor."""
-        given = local_tensor(steps) if isinstance(steps, Tensor) else steps
-        if isinstance(given, Tensor) and given.numel() == 1 and not given.is_meta:
-            given = given.item()
-        value = whole_number("training_steps", given, 0, MOST_STEPS)
-        local_of(self.tensor).fill_(value)
-        self._value, self._seen = value, version_of(local_of(self.tensor))
-
-
 MOST_STEPS = 2**40  # seeds of dropout are made of them
-STEPS = "autopar_steps"  # beside the tensors of a whole state, and in the headers of files
+STEPS = "autopar_steps"  # beside the tensors of a state, and in the headers of files
 
 
-def note_steps(state: OrderedDict[str, Tensor], steps: int) -> OrderedDict[str, Tensor]:
-    """The same state, with the number of training steps beside the tensors."""
-    add_note(state, STEPS, steps)
+def note_steps(state: Any, steps: int, prefix: str = "") -> Any:
+    """The same state, with the number of training steps beside the tensors; a state that a model's own `state_dict`
+    has made otherwise as it is. ``prefix``: of its names."""
+    if isinstance(state, OrderedDict):
+        add_note(state, STEPS, steps, prefix)
     return state
 
 
-def split_steps(state: Any, name: str = EXTRA) -> tuple[Any, Any]:
-    """(the tensors of a state, the training steps that it has behind it or None). ``name``: of the count among them.
-    A float is no count but what arithmetic has made of one: an average of states, say."""
-    if not isinstance(state, Mapping):  # what only a model's own `load_state_dict` knows to read
-        return state, None
-    steps = state.get(name, noted(state, STEPS))
-    if isinstance(steps, Tensor) and steps.is_floating_point():
-        steps = None
-    return with_notes_of(state, {key: value for key, value in state.items() if key != name}), steps
+def steps_noted(state: Any) -> Any:
+    """The training steps that a state has behind it, or None."""
+    return noted(state, STEPS)
 
 
 # --- whole states -------------------------------------------------------------------------------------
@@ -285,27 +252,29 @@ def fetch_whole(spec: ParameterSpec, x: Tensor | None) -> Tensor:
 def check_tensors(state: Any) -> None:
     """Raises ValueError for what is no state dict, or has something else than dense tensors with values in it."""
     if not isinstance(state, Mapping):
-        raise ValueError(
+        raise refusal_like(
+            TypeError(),
             f"load_state_dict: needs names with tensors, found a {type(state).__name__}; pass what full_state_dict(), "
-            "state_dict() or torch.load gives"
+            "state_dict() or torch.load gives",
         )
     for name, value in state.items():
-        if not isinstance(name, str) or (name != EXTRA and not isinstance(value, Tensor)):
+        if not isinstance(name, str) or not isinstance(value, Tensor):
             raise ValueError(
                 f"load_state_dict: needs a tensor for each name, found a {type(value).__name__} for {name!r}; pass the "
                 "state of the model alone"
             )
-        if isinstance(value, Tensor) and name != EXTRA and (value.is_meta or value.layout != torch.strided):
+        if value.is_meta or value.layout != torch.strided:
             what = "a tensor on the meta device, which has no values" if value.is_meta else "a sparse tensor"
             raise ValueError(f"load_state_dict: {name} needs values of each entry, found {what}; load it on the CPU")
 
 
-def check_kinds(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Raises ValueError for tensors of another kind than those that they are to be copied into."""
+def check_kinds(state: Mapping[str, Any], own: Mapping[str, torch.dtype]) -> None:
+    """Raises ValueError for tensors of another kind than those that they are to be copied into, which are of these
+    dtypes."""
     wrong = [
-        f"{name} is {state[name].dtype}, needs {x.dtype}"
-        for name, x in own.items()
-        if isinstance(state.get(name), Tensor) and isinstance(x, Tensor) and other_kind(state[name].dtype, x.dtype)
+        f"{name} is {state[name].dtype}, needs {dtype}"
+        for name, dtype in own.items()
+        if isinstance(state.get(name), Tensor) and other_kind(state[name].dtype, dtype)
     ]
     if wrong:
         raise ValueError(f"load_state_dict: {'; '.join(wrong[:8])}; convert it first: only floats are cast to floats")
@@ -317,46 +286,73 @@ def load_state_dict(
     specs: Iterable[ParameterSpec],
     groups: Groups,
     buffers: Mapping[str, Tensor] | None = None,
-    strict: bool = True,
-) -> IncompatibleKeys:
+) -> tuple[IncompatibleKeys, list[str]]:
     """Copy whole tensors, by original name, into this rank's pieces. Not collective. Returns what was missing and what
-    unexpected, as torch does.
+    unexpected, and in torch's words which tensors have another shape and were left out.
 
-    A tied parameter may come under any of its names. Raises ValueError listing missing names, unexpected names and
-    tensors of another shape or kind, before anything is written; ``strict=False`` allows missing and unexpected names.
+    A tied parameter may come under any of its names. Raises ValueError for tensors of another kind, before anything is
+    written.
     """
     check_tensors(state)
     specs, buffers = list(specs), dict(buffers or {})
     found: list[tuple[ParameterSpec, Tensor]] = []
-    problems, missing, known = [], [], {*buffers}
+    kept: list[tuple[Tensor, Tensor]] = []
+    misfits, missing, known = [], [], {*buffers}
+    dtypes: dict[str, torch.dtype] = {}
     for spec in specs:
         known |= {spec.name, *spec.aliases}
         name = next((n for n in (spec.name, *spec.aliases) if n in state), None)
         if name is None:
             missing.append(spec.name)
-        elif tuple(state[name].shape) != tuple(spec.shape):
-            problems.append(f"{name} has shape {tuple(state[name].shape)}, needs {tuple(spec.shape)}")
-        elif other_kind(state[name].dtype, spec.dtype):
-            problems.append(f"{name} is {state[name].dtype}, needs {spec.dtype}")
+            continue
+        dtypes[name] = spec.dtype
+        if tuple(state[name].shape) != tuple(spec.shape):
+            misfits.append(_misfit(name, state[name], spec.shape))
         elif spec.name in parameters:
             found.append((spec, state[name]))
     for name, buffer in buffers.items():
         if name not in state:
             missing.append(name)
-        elif state[name].shape != buffer.shape:
-            problems.append(f"{name} has shape {tuple(state[name].shape)}, needs {tuple(buffer.shape)}")
-        elif other_kind(state[name].dtype, buffer.dtype):
-            problems.append(f"{name} is {state[name].dtype}, needs {buffer.dtype}")
-    unexpected = [name for name in state if name not in known]
-    if strict:
-        problems = [f"missing {n}" for n in missing] + problems + [f"unexpected {n}" for n in unexpected]
-    if problems:
-        listed = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
-        raise ValueError(f"load_state_dict: {listed}; pass a state of the same model, or strict=False for a part of it")
+            continue
+        dtypes[name] = buffer.dtype
+        if state[name].shape != buffer.shape:
+            misfits.append(_misfit(name, state[name], buffer.shape))
+        else:
+            kept.append((buffer, state[name]))
+    check_kinds(state, dtypes)
     with torch.no_grad():
         for spec, whole in found:
             local_tensor(parameters[spec.name]).copy_(piece_like(parameters[spec.name], whole_tensor(whole)))
-        for name, buffer in buffers.items():
-            if name in state:
-                buffer.copy_(whole_tensor(state[name]))
-    return IncompatibleKeys(missing, unexpected)
+        for buffer, whole in kept:
+            buffer.copy_(whole_tensor(whole))
+    return IncompatibleKeys(missing, [name for name in state if name not in known]), misfits
+
+
+def _misfit(name: str, x: Tensor, shape: Iterable[int]) -> str:
+    """In torch's words."""
+    return (
+        f"size mismatch for {name}: copying a param with shape {x.shape} from checkpoint, the shape in current model "
+        f"is {torch.Size(shape)}"
+    )
+
+
+def refuse_others(found: IncompatibleKeys, misfits: Sequence[str], strict: bool, kind: str) -> None:
+    """Raises an error that is a RuntimeError, too, in torch's words, for a state that does not fit a model of a
+    ``kind``. What fits has been loaded then, as in torch."""
+    problems = list(misfits)
+    for what, names in (("Unexpected", found.unexpected_keys), ("Missing", found.missing_keys)):
+        if strict and names:
+            listed = ", ".join(f'"{name}"' for name in names[:_MOST_NAMES])
+            more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+            problems.insert(0, f"{what} key(s) in state_dict: {listed}{more}")
+    if problems:
+        listed = ". ".join(problems[:_MOST_NAMES])
+        more = f". And {len(problems) - _MOST_NAMES} more" if len(problems) > _MOST_NAMES else ""
+        raise refusal_like(
+            RuntimeError(),
+            f"load_state_dict: Error(s) in loading state_dict for {kind}: {listed}{more}; pass a state of the same "
+            "model, or strict=False for a part of it",
+        )
+
+
+_MOST_NAMES = 8

@@ -8,7 +8,6 @@ parallel.save_pretrained(folder)         files that transformers loads
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.adapters.state_dict import EXTRA, IncompatibleKeys, unsaved_buffers
+from autopar.adapters.state_dict import IncompatibleKeys, unsaved_buffers
 from autopar.capture import OwnFolder, adapter_for
 from autopar.ir.parameter import ParameterSpec
 from autopar.plan import Plan
 from autopar.runtime import own_states, state
 from autopar.runtime.agreement import Claim, agree_on_arguments, agree_on_pieces
 from autopar.runtime.dtensor_layout import is_here
-from autopar.runtime.face import overrides
 from autopar.runtime.failures import reporting
 from autopar.runtime.groups import Groups
 from autopar.runtime.own_loss import of_the_model
@@ -38,7 +36,7 @@ from autopar.runtime.step_cache import StepCache
 from autopar.runtime.together import together
 from autopar.runtime.tree import Tree
 from autopar.runtime.view_sources import all_written
-from autopar.values import a_path, yes_or_no
+from autopar.values import a_path, whole_number, yes_or_no
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ class Stateful(nn.Module):
     _tree: Tree
     _cache: StepCache
     _groups: Groups
-    _steps: state.StepCount
+    _steps: int
     _loaded: bool
     _seed: int
     _scaler: GradScaler | None
@@ -137,7 +135,8 @@ class Stateful(nn.Module):
             whole = state.full_state_dict(own, specs, self._groups, persistent, rank0_only)
             if own_states.says_itself(self._tree.root) and (whole or not rank0_only):
                 whole = own_states.said(self._tree, whole)
-        return state.note_steps(whole, self.training_steps) if isinstance(whole, OrderedDict) else whole
+        found: dict[str, Tensor] = state.note_steps(whole, self.training_steps)
+        return found
 
     def full_gradients(self, rank0_only: bool = False) -> dict[str, Tensor]:
         """Original name -> whole gradient on the CPU, for parameters that have one. Collective."""
@@ -153,8 +152,9 @@ class Stateful(nn.Module):
         """Load whole tensors, or the DTensors of a `state_dict` of this mesh, by original names. Returns what was
         missing and what unexpected (``strict=False``), as torch does.
 
-        Raises ValueError listing what is missing, unexpected or of another shape or kind (integers into floats), and
-        for values that differ between ranks. Collective.
+        Raises a ValueError that is a RuntimeError, too, in torch's words, for what is missing, unexpected or of another
+        shape, when all else has been loaded, as in torch; ValueError for another kind (integers into floats), and for
+        values that differ between ranks. Collective.
         """
         if assign:
             raise ValueError(
@@ -167,55 +167,56 @@ class Stateful(nn.Module):
                 state.check_tensors(state_dict)
             about_to_write()
             yes_or_no("strict", strict)
-            tensors, steps = state.split_steps(state_dict, self._files_steps())
             own, specs = self._tree.own, self._tree.specs
-            agree_on_arguments(self._groups, "load_state_dict", {"strict": strict}, tensors, self._cache.owed())
-            values = tensors.values() if isinstance(tensors, Mapping) else ()
+            agree_on_arguments(self._groups, "load_state_dict", {"strict": strict}, state_dict, self._cache.owed())
+            values = state_dict.values() if isinstance(state_dict, Mapping) else ()
+            loaded, misfits, refused = self._loaded, list[str](), None
             if any(isinstance(v, torch.distributed.tensor.DTensor) for v in values):
-                state.check_kinds(tensors, self._tree.root.state_dict())
-                found = self._tree.root.load_state_dict(tensors, strict=strict)
+                whole = self._tree.root.state_dict()
+                state.check_kinds(state_dict, {n: x.dtype for n, x in whole.items() if isinstance(x, Tensor)})
+                found, refused = own_states.load_or_refuse(self._tree.root, state_dict, strict)
             elif by_itself:
                 whole = state.full_state_dict(own, specs, self._groups)
-                found, now = own_states.loaded(self._tree, whole, tensors, strict)
-                state.load_state_dict(now, own, specs, self._groups, strict=False)
+                found, refused, now = own_states.loaded(self._tree, whole, state_dict, strict)
+                state.load_state_dict(now, own, specs, self._groups)
             else:
-                found = state.load_state_dict(tensors, own, specs, self._groups, self._persistent(), strict)
-            if steps is not None:
+                found, misfits = state.load_state_dict(state_dict, own, specs, self._groups, self._persistent())
+            if (steps := state.steps_noted(state_dict)) is not None:
                 self.training_steps = steps
             self._finish_loading("load_state_dict")
+            try:
+                if refused is not None:
+                    raise refused
+                state.refuse_others(found, misfits, strict, type(self._tree.root).__name__)
+            except RuntimeError:
+                self._loaded = loaded
+                raise
         return found
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own, with DTensors for parameters; of a model that draws random numbers with the count of steps
-        behind them."""
+        """The model's own, with DTensors for parameters, and the count of steps beside them (`training_steps`)."""
         found = self._tree.root.state_dict(*args, **kwargs)
-        if isinstance(found, OrderedDict) and self._cache.plan.draws:
-            prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
-            found[f"{prefix}{self._files_steps()}"] = self._steps.tensor
-        return found
-
-    def _files_steps(self) -> str:
-        """Under which name a state dict has the count of steps: the model may have an extra state of its own."""
-        return state.STEPS if overrides(self._tree.root, "get_extra_state") else EXTRA
+        return state.note_steps(found, self.training_steps, kwargs.get("prefix", args[1] if len(args) > 1 else ""))
 
     def _finish_loading(self, who: str) -> None:
         """Ranks that hold the same piece must hold the same contents."""
         all_written()
         own = {name: state.local_tensor(p) for name, p in self._tree.here.items()}
-        shared = {**self._persistent(), "the count of training steps": state.local_tensor(self._steps.tensor)}
+        shared = {**self._persistent(), "the count of training steps": torch.tensor(self._steps)}
         agree_on_pieces(self._groups, own, self._tree.specs, shared, who)
         self._loaded = True
 
     @property
     def training_steps(self) -> int:
-        """Training steps run so far. Dropout masks depend on it, so it is part of every state: of the `state_dict` of
-        a model that draws (as the module's extra state), beside the tensors of `full_state_dict`, in the files of
-        `save_pretrained`."""
-        return self._steps.get()
+        """Training steps run so far. Dropout masks depend on it, so it goes with every state: beside the tensors of
+        `state_dict` and `full_state_dict`, where `torch.save` keeps it and torch's own loading passes it over, and in
+        the files of `save_pretrained`. A copy that is made tensor by tensor, and distributed checkpoints of torch,
+        leave it out, as they do torch's random number generators: there it is saved by hand, or by `autopar.save`."""
+        return self._steps
 
     @training_steps.setter
     def training_steps(self, steps: Any) -> None:
-        self._steps.set(steps)
+        self._steps = whole_number("training_steps", steps, 0, state.MOST_STEPS)
 
     def load_pretrained(self, folder: str | Path) -> None:
         """Read a folder that transformers reads (safetensors): each rank reads only its own pieces.

@@ -8,6 +8,7 @@ from pathlib import Path
 from tests.habit_buffers import BUFFERS
 from tests.habit_faces import FACES
 from tests.habit_guards import GUARDS
+from tests.habit_held import HELD
 from tests.habit_hooks import OTHERS
 from tests.habit_interception import FORWARDS
 from tests.habit_kept import KEPT
@@ -33,6 +34,7 @@ SECTIONS = {
     "What a forward reads elsewhere": GUARDS,
     "What lies outside of the model": OUTSIDE,
     "What scripts and papers' code do": SCRIPTS,
+    "Memory of weights, errors that are caught, what time it is": HELD,
 }
 HEAD = """# What may be done to a model
 

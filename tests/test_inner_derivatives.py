@@ -188,9 +188,7 @@ def _not_used(net: Any, x: Tensor) -> Tensor:
 ])  # fmt: skip
 def test_refused_with_the_line(loss: Any, layers: Any, words: str) -> None:
     model = Net(loss, *layers).double()
-    with pytest.raises(
-        ValueError, match=r"(?s)^capture: torch.export stopped at .*test_inner_derivatives.py:\d+ .*" + words
-    ):
+    with pytest.raises(ValueError, match=r"(?s)^capture: .*test_inner_derivatives.py:\d+ .*" + words):
         capture(model, _batch())
     assert not any(p.grad is not None for p in model.parameters())
 

@@ -296,7 +296,7 @@ def states() -> None:
     assert bool(first) == (dist.get_rank() == 0)
     wrong = {**other, "middle.bias": torch.zeros(3)}
     wrong.pop("middle.weight")
-    with pytest.raises(ValueError, match=r"missing middle.weight.*middle.bias has shape \(3,\)"):
+    with pytest.raises(ValueError, match=r"\"middle.weight\".*size mismatch for middle.bias"):
         parallel.load_state_dict(wrong)
     assert gap(parallel.full_state_dict(), other) == 0
     parallel.train_step(**part(tokens(), sizes))

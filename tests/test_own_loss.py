@@ -157,6 +157,7 @@ def met_by_parts() -> tuple[list[str], float, float]:
     calls: list[Callable[[], Any]] = [
         lambda: F.mse_loss(logits, target),
         lambda: logits - target,
+        lambda: torch.cdist(logits, target),  # which would take any number of rows
         lambda: F.nll_loss(logits.log_softmax(-1), target.argmax(-1)),
         lambda: (logits.argmax(-1) == target.argmax(-1)).double().mean(),
         lambda: nn.CrossEntropyLoss()(logits * 2, target.softmax(-1)),

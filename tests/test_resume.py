@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,10 +41,11 @@ def put(sizes: dict[str, int], seed: int) -> tuple[autopar.ParallelModule, dict[
     return autopar.parallelize(model, mesh, example_batch=batch, micro_batches=2, **options), batch
 
 
-def read_back(parallel: autopar.ParallelModule, read: Callable[[dict[str, Any]], None]) -> None:
-    state = parallel.state_dict()
-    read(state)
-    parallel.load_state_dict(state)
+def read_back(parallel: autopar.ParallelModule, folder: str) -> None:
+    state = {"model": parallel.state_dict(), "steps": 0}
+    dcp.load(state, checkpoint_id=folder)
+    parallel.load_state_dict(state["model"])
+    parallel.training_steps = state["steps"]
 
 
 def resumed(sizes: dict[str, int], folder: str) -> list[str]:
@@ -53,28 +55,38 @@ def resumed(sizes: dict[str, int], folder: str) -> list[str]:
         parallel.train_step(**batch)
     rank = dist.get_rank()
     parallel.save_pretrained(f"{folder}/hf", max_shard_size="300B")
-    dcp.save({"model": parallel.state_dict()}, checkpoint_id=f"{folder}/dcp")
-    dcp.save({"model": get_model_state_dict(parallel)}, checkpoint_id=f"{folder}/helpers")
+    steps = parallel.training_steps  # which torch's ways for distributed states leave out
+    dcp.save({"model": parallel.state_dict(), "steps": steps}, checkpoint_id=f"{folder}/dcp")
+    dcp.save({"model": get_model_state_dict(parallel), "steps": steps}, checkpoint_id=f"{folder}/helpers")
     torch.save(parallel.full_state_dict(), f"{folder}/whole{rank}")
-    kept = {name: value.clone() for name, value in parallel.state_dict().items()}
+    torch.save(parallel.state_dict(), f"{folder}/pieces{rank}")
+    kept = copy.deepcopy(parallel.state_dict())
     whole = {n: v.clone() for n, v in get_model_state_dict(parallel, options=WHOLE).items()} if "dp" in sizes else None
+    plain = Dropped().double()
+    plain.load_state_dict(parallel.state_dict())  # has its names, and no others
+    plain.load_state_dict(torch.load(f"{folder}/pieces{rank}"), assign=True)
     parallel.zero_grad()
     expected = [float(parallel.train_step(**batch)), parallel.full_gradients()]
 
     def in_place() -> None:
         dcp.load({"model": again.state_dict()}, checkpoint_id=f"{folder}/dcp")
+        again.training_steps = steps
+
+    def set_whole() -> None:
+        set_model_state_dict(again, dict(whole or {}), options=WHOLE)
+        again.training_steps = steps
 
     ways: dict[str, Callable[[], None]] = {
         "files": lambda: again.load_pretrained(f"{folder}/hf"),
-        "distributed": lambda: read_back(again, lambda s: dcp.load({"model": s}, checkpoint_id=f"{folder}/dcp")),
+        "distributed": lambda: read_back(again, f"{folder}/dcp"),
         "in place": in_place,
-        "helpers": lambda: read_back(again, lambda s: dcp.load({"model": s}, checkpoint_id=f"{folder}/helpers")),
-        "pieces": lambda: again.load_state_dict(kept),
+        "helpers": lambda: read_back(again, f"{folder}/helpers"),
+        "copied pieces": lambda: again.load_state_dict(kept),
+        "filed pieces": lambda: again.load_state_dict(torch.load(f"{folder}/pieces{rank}")),
         "whole": lambda: again.load_state_dict(torch.load(f"{folder}/whole{rank}")),
     }
     if whole is not None:
-        ways["set whole"] = lambda: set_model_state_dict(again, dict(whole), options=WHOLE)
-        ways["load whole"] = lambda: again.load_state_dict(whole)
+        ways["set whole"] = set_whole
     again, _ = put(sizes, seed=1)
     wrong = []
     for name, way in ways.items():
@@ -82,11 +94,11 @@ def resumed(sizes: dict[str, int], folder: str) -> list[str]:
         again.training_steps = 0
         way()
         again.zero_grad()
-        steps = again.training_steps
+        count = again.training_steps
         found = [float(again.train_step(**batch)), again.full_gradients()]
         same = found[0] == expected[0] and all(torch.equal(found[1][n], g) for n, g in expected[1].items())
-        if not same or steps != 2:
-            wrong.append(f"{name}: steps {steps}, loss {found[0]} against {expected[0]}")
+        if not same or count != 2:
+            wrong.append(f"{name}: steps {count}, loss {found[0]} against {expected[0]}")
     again.load_state_dict(kept)
     again.training_steps = 0
     assert float(again.train_step(**batch)) != expected[0], "the masks do not depend on the step"

@@ -11,6 +11,7 @@ moment; so the dtype is written down before.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import re
 import traceback
@@ -39,37 +40,44 @@ from autopar.adapters.questions import answered_as_eager
 from autopar.adapters.selected_targets import keep_rows_of_targets
 from autopar.adapters.stack_lines import lines_of_forwards
 from autopar.adapters.unusual import warn_of
+from autopar.errors import refusal_like
 
 _NO_GRAD_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
+_LOOKUPS = (
+    torch.ops.aten.embedding.default,
+    torch.ops.aten._embedding_bag.default,
+    torch.ops.aten.embedding_bag.padding_idx,
+)
 _NOISE = (torch.ops.aten._assert_tensor_metadata.default,)
 _VALUE_CHECKS = (torch.ops.aten._assert_scalar.default, torch.ops.aten._assert_async.msg)
-_PLAIN = (TypeError, AttributeError, IndexError)  # their words tell all
+_PLAIN = (TypeError, AttributeError, IndexError, RuntimeError, ValueError, AssertionError)  # their words tell all
+_MOST_INPUTS = 8
 _CONSTANTS = 'name the small input that decides it: constants=("name",)'
 _STOPPED = "torch.export stopped at "
-_INDICES = "needs indices of int64, found {}; pass ids.long()"
-_OF_BATCH = tuple((re.compile(pattern), words) for pattern, words in (
-    (r"scalar types: Long, Int; but got torch\.(\w+)", _INDICES),
-    (r"Expected dtype int32/int64 for index, but got torch\.(\w+)", _INDICES),
-    (r"argument '(\w+)' .*must be Tensor, not (?!None)(\w+)", "needs a tensor as {0!r}, found a {1}; pass a tensor"),
-))  # fmt: skip
 _ATTRIBUTE = re.compile(r"'(\w+)' object has no attribute '(\w+)'")
-_KNOWN = (
-    (
-        re.compile(r"'Tensor' object has no attribute 'constant'"),  # fakes that functorch has wrapped twice
-        "torch.func.vmap around a derivative (jvp, jacfwd) cannot be captured",
-        "compute it for the whole batch: torch.func.jvp by itself, or torch.autograd.grad(..., create_graph=True)",
-    ),
-    (
-        re.compile(r"Constant \w+ is mutated in the forward"),
-        "the forward writes to a tensor that is no buffer of the model, such as a statistic of a module in a list",
-        "register it with register_buffer, or the module that holds it as a submodule",
-    ),
-    (
-        re.compile(r"Found <class '(?:.*\.)?(\w+)'> in output, which is not a known type"),
-        r"the forward returns a \1, and torch.export finds no tensors in it",
-        "return a tensor, or tensors in a dict, a tuple, a NamedTuple or a ModelOutput of transformers",
-    ),
-)
+_INDICES = r"needs indices of int64, found \1", "pass ids.long()"
+# what torch says -> what was found, and the way out
+_KNOWN = tuple((re.compile(pattern), reason, way_out) for pattern, reason, way_out in (
+    (r"scalar types: Long, Int; but got torch\.(\w+)", *_INDICES),
+    (r"Expected dtype int32/int64 for index, but got torch\.(\w+)", *_INDICES),
+    (r"argument '(\w+)' .*must be Tensor, not (?!None)(\w+)", r"needs a tensor as '\1', found a \2", "pass a tensor"),
+    (r"'Tensor' object has no attribute 'constant'",  # fakes that functorch has wrapped twice
+     "torch.func.vmap around a derivative (jvp, jacfwd) cannot be captured",
+     "compute it for the whole batch: torch.func.jvp by itself, or torch.autograd.grad(..., create_graph=True)"),
+    (r"Constant \w+ is mutated in the forward",
+     "the forward writes to a tensor that is no buffer of the model, such as a statistic of a module in a list",
+     "register it with register_buffer, or the module that holds it as a submodule"),
+    (r"Found <class '(?:.*\.)?(\w+)'> in output, which is not a known type",
+     r"the forward returns a \1, and torch.export finds no tensors in it",
+     "return a tensor, or tensors in a dict, a tuple, a NamedTuple or a ModelOutput of transformers"),
+    (r"(?:same reduction dim, but got|shapes cannot be multiplied) (.*) (?:X|and) (.*?)\.?$",
+     r"the inner sizes of a product differ: \1 times \2", ""),
+    (r"Attempting to broadcast a dimension of length (\d+) at (-?\d+)!.*had torch.Size\((.*)\);.*broadcastable to (.*)",
+     r"needs sizes that broadcast to \4, found \3, whose dim \2 is \1", ""),
+    (r"Expected input batch_size \((\d+)\) to match target batch_size \((\d+)\)",
+     r"the loss has \1 predictions and \2 labels; give one label for each prediction", ""),
+    (r"expected input(\[.*\]) to have (\d+) channels", r"the convolution needs \2 channels, found an input of \1", ""),
+))  # fmt: skip
 
 
 def export(
@@ -114,12 +122,13 @@ def export(
             where = f"{_STOPPED}{refused.place}" if refused.place else _where(refused)
             raise ValueError(f"capture: {where}: {refused}") from error
         where = _where(error)
-        if needed := _needed(error):
-            raise ValueError(f"capture: {where.removeprefix(_STOPPED)}: {needed}") from error
-        raise ValueError(f"capture: {where}: {_reason(error)}{_way_out(error, where)}") from error
+        said = f"{_reason(error)}{_way_out(error, where, kwargs)}"
+        raise refusal_like(error, f"capture: {where if _asks_values(error) else _line(where)}: {said}") from error
     keep_rows_of_targets(flat.graph)
     _drop_value_checks(flat.graph)
     flat.graph.eliminate_dead_code()
+    if grad_mode == "grad":
+        _refuse_sparse_gradients(flat.graph, _parameter_nodes(flat))
     _refuse_sizes_of_values(flat.graph)
     return flat
 
@@ -184,6 +193,19 @@ def _refuse_sizes_of_values(graph: Graph) -> None:
             )
 
 
+def _refuse_sparse_gradients(graph: Graph, trained: set[str]) -> None:
+    """Raises ValueError for a lookup whose gradient would be a sparse tensor in torch."""
+    for node in graph.nodes:
+        if node.target not in _LOOKUPS or (node.args[0].op == "placeholder" and node.args[0].name not in trained):
+            continue
+        names = [a.name for a in node.target._schema.arguments]
+        if {**dict(zip(names, node.args)), **node.kwargs}.get("sparse"):
+            raise ValueError(
+                f"capture: {line_of(node)}: sparse=True asks for a sparse gradient, steps make dense ones; make the "
+                "embedding with sparse=False, and an optimizer of dense gradients"
+            )
+
+
 def line_of(node: Node) -> str:
     """Where the model made a node: file, line, function and code; else the operator's name."""
     found = re.findall(r'File "(.*?)", line (\d+), in ([\w<>]+)\n\s*(.*)', node.meta.get("stack_trace") or "")
@@ -206,6 +228,11 @@ def _where(error: BaseException) -> str:
     return f"{_STOPPED}{_place(frame.filename, frame.lineno, frame.name, frame.line)}"
 
 
+def _line(where: str) -> str:
+    """Without whom it has stopped: plain torch would have stopped there, too."""
+    return where.removeprefix(_STOPPED)
+
+
 def _refusal(error: BaseException | None) -> Refused | None:
     """What the watch over the forward has refused, if that stopped the export."""
     while error is not None and not isinstance(error, Refused):
@@ -223,13 +250,7 @@ def _reason(error: BaseException) -> str:
     return text if text and (isinstance(error, _PLAIN) or _is_ours(error)) else f"{type(error).__name__}: {text}"
 
 
-def _needed(error: BaseException) -> str:
-    """What a batch that torch's functions do not take should have had, and the way out; or ''."""
-    found = ((pattern.search(str(error)), words) for pattern, words in _OF_BATCH)
-    return next((words.format(*match.groups()) for match, words in found if match), "")
-
-
-def _way_out(error: BaseException, where: str) -> str:
+def _way_out(error: BaseException, where: str, batch: Mapping[str, Any]) -> str:
     experts = "for experts, call autopar::moe_dispatch, grouped_mm and moe_combine; " if "expert" in where else ""
     if _of_sizes(error):
         return (
@@ -238,11 +259,18 @@ def _way_out(error: BaseException, where: str) -> str:
         )
     if _asks_values(error):
         return f"; the line branches on a tensor's value: {experts}write it with torch.where or masks, or {_CONSTANTS}"
-    if known := _known(error):
+    if (known := _known(error)) and known[1]:
         return f"; {known[1]}"
     if _is_ours(error):
         return ""
-    return "; the forward must run with these inputs in plain torch, and under torch.export(strict=False)"
+    found = ", ".join(f"{path} {_facts(x)}" for path, x in itertools.islice(paths(batch), _MOST_INPUTS))
+    return (
+        f"; the forward must run with these inputs in plain torch, and under torch.export(strict=False), found {found}"
+    )
+
+
+def _facts(x: Any) -> str:
+    return str(list(x.shape)) if isinstance(x, Tensor) else repr(x)
 
 
 def _known(error: BaseException) -> tuple[str, str] | None:

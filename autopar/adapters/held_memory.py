@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import Counter
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +48,24 @@ def move_to(piece: Tensor, memory: Tensor, with_values: bool) -> None:
 
 
 def held_elsewhere(model: nn.Module) -> set[str]:
-    """Names of buffers that somebody has beside the modules: the tensor, the one that it is a view of, or the array
-    that it was made of."""
+    """Names of parameters and buffers whose memory somebody has beside the modules: an entry of a state dict, the
+    tensor that a parameter was made of, a numpy view. Of buffers also: the tensor itself, the one that it is a view of,
+    or the array that it was made of."""
+    return _held_buffers(model) | _aliased(model)
+
+
+def _aliased(model: nn.Module) -> set[str]:
+    """Names of tensors in whose storages more tensors lie than the model has there."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    plain = [(name, x) for name, x in named if x.layout == torch.strided and not x.is_meta]
+    own = {id(x): x for _, x in plain}
+    own |= {id(x._base): x._base for x in own.values() if x._base is not None}
+    there = Counter(x.untyped_storage()._cdata for x in own.values())
+    storages = ((name, x.untyped_storage()._cdata) for name, x in plain)
+    return {name for name, number in storages if torch._C._storage_Use_Count(number) - 1 > there[number]}  # 1: Python's
+
+
+def _held_buffers(model: nn.Module) -> set[str]:
     buffers = dict(model.named_buffers(remove_duplicate=False))
     entries = [id(b) for b in buffers.values()]
     times = {number: entries.count(number) for number in entries} if len({*entries}) < len(entries) else {}
@@ -59,12 +76,12 @@ def held_elsewhere(model: nn.Module) -> set[str]:
         references = sys.getrefcount(b) - 2 - times.get(id(b), 1)
         rest = sum(x is b for x in buffers.values()) if times else 0
         base = b._base
-        if references > rest or (base is not None and sys.getrefcount(base) > 2) or _of_array(b):
+        if references > rest or (base is not None and sys.getrefcount(base) > 2) or of_array(b):
             held.add(name)
     return held
 
 
-def _of_array(x: Tensor) -> bool:
+def of_array(x: Tensor) -> bool:
     """Whether its memory is not torch's: a numpy array's, for example."""
     own = x.device.type == "cpu" and x.layout == torch.strided and x.numel() > 0
     return own and not x.untyped_storage().resizable()

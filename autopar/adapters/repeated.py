@@ -22,12 +22,14 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.adapters.leftovers import OF_SIZES
+from autopar.adapters.other_clocks import OTHER_TIMES, Endless, other_clocks
 from autopar.adapters.rebuild import walk_attributes
 
 
-def found_again(replica: nn.Module, arguments: Mapping[str, Any], mode: FakeTensorMode) -> str | None:
+def found_again(replica: nn.Module, arguments: Mapping[str, Any], mode: FakeTensorMode, clocks: bool) -> str | None:
     """What a forward of a structure copy computes with that an earlier one has left: the path of a tensor, or "" for
-    numbers. None if there is nothing, or the forward does not run on fakes alone. The copy is used up."""
+    numbers. None if there is nothing, or the forward does not run on fakes alone. The copy is used up. ``clocks``: it
+    may ask what time it is, and is run at another time, too."""
     watch = _Watch(replica)
     try:
         with mode, watch:
@@ -39,7 +41,20 @@ def found_again(replica: nn.Module, arguments: Mapping[str, Any], mode: FakeTens
                 replica(**watch.fresh(arguments))
     except Exception:  # whatever a forward does to numbers that fakes do not have
         return None
-    return watch.read if watch.read is not None or second == watch.calls else ""
+    if watch.read is not None:
+        return watch.read
+    same = second == watch.calls
+    for later, answer in OTHER_TIMES if clocks and same else ():
+        watch.calls = []
+        try:
+            with mode, watch, other_clocks(replica, later, answer):
+                replica(**watch.fresh(arguments))
+        except Endless:
+            continue
+        except Exception:  # which it did not raise before
+            same = False
+        same = same and second == watch.calls
+    return None if same else ""
 
 
 class _Watch(TorchFunctionMode):

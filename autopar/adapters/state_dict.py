@@ -10,17 +10,16 @@ import torch
 from torch import nn
 
 IncompatibleKeys = torch.nn.modules.module._IncompatibleKeys  # what load_state_dict gives back
-EXTRA = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX  # what get_extra_state of the outermost module is filed under
 
 
-def add_note(state: OrderedDict[str, Any], name: str, value: Any) -> None:
+def add_note(state: OrderedDict[str, Any], name: str, value: Any, prefix: str = "") -> None:
     """Beside the tensors, where modules read the version of their layout; survives torch.save, changes no name."""
-    notes = OrderedDict(_notes(state))
-    state._metadata = OrderedDict({"": {}, **notes})  # type: ignore[attr-defined]
-    state._metadata[""] = {**notes.get("", {}), name: value}  # type: ignore[attr-defined]
+    notes, path = OrderedDict(_notes(state)), prefix[:-1]
+    state._metadata = OrderedDict({path: {}, **notes})  # type: ignore[attr-defined]
+    state._metadata[path] = {**notes.get(path, {}), name: value}  # type: ignore[attr-defined]
 
 
-def noted(state: Mapping[str, Any], name: str) -> Any:
+def noted(state: Any, name: str) -> Any:
     """What was noted under a name, or None."""
     return _notes(state).get("", {}).get(name)
 
@@ -33,7 +32,7 @@ def with_notes_of(state: Mapping[str, Any], entries: Mapping[str, Any]) -> Order
     return out
 
 
-def _notes(state: Mapping[str, Any]) -> Mapping[str, Any]:
+def _notes(state: Any) -> Mapping[str, Any]:
     found: Mapping[str, Any] = getattr(state, "_metadata", {})
     return found
 

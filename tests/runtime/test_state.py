@@ -33,6 +33,7 @@ from autopar.runtime.state import (
     make_parameter,
     make_parameters,
     no_elements,
+    refuse_others,
     set_gradients,
     wrap,
 )
@@ -200,11 +201,17 @@ def states() -> None:
 
     wrong = {**new, "extra": torch.zeros(1), "qkv": torch.zeros(2, 2)}
     del wrong["norm"]
+    found, misfits = load_state_dict(wrong, params, specs, groups, buffers)
     with pytest.raises(ValueError) as caught:
-        load_state_dict(wrong, params, specs, groups, buffers)
-    for part in ("missing norm", "qkv has shape (2, 2), needs (24, 4)", "unexpected extra"):
+        refuse_others(found, misfits, True, "Net")
+    assert isinstance(caught.value, RuntimeError)  # which code for torch catches
+    for part in (
+        'Error(s) in loading state_dict for Net: Missing key(s) in state_dict: "norm". Unexpected key(s) in '
+        'state_dict: "extra". size mismatch for qkv: copying a param with shape torch.Size([2, 2]) from checkpoint, '
+        "the shape in current model is torch.Size([24, 4])",
+    ):
         assert part in str(caught.value)
-    load_state_dict({"norm": wholes(2)["norm"]}, params, specs, groups, strict=False)
+    refuse_others(*load_state_dict({"norm": wholes(2)["norm"]}, params, specs, groups), False, "Net")
 
 
 def test_whole_state_both_ways() -> None:
