@@ -70,8 +70,8 @@ def load_or_refuse(root: nn.Module, given: Any, strict: bool) -> tuple[Any, Valu
 def loaded(
     tree: Tree, whole: Mapping[str, Tensor], given: Any, strict: bool
 ) -> tuple[Any, ValueError | None, dict[str, Tensor]]:
-    """What `load_or_refuse` gives, and by name the whole parameters that it has written to or replaced, when the model had
-    these ``whole`` ones before."""
+    """What `load_or_refuse` gives, and by name the whole parameters that it has written or replaced, in a model
+    that had these ``whole`` ones before."""
     with tree.whole(whole) as root:
         before = {name: (p, version_of(p)) for name, p in root.named_parameters(remove_duplicate=False)}
         found, refused = load_or_refuse(root, given, strict)
